@@ -1,0 +1,35 @@
+"""Tensors in, tensors out: the recurrences, attention, and the small ops around them.
+
+Knows no module, no layer and no YAML. Every op has an obvious fp32 loop (``reference``) and a chunkwise PyTorch form
+(``torch``); :func:`backend` chooses between them.
+"""
+
+from .arguments import at_least_fp32
+from .backend import BACKENDS, backend
+from .delta_rule import delta_rule
+from .documents import documents
+from .errors import UserError
+from .flops import attention_flops, recurrence_flops
+from .linear_recurrence import linear_recurrence
+from .norm import gated_rms_norm, rms_norm
+from .short_conv import short_conv
+from .window_attention import window_attention
+
+# `transformers` asks any importable `kernels` for its version and, from 0.18 to 0.19, takes it for another package
+__version__ = "0.1.0"
+
+__all__ = [
+    "BACKENDS",
+    "UserError",
+    "at_least_fp32",
+    "attention_flops",
+    "backend",
+    "delta_rule",
+    "documents",
+    "gated_rms_norm",
+    "linear_recurrence",
+    "recurrence_flops",
+    "rms_norm",
+    "short_conv",
+    "window_attention",
+]

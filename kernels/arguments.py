@@ -1,0 +1,129 @@
+"""The arguments that both matrix-state recurrences share, checked once, and the shapes that follow from them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .documents import Documents, documents
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """`x` in fp32, or in fp64 if it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class Recurrences:
+    """Checked arguments of a recurrence over B rows.
+
+    Letters: G key heads, R value heads per key head (H = G·R), E subheads; there are H·E recurrences, and number
+    h·E + e reads key head (h // R)·E + e and value head h.
+    """
+
+    q: Tensor  # [B,T,G·E,K]
+    k: Tensor  # [B,T,G·E,K]
+    v: Tensor  # [B,T,H,V]
+    log_decay: Tensor | None  # [H·E] | [B,T,H·E] | [B,T,H·E,K]
+    beta: Tensor | None  # [B,T,H·E]
+    subheads: int
+    scale: float
+    initial_state: Tensor | None  # [N,H·E,K,V]
+    documents: Documents | None
+
+    @property
+    def groups(self) -> int:
+        return self.q.shape[2] // self.subheads
+
+    @property
+    def repeats(self) -> int:
+        return self.v.shape[2] // self.groups
+
+    @property
+    def sequences(self) -> int:
+        return len(self.documents.spans) if self.documents else self.v.shape[0]
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        return (self.sequences, self.v.shape[2] * self.subheads, self.q.shape[3], self.v.shape[3])
+
+    def first_state(self) -> Tensor:
+        """The given state, or zeros: [N,H·E,K,V], at least fp32."""
+        if self.initial_state is not None:
+            return at_least_fp32(self.initial_state)
+        return self.v.new_zeros(self.state_shape, dtype=torch.promote_types(self.v.dtype, torch.float32))
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    subheads: int,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    per_channel: bool,
+) -> Recurrences:
+    """Check shapes, dtypes and devices; every message starts with the argument's name.
+
+    Raises:
+        ValueError: An argument does not fit the others.
+    """
+    if q.dim() != 4:
+        raise ValueError(f"q: expected [B,T,heads,K], got shape {tuple(q.shape)}")
+    B, T, key_heads, K = q.shape
+    if v.dim() != 4 or v.shape[:2] != (B, T):
+        raise ValueError(f"v: expected [{B},{T},H,V] as q has it, got shape {tuple(v.shape)}")
+    if T < 1:
+        raise ValueError("q: a sequence needs at least one token")
+    H, V = v.shape[2:]
+    if k.shape != q.shape:
+        raise ValueError(f"k: expected the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
+    if subheads < 1 or key_heads % subheads:
+        raise ValueError(f"subheads: {subheads} does not divide the {key_heads} heads of q")
+    if H % (key_heads // subheads):
+        raise ValueError(f"v: {H} value heads are no multiple of the {key_heads // subheads} key heads")
+    count = H * subheads
+    if log_decay is not None:
+        allowed = [(count,), (B, T, count)] + ([(B, T, count, K)] if per_channel else [])
+        if tuple(log_decay.shape) not in allowed:
+            raise ValueError(
+                f"log_decay: expected one of {', '.join(map(str, allowed))}, got shape {tuple(log_decay.shape)}"
+            )
+        if log_decay.dim() == 1:
+            _check_constant(log_decay)
+    if beta is not None and beta.shape != (B, T, count):
+        raise ValueError(f"beta: expected [{B},{T},{count}], got shape {tuple(beta.shape)}")
+    docs = documents(cu_seqlens, T, B) if cu_seqlens is not None else None
+    result = Recurrences(q, k, v, log_decay, beta, subheads, K**-0.5 if scale is None else scale, initial_state, docs)
+    if initial_state is not None and tuple(initial_state.shape) != result.state_shape:
+        raise ValueError(f"initial_state: expected {result.state_shape}, got shape {tuple(initial_state.shape)}")
+    named = dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state)
+    for name, x in named.items():
+        if x is None:
+            continue
+        if not x.is_floating_point():
+            raise ValueError(f"{name}: expected a floating dtype, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
+        if name in ("q", "k", "v") and x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name}: the last axis must be contiguous, its stride is {x.stride(-1)}")
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        raise ValueError(f"v: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    return result
+
+
+# Values are read once per tensor object, not with a device synchronisation on every call.
+_checked = WeakTensorKeyDictionary()
+
+
+def _check_constant(log_decay: Tensor) -> None:
+    if log_decay.is_meta or log_decay in _checked:
+        return
+    if not bool((log_decay.detach() <= 0).all()):
+        raise ValueError(f"log_decay: a constant decay must be ≤ 0, got {log_decay.max().item():g}")
+    _checked[log_decay] = True

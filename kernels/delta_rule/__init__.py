@@ -1,0 +1,56 @@
+"""S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ, o_t = scale · S_tᵀ q_t."""
+
+from torch import Tensor
+
+from ..arguments import check
+from ..backend import choose
+from . import chunk, reference, step
+
+IMPLEMENTATIONS = {"torch": chunk.forward, "reference": reference.forward}
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    subheads: int = 1,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ and read o_t = scale · S_tᵀ q_t (paper 004).
+
+    Letters: B batch, T time, H value heads, G key heads (H is a multiple), E subheads, K key size, V value size,
+    N documents. There are H·E recurrences: number h·E + e reads key head (h // (H/G))·E + e and value head h, and the
+    outputs of the E subheads of a head are summed. The recurrence is stable for keys of length one and β in [0, 2].
+
+    Args:
+        q: Queries [B,T,G·E,K].
+        k: Keys, as q.
+        v: Values [B,T,H,V].
+        beta: How much of the old answer is replaced [B,T,H·E].
+        log_decay: None (no decay), a constant [H·E], or per step [B,T,H·E]; ≤ 0.
+        subheads: E.
+        scale: Factor of the output, by default K^-½.
+        initial_state: S_0 [B,H·E,K,V], or [N,…] with `cu_seqlens`; zeros by default.
+        return_state: Whether to return the final states.
+        cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
+
+    Returns:
+        o [B,T,H,V] in the dtype of v, and the final states (as `initial_state`, at least fp32) or None.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    a = check(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens, per_channel=False)
+    if a.beta is None:
+        raise ValueError("beta: the delta rule needs it")
+    run = choose("delta_rule", IMPLEMENTATIONS, v)
+    if run is chunk.forward and v.shape[1] == 1 and cu_seqlens is None:
+        run = step.forward
+    o, state = run(a)
+    return o, state if return_state else None

@@ -1,0 +1,95 @@
+"""Packed documents: several sequences in one row, told apart by `cu_seqlens`.
+
+`cu_seqlens` [N+1] int holds the start of every document and, last, the length of the row. Its values are read once per
+tensor object, so that an op costs no device synchronisation per call; everything derived from them hangs on that memo.
+"""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+
+class Documents:
+    """The boundaries of N documents in a row of T tokens, on the host, and the index tensors made from them."""
+
+    def __init__(self, cu_seqlens: Tensor):
+        self.device = cu_seqlens.device
+        self.bounds: list[int] = cu_seqlens.tolist()
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Start and stop of each document; they may be empty."""
+        return list(zip(self.bounds, self.bounds[1:], strict=False))
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """Number of the document of each token [T]."""
+        lengths = torch.tensor(self.bounds).diff()
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Position of each token in its document [T]."""
+        bounds = torch.tensor(self.bounds, device=self.device)
+        return torch.arange(self.bounds[-1], device=self.device) - bounds[self.owner]
+
+    def chunks(self, size: int) -> "Chunks":
+        """The documents cut into chunks of `size` tokens, each document padded by itself (memoised)."""
+        memo = self.__dict__.setdefault("_chunks", {})
+        if size not in memo:
+            memo[size] = Chunks(self.spans, size, self.device)
+        return memo[size]
+
+
+class Chunks:
+    """Documents as padded chunks.
+
+    Attributes:
+        starts: For every chunk, the document that begins there, or None.
+        ends: For every document, the number of its last chunk, or None where it is empty.
+        token: Index of the token at each padded place [chunks·size]; padding points at token 0.
+        valid: Which padded places hold a token [chunks·size].
+        place: Padded place of each token [T].
+    """
+
+    def __init__(self, spans: list[tuple[int, int]], size: int, device: torch.device):
+        self.starts: list[int | None] = []
+        self.ends: list[int | None] = []
+        places = []
+        for number, (start, stop) in enumerate(spans):
+            count = -(-(stop - start) // size)
+            places.append(torch.arange(stop - start) + len(self.starts) * size)
+            self.starts += [number, *[None] * (count - 1)] if count else []
+            self.ends.append(len(self.starts) - 1 if count else None)
+        place = torch.cat(places)
+        token = torch.full((len(self.starts) * size,), -1).index_copy(0, place, torch.arange(len(place)))
+        self.token, self.valid, self.place = token.clamp(min=0).to(device), (token >= 0).to(device), place.to(device)
+
+
+_memo = WeakTensorKeyDictionary()
+
+
+def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1) -> Documents:
+    """The memoised, checked documents of `cu_seqlens` for a row of `length` tokens.
+
+    Raises:
+        ValueError: Not an integer vector, more than one row, not from 0 to `length`, or decreasing.
+    """
+    if batch_size != 1:
+        raise ValueError(f"cu_seqlens: packed documents need a batch of 1 row, got {batch_size}")
+    found = _memo.get(cu_seqlens)
+    if found is None:
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
+            raise ValueError(
+                f"cu_seqlens: expected an int32 or int64 vector of at least 2 boundaries, "
+                f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+            )
+        found = _memo[cu_seqlens] = Documents(cu_seqlens)
+        if found.bounds[0] != 0 or any(b < a for a, b in found.spans):
+            del _memo[cu_seqlens]
+            raise ValueError(f"cu_seqlens: boundaries must start at 0 and never decrease, got {found.bounds}")
+    if found.bounds[-1] != length:
+        raise ValueError(f"cu_seqlens: ends at {found.bounds[-1]}, but there are {length} tokens")
+    return found

@@ -1,0 +1,56 @@
+"""Forward FLOPs of the ops for one sequence, as the chunkwise algorithms execute them: products only, full squares.
+
+These are the numbers that `torch.utils.flop_counter` sees on the ``torch`` backend (test: mixers' conformance), except
+for the triangular solve of the delta rule, which it does not count and we do.
+"""
+
+from collections.abc import Callable
+
+from .chunking import CHUNK
+from .delta_rule import delta_rule
+from .linear_recurrence import linear_recurrence
+from .window_attention.chunk import BLOCK, padded
+
+
+def recurrence_flops(
+    op: Callable[..., object],
+    length: int,
+    *,
+    heads: int,
+    key_heads: int,
+    subheads: int,
+    key_size: int,
+    value_size: int,
+    per_channel: bool = False,
+) -> int:
+    """FLOPs of `kernels.linear_recurrence` or `kernels.delta_rule` over `length` tokens.
+
+    Args:
+        op: The op itself.
+        length: Tokens.
+        heads: Value heads H.
+        key_heads: Key heads G, before subheads.
+        subheads: E.
+        key_size: K of one recurrence.
+        value_size: V.
+        per_channel: Whether the decay has a key axis.
+    """
+    C, E = min(CHUNK, length), subheads
+    scores = key_heads * E * C * key_size  # Q Kᵀ
+    state = heads * E * key_size * value_size
+    if op is linear_recurrence:
+        if per_channel:
+            scores = heads * E * C * key_size
+        per_token = scores + heads * C * value_size + 2 * state
+    elif op is delta_rule:
+        solve = heads * E * C * (key_size + value_size) // 2
+        per_token = 2 * scores + solve + heads * E * C * value_size + 3 * state
+    else:
+        raise ValueError(f"op: {op!r} is neither kernels.linear_recurrence nor kernels.delta_rule")
+    return 2 * per_token * length
+
+
+def attention_flops(length: int, *, heads: int, head_dim: int, window_size: int | None = None) -> int:
+    """FLOPs of `kernels.window_attention` over `length` tokens: the full square, or whole blocks of a window."""
+    keys = length if window_size is None or window_size >= length else padded(window_size - 1) + BLOCK
+    return 4 * heads * head_dim * length * keys

@@ -1,0 +1,99 @@
+"""The linear recurrence chunk by chunk in plain PyTorch, with autograd: the CPU path.
+
+With b the log decays summed inside a chunk and D_ij = exp(b_i − b_j), j ≤ i:
+
+    P = (Q Kᵀ ⊙ D) diag(β)      O = P V + e^b ⊙ (Q S)      S ← e^{b_C} S + (β e^{b_C − b} K)ᵀ V
+
+Keys are never repeated for the value heads of a group, and values never for the subheads of a head: gates are applied
+to scores, values and outputs instead. A decay per key channel has to enter q and k themselves.
+"""
+
+import torch
+from torch import Tensor
+
+from ..arguments import Recurrences
+from ..chunking import Chunking, causal_decay
+
+# exp(±half of this) still multiplies to a finite fp32 product
+SAFE_RANGE = 80.0
+BLOCK = 16
+
+
+def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """o [B,T,H,V] and the final states [N,H·E,K,V]."""
+    with torch.autocast(a.v.device.type, enabled=False):
+        c = Chunking(a)
+        q, k, v = c.keys(a.q) * a.scale, c.keys(a.k), c.values(a.v)
+        beta, b = None if a.beta is None else c.gates(a.beta), c.log_decay()
+        if b is not None and b.dim() == 7:
+            o, S = _per_channel(c, q, k, v, beta, b)
+        else:
+            o, S = _per_head(c, q, k, v, beta, b)
+        return c.outputs(o), S
+
+
+def _per_head(
+    c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, b: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    scores = (q @ k.mT).unsqueeze(3)  # [B,N,G,1,E,C,C]
+    scores = scores.tril() if b is None else scores * causal_decay(b, v.dtype)
+    if beta is not None:
+        scores = scores * beta.unsqueeze(-2)
+    o = scores.sum(4) @ v  # summed over subheads before the product: [B,N,G,R,C,V]
+
+    weight = beta
+    if b is not None:
+        rest = (b[..., -1:] - b).to(v.dtype).exp()
+        weight = rest if beta is None else rest * beta
+    values = v.unsqueeze(4) if weight is None else v.unsqueeze(4) * weight.unsqueeze(-1)  # [B,N,G,R,E|1,C,V]
+    added = torch.einsum("bngeck,bngrecv->bngrekv", k, values.expand(-1, -1, -1, -1, k.shape[3], -1, -1))
+    if b is None:
+        before, S = c.scan(lambda n, S: S + added[:, n])
+        return o + torch.einsum("bngeck,bngrekv->bngrcv", q, before), S
+    decay = b[..., -1].to(v.dtype).exp()[..., None, None].expand(-1, c.count, *[-1] * 5)
+    before, S = c.scan(lambda n, S: decay[:, n] * S + added[:, n])
+    read = torch.einsum("bngeck,bngrekv->bngrecv", q, before)
+    return o + (read * b.to(v.dtype).exp().unsqueeze(-1)).sum(4), S
+
+
+def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, b: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = q.unsqueeze(3), k.unsqueeze(3)  # [B,N,G,1,E,C,K]
+    scores = channel_scores(q, k, b)
+    last = b[..., -1:, :]
+    kept = k * (last - b).to(v.dtype).exp()
+    if beta is not None:
+        scores, kept = scores * beta.unsqueeze(-2), kept * beta.unsqueeze(-1)
+    added = kept.mT @ v.unsqueeze(4)  # [B,N,G,R,E,K,V]
+    decay = last.to(v.dtype).exp().mT
+    before, S = c.scan(lambda n, S: decay[:, n] * S + added[:, n])
+    read = (q * b.to(v.dtype).exp()) @ before
+    return scores.sum(4) @ v + read.sum(4), S
+
+
+def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
+    """A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk) for j ≤ i, else 0: q, k, b [...,C,K] → [...,C,C].
+
+    The exponential does not factor into q and k without a reference point. Where the decay over a chunk is moderate,
+    one point in its middle serves all pairs. Else rows are taken in blocks: against earlier blocks the reference is
+    the row before the block, so that both factors are ≤ 1, and inside the block the difference itself is taken.
+    """
+    dtype = q.dtype
+    if b.is_meta or float(-b.detach()[..., -1, :].min()) <= SAFE_RANGE:
+        middle = b[..., -1:, :] / 2
+        return ((q * (b - middle).to(dtype).exp()) @ (k * (middle - b).to(dtype).exp()).mT).tril()
+    q, k = torch.broadcast_tensors(q, b)[0], torch.broadcast_tensors(k, b)[0]
+    C, rows = b.shape[-2], []
+    for start in range(0, C, BLOCK):
+        stop = min(start + BLOCK, C)
+        here, qi, ki = b[..., start:stop, :], q[..., start:stop, :], k[..., start:stop, :]
+        above = torch.ones(stop - start, stop - start, dtype=torch.bool, device=b.device).triu(1).unsqueeze(-1)
+        between = (here.unsqueeze(-2) - here.unsqueeze(-3)).to(dtype).masked_fill(above, -torch.inf).exp()
+        row = [torch.einsum("...ik,...ijk,...jk->...ij", qi, between, ki)]
+        if start:
+            reference = b[..., start - 1 : start, :]
+            earlier = k[..., :start, :] * (reference - b[..., :start, :]).to(dtype).exp()
+            row.insert(0, (qi * (here - reference).to(dtype).exp()) @ earlier.mT)
+        if stop < C:
+            row.append(row[0].new_zeros(*row[0].shape[:-1], C - stop))
+        rows.append(torch.cat(row, -1))
+    return torch.cat(rows, -2)

@@ -1,0 +1,53 @@
+"""The linear recurrence as a loop over time, to be checked against the papers by eye."""
+
+import torch
+from torch import Tensor
+
+from ..arguments import Recurrences, at_least_fp32
+
+
+def per_recurrence(a: Recurrences) -> tuple[Tensor, Tensor, Tensor]:
+    """q (scaled), k [B,T,H·E,K] and v [B,T,H·E,V], repeated so that each of the H·E recurrences has its own."""
+    B, T, _, K = a.q.shape
+    G, R, E = a.groups, a.repeats, a.subheads
+
+    def wide(x: Tensor) -> Tensor:
+        return at_least_fp32(x).view(B, T, G, 1, E, K).expand(B, T, G, R, E, K).reshape(B, T, G * R * E, K)
+
+    return wide(a.q) * a.scale, wide(a.k), at_least_fp32(a.v).repeat_interleave(E, 2)
+
+
+def per_step_decay(a: Recurrences) -> Tensor | None:
+    """exp(log_decay) as [B,T,H·E,1 or K], at least fp32."""
+    if a.log_decay is None:
+        return None
+    g = at_least_fp32(a.log_decay)
+    if g.dim() == 1:
+        g = g.expand(*a.v.shape[:2], -1)
+    return (g.unsqueeze(-1) if g.dim() == 3 else g).exp()
+
+
+def spans(a: Recurrences) -> list[tuple[slice, int, int]]:
+    """Rows of the state and the stretch of time, for each document (or once for the whole batch)."""
+    if a.documents is None:
+        return [(slice(None), 0, a.v.shape[1])]
+    return [(slice(n, n + 1), start, stop) for n, (start, stop) in enumerate(a.documents.spans)]
+
+
+def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """o [B,T,H,V] and the final states [N,H·E,K,V]."""
+    q, k, v = per_recurrence(a)
+    decay, first = per_step_decay(a), a.first_state()
+    B, _, H, V = a.v.shape
+    outputs, finals = [], []
+    for rows, start, stop in spans(a):
+        S = first[rows]
+        for t in range(start, stop):
+            if decay is not None:
+                S = decay[:, t, :, :, None] * S
+            u = v[:, t] if a.beta is None else at_least_fp32(a.beta[:, t, :, None]) * v[:, t]
+            S = S + k[:, t, :, :, None] * u[:, :, None, :]
+            o = (q[:, t, :, :, None] * S).sum(-2)
+            outputs.append(o.view(B, H, a.subheads, V).sum(2))
+        finals.append(S)
+    return torch.stack(outputs, 1).to(a.v.dtype), torch.cat(finals)

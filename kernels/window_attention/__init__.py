@@ -1,0 +1,43 @@
+"""Causal softmax attention, with or without a window."""
+
+from torch import Tensor
+
+from ..backend import choose
+from . import chunk, reference
+from .arguments import check
+
+IMPLEMENTATIONS = {"torch": chunk.forward, "reference": reference.forward}
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window_size: int | None = None,
+    first_key: Tensor | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Causal softmax attention of T queries over S ≥ T keys, the last query standing at the last key.
+
+    More keys than queries continue a cache: its keys come first, in chronological order. H query heads share Hkv
+    key-value heads in order (grouped-query attention).
+
+    Args:
+        q: Queries [B,T,H,D].
+        k: Keys [B,S,Hkv,D].
+        v: Values [B,S,Hkv,D].
+        window_size: How many keys a query sees, its own included; None for all.
+        first_key: Number [B] of the first valid key of each row, for caches that are not full yet.
+        scale: Factor of the scores, by default D^-½.
+        cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1, S = T), from 0 to T.
+
+    Returns:
+        o [B,T,H,D]; a query without any valid key gives 0.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    a = check(q, k, v, window_size, first_key, scale, cu_seqlens)
+    return choose("window_attention", IMPLEMENTATIONS, v)(a)

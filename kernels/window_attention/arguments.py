@@ -1,0 +1,60 @@
+"""The arguments of window attention, checked once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..documents import Documents, documents
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Checked arguments: T queries against S ≥ T keys, the last query standing at the last key."""
+
+    q: Tensor  # [B,T,H,D]
+    k: Tensor  # [B,S,Hkv,D]
+    v: Tensor  # [B,S,Hkv,D]
+    window_size: int | None
+    first_key: Tensor | None  # [B]
+    scale: float
+    documents: Documents | None
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: int | None,
+    first_key: Tensor | None,
+    scale: float | None,
+    cu_seqlens: Tensor | None,
+) -> Attention:
+    """Check shapes, dtypes and devices; every message starts with the argument's name.
+
+    Raises:
+        ValueError: An argument does not fit the others.
+    """
+    if q.dim() != 4:
+        raise ValueError(f"q: expected [B,T,H,D], got shape {tuple(q.shape)}")
+    B, T, H, D = q.shape
+    if k.dim() != 4 or k.shape[0] != B or k.shape[3] != D or k.shape[1] < T:
+        raise ValueError(f"k: expected [{B},S,Hkv,{D}] with S ≥ {T}, got shape {tuple(k.shape)}")
+    if H % k.shape[2]:
+        raise ValueError(f"k: {k.shape[2]} key heads do not divide the {H} heads of q")
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
+    if window_size is not None and window_size < 1:
+        raise ValueError(f"window_size: {window_size} must be at least 1 (the token itself), or None")
+    if cu_seqlens is not None and (k.shape[1] != T or first_key is not None):
+        raise ValueError("cu_seqlens: packed documents allow neither more keys than queries nor first_key")
+    if first_key is not None and (first_key.shape != (B,) or first_key.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(f"first_key: expected an integer [{B}], got {first_key.dtype} {tuple(first_key.shape)}")
+    for name, x in dict(k=k, v=v, first_key=first_key).items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
+        if x is not None and x.is_floating_point() and x.dtype != q.dtype:
+            raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
+    docs = documents(cu_seqlens, T, B) if cu_seqlens is not None else None
+    window = None if window_size is None or window_size >= k.shape[1] else window_size
+    return Attention(q, k, v, window, first_key, D**-0.5 if scale is None else scale, docs)

@@ -1,0 +1,28 @@
+"""Causal softmax attention with a window, one query at a time, to be checked by eye."""
+
+import torch
+from torch import Tensor
+
+from ..arguments import at_least_fp32
+from .arguments import Attention
+
+
+def forward(a: Attention) -> Tensor:
+    """o [B,T,H,D]."""
+    B, T, H, D = a.q.shape
+    offset = a.k.shape[1] - T
+    q, k, v = at_least_fp32(a.q), at_least_fp32(a.k), at_least_fp32(a.v)
+    k, v = k.repeat_interleave(H // k.shape[2], 2), v.repeat_interleave(H // v.shape[2], 2)
+    starts = [start for start, stop in a.documents.spans for _ in range(start, stop)] if a.documents else [0] * T
+    o = torch.zeros_like(q)
+    for row in range(B):
+        for t in range(T):
+            last = offset + t
+            first = max(starts[t], last + 1 - a.window_size if a.window_size else 0)
+            if a.first_key is not None:
+                first = max(first, int(a.first_key[row]))
+            if first > last:
+                continue  # no valid key: 0
+            scores = torch.einsum("hd,shd->hs", q[row, t] * a.scale, k[row, first : last + 1])
+            o[row, t] = torch.einsum("hs,shd->hd", scores.softmax(-1), v[row, first : last + 1])
+    return o.to(a.v.dtype)

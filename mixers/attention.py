@@ -1,0 +1,174 @@
+"""Softmax attention, over everything or over a sliding window."""
+
+import math
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels
+
+from .base import Site, TokenMixer, positions
+from .features import FeaturePath, Features, Rotary
+from .projection import Projection, split_heads
+from .registry import register
+
+
+class AttentionState(NamedTuple):
+    """The last keys and values, in chronological order and flush right."""
+
+    k: Tensor  # [N,S,Hkv,D]; S grows without a window, and is window_size − 1 with one
+    v: Tensor  # as k
+    histories: tuple[Tensor, ...]  # last conv inputs of q and k; empty without conv
+    position: Tensor  # tokens seen [N], int64; the first S − position places of a row are empty
+
+
+@register(recurrence="o_t = Σ_{s≤t} softmax_s(q_t·k_s/√D) v_s", paper="Attention is all you need, arXiv 1706.03762")
+class SoftmaxAttention(TokenMixer):
+    """o_t = Σ_{s≤t} softmax_s(q_t·k_s/√D) v_s, with rotary positions (arXiv 1706.03762, 2104.09864).
+
+    Args:
+        site: Where the layer stands.
+        num_heads: Query heads; the model's by default.
+        head_dim: Size D of a head; hidden_size / num_heads by default.
+        num_kv_heads: Key and value heads, shared by groups of query heads; num_heads by default.
+        qk: Features of queries and keys.
+    """
+
+    constant_state: ClassVar[bool] = False
+    window_size: int | None = None
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        qk: Features = Features(map=Rotary),
+    ):
+        super().__init__()
+        self.num_heads, self.head_dim = site.heads(num_heads, head_dim)
+        self.num_kv_heads = num_kv_heads or self.num_heads
+        if self.num_heads % self.num_kv_heads:
+            raise kernels.UserError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.in_proj = Projection(site.hidden_size, {"q": width, "k": kv_width, "v": kv_width})
+        self.features = nn.ModuleDict(
+            {
+                "q": FeaturePath(qk, self.num_heads, self.head_dim),
+                "k": FeaturePath(qk, self.num_kv_heads, self.head_dim),
+            }
+        )
+        self.o_proj = nn.Linear(width, site.hidden_size, bias=False)
+
+    def forward(
+        self, x: Tensor, state: AttentionState | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, AttentionState | None]:
+        q, k, v = self.in_proj(x)
+        q, k, v = split_heads(q, self.num_heads), split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
+        where, following = positions(x, None if state is None else state.position, cu_seqlens)
+        q, q_history = self.features["q"](q, None if state is None else state.histories[0], where, cu_seqlens)
+        k, k_history = self.features["k"](k, None if state is None else state.histories[1], where, cu_seqlens)
+        if state is None:
+            o, cache = kernels.window_attention(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens), None
+        elif cu_seqlens is None:
+            o, keys, values = self._continue(q, k, v, state.k, state.v, state.position)
+            keys, values = self._keep(keys, keys.shape[1]), self._keep(values, values.shape[1])
+            cache = AttentionState(keys, values, (q_history, k_history), following)
+        else:
+            o, keys, values = self._continue_packed(q, k, v, state, cu_seqlens)
+            cache = AttentionState(keys, values, (q_history, k_history), following)
+        return self.o_proj(o.flatten(2)), cache
+
+    def _continue(
+        self, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v: Tensor, seen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attend to the cache and to the new tokens; the outputs, and all keys and values."""
+        k, v = torch.cat([old_k.to(k.dtype), k], 1), torch.cat([old_v.to(v.dtype), v], 1)
+        empty = (old_k.shape[1] - seen).clamp(min=0)
+        return kernels.window_attention(q, k, v, window_size=self.window_size, first_key=empty), k, v
+
+    def _continue_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, cu_seqlens: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        outputs, keys, values = [], [], []
+        spans = kernels.documents(cu_seqlens, q.shape[1]).spans
+        size = state.k.shape[1] + max(j - i for i, j in spans)
+        for n, (i, j) in enumerate(spans):
+            row = slice(n, n + 1)
+            old_k, old_v = state.k[row].to(k.dtype), state.v[row].to(v.dtype)
+            if j > i:
+                o, old_k, old_v = self._continue(q[:, i:j], k[:, i:j], v[:, i:j], old_k, old_v, state.position[row])
+                outputs.append(o)
+            keys.append(self._keep(old_k, size))
+            values.append(self._keep(old_v, size))
+        return torch.cat(outputs, 1), torch.cat(keys), torch.cat(values)
+
+    def _keep(self, cache: Tensor, size: int) -> Tensor:
+        """The last `size` places of a cache, flush right, or what the window needs of them."""
+        size = size if self.window_size is None else self.window_size - 1
+        have = cache.shape[1]
+        return cache[:, have - size :] if have >= size else F.pad(cache, (0, 0, 0, 0, size - have, 0))
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> AttentionState:
+        own = next(self.parameters())
+        device, dtype = device or own.device, dtype or own.dtype
+        size = 0 if self.window_size is None else self.window_size - 1
+        cache = torch.zeros(batch_size, size, self.num_kv_heads, self.head_dim, device=device, dtype=dtype)
+        return AttentionState(
+            cache,
+            cache.clone(),
+            tuple(path.init_history(batch_size, device, dtype) for path in self.features.values()),
+            torch.zeros(batch_size, device=device, dtype=torch.int64),
+        )
+
+    def state_size(self, length: int | None = None) -> int | float:
+        keys = math.inf if length is None else length
+        if self.window_size is not None:
+            keys = min(keys, self.window_size - 1)
+        return 2 * keys * self.num_kv_heads * self.head_dim
+
+    def flops(self, length: int) -> int:
+        dense = 2 * length * sum(p.numel() for p in self.parameters() if p.dim() > 1)
+        return dense + kernels.attention_flops(
+            length, heads=self.num_heads, head_dim=self.head_dim, window_size=self.window_size
+        )
+
+
+@register(
+    recurrence="o_t = Σ_{t−w<s≤t} softmax_s(q_t·k_s/√D) v_s",
+    paper="Longformer, arXiv 2004.05150; Mistral 7B, arXiv 2310.06825",
+    tiny={"window_size": 6},
+)
+class SlidingWindowAttention(SoftmaxAttention):
+    """o_t = Σ_{t−w<s≤t} softmax_s(q_t·k_s/√D) v_s: softmax attention over the last w tokens, the current one included.
+
+    Args:
+        site: Where the layer stands.
+        window_size: w, the number of tokens that a query sees, its own included.
+        num_heads: Query heads; the model's by default.
+        head_dim: Size D of a head; hidden_size / num_heads by default.
+        num_kv_heads: Key and value heads, shared by groups of query heads; num_heads by default.
+        qk: Features of queries and keys.
+    """
+
+    constant_state: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        window_size: int = 2048,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        qk: Features = Features(map=Rotary),
+    ):
+        super().__init__(site, num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, qk=qk)
+        if window_size < 2:
+            raise kernels.UserError(f"window_size: {window_size} must be at least 2; the token itself counts")
+        self.window_size = window_size

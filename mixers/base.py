@@ -1,0 +1,282 @@
+"""What a token mixer is, and the flow that all matrix-state mixers share.
+
+Letters, here and in every mixer: B batch, T time, H value heads, G key heads, E expansion factor, S subheads, K key
+size, V value size, N documents (with `cu_seqlens`, B = 1 and states have N rows instead of B). Time comes first:
+streams are [B,T,heads,size]. Gates live in log space and are called `log_decay` (≤ 0). States are at least fp32.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+
+from .features import FeaturePath, Features
+
+if TYPE_CHECKING:
+    from .expansion import Expand
+
+State = Any  # a pytree of tensors, usually a NamedTuple of the mixer's own
+
+
+class Site(NamedTuple):
+    """Where a layer stands. One argument, so that it can grow without touching plug-ins."""
+
+    hidden_size: int
+    num_heads: int
+    layer: int = 0
+    num_layers: int = 1
+    expand: "Expand | None" = None  # set by Expanded, read by LinearMixer
+
+    def heads(self, num_heads: int | None = None, head_dim: int | None = None) -> tuple[int, int]:
+        """num_heads and head_dim of a mixer that leaves either to the model.
+
+        Raises:
+            UserError: head_dim is not given and num_heads does not divide hidden_size.
+        """
+        num_heads = num_heads or self.num_heads
+        if head_dim is None and self.hidden_size % num_heads:
+            raise kernels.UserError(
+                f"num_heads: {num_heads} does not divide hidden_size {self.hidden_size}; "
+                "choose a divisor, or give head_dim as well"
+            )
+        return num_heads, head_dim or self.hidden_size // num_heads
+
+
+class TokenMixer(nn.Module):
+    """A layer that moves information along time: x [B,T,hidden] → y [B,T,hidden], causally.
+
+    Subclass it, take a `Site` first and named arguments after it, and run `mixers.check_mixer` on the result.
+    Parameters that must not decay are named in `no_weight_decay` (those with fewer than two axes never do). Modules that
+    own parameters or computed buffers have `reset_parameters()`, so that a model built on the meta device can be filled.
+    """
+
+    no_weight_decay: ClassVar[tuple[str, ...]] = ()
+    constant_state: ClassVar[bool] = True  # False: the state grows with the sequence
+
+    def forward(self, x: Tensor, state: State = None, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
+        """Mix, and continue `state` if one is given.
+
+        Args:
+            x: [B,T,hidden].
+            state: None to train (nothing is stored), else the state to continue, which is consumed.
+            cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
+
+        Returns:
+            y [B,T,hidden], and the continued state or None.
+        """
+        raise NotImplementedError
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> State:
+        """The state before the first token; device and dtype default to those of the parameters."""
+        raise NotImplementedError
+
+    def state_size(self, length: int | None = None) -> int | float:
+        """Elements of the recurrent matrix (attention: keys and values) of one sequence after `length` tokens.
+
+        Convolution histories and counters are not counted. Without a length, the bound; `math.inf` where there is none.
+        """
+        raise NotImplementedError
+
+    def flops(self, length: int) -> int:
+        """Forward FLOPs of one sequence of `length` tokens, as the chunkwise path executes them."""
+        raise NotImplementedError
+
+    def share(self, below: Sequence["TokenMixer"]) -> None:
+        """Adopt modules of the mixers of lower layers (called bottom-up). Modules, for shared Parameters come untied."""
+
+
+class Streams(NamedTuple):
+    """All that a mixer makes of x. `project` fills it with raw values; features and gates refine it."""
+
+    q: Tensor  # [B,T,G,K], then [B,T,G·S,K']
+    k: Tensor  # as q
+    v: Tensor  # [B,T,H,V]
+    log_decay: Tensor | None = None  # raw, then [H·S] | [B,T,H·S] | [B,T,H·S,K']
+    beta: Tensor | None = None  # raw, then [B,T,H·S]
+    gate: Any = None  # whatever the readout wants
+
+    def replace(self, **streams: Tensor | None) -> Self:
+        """A copy with some streams replaced."""
+        return self._replace(**streams)
+
+
+class LinearState(NamedTuple):
+    """The state of a LinearMixer."""
+
+    matrix: Tensor  # [N,H·S,K',V], at least fp32
+    histories: tuple[Tensor, ...]  # last conv inputs [N,W−1,C] of q, k, v; empty without conv
+    position: Tensor  # tokens seen [N], int64; empty where no feature map asks
+
+
+class LinearMixer(TokenMixer):
+    """A mixer whose state is a matrix per head: project → expand → features → gates → recurrence → readout.
+
+    A subclass writes `project`, `gates` and `readout`, names its `recurrence` and declares its features as data. It can
+    then be expanded by `Expanded` without knowing of it, if it sizes gates by `gate_heads` (and, per key channel, by
+    `subhead_size`) instead of by the number of heads.
+
+    Args:
+        site: Where the layer stands.
+        num_heads: Value heads H.
+        key_size: Size K of a key head, as `project` makes it.
+        value_size: Size V of a value head.
+        num_key_heads: Key heads G, a divisor of H; H by default.
+        q: Features of the queries.
+        k: Features of the keys.
+        v: Features of the values.
+    """
+
+    recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(kernels.linear_recurrence)
+    scale: ClassVar[float | None] = None  # None: (size of the key that reaches the recurrence)^-½
+    decay_per_channel: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        num_heads: int,
+        key_size: int,
+        value_size: int,
+        num_key_heads: int | None = None,
+        q: Features = Features(),
+        k: Features = Features(),
+        v: Features = Features(),
+    ):
+        super().__init__()
+        self.site, self.num_heads, self.num_key_heads = site, num_heads, num_key_heads or num_heads
+        if num_heads % self.num_key_heads:
+            raise kernels.UserError(
+                f"num_key_heads: {self.num_key_heads} does not divide the {num_heads} (value) heads"
+            )
+        self.key_size, self.value_size = key_size, value_size
+        G, expand = self.num_key_heads, site.expand
+        self.q_expand = expand.build(G, key_size) if expand else None
+        self.k_expand = expand.build(G, key_size) if expand else None
+        self.subheads = expand.subheads if expand else 1
+        self.subhead_size = key_size * (expand.factor if expand else 1) // self.subheads
+        self.gate_heads = num_heads * self.subheads
+        self.features = nn.ModuleDict(
+            {
+                "q": FeaturePath(q, G * self.subheads, self.subhead_size),
+                "k": FeaturePath(k, G * self.subheads, self.subhead_size),
+                "v": FeaturePath(v, num_heads, value_size),
+            }
+        )
+
+    def project(self, x: Tensor) -> Streams:
+        """All projections of x; nothing after this sees x. Gates as raw pre-activations."""
+        raise NotImplementedError
+
+    def gates(self, s: Streams) -> Streams:
+        """The final log_decay and beta; may replace any stream."""
+        return s
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        """o [B,T,H,V] → y [B,T,hidden]: norm, output gate, skip, projection."""
+        raise NotImplementedError
+
+    def forward(
+        self, x: Tensor, state: LinearState | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, LinearState | None]:
+        s, histories, position = self._featurise(self.project(x), state, cu_seqlens)
+        s = self.gates(s)
+        o, matrix = self.recurrence(
+            s.q,
+            s.k,
+            s.v,
+            log_decay=s.log_decay,
+            beta=s.beta,
+            subheads=self.subheads,
+            scale=self.scale,
+            initial_state=None if state is None else state.matrix,
+            return_state=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        return self.readout(o, s), None if matrix is None else LinearState(matrix, histories, position)
+
+    def _featurise(
+        self, s: Streams, state: LinearState | None, cu_seqlens: Tensor | None
+    ) -> tuple[Streams, tuple[Tensor, ...], Tensor]:
+        """Expansion, then the features of each stream: the one seam for fusing them."""
+        if self.q_expand is not None and self.k_expand is not None:
+            cut = (self.subheads, self.subhead_size)
+            q, k = (
+                expand(x).unflatten(-1, cut).flatten(2, 3) for expand, x in ((self.q_expand, s.q), (self.k_expand, s.k))
+            )
+            s = s.replace(q=q, k=k)
+        where = following = s.v.new_zeros(0, dtype=torch.int64)
+        if self._needs_positions:
+            where, following = positions(s.v, None if state is None else state.position, cu_seqlens)
+        done, histories = [], []
+        for i, (path, x) in enumerate(zip(self.features.values(), s[:3], strict=True)):
+            y, history = path(x, None if state is None else state.histories[i], where, cu_seqlens)
+            done.append(y)
+            histories.append(history)
+        return s.replace(q=done[0], k=done[1], v=done[2]), tuple(histories), following
+
+    @property
+    def _needs_positions(self) -> bool:
+        return any(path.map is not None for path in self.features.values())
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> LinearState:
+        own = next(self.parameters())
+        device, dtype = device or own.device, dtype or own.dtype
+        matrix_dtype = torch.promote_types(dtype, torch.float32)
+        return LinearState(
+            torch.zeros(batch_size, *self._matrix_shape, device=device, dtype=matrix_dtype),
+            tuple(path.init_history(batch_size, device, dtype) for path in self.features.values()),
+            torch.zeros(batch_size if self._needs_positions else 0, device=device, dtype=torch.int64),
+        )
+
+    @property
+    def _matrix_shape(self) -> tuple[int, int, int]:
+        return self.gate_heads, self.features["k"].out_size, self.features["v"].out_size
+
+    def state_size(self, length: int | None = None) -> int:
+        return math.prod(self._matrix_shape)
+
+    def flops(self, length: int) -> int:
+        # every weight with two or more axes meets every token once, short convolutions and expansions included
+        dense = 2 * length * sum(p.numel() for p in self.parameters() if p.dim() > 1)
+        _, key_size, value_size = self._matrix_shape
+        return dense + kernels.recurrence_flops(
+            type(self).recurrence,
+            length,
+            heads=self.num_heads,
+            key_heads=self.num_key_heads,
+            subheads=self.subheads,
+            key_size=key_size,
+            value_size=value_size,
+            per_channel=self.decay_per_channel,
+        )
+
+
+def positions(x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The position of each token of x [B,T,…] in its sequence, and of the next one.
+
+    Args:
+        x: Any stream [B,T,…].
+        offset: Tokens already seen [N] (N = B without `cu_seqlens`), or None for none.
+        cu_seqlens: Boundaries [N+1] of packed documents, or None.
+
+    Returns:
+        Positions [B,T] (or [1,T] where all rows agree), and the next position [N].
+    """
+    length = x.shape[1]
+    if cu_seqlens is not None:
+        packed = kernels.documents(cu_seqlens, length, x.shape[0])
+        counts = cu_seqlens.diff().to(torch.int64)
+        start = torch.zeros_like(counts) if offset is None else offset
+        return (packed.positions + start[packed.owner])[None], start + counts
+    time = torch.arange(length, device=x.device)
+    if offset is None:
+        return time[None], torch.full((x.shape[0],), length, device=x.device)
+    return offset[:, None] + time, offset + length

@@ -1,0 +1,257 @@
+"""The executable definition of "is a token mixer".
+
+`check_mixer(factory)` runs every check below on a tiny layer, in fp64 where exactness is the question. Authors of
+plug-ins call it in a test; registering a mixer means that the project's own tests do.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+import kernels
+
+from .base import LinearMixer, Site, TokenMixer
+from .expansion import Expanded
+
+FLOPS_TOLERANCE = 0.05  # between flops() and what the counter sees: paddings and small vectors
+BF16_TOLERANCE = 0.05  # relative error of a whole layer in bf16
+TINY = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
+LENGTH, CUTS = 21, [0, 4, 4, 12, 21]  # an empty document among the packed ones
+
+
+class ContractError(AssertionError):
+    """A mixer breaks the contract; the message lists each broken clause."""
+
+
+Factory = Callable[[Site], TokenMixer]
+
+
+def check_mixer(factory: Factory, *, site: Site = TINY, expanded: bool = True) -> list[str]:
+    """Check that `factory(site)` is a token mixer.
+
+    Args:
+        factory: A mixer class, or a partial of one, called with a site.
+        site: Where to build it; tiny by default.
+        expanded: Also check it with its state expanded by 2, with and without subheads, if it is a LinearMixer.
+
+    Returns:
+        The names of the clauses that hold.
+
+    Raises:
+        ContractError: Listing every clause that does not, with the reason.
+    """
+    variants: dict[str, Factory] = {"": factory}
+    if expanded and site.expand is None and isinstance(factory(site), LinearMixer):
+        for subheads in (True, False):
+            wrapped = partial(Expanded, mixer=factory, factor=2, subheads=subheads)  # type: ignore[arg-type]
+            variants[f"expanded {'with' if subheads else 'without'} subheads: "] = wrapped
+    passed, broken = [], []
+    for prefix, variant in variants.items():
+        for clause in CLAUSES:
+            name = prefix + clause.__name__.replace("_", " ")
+            try:
+                clause(variant, site)
+            except Exception as error:  # a crash breaks the clause as much as a wrong number
+                broken.append(f"{name}: {error if isinstance(error, ContractError) else repr(error)}")
+            else:
+                passed.append(name)
+    if broken:
+        raise ContractError("\n".join(broken))
+    return passed
+
+
+def shapes_and_dtypes(factory: Factory, site: Site) -> None:
+    mixer, x = _build(factory, site, torch.float32)
+    y, state = mixer(x)
+    _expect(y.shape == x.shape, f"x {tuple(x.shape)} became {tuple(y.shape)}")
+    _expect(y.dtype == x.dtype, f"x in {x.dtype} became {y.dtype}")
+    _expect(state is None, "a state came back although none was given")
+    _, state = mixer(x, mixer.init_state(len(x)))
+    _expect(all(isinstance(leaf, Tensor) for leaf in tree_leaves(state)), "the state holds something besides tensors")
+
+
+def causality(factory: Factory, site: Site) -> None:
+    mixer, x = _build(factory, site)
+    y, other = mixer(x)[0], x.clone()
+    other[:, 11:] += 1
+    z = mixer(other)[0]
+    _close(z[:, :11], y[:, :11], "outputs before a change of the input")
+    _expect(not torch.allclose(z[:, 12:], y[:, 12:]), "the past has no effect on the outputs")
+
+
+def whole_is_pieces_is_tokens(factory: Factory, site: Site) -> None:
+    mixer, x = _build(factory, site)
+    y, _ = mixer(x)
+    whole, state = mixer(x, mixer.init_state(len(x)))
+    _close(whole, y, "outputs with a fresh state")
+    for name, bounds in (("two pieces", [0, 8, LENGTH]), ("token by token", list(range(LENGTH + 1)))):
+        piece, outputs = mixer.init_state(len(x)), []
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            out, piece = mixer(x[:, start:stop], piece)
+            outputs.append(out)
+        _close(torch.cat(outputs, 1), y, f"outputs in {name}")
+        for a, b in zip(tree_leaves(piece), tree_leaves(state), strict=True):
+            _close(a, b, f"states in {name}")
+
+
+def packed_documents_are_separate(factory: Factory, site: Site) -> None:
+    mixer, x = _build(factory, site)
+    x, documents = x[:1], list(zip(CUTS, CUTS[1:], strict=False))
+    cu_seqlens = torch.tensor(CUTS, dtype=torch.int32)
+    alone = torch.cat([mixer(x[:, i:j])[0] for i, j in documents if j > i], 1)
+    _close(mixer(x, cu_seqlens=cu_seqlens)[0], alone, "outputs of packed documents")
+    packed, states = mixer(x, mixer.init_state(len(documents)), cu_seqlens=cu_seqlens)
+    _close(packed, alone, "outputs of packed documents with states")
+    # continue each packed document by one more stretch, packed otherwise
+    more = torch.tensor([0, 1, 6, 6, LENGTH], dtype=torch.int32)
+    continued, _ = mixer(x, states, cu_seqlens=more)
+    outputs = []
+    for (i, j), (start, stop) in zip(documents, zip(more.tolist(), more.tolist()[1:], strict=False), strict=True):
+        state = mixer.init_state(1)
+        if j > i:
+            _, state = mixer(x[:, i:j], state)
+        if stop > start:
+            outputs.append(mixer(x[:, start:stop], state)[0])
+    _close(continued, torch.cat(outputs, 1), "outputs of packed documents that continue")
+
+
+def every_parameter_has_a_gradient(factory: Factory, site: Site) -> None:
+    mixer, x = _build(factory, site, torch.float32)
+    (mixer(x)[0] * torch.randn_like(x)).sum().backward()
+    for name, parameter in mixer.named_parameters():
+        _expect(parameter.grad is not None, f"{name} has no gradient")
+        _expect(bool(parameter.grad.isfinite().all()), f"{name} has a gradient that is not finite")  # type: ignore
+        _expect(bool((parameter.grad != 0).any()), f"{name} has a gradient of zero")
+
+
+def state_size_is_true(factory: Factory, site: Site) -> None:
+    mixer, x = _build(factory, site)
+    size = _counted(mixer.init_state(1))
+    _, after = mixer(x[:1], mixer.init_state(1))
+    if mixer.constant_state:
+        _expect(size == mixer.state_size(), f"state_size() is {mixer.state_size()}, init_state holds {size}")
+        _expect(_counted(after) == size, f"the state grew from {size} to {_counted(after)} in {LENGTH} tokens")
+    else:
+        told = mixer.state_size(LENGTH)
+        _expect(_counted(after) == told, f"state_size({LENGTH}) is {told}, the state holds {_counted(after)}")
+        _expect(_counted(after) > size, "constant_state is False, but the state does not grow")
+
+
+def bf16_is_close_to_fp32(factory: Factory, site: Site) -> None:
+    mixer, x = _build(factory, site, torch.float32)
+    with torch.no_grad():
+        y = mixer(x)[0]
+        mixer.bfloat16()
+        z = mixer(x.bfloat16())[0]
+    _expect(z.dtype == torch.bfloat16, f"x in bf16 became {z.dtype}")
+    error = float((z.float() - y).norm() / y.norm())
+    _expect(error < BF16_TOLERANCE, f"relative error {error:.3f}, allowed {BF16_TOLERANCE}")
+
+
+def meta_device(factory: Factory, site: Site) -> None:
+    with torch.device("meta"):
+        mixer = factory(site)
+    tensors = [*mixer.named_parameters(), *mixer.named_buffers()]
+    for name, tensor in tensors:
+        _expect(tensor.is_meta, f"{name} was made on {tensor.device} under the meta device")
+    mixer.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in [*mixer.parameters(), *mixer.buffers()]:
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+    for module in mixer.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    for name, tensor in [*mixer.named_parameters(), *mixer.named_buffers()]:
+        _expect(bool(tensor.isfinite().all()), f"{name} is not filled by reset_parameters()")
+
+
+def state_dict_round_trip(factory: Factory, site: Site) -> None:
+    mixer, x = _build(factory, site)
+    other, _ = _build(factory, site, seed=1)
+    _expect(not torch.equal(other(x)[0], mixer(x)[0]), "the outputs do not depend on the parameters")
+    other.load_state_dict(mixer.state_dict())
+    _expect(torch.equal(other(x)[0], mixer(x)[0]), "a loaded copy gives other outputs")
+
+
+def flops_are_what_is_counted(factory: Factory, site: Site) -> None:
+    mixer, _ = _build(factory, site, torch.float32)
+    for length in (64, 256):
+        x = torch.randn(1, length, site.hidden_size)
+        # the solve is not in PyTorch's own table; attention is counted through its plain form
+        mapping = {torch.ops.aten.linalg_solve_triangular: _solve_flops}
+        counter = FlopCounterMode(display=False, custom_mapping=mapping)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), kernels.backend("torch"), counter:
+            mixer(x)
+        counted, told = counter.get_total_flops(), mixer.flops(length)
+        error = abs(told / counted - 1) if counted else float("inf")
+        _expect(error < FLOPS_TOLERANCE, f"flops({length}) is {told:,}, the counter saw {counted:,}")
+
+
+CLAUSES = (
+    shapes_and_dtypes,
+    causality,
+    whole_is_pieces_is_tokens,
+    packed_documents_are_separate,
+    every_parameter_has_a_gradient,
+    state_size_is_true,
+    bf16_is_close_to_fp32,
+    meta_device,
+    state_dict_round_trip,
+    flops_are_what_is_counted,
+)
+
+
+def _build(
+    factory: Factory, site: Site, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[TokenMixer, Tensor]:
+    """A mixer with reproducible parameters, away from special points such as ones and zeros, and an input."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        mixer = factory(site)
+        with torch.no_grad():
+            for parameter in mixer.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter) * parameter.abs().mean().clamp(min=0.1))
+        torch.manual_seed(7)
+        x = torch.randn(2, LENGTH, site.hidden_size, dtype=torch.float64).to(dtype)
+    if not isinstance(mixer, TokenMixer):
+        raise ContractError(f"the factory made a {type(mixer).__name__}, not a TokenMixer")
+    return mixer.to(dtype), x
+
+
+def _counted(state: Any) -> int:
+    """Elements of one sequence's state: everything but convolution histories and counters."""
+    return sum(leaf.numel() for leaf in _matrices(state))
+
+
+def _matrices(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        for name, part in zip(state._fields, state, strict=True):
+            if name not in ("histories", "position"):
+                yield from _matrices(part)
+    else:
+        yield from (leaf for leaf in tree_leaves(state) if leaf.is_floating_point())
+
+
+def _solve_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Half of a product, as each row meets only the rows above it. Shapes come as sizes."""
+    *batch, rows, columns = b
+    return int(torch.Size(batch).numel()) * rows * rows * columns
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ContractError(otherwise)
+
+
+def _close(found: Tensor, expected: Tensor, what: str) -> None:
+    found, expected = tree_map(lambda t: t.double(), (found, expected))
+    if found.shape != expected.shape:
+        raise ContractError(f"{what}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
+    if found.numel() and not torch.allclose(found, expected, rtol=1e-6, atol=1e-8):
+        raise ContractError(f"{what} differ by up to {float((found - expected).abs().max()):.2g}")

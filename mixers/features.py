@@ -1,0 +1,131 @@
+"""What happens to a stream between its projection and the recurrence, declared as data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels
+
+Activation = Literal["identity", "silu", "relu", "elu1"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "silu": F.silu,
+    "relu": F.relu,
+    "elu1": lambda x: 1 + F.elu(x),
+}
+# eps stands inside the root, as in the published models
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "l2": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
+    "l1": lambda x: x / (x.abs().sum(-1, keepdim=True) + 1e-6),
+}
+
+
+class FeatureMap(nn.Module):
+    """Any map of each head by itself: [B,T,heads,size] → [B,T,heads,out_size]. Subclass it and set `out_size`."""
+
+    def __init__(self, heads: int, size: int):
+        super().__init__()
+        self.heads, self.size, self.out_size = heads, size, size
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Map x, whose tokens stand at `positions` [B or 1,T] of their documents."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Features:
+    """Short conv → activation → norm → map, on every subhead by itself.
+
+    Args:
+        conv: Taps of the causal depthwise convolution; 0 for none.
+        bias: Whether the convolution has a bias.
+        activation: identity, silu, relu or elu1 (1 + ELU).
+        norm: none, l2 or l1 (over the head).
+        map: A feature map (a class of `mixers`, or your own), such as Rotary; null for none.
+    """
+
+    conv: int = 0
+    bias: bool = False
+    activation: Activation = "identity"
+    norm: Literal["none", "l2", "l1"] = "none"
+    map: Callable[[int, int], FeatureMap] | None = None
+
+    def __post_init__(self) -> None:
+        if self.conv < 0 or (self.bias and not self.conv):
+            raise kernels.UserError(
+                f"conv: {self.conv} taps{' with a bias' if self.bias else ''}; choose 1 or more, or 0"
+            )
+        for name, value, allowed in (("activation", self.activation, ACTIVATIONS), ("norm", self.norm, NORMS)):
+            if value not in allowed:
+                raise kernels.UserError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+
+
+class FeaturePath(nn.Module):
+    """The modules behind one `Features`, for `heads` heads of `size`."""
+
+    def __init__(self, spec: Features, heads: int, size: int):
+        super().__init__()
+        self.spec, self.channels = spec, heads * size
+        self.weight = nn.Parameter(torch.empty(self.channels, 1, spec.conv)) if spec.conv else None
+        self.bias = nn.Parameter(torch.empty(self.channels)) if spec.bias else None
+        self.map = spec.map(heads, size) if spec.map else None
+        self.out_size = self.map.out_size if self.map is not None else size
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            bound = self.spec.conv**-0.5
+            nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def init_history(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(batch_size, max(self.spec.conv - 1, 0), self.channels, device=device, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, history: Tensor | None, positions: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [B,T,heads,size] → [B,T,heads,out_size], and the continued history if one was given."""
+        if self.weight is not None:
+            y, history = kernels.short_conv(
+                x.flatten(2),
+                self.weight,
+                self.bias,
+                history=history,
+                return_history=history is not None,
+                cu_seqlens=cu_seqlens,
+            )
+            x = y.unflatten(-1, x.shape[2:])
+        x = NORMS[self.spec.norm](ACTIVATIONS[self.spec.activation](x))
+        return (x if self.map is None else self.map(x, positions)), history
+
+
+class Rotary(FeatureMap):
+    """Rotary position embedding over the whole head, the halves forming the pairs (arXiv 2104.09864).
+
+    Args:
+        heads: Number of heads.
+        size: Size of a head, even.
+        base: The slowest pair turns by 1/base a token.
+    """
+
+    def __init__(self, heads: int, size: int, *, base: float = 10000.0):
+        super().__init__(heads, size)
+        if size % 2:
+            raise kernels.UserError(f"head_dim: {size} is odd; rotary embedding needs pairs")
+        self.base = base
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        # angles in at least fp32 whatever the module's dtype: position 10000 has no bf16
+        kind = torch.promote_types(x.dtype, torch.float32)
+        pair = torch.arange(self.size // 2, device=x.device, dtype=kind)
+        angle = positions[..., None, None] * self.base ** (-2 * pair / self.size)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)

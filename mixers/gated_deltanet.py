@@ -1,0 +1,82 @@
+"""Gated DeltaNet."""
+
+from torch import Tensor, nn
+
+import kernels
+
+from .base import LinearMixer, Site, Streams
+from .decay import Discretisation
+from .features import Features
+from .norm import GatedRMSNorm
+from .projection import Projection, split_heads
+from .registry import register
+
+
+@register(
+    recurrence="S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ",
+    paper="004: Gated Delta Networks, arXiv 2412.06464",
+)
+class GatedDeltaNet(LinearMixer):
+    """S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ (paper 004).
+
+    The state forgets by exp(g_t) and replaces by β_t what it answers to the key k_t. Queries, keys and values pass a
+    short convolution and SiLU; queries and keys have length one. Sizes default to paper 000's: H·K = hidden, V = K.
+
+    Args:
+        site: Where the layer stands.
+        num_heads: Value heads; the model's by default.
+        head_dim: Key size K of a head; hidden_size / num_heads by default.
+        value_dim: Value size V of a head; K by default.
+        num_key_heads: Key heads, shared by groups of value heads; num_heads by default.
+        qk: Features of queries and keys.
+        v: Features of values.
+        allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
+    """
+
+    recurrence = staticmethod(kernels.delta_rule)
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        num_key_heads: int | None = None,
+        qk: Features = Features(4, activation="silu", norm="l2"),
+        v: Features = Features(4, activation="silu"),
+        allow_neg_eigval: bool = False,
+    ):
+        num_heads, head_dim = site.heads(num_heads, head_dim)
+        value_dim = value_dim or head_dim
+        super().__init__(
+            site,
+            num_heads=num_heads,
+            num_key_heads=num_key_heads,
+            key_size=head_dim,
+            value_size=value_dim,
+            q=qk,
+            k=qk,
+            v=v,
+        )
+        keys, values = self.num_key_heads * head_dim, num_heads * value_dim
+        self.in_proj = Projection(
+            site.hidden_size,
+            {"q": keys, "k": keys, "v": values, "g": values, "a": self.gate_heads, "b": self.gate_heads},
+        )
+        self.decay = Discretisation(self.gate_heads, 0, 16)
+        self.o_norm = GatedRMSNorm(value_dim, eps=1e-5)
+        self.o_proj = nn.Linear(values, site.hidden_size, bias=False)
+        self.beta_max = 2.0 if allow_neg_eigval else 1.0
+
+    def project(self, x: Tensor) -> Streams:
+        q, k, v, g, a, b = self.in_proj(x)
+        G, H = self.num_key_heads, self.num_heads
+        return Streams(split_heads(q, G), split_heads(k, G), split_heads(v, H), a, b, split_heads(g, H))
+
+    def gates(self, s: Streams) -> Streams:
+        log_decay, _ = self.decay(s.log_decay)
+        return s.replace(log_decay=log_decay, beta=self.beta_max * kernels.at_least_fp32(s.beta).sigmoid())
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -1,0 +1,87 @@
+"""Mamba2."""
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+
+from .base import LinearMixer, Site, Streams
+from .decay import Discretisation
+from .features import Features
+from .norm import GatedRMSNorm
+from .projection import Projection, split_heads
+from .registry import register
+
+
+@register(
+    recurrence="S_t = exp(−A·dt_t) S_{t−1} + dt_t B_t x_tᵀ,  y_t = S_tᵀ C_t + D·x_t",
+    paper="Transformers are SSMs, arXiv 2405.21060",
+    tiny={"head_dim": 16, "state_dim": 32},
+)
+class Mamba2(LinearMixer):
+    """S_t = exp(−A·dt_t) S_{t−1} + dt_t B_t x_tᵀ, y_t = S_tᵀ C_t + D·x_t (arXiv 2405.21060).
+
+    In the words of the recurrence: q = C and k = B, shared by all heads of a group and never repeated in memory; v = x;
+    beta = dt. The number of heads follows from the sizes: expand · hidden_size / head_dim.
+
+    Args:
+        site: Where the layer stands.
+        expand: Inner width over hidden_size.
+        head_dim: Value size V of a head.
+        state_dim: Key size K, "the state size" of the paper.
+        num_groups: Groups of heads that share B and C.
+        xbc: Features of x, B and C.
+    """
+
+    scale = 1.0
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        expand: int = 2,
+        head_dim: int = 64,
+        state_dim: int = 128,
+        num_groups: int = 1,
+        xbc: Features = Features(4, bias=True, activation="silu"),
+    ):
+        width = expand * site.hidden_size
+        if width % head_dim:
+            raise kernels.UserError(
+                f"head_dim: {head_dim} does not divide the inner width {width} (expand {expand} · "
+                f"hidden_size {site.hidden_size})"
+            )
+        super().__init__(
+            site,
+            num_heads=width // head_dim,
+            num_key_heads=num_groups,
+            key_size=state_dim,
+            value_size=head_dim,
+            q=xbc,
+            k=xbc,
+            v=xbc,
+        )
+        keys = num_groups * state_dim
+        self.in_proj = Projection(
+            site.hidden_size, {"z": width, "x": width, "B": keys, "C": keys, "dt": self.gate_heads}
+        )
+        self.decay, self.D = Discretisation(self.gate_heads, 1, 16), nn.Parameter(torch.empty(self.num_heads))
+        self.norm = GatedRMSNorm(width, eps=1e-5, gate_first=True, groups=num_groups)
+        self.out_proj = nn.Linear(width, site.hidden_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.D)
+
+    def project(self, x: Tensor) -> Streams:
+        z, v, k, q, dt = self.in_proj(x)
+        G = self.num_key_heads
+        return Streams(split_heads(q, G), split_heads(k, G), split_heads(v, self.num_heads), dt, gate=z)
+
+    def gates(self, s: Streams) -> Streams:
+        log_decay, dt = self.decay(s.log_decay)
+        return s.replace(log_decay=log_decay, beta=dt)
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        skipped = o + self.D[:, None].to(o.dtype) * s.v
+        return self.out_proj(self.norm(skipped.flatten(2), s.gate))

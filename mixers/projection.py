@@ -1,0 +1,49 @@
+"""Several linear maps of one input as one matrix product."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Projection(nn.Linear):
+    """Named linear maps of x without bias, computed as one product; the results are views of it.
+
+    A state dict holds them by name (`in_proj.q.weight` …), so that checkpoints do not depend on how they are laid out;
+    the fused `in_proj.weight` is accepted too (sharded optimisers save that one).
+
+    Args:
+        size: Size of the input.
+        widths: Width of each output by name, in the order of the fused matrix.
+    """
+
+    def __init__(self, size: int, widths: Mapping[str, int]):
+        super().__init__(size, sum(widths.values()), bias=False)
+        self.widths = dict(widths)
+        self.register_load_state_dict_pre_hook(_join)
+        self.register_state_dict_post_hook(_split)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return super().forward(x).split(list(self.widths.values()), -1)
+
+
+def _names(module: Projection, prefix: str) -> list[str]:
+    return [f"{prefix}{name}.weight" for name in module.widths]
+
+
+def _split(module: Projection, state: dict[str, Any], prefix: str, _: object) -> None:
+    parts = state.pop(prefix + "weight").split(list(module.widths.values()))
+    # clones: views of one storage would each save the whole of it
+    state.update(zip(_names(module, prefix), (part.clone() for part in parts), strict=True))
+
+
+def _join(module: Projection, state: dict[str, Any], prefix: str, *_: object) -> None:
+    names = _names(module, prefix)
+    if all(name in state for name in names):
+        state[prefix + "weight"] = torch.cat([state.pop(name) for name in names])
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B,T,heads·size] → [B,T,heads,size]."""
+    return x.unflatten(-1, (heads, -1))

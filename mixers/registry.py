@@ -1,0 +1,100 @@
+"""Names for mixers: a decorator, look-up by name or dotted path, and plug-ins of other distributions."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from kernels import UserError
+
+from .base import TokenMixer
+
+ENTRY_POINTS = "token_mixer_zoo.mixers"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered mixer: its class, and what the table and the tests say of it."""
+
+    mixer: type[TokenMixer]
+    recurrence: str
+    paper: str
+    tiny: Mapping[str, Any] = field(default_factory=dict)  # arguments that make it worth testing at a tiny size
+
+
+M = TypeVar("M", bound=TokenMixer)
+_entries: dict[str, Entry] = {}
+
+
+def register(*, recurrence: str, paper: str, tiny: Mapping[str, Any] | None = None) -> Callable[[type[M]], type[M]]:
+    """Class decorator: list a mixer under its class name. Registering is being tested by `check_mixer`.
+
+    Args:
+        recurrence: The recurrence in one line.
+        paper: Where it comes from.
+        tiny: Constructor arguments that make it worth testing at hidden size 64.
+
+    Raises:
+        ValueError: Another class has taken the name.
+    """
+
+    def add(mixer: type[M]) -> type[M]:
+        known = _entries.get(mixer.__name__)
+        if known is not None and known.mixer.__module__ != mixer.__module__:
+            raise ValueError(f"mixer: the name {mixer.__name__!r} is taken by {known.mixer.__module__}")
+        _entries[mixer.__name__] = Entry(mixer, recurrence, paper, tiny or {})
+        return mixer
+
+    return add
+
+
+@cache
+def _load_plugins() -> None:
+    """Import the modules behind the entry points once; importing registers."""
+    for point in entry_points(group=ENTRY_POINTS):
+        point.load()
+
+
+def names() -> list[str]:
+    """The names of all registered mixers, plug-ins included, in alphabetical order."""
+    _load_plugins()
+    return sorted(_entries)
+
+
+def entry(name: str) -> Entry:
+    """The entry of a registered mixer.
+
+    Raises:
+        UserError: No mixer has this name.
+    """
+    if name not in names():
+        raise UserError(f"mixer: {name!r} is not registered{did_you_mean(name, names())} (known: {', '.join(names())})")
+    return _entries[name]
+
+
+def get(name: str) -> type[TokenMixer]:
+    """The mixer class of a registered name, or of a dotted path such as ``package.module.Class``.
+
+    Raises:
+        UserError: No mixer has this name, or the path leads to none.
+    """
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        return entry(name).mixer
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        raise UserError(f"mixer: {name!r} cannot be imported: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, TokenMixer)):
+        raise UserError(f"mixer: {name!r} is no TokenMixer class")
+    return found
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    """'; did you mean …?' if a known name is close, else nothing."""
+    lower = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+    return f"; did you mean {lower[close[0]]!r}?" if close else ""
