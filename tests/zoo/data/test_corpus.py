@@ -1,0 +1,95 @@
+import json
+from itertools import islice
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from kernels.errors import UserError
+from zoo.data import Corpus
+
+
+def error_of(path: str | list[str], text_field: str = "text") -> str:
+    with pytest.raises(UserError) as caught:
+        list(Corpus(path, text_field))
+    return str(caught.value)
+
+
+def test_embedded_is_the_same_each_time_and_as_long_as_asked():
+    texts = list(Corpus(max_characters=100_000))
+    assert texts == list(Corpus(max_characters=100_000))
+    assert sum(map(len, texts)) == 100_000
+    assert len(texts) > 3
+    assert any("def " in text for text in islice(Corpus(max_characters=None), 20))
+
+
+def test_all_kinds_of_files(tmp_path: Path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "a.txt").write_bytes("one\r\ntwo é".encode())
+    (tmp_path / "b.jsonl").write_text('{"text": "three"}\n\n{"text": ""}\n{"text": "four"}\n')
+    parquet.write_table(pyarrow.table({"text": ["five", "six"], "id": [1, 2]}), tmp_path / "c.parquet")
+    (tmp_path / "ignored.bin").write_bytes(b"\0")
+    assert list(Corpus(str(tmp_path))) == ["three", "four", "five", "six", "one\r\ntwo é"]
+    assert list(Corpus([str(tmp_path / "c.parquet"), str(tmp_path / "deep")])) == ["five", "six", "one\r\ntwo é"]
+
+
+def test_text_field(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}')
+    assert list(Corpus(str(tmp_path), "body")) == ["x"]
+    message = error_of(str(tmp_path))
+    assert "a.jsonl, line 1, has no field 'text' (data.text_field); it has: 'body'." in message
+
+
+def test_missing_file_names_the_near_one(tmp_path: Path):
+    (tmp_path / "stories.txt").write_text("x")
+    message = error_of(str(tmp_path / "storys.txt"))
+    assert "storys.txt does not exist; did you mean" in message
+    assert "stories.txt" in message
+    assert error_of(str(tmp_path / "far" / "away")).endswith("away does not exist.")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.txt", b"", "a.txt is empty."),
+        ("a.csv", b"x", "a.csv has the suffix '.csv'; a folder or .txt, .jsonl, .parquet is needed."),
+        ("a.txt", b"a\0b", "a.txt is binary (it has NUL bytes); UTF-8 text is needed."),
+        ("a.txt", b"ab\xff", "a.txt is not UTF-8 text (invalid start byte at byte 2)."),
+        ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl, line 2, is not JSON"),
+        ("a.jsonl", b'{"text": 3}', "a.jsonl, line 1, has int in the field 'text'; a string is needed."),
+        ("a.jsonl", b"[1]", "a.jsonl, line 1, has no field 'text' (data.text_field); it has: list."),
+        ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1, is not valid Unicode"),
+        ("a.jsonl", b'{"text": ""}', "a.jsonl holds no text."),
+        ("a.parquet", b"not parquet", "a.parquet is not a readable Parquet file"),
+    ],
+)
+def test_unusable_file(tmp_path: Path, name: str, content: bytes, expected: str):
+    (tmp_path / name).write_bytes(content)
+    message = error_of(str(tmp_path / name))
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_parquet_without_the_column_or_a_value(tmp_path: Path):
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"body": ["x", None]}), file)
+    assert "a.parquet has no column 'text' (data.text_field); it has: 'body'." in error_of(str(file))
+    assert "a.parquet, row 2, has NoneType in the field 'body'" in error_of(str(file), "body")
+
+
+def test_nothing_to_read(tmp_path: Path):
+    assert "has no .txt, .jsonl, .parquet file in it." in error_of(str(tmp_path))
+    assert "data.path is an empty list" in error_of([])
+    with pytest.raises(UserError, match=r"data\.max_characters is 0; it must be at least 1"):
+        list(Corpus(max_characters=0))
+
+
+def test_signature_follows_the_files(tmp_path: Path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"text": "x"}))
+    before = Corpus(str(file)).signature()
+    assert Corpus(str(file)).signature() == before
+    assert Corpus(str(file), "body").signature() != before
+    file.write_text(json.dumps({"text": "xy"}))
+    assert Corpus(str(file)).signature() != before

@@ -1,0 +1,99 @@
+from itertools import chain, islice, repeat
+
+import numpy as np
+import pytest
+import torch
+
+from zoo.data import Batch, Corpus, Shards, TrainLoader, ValidationLoader, Windows, prepare, train_tokenizer
+from zoo.data.order import shuffled
+
+
+@pytest.fixture
+def windows(text_folder: str) -> Windows:
+    corpus = Corpus(text_folder)
+    return Windows(Shards(prepare(corpus, train_tokenizer(corpus, 300), 0.2, 1), "train"), 32, "documents")
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def some(loader: TrainLoader, number: int) -> list[Batch]:
+    """The next batches, over the ends of passes."""
+    return list(islice(chain.from_iterable(repeat(loader)), number))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4096])
+def test_each_pass_is_a_permutation(size: int):
+    order = shuffled(np.arange(3 * size), size, seed=5)
+    for epoch in range(3):
+        assert sorted(order[epoch * size : (epoch + 1) * size]) == list(range(size))
+    again = np.concatenate([shuffled(np.array([p]), size, seed=5) for p in range(min(3 * size, 50))])
+    assert again.tolist() == order[:50].tolist()
+
+
+def test_passes_and_seeds_differ_and_look_random():
+    size = 10_000
+    a, b = np.split(shuffled(np.arange(2 * size), size, seed=0), 2)
+    c = shuffled(np.arange(size), size, seed=1)
+    identity = np.arange(size)
+    for x, y in ((a, b), (a, c), (a, identity), (a[:-1], a[1:])):
+        assert (x == y).sum() < 10
+        assert abs(np.corrcoef(x, y)[0, 1]) < 0.05
+
+
+def test_the_order_never_changes():
+    """Checkpoints of any age are resumed by this function."""
+    assert shuffled(np.arange(12), 10, seed=3).tolist() == FROZEN
+
+
+FROZEN = [4, 5, 0, 1, 9, 7, 2, 3, 6, 8, 7, 8]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_at_any_position(windows: Windows, workers: int):
+    steps = len(windows) // 8 + 4  # into the second pass
+    loader = TrainLoader(windows, 8)
+    whole = some(loader, steps + 2)
+    for step in range(0, steps, 1 if workers == 0 else 5):
+        resumed = TrainLoader(windows, 8, num_workers=workers)
+        resumed.position = step * 8
+        assert all(map(same, some(resumed, 2), whole[step : step + 2]))
+        assert resumed.position == (step + 2) * 8
+
+
+def test_random_state_is_left_alone(windows: Windows):
+    before = torch.get_rng_state()
+    some(TrainLoader(windows, 8), 3)
+    list(ValidationLoader(windows, 8))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_any_number_of_ranks_continues(windows: Windows):
+    size = len(windows)
+    number = {windows[i].tokens.tobytes(): i for i in range(size)}
+
+    def seen(world_size: int, position: int, steps: int) -> list[int]:
+        loaders = [TrainLoader(windows, 4, rank, world_size) for rank in range(world_size)]
+        for loader in loaders:
+            loader.position = position
+        rows = []
+        for shares in zip(*(some(loader, steps) for loader in loaders), strict=True):
+            rows += [row for share in shares for row in share.tokens.reshape(-1, 32)]
+        assert all(loader.position == position + 4 * steps for loader in loaders)
+        return [number[row.numpy().tobytes()] for row in rows]
+
+    assert len(number) == size  # windows are all different, so a window names its sample
+    one, two, four = seen(1, 0, 5), seen(2, 20, 4), seen(4, 36, 3)
+    assert one + two + four == shuffled(np.arange(48), size, 0).tolist()
+    assert len(set(one + two + four)) == 48
+
+
+@pytest.mark.parametrize(("batch_size", "world_size"), [(8, 1), (8, 2), (4, 4), (12, 4)])
+def test_validation_shows_each_sample_once(windows: Windows, batch_size: int, world_size: int):
+    ranks = [list(ValidationLoader(windows, batch_size, r, world_size)) for r in range(world_size)]
+    assert {len(batches) for batches in ranks} == {-(-len(windows) // batch_size)}
+    assert all(len({batch.tokens.shape for batch in step}) == 1 for step in zip(*ranks, strict=True))
+    rows = [r for b in ranks for batch in b for r in zip(*(x.reshape(-1, 32) for x in batch[:2]), strict=True)]
+    real = sorted(row.tolist() for row, labels in rows if (labels != -100).any())
+    assert real == sorted(windows[i].tokens.tolist() for i in range(len(windows)))

@@ -1,0 +1,145 @@
+"""Loaders: an endless, resumable one for training, and one that shows each validation sample once."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.order import shuffled
+from zoo.data.packing import Sample, Windows
+
+
+class TrainLoader:
+    """Global batch after global batch of the shuffled, endless stream; each rank gets its share.
+
+    `position` is the number of samples that all ranks together have received, and the whole state: set it, and the
+    next batch is the one that follows, for any number of ranks and workers.
+
+    `for batch in loader` gives `len(loader)` batches, about one pass over the data, and the next `for` goes on.
+
+    Args:
+        samples: the windows and how to batch them.
+        batch_size: sequences in a global batch; a multiple of `world_size`.
+        rank: which share.
+        world_size: number of shares.
+        seed: of the order.
+        num_workers: processes that read ahead.
+    """
+
+    def __init__(
+        self, samples: Windows, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0, num_workers: int = 0
+    ) -> None:
+        self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
+        self.seed, self.num_workers = seed, num_workers
+        self._position = 0
+        self._iterator: Iterator[Batch] | None = None  # the name under which Lightning looks for workers to stop
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._position = position
+        self._iterator = None  # what was read ahead is not what comes next
+
+    def __len__(self) -> int:
+        """Batches in about one pass over the data."""
+        return max(1, len(self.samples) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        # A generator: it looks at the position when the first batch is asked for. Lightning may make the iterator
+        # before it restores a checkpoint (so it does if `estimated_stepping_batches` is read early).
+        for _ in range(len(self)):
+            if self._iterator is None:
+                self._iterator = iter(self._batches_from(self._position))
+            batch = next(self._iterator)
+            self._position += self.batch_size
+            yield batch
+
+    def _batches_from(self, position: int) -> DataLoader:
+        return _data_loader(self.samples, self.samples, _Shares(self, position), self.num_workers)
+
+    # Lightning warns on resume about loaders that lack these two. The position is kept by the data module instead:
+    # Lightning drops loader states in some cases, and a data module's never.
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
+class _Shares:
+    """One rank's sample indices, batch after batch without end."""
+
+    def __init__(self, loader: TrainLoader, position: int) -> None:
+        self._share = loader.batch_size // loader.world_size
+        self._first = position + loader.rank * self._share
+        self._step, self._size, self._seed = loader.batch_size, len(loader.samples), loader.seed
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self._first
+        while True:
+            yield shuffled(np.arange(first, first + self._share), self._size, self._seed).tolist()
+            first += self._step
+
+
+class ValidationLoader:
+    """Every sample once, in order, in batches of `batch_size` over all ranks.
+
+    All ranks get equally many batches of equal shape, as collective operations need: where the last batch does not
+    divide, it is filled with windows whose labels are all −100. So count labels, not batches, to average a loss.
+
+    Args: as `TrainLoader`.
+    """
+
+    def __init__(
+        self, samples: Windows, batch_size: int, rank: int = 0, world_size: int = 1, num_workers: int = 0
+    ) -> None:
+        self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
+        self.num_workers = num_workers
+        self._iterator: Iterator[Batch] | None = None
+
+    def __len__(self) -> int:
+        return -(-len(self.samples) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        # Kept on the object so that Lightning can stop its workers.
+        loader = _data_loader(_Filled(self.samples), self.samples, self._indices(), self.num_workers)
+        self._iterator = iter(loader)
+        return self._iterator
+
+    def _indices(self) -> list[list[int]]:
+        batches = []
+        for first in range(0, len(self.samples), self.batch_size):
+            real = min(self.batch_size, len(self.samples) - first)
+            filled = -(-real // self.world_size) * self.world_size
+            batches.append(list(range(first + self.rank, first + filled, self.world_size)))
+        return batches
+
+
+class _Filled(Dataset):
+    """The samples; an index past their end is the last one again, without loss."""
+
+    def __init__(self, samples: Windows) -> None:
+        self._samples = samples
+
+    def __getitem__(self, index: int) -> Sample:
+        last = len(self._samples) - 1
+        sample = self._samples[min(index, last)]
+        return sample if index <= last else sample._replace(labels=np.full_like(sample.labels, NO_LOSS))
+
+
+def _data_loader(
+    dataset: Dataset, samples: Windows, indices: _Shares | list[list[int]], num_workers: int
+) -> DataLoader:
+    return DataLoader(
+        dataset,
+        batch_sampler=indices,
+        collate_fn=samples.collate,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # else each iterator draws a number from the model's random state
+    )

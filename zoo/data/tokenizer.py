@@ -1,0 +1,136 @@
+"""Byte-level BPE: trained on the corpus, or a user's `tokenizer.json`."""
+
+import hashlib
+import logging
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from kernels.errors import UserError
+from zoo.data.cache import build_once, cache_folder
+from zoo.data.corpus import Corpus
+
+log = logging.getLogger(__name__)
+
+EOS = "<eos>"
+END_TOKENS = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>")
+SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
+# More text does not change a vocabulary of this kind much, but training keeps all distinct words in memory.
+TRAINING_CHARACTERS = 200_000_000
+TRAINING_PIECE = 20_000
+_FORMAT = 1
+
+
+class Tokenizer:
+    """Text to token ids and back, exactly: text that spells a special token is read as plain text.
+
+    Attributes:
+        vocab_size: the largest id + 1.
+        eos_id: the id that ends every document.
+        hash: SHA-256 of the tokenizer's JSON; equal hashes mean equal tokenizers.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, name: str = "tokenizer") -> None:
+        tokenizer.no_truncation()  # a setting of some published files that would lose text
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # "<eos>" inside a document must not end it
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        ends = [token for token in END_TOKENS if token in vocabulary]
+        if not ends:
+            raise UserError(f"{name} has no end-of-document token; one of {', '.join(END_TOKENS)} is needed.")
+        self._tokenizer = tokenizer
+        self._json = tokenizer.to_str()
+        self.eos_id: int = vocabulary[ends[0]]
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.hash: str = hashlib.sha256(self._json.encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without an end token."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, on several threads where the process may use them."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens spelt out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write `tokenizer.json`'s content to a file, or to that name in an existing folder."""
+        path = Path(path)
+        (path / "tokenizer.json" if path.is_dir() else path).write_text(self._json, encoding="utf-8")
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Tokenizer":
+        """Load a `tokenizer.json`, or the one in a folder.
+
+        Raises:
+            UserError: the file is missing, is no tokenizer, or has no end-of-document token.
+        """
+        file = Path(path).expanduser()
+        file = file / "tokenizer.json" if file.is_dir() else file
+        if not file.is_file():
+            raise UserError(f"data.tokenizer: {file} does not exist; a tokenizer.json or a folder with one is needed.")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises bare Exceptions
+            raise UserError(f"data.tokenizer: {file} is not a tokenizer.json ({error}).") from error
+        return cls(tokenizer, f"data.tokenizer: {file}")
+
+    def __getstate__(self) -> str:
+        return self._json
+
+    def __setstate__(self, state: str) -> None:
+        self.__init__(tokenizers.Tokenizer.from_str(state))
+
+
+def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
+    """Train byte-level BPE on a corpus, or take it from the cache. The same text gives the same tokenizer.
+
+    A small corpus may hold too few different pairs for `vocab_size` tokens: then there are fewer, and a log line.
+
+    Raises:
+        UserError: `vocab_size` is below 257, or the corpus or the cache cannot be used.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"data.vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST_VOCABULARY}."
+        )
+    key = hashlib.sha256(f"{_FORMAT} {vocab_size} {corpus.signature()}".encode()).hexdigest()[:16]
+    folder = cache_folder() / "tokenizers" / key
+    return Tokenizer.from_file(build_once(folder, lambda new: _train(corpus, vocab_size).save(new)))
+
+
+def _train(corpus: Corpus, vocab_size: int) -> Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(_head(corpus), trainer)
+    trained = Tokenizer(tokenizer)
+    if trained.vocab_size < vocab_size:
+        log.info("%s gives only %d of data.vocab_size=%d tokens.", corpus, trained.vocab_size, vocab_size)
+    return trained
+
+
+def _head(corpus: Corpus) -> Iterable[str]:
+    left = TRAINING_CHARACTERS
+    for text in corpus:
+        start = 0
+        while start < len(text):  # the library keeps hundreds of texts in memory at once, at 100 bytes a character
+            end = text.find("\n", start + TRAINING_PIECE) + 1 or len(text)
+            yield text[start:end]
+            start = end
+        left -= len(text)
+        if left < 0:
+            log.info("The tokenizer is trained on the first %d characters of %s.", TRAINING_CHARACTERS - left, corpus)
+            return
