@@ -98,7 +98,7 @@ def check(
             _check_constant(log_decay)
     if beta is not None and beta.shape != (B, T, count):
         raise ValueError(f"beta: expected [{B},{T},{count}], got shape {tuple(beta.shape)}")
-    docs = documents(cu_seqlens, T, B) if cu_seqlens is not None else None
+    docs = documents(cu_seqlens, T, B, q.device) if cu_seqlens is not None else None
     result = Recurrences(q, k, v, log_decay, beta, subheads, K**-0.5 if scale is None else scale, initial_state, docs)
     if initial_state is not None and tuple(initial_state.shape) != result.state_shape:
         raise ValueError(f"initial_state: expected {result.state_shape}, got shape {tuple(initial_state.shape)}")
@@ -112,8 +112,8 @@ def check(
             raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
         if name in ("q", "k", "v") and x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: the last axis must be contiguous, its stride is {x.stride(-1)}")
-    if q.dtype != k.dtype or q.dtype != v.dtype:
-        raise ValueError(f"v: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        if name in ("k", "v") and x.dtype != q.dtype:
+            raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
     return result
 
 

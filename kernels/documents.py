@@ -71,12 +71,14 @@ class Chunks:
 _memo = WeakTensorKeyDictionary()
 
 
-def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1) -> Documents:
+def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1, device: torch.device | None = None) -> Documents:
     """The memoised, checked documents of `cu_seqlens` for a row of `length` tokens.
 
     Raises:
-        ValueError: Not an integer vector, more than one row, not from 0 to `length`, or decreasing.
+        ValueError: Not an integer vector, more than one row, not from 0 to `length`, decreasing, or not on `device`.
     """
+    if device is not None and cu_seqlens.device != device:
+        raise ValueError(f"cu_seqlens: is on {cu_seqlens.device}, but the tokens are on {device}")
     if batch_size != 1:
         raise ValueError(f"cu_seqlens: packed documents need a batch of 1 row, got {batch_size}")
     found = _memo.get(cu_seqlens)

@@ -37,8 +37,10 @@ def short_conv(
     B, T, C = x.shape
     if weight.dim() != 3 or weight.shape[:2] != (C, 1):
         raise ValueError(f"weight: expected [{C},1,W], got shape {tuple(weight.shape)}")
+    if bias is not None and bias.shape != (C,):
+        raise ValueError(f"bias: expected [{C}], got shape {tuple(bias.shape)}")
     W = weight.shape[2]
-    docs = documents(cu_seqlens, T, B) if cu_seqlens is not None else None
+    docs = documents(cu_seqlens, T, B, x.device) if cu_seqlens is not None else None
     rows = len(docs.spans) if docs else B
     if history is not None and tuple(history.shape) != (rows, W - 1, C):
         raise ValueError(f"history: expected [{rows},{W - 1},{C}], got shape {tuple(history.shape)}")

@@ -272,7 +272,7 @@ def positions(x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None) -> tu
     """
     length = x.shape[1]
     if cu_seqlens is not None:
-        packed = kernels.documents(cu_seqlens, length, x.shape[0])
+        packed = kernels.documents(cu_seqlens, length, x.shape[0], x.device)
         counts = cu_seqlens.diff().to(torch.int64)
         start = torch.zeros_like(counts) if offset is None else offset
         return (packed.positions + start[packed.owner])[None], start + counts

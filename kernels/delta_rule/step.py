@@ -1,5 +1,6 @@
 """One token of the (gated) delta rule: what decoding does."""
 
+import torch
 from torch import Tensor
 
 from ..arguments import Recurrences, at_least_fp32
@@ -10,9 +11,10 @@ from ..linear_recurrence.step import decayed, read
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents."""
     assert a.beta is not None
-    S = decayed(a)
-    q, k, v = per_recurrence(a)
-    seen = (k[:, 0, :, None, :] @ S)[:, :, 0]
-    u = at_least_fp32(a.beta)[:, 0, :, None] * (v[:, 0] - seen)
-    S = S + k[:, 0, :, :, None] * u[:, :, None, :]
-    return read(a, q, S), S
+    with torch.autocast(a.v.device.type, enabled=False):
+        S = decayed(a)
+        q, k, v = per_recurrence(a)
+        seen = (k[:, 0, :, None, :] @ S)[:, :, 0]
+        u = at_least_fp32(a.beta)[:, 0, :, None] * (v[:, 0] - seen)
+        S = S + k[:, 0, :, :, None] * u[:, :, None, :]
+        return read(a, q, S), S

@@ -1,5 +1,6 @@
 """One token of the linear recurrence: what decoding does."""
 
+import torch
 from torch import Tensor
 
 from ..arguments import Recurrences, at_least_fp32
@@ -8,12 +9,13 @@ from .reference import per_recurrence
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents."""
-    S, v, beta = decayed(a), at_least_fp32(a.v)[:, 0].repeat_interleave(a.subheads, 1), a.beta
-    q, k, _ = per_recurrence(a)
-    if beta is not None:
-        v = v * at_least_fp32(beta)[:, 0, :, None]
-    S = S + k[:, 0, :, :, None] * v[:, :, None, :]
-    return read(a, q, S), S
+    with torch.autocast(a.v.device.type, enabled=False):
+        S, v, beta = decayed(a), at_least_fp32(a.v)[:, 0].repeat_interleave(a.subheads, 1), a.beta
+        q, k, _ = per_recurrence(a)
+        if beta is not None:
+            v = v * at_least_fp32(beta)[:, 0, :, None]
+        S = S + k[:, 0, :, :, None] * v[:, :, None, :]
+        return read(a, q, S), S
 
 
 def decayed(a: Recurrences) -> Tensor:

@@ -55,6 +55,6 @@ def check(
             raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
         if x is not None and x.is_floating_point() and x.dtype != q.dtype:
             raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
-    docs = documents(cu_seqlens, T, B) if cu_seqlens is not None else None
+    docs = documents(cu_seqlens, T, B, q.device) if cu_seqlens is not None else None
     window = None if window_size is None or window_size >= k.shape[1] else window_size
     return Attention(q, k, v, window, first_key, D**-0.5 if scale is None else scale, docs)

@@ -9,6 +9,7 @@ import torch.distributed
 
 from kernels.errors import UserError
 from zoo.data.corpus import Corpus
+from zoo.data.bigram import interpolated_bigram_loss
 from zoo.data.loader import TrainLoader, ValidationLoader
 from zoo.data.packing import Packing, Windows
 from zoo.data.shards import Shards, prepare
@@ -121,6 +122,12 @@ class TextData(L.LightningDataModule):
             self.setup()
         assert self._validation is not None
         return self._validation
+
+    def bigram_loss(self) -> float:
+        """Nats per token of an interpolated bigram model of the training tokens on the validation tokens."""
+        train, validation = self.train.shards, self.validation.shards
+        tokens = (shards.read(0, len(shards)) for shards in (train, validation))
+        return interpolated_bigram_loss(*tokens, self.get_tokenizer().vocab_size)
 
     def train_dataloader(self) -> TrainLoader:
         """Batches of this rank, shuffled and endless."""

@@ -81,6 +81,15 @@ class Tokenizer:
             raise UserError(f"data.tokenizer: {file} is not a tokenizer.json ({error}).") from error
         return cls(tokenizer, f"data.tokenizer: {file}")
 
+    def to_json(self) -> str:
+        """All of the tokenizer as the text of a `tokenizer.json`."""
+        return self._json
+
+    @classmethod
+    def from_json(cls, text: str) -> "Tokenizer":
+        """The tokenizer that `to_json` described."""
+        return cls(tokenizers.Tokenizer.from_str(text))
+
     def __getstate__(self) -> str:
         return self._json
 

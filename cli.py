@@ -1,0 +1,290 @@
+"""The command line: verbs and what they call.
+
+fit, validate, test and predict are LightningCLI's; the others need no trainer.
+"""
+
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# these speak to library authors, not to the person at the terminal
+warnings.filterwarnings("ignore", message=".*(isinstance.treespec|LeafSpec|does not have many workers|pynvml).*")
+warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+import lightning as L  # noqa: E402
+import yaml  # noqa: E402
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI  # noqa: E402
+from lightning.pytorch.loggers import Logger  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import mixers  # noqa: E402
+import zoo  # noqa: E402
+from kernels import UserError  # noqa: E402
+from zoo import config as configs  # noqa: E402
+from zoo.callbacks import StepSeeds, Throughput  # noqa: E402
+from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
+from zoo.curves import MetricsFile  # noqa: E402
+from zoo.generate import generate as generate_text  # noqa: E402
+from zoo.loading import checkpoint_of  # noqa: E402
+from zoo.predictions import Predictions  # noqa: E402
+from zoo.results import ResultRow  # noqa: E402
+from zoo.run import find_run, new_run  # noqa: E402
+from zoo.training import Pretraining, best_precision  # noqa: E402
+
+HELP = """\
+usage: python cli.py VERB …
+
+Train and compare language models of pluggable token mixers.
+
+  fit        train:     python cli.py fit --config gdn_h2.yaml
+             continue:  python cli.py fit --resume runs/NAME
+  validate   the loss of a checkpoint on its validation data: --checkpoint runs/NAME
+  test       the same, reported as test loss
+  predict    the loss of every token, to a file: --checkpoint runs/NAME --output losses.jsonl
+  generate   text:      python cli.py generate --checkpoint runs/NAME --prompt "def "
+  mixers     a table of the token mixers, or everything about one: python cli.py mixers GatedDeltaNet
+
+Configs are found in configs/ by name. Give several --config to overlay them, and --key=value to override:
+  python cli.py fit --config gdn_h2.yaml --config size/400m.yaml --model.stack.second.factor=4
+  python cli.py fit --config gdn_h2.yaml --print_config      shows what would run
+  python cli.py VERB --help                                  lists every key of a verb
+"""
+
+
+class CLI(LightningCLI):
+    """fit, validate, test and predict on a model built from `model`, `optim`, `data` and `trainer`."""
+
+    def init_parser(self, **settings: Any) -> LightningArgumentParser:
+        parser = configs.Parser(**{"dump_header": None, **settings})
+        parser.add_argument("-c", "--config", action=configs.ConfigFile, help="A file, or a name in configs/.")
+        return parser
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        configs.add_arguments(parser)
+        parser.add_argument("--run", type=str | None, help="fit: name of the new run, a folder in runs/.")
+        parser.add_argument("--resume", type=str | None, help="fit: the run to continue, from its last checkpoint.")
+        parser.add_argument("--checkpoint", type=str | None, help="validate, test, predict: a run or a .ckpt file.")
+        parser.add_argument("--output", type=str, default="losses.jsonl", help="predict: the file to write.")
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Checkpoints are named by --resume and --checkpoint, and always loaded without running code in them."""
+        return {verb: skip | {"ckpt_path", "weights_only"} for verb, skip in LightningCLI.subcommands().items()}
+
+    def instantiate_classes(self) -> None:
+        assert self.subcommand is not None
+        config = self.config_init[self.subcommand] if hasattr(self, "config_init") else self.config[self.subcommand]
+        fitting = self.subcommand == "fit"
+        self.checkpoint = _checkpoint(config, self.subcommand)
+        self.datamodule = configs.instantiate("data", config)
+        tokenizer = self.datamodule.get_tokenizer()
+        config.model.vocab_size = configs.vocabulary(config, tokenizer.vocab_size)
+        self._set_seed()  # again: whether a tokenizer was trained just now must not change the model
+        model = configs.from_config(config)
+        length = self.datamodule.sequence_length
+        plain = configs.to_dict(config)
+        self.model = Pretraining(model, configs.instantiate("optim", config), tokenizer, plain, length)
+        trainer = dict(configs.instantiate("trainer", config))
+        trainer["precision"] = trainer["precision"] or best_precision(str(trainer["accelerator"]))
+        trainer["callbacks"] = _listed(trainer["callbacks"])
+        trainer["logger"] = [logger for logger in _listed(trainer["logger"]) if isinstance(logger, Logger)]
+        if fitting:
+            self._prepare_run(config, tokenizer, trainer)
+        elif self.subcommand == "predict":
+            trainer["callbacks"].append(Predictions(config.output))
+        self.trainer = L.Trainer(**trainer)
+        self.config_init = self.config
+
+    def _prepare_run(self, config: Any, tokenizer: Any, trainer: dict[str, Any]) -> None:
+        """The run's folder, with what it is made of inside, and the callbacks that write there."""
+        if config.resume:
+            folder = find_run(config.resume)
+        else:
+            folder = new_run(config.run, Path(str(config.config[0])).stem if config.config else "run")
+        configs.write(config, folder / "config.yaml")
+        tokenizer.save(folder / "tokenizer.json")
+        trainer["default_root_dir"] = str(folder)
+        trainer["logger"].insert(0, MetricsFile(folder))
+        trainer["enable_checkpointing"] = True
+        trainer["callbacks"] += [
+            StepSeeds(),
+            Throughput(),
+            *(configs.instantiate(key, config) for key in ("checkpoints", "samples", "loss_curve")),
+            ResultRow(),
+        ]
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        arguments = super()._prepare_subcommand_kwargs(subcommand)
+        if subcommand == "predict":
+            arguments["return_predictions"] = False  # they are in the file
+        return {**arguments, "ckpt_path": self.checkpoint}
+
+
+def _checkpoint(config: Any, verb: str) -> str | None:
+    """The checkpoint that a verb starts from."""
+    if verb == "fit":
+        return None if config.resume is None else str(find_run(config.resume) / "checkpoints" / "last.ckpt")
+    if config.checkpoint is None:
+        raise UserError(f"checkpoint: {verb} needs one, --checkpoint runs/NAME")
+    return str(checkpoint_of(config.checkpoint))
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def _value(arguments: list[str], option: str) -> str | None:
+    """The value of an option that must be known before the others can be parsed."""
+    for i, argument in enumerate(arguments):
+        if argument == option and i + 1 < len(arguments):
+            return arguments[i + 1]
+        if argument.startswith(option + "="):
+            return argument.partition("=")[2]
+    return None
+
+
+def lightning(verb: str, arguments: list[str]) -> int:
+    """Run a verb of the trainer. A run or checkpoint that is named brings its own config, below those given."""
+    saved = _value(arguments, "--resume") if verb == "fit" else _value(arguments, "--checkpoint")
+    with tempfile.TemporaryDirectory() as folder:
+        if saved is not None:
+            file = find_run(saved) / "checkpoints" / "last.ckpt" if verb == "fit" else checkpoint_of(saved)
+            kept = read_checkpoint(file)[KEY]["config"]
+            path = Path(folder) / (find_run(saved).name + ".yaml" if verb == "fit" else "checkpoint.yaml")
+            path.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
+            arguments = ["--config", str(path), *arguments]
+        sys.argv = [sys.argv[0]]  # LightningCLI warns of arguments in two places
+        cli = CLI(
+            Pretraining,
+            L.LightningDataModule,
+            save_config_callback=None,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=[verb, *arguments],
+        )
+    return 130 if cli.trainer.interrupted else 0
+
+
+def generate(
+    checkpoint: str,
+    prompt: str = "",
+    max_new_tokens: int = 256,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = 0.95,
+    seed: int | None = None,
+    device: str = "cpu",
+) -> None:
+    """Continue a prompt, streaming to the terminal.
+
+    Args:
+        checkpoint: A run's folder, a .ckpt file, or an exported folder.
+        prompt: Where to start; nothing starts a new document.
+        max_new_tokens: Where to stop, unless the document ends earlier.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_k: Draw from so many of the likeliest tokens only.
+        top_p: Draw from the fewest likeliest tokens that together have this probability only.
+        seed: Makes the draws repeatable.
+        device: Where to run: cpu, cuda, mps.
+    """
+    model, tokenizer = zoo.load(checkpoint, device=device), zoo.load_tokenizer(checkpoint)
+    pieces = generate_text(
+        model,
+        tokenizer,
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+    )
+    sys.stdout.write(prompt)
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int = 8, length: int = 4096) -> None:
+    """List the token mixers with their size at a site, or show everything about one.
+
+    Args:
+        name: A mixer; without it, all of them.
+        hidden_size: Size of the residual stream.
+        num_heads: Heads of the model.
+        length: Sequence length for the FLOPs, and for states that grow.
+    """
+    console = Console()
+    if name is not None:
+        entry = mixers.entry(name)
+        console.print(f"[bold]{name}[/bold]   {entry.paper}\n", highlight=False)
+        console.print(entry.mixer.__doc__ or "", highlight=False, markup=False)
+        return
+    table = Table(caption=f"one layer at hidden size {hidden_size}, {num_heads} heads; FLOPs and growing states at {length} tokens")
+    for column in ("mixer", "recurrence", "paper"):
+        table.add_column(column, overflow="fold")
+    for column in ("parameters", "state", "MFLOP a token"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in mixers.names():
+        entry = mixers.entry(each)
+        with configs.torch.device("meta"):
+            mixer = entry.mixer(mixers.Site(hidden_size, num_heads))
+        size = f"{mixer.state_size(length):,}" + ("" if mixer.constant_state else " (grows)")
+        parameters = sum(p.numel() for p in mixer.parameters())
+        table.add_row(
+            each, entry.recurrence, entry.paper, f"{parameters:,}", size, f"{mixer.flops(length) / length / 1e6:.1f}"
+        )
+    console.print(table)
+
+
+def function(verb: Callable[..., None], arguments: list[str], positional: str | None = None) -> int:
+    """Run a verb that is a function: its signature is its command line."""
+    parser = configs.Parser(prog=f"cli.py {verb.__name__.removeprefix('show_')}", description=verb.__doc__)
+    if positional and arguments and not arguments[0].startswith("-"):
+        arguments = [f"--{positional}={arguments[0]}", *arguments[1:]]
+    parser.add_function_arguments(verb, as_positional=False)
+    values = parser.parse_args(arguments)
+    verb(**vars(values))
+    return 0
+
+
+def run(arguments: list[str]) -> int:
+    """Dispatch a command line; returns the exit code."""
+    verb = arguments[0] if arguments else "--help"
+    if verb in ("-h", "--help", "help"):
+        sys.stdout.write(HELP)
+        return 0
+    if verb in LightningCLI.subcommands():
+        return lightning(verb, arguments[1:])
+    if verb == "generate":
+        return function(generate, arguments[1:])
+    if verb == "mixers":
+        return function(show_mixers, arguments[1:], positional="name")
+    known = [*LightningCLI.subcommands(), "generate", "mixers"]
+    raise UserError(f"{verb!r} is no verb{mixers.did_you_mean(verb, known)} (verbs: {', '.join(known)})")
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one sentence and exit code 2; a bug keeps its traceback."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # mixers of one's own, by dotted path
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    try:
+        code = run(sys.argv[1:])
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

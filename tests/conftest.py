@@ -1,0 +1,43 @@
+"""What every test starts from: a known seed, one thread per worker, and only the tests that this machine can run."""
+
+import importlib
+import os
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    # workers share the cores already
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    devices = torch.accelerator.device_count()
+    for item in items:
+        for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
+            if devices < needed and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} accelerator(s), found {devices}"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Callable[[str], ModuleType]:
+    """Imports a module of an independent implementation. Without it a test is skipped at home, and fails in CI."""
+
+    def load(name: str) -> ModuleType:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(f"{name} cannot be imported ({error}); install the extra 'test'")
+
+    return load

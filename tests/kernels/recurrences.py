@@ -1,0 +1,156 @@
+"""Inputs for the two matrix-state recurrences, and all results of one call: outputs, final states, gradients."""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+
+LENGTHS = (1, 15, 63, 64, 65, 200)
+# relative to the norm of the result
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
+# Gradients as small as e^-50 are sums of terms of order one that cancel, in fp64: below this they are rounding.
+ZERO = 1e-14
+DECAYS: Mapping[str, Callable[[Tensor], Tensor]] = {  # of uniform numbers
+    "mild": lambda u: -0.1 * u,
+    "zero": lambda u: 0 * u,
+    "mixed": lambda u: -50 * u**4,  # most steps keep something, some erase everything
+    "strong": lambda u: -50 + 0 * u,
+}
+PACKED = [0, 0, 3, 67, 67, 67, 131, 132, 200, 200]  # empty at the start, inside and at the end; 64 = one full chunk
+
+
+def shorter(dim: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.narrow(dim, 0, x.shape[dim] - 1)
+
+
+# argument, and what makes it wrong, for `inputs(10, R=2)`: two rows, two key heads, four value heads
+MISFITS: list[tuple[str, Callable[[Tensor], object]]] = [
+    ("q", lambda x: x[0]),
+    ("q", lambda x: x.long()),
+    ("k", shorter(1)),
+    ("k", shorter(3)),
+    ("k", lambda x: x.float()),
+    ("v", shorter(0)),
+    ("v", shorter(1)),
+    ("v", lambda x: x[..., 0]),
+    ("v", lambda x: x[:, :, :3]),  # three value heads on two key heads
+    ("v", lambda x: x.float()),
+    ("v", lambda x: x.mT.contiguous().mT),
+    ("log_decay", shorter(2)),
+    ("log_decay", lambda x: torch.zeros(3, dtype=x.dtype)),
+    ("log_decay", lambda x: torch.zeros(4, dtype=torch.int64)),
+    ("log_decay", lambda x: torch.tensor([-1, 0, 0.1, -2])),
+    ("log_decay", lambda x: torch.tensor([-1, 0, math.nan, -2])),
+    ("beta", shorter(1)),
+    ("beta", lambda x: x[..., None]),
+    ("beta", lambda x: x.to("meta")),
+    ("initial_state", shorter(0)),
+    ("initial_state", lambda x: x.mT),
+    ("initial_state", lambda x: x.long()),
+    ("cu_seqlens", lambda x: torch.tensor([0, 10])),  # for two rows
+    ("subheads", lambda x: 0),
+    ("subheads", lambda x: 3),
+]
+# boundaries that are none of 10 tokens
+BAD_BOUNDARIES: list[list] = [[0, 9], [0, 11], [1, 10], [0, 7, 6, 10], [10], [[0, 10]], [0.0, 10.0]]
+
+
+def inputs(
+    T: int,
+    *,
+    gate: str = "head",
+    decay: str = "mild",
+    beta: str | float | None = "random",
+    B: int = 2,
+    G: int = 2,
+    R: int = 1,
+    E: int = 1,
+    K: int = 8,
+    V: int = 6,
+    state: bool = True,
+    documents: list[int] | None = None,
+    correlated: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """Arguments of a recurrence of H = G·R value heads. Keys have length one, so that the delta rule is stable.
+
+    Args:
+        T: Tokens.
+        gate: none, constant, head or channel.
+        decay: A key of DECAYS.
+        beta: None, "random" in [0, 1], or one number for all.
+        B: Rows.
+        G: Key heads.
+        R: Value heads per key head.
+        E: Subheads.
+        K: Key size.
+        V: Value size.
+        state: Whether to start from a random state.
+        documents: Boundaries of packed documents; with these B is 1.
+        correlated: All entries of the keys positive, as after an activation (cosines of about 0.6).
+        dtype: Of everything.
+    """
+    B, H = (B, G * R) if documents is None else (1, G * R)
+    q, k, v = torch.randn(B, T, G * E, K), torch.randn(B, T, G * E, K), torch.randn(B, T, H, V)
+    k = F.normalize(k.abs() if correlated else k, dim=-1)
+    found = {"q": q, "k": k, "v": v}
+    shape = {"none": None, "constant": (H * E,), "head": (B, T, H * E), "channel": (B, T, H * E, K)}[gate]
+    if shape is not None:
+        found["log_decay"] = DECAYS[decay](torch.rand(shape))
+    if beta is not None:
+        found["beta"] = torch.rand(B, T, H * E) if beta == "random" else torch.full((B, T, H * E), float(beta))
+    rows = B if documents is None else len(documents) - 1
+    if state:
+        found["initial_state"] = torch.randn(rows, H * E, K, V)
+    found = {name: x.to(dtype) for name, x in found.items()}
+    if documents is not None:
+        found["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
+    return found
+
+
+def results(
+    op: Callable[..., tuple[Tensor, Tensor | None]],
+    arguments: Mapping[str, Tensor],
+    *,
+    backend: str = "torch",
+    through: tuple[str, ...] = ("o", "state"),
+    **options: object,
+) -> dict[str, Tensor]:
+    """The output, the final state, and the gradient of each floating argument, on one backend.
+
+    Args:
+        op: The op.
+        arguments: Its tensors.
+        backend: Where it runs.
+        through: The results that a gradient arrives at.
+        **options: Further arguments of the op.
+    """
+    leaves = {name: x.detach().requires_grad_() for name, x in arguments.items() if x.is_floating_point()}
+    with kernels.backend(backend):
+        o, state = op(**{**arguments, **leaves}, return_state=True, **options)
+    found = {"o": o, "state": state}
+    generator = torch.Generator().manual_seed(1)
+    arriving = {n: torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for n, x in found.items()}
+    loss = sum((found[name] * arriving[name]).sum() for name in through)
+    # an argument that has no influence, such as q on the state, has a gradient of zero
+    gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    found.update({f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)})
+    return {name: x.detach() for name, x in found.items()}
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float | None = None) -> None:
+    """Each result, relative to its norm; the tolerance defaults to that of the state's dtype."""
+    assert found.keys() == expected.keys()
+    tolerance = tolerance or TOLERANCE[expected["state"].dtype]
+    for name, x in expected.items():
+        y = found[name]
+        assert (y.shape, y.dtype) == (x.shape, x.dtype), name
+        assert y.isfinite().all(), f"{name} is not finite"
+        error, norm = float((y.double() - x.double()).norm()), float(x.double().norm())
+        assert error <= tolerance * norm + ZERO, (
+            f"{name}: error {error:.2g} at norm {norm:.2g}, allowed {tolerance:g} of it"
+        )

@@ -1,0 +1,78 @@
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+x = torch.randn(1, 4, 2, 8)
+OPS: dict[str, Callable[[], object]] = {
+    "linear_recurrence": lambda: kernels.linear_recurrence(x, x, x)[0],
+    "delta_rule": lambda: kernels.delta_rule(x, x, x, torch.ones(1, 4, 2))[0],
+    "window_attention": lambda: kernels.window_attention(x, x, x),
+}
+
+
+def ran(name: str) -> str:
+    """The backend that an op ran on: only the chunkwise one makes matrix products of all tokens at once."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter, kernels.backend(name) if name else torch.no_grad():
+        kernels.linear_recurrence(x, x, x)
+    return "torch" if counter.get_total_flops() else "reference"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", ["auto", "torch", "reference"])
+def test_backends_run(name: str, op: str):
+    with kernels.backend(name):
+        found = OPS[op]()
+    assert isinstance(found, Tensor)
+    torch.testing.assert_close(found, OPS[op]())
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_the_named_backend_runs(name: str):
+    assert ran(name) == name
+
+
+def test_auto_is_torch_on_the_cpu():
+    assert ran("auto") == ran("") == "torch"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_unavailable_backend_is_an_error_and_no_fallback(op: str):
+    with (
+        kernels.backend("triton"),
+        pytest.raises(kernels.UserError, match=rf"^backend: {op} .*'triton'.*torch.*reference"),
+    ):
+        OPS[op]()
+
+
+def test_an_unknown_backend_names_the_known_ones():
+    with (
+        pytest.raises(kernels.UserError, match=r"^backend: 'cuda' .*auto.*triton.*torch.*reference"),
+        kernels.backend("cuda"),
+    ):
+        pass
+
+
+def test_nesting_restores():
+    with kernels.backend("reference"):
+        with kernels.backend("torch"):
+            assert ran("") == "torch"
+        assert ran("") == "reference"
+        with pytest.raises(RuntimeError), kernels.backend("torch"):
+            raise RuntimeError
+        assert ran("") == "reference"
+        with pytest.raises(kernels.UserError), kernels.backend("nonsense"):
+            pass
+        assert ran("") == "reference"
+    assert ran("") == "torch"
+
+
+def test_other_threads_are_not_affected():
+    with kernels.backend("reference"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(ran, "").result() == "torch"

@@ -1,0 +1,61 @@
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+
+def by_hand(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    y = x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt()
+    return y if weight is None else y * weight
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_rms_norm(eps: float, weighted: bool):
+    x = torch.randn(2, 3, 7, dtype=torch.float64)
+    weight = torch.randn(7, dtype=torch.float64) if weighted else None
+    torch.testing.assert_close(kernels.rms_norm(x, weight, eps), by_hand(x, weight, eps))
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_gated_rms_norm(gate_first: bool, weighted: bool):
+    x, gate = torch.randn(2, 2, 3, 7, dtype=torch.float64)
+    weight = torch.randn(7, dtype=torch.float64) if weighted else None
+    opened = gate * torch.sigmoid(gate)
+    expected = by_hand(x * opened, weight, 0.1) if gate_first else by_hand(x, weight, 0.1) * opened
+    torch.testing.assert_close(kernels.gated_rms_norm(x, gate, weight, 0.1, gate_first=gate_first), expected)
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_gradients(gate_first: bool):
+    x, gate = torch.randn(2, 4, 5, dtype=torch.float64)
+    weight = torch.randn(5, dtype=torch.float64)
+    arguments = [t.requires_grad_() for t in (x.clone(), gate.clone(), weight)]
+    assert torch.autograd.gradcheck(lambda *a: kernels.gated_rms_norm(*a, gate_first=gate_first), arguments)
+
+
+def test_bf16_is_computed_in_fp32():
+    # the result is the fp32 one, rounded once
+    x, gate, weight = torch.randn(4, 64).bfloat16(), torch.randn(4, 64).bfloat16(), torch.randn(64).bfloat16()
+    exact = [t.float() for t in (x, gate, weight)]
+    assert torch.equal(kernels.rms_norm(x, weight), kernels.rms_norm(exact[0], exact[2]).bfloat16())
+    for first in (True, False):
+        found = kernels.gated_rms_norm(x, gate, weight, gate_first=first)
+        assert torch.equal(found, kernels.gated_rms_norm(*exact, gate_first=first).bfloat16())
+
+
+def test_weights_may_have_another_dtype():
+    x, weight = torch.randn(4, 8).bfloat16(), torch.randn(8)
+    assert kernels.rms_norm(x, weight).dtype == torch.bfloat16
+    x = torch.randn(4, 8, dtype=torch.float64)
+    assert kernels.gated_rms_norm(x, x, weight).dtype == torch.float64
+
+
+def test_zeros_stay_zero():
+    x = torch.zeros(2, 8, requires_grad=True)
+    y = kernels.rms_norm(x)
+    y.sum().backward()
+    assert not y.any()
+    assert x.grad.isfinite().all()

@@ -1,0 +1,227 @@
+"""The registry passes the contract, and each clause of the contract catches a mixer that breaks it."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels
+import mixers
+from mixers import Expanded, GatedDeltaNet, LinearMixer, Mamba2, Site, SlidingWindowAttention, SoftmaxAttention
+from mixers.contract import CLAUSES
+
+PLAIN = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in mixers.names()}
+LINEAR = [name for name in PLAIN if issubclass(mixers.entry(name).mixer, LinearMixer)]
+VARIANTS = {
+    **PLAIN,
+    **{f"{name}, subheads": partial(Expanded, mixer=PLAIN[name], factor=2) for name in LINEAR},
+    **{f"{name}, one long head": partial(Expanded, mixer=PLAIN[name], factor=2, subheads=False) for name in LINEAR},
+}
+ARGUMENTS = {
+    "more value heads than key heads": partial(GatedDeltaNet, num_heads=4, num_key_heads=2, head_dim=8, value_dim=24),
+    "negative eigenvalues": partial(GatedDeltaNet, allow_neg_eigval=True),
+    "no short convolution": partial(GatedDeltaNet, qk=mixers.Features(norm="l1"), v=mixers.Features()),
+    "positions in a recurrence": partial(GatedDeltaNet, qk=mixers.Features(2, norm="l2", map=mixers.Rotary)),
+    "groups": partial(Mamba2, head_dim=16, state_dim=16, num_groups=4),
+    "no bias": partial(Mamba2, head_dim=32, state_dim=16, expand=1, xbc=mixers.Features(4, activation="silu")),
+    "grouped queries": partial(SoftmaxAttention, num_heads=4, num_kv_heads=2),
+    "normalised queries": partial(SoftmaxAttention, qk=mixers.Features(norm="l2", map=mixers.Rotary)),
+    "no positions": partial(SoftmaxAttention, qk=mixers.Features()),
+    "window of grouped queries": partial(SlidingWindowAttention, window_size=2, num_heads=4, num_kv_heads=1),
+    "window with a convolution": partial(SlidingWindowAttention, window_size=5, qk=mixers.Features(3, bias=True)),
+    "window longer than the sequence": partial(SlidingWindowAttention, window_size=300, head_dim=16),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_registered_mixers(name: str):
+    assert len(mixers.check_mixer(VARIANTS[name], expanded=False)) == len(CLAUSES)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments(name: str):
+    # expanded too, where there is a matrix to expand
+    assert len(mixers.check_mixer(ARGUMENTS[name])) in (len(CLAUSES), 3 * len(CLAUSES))
+
+
+def test_the_two_names_of_everything_that_passed():
+    passed = mixers.check_mixer(GatedDeltaNet)
+    assert "causality" in passed
+    assert "expanded with subheads: causality" in passed
+    assert "expanded without subheads: causality" in passed
+
+
+class Peeks(GatedDeltaNet):
+    def project(self, x: Tensor):
+        return super().project(x + F.pad(x[:, 1:], (0, 0, 0, 1)))
+
+
+class ForgetsDocuments(GatedDeltaNet):
+    def forward(self, x, state=None, *, cu_seqlens=None):
+        return super().forward(x, state)
+
+
+class ForgetsItsState(GatedDeltaNet):
+    def forward(self, x, state=None, *, cu_seqlens=None):
+        y, _ = super().forward(x, cu_seqlens=cu_seqlens)
+        return y, state
+
+
+class KeepsWhatNobodyAskedFor(GatedDeltaNet):
+    def forward(self, x, state=None, *, cu_seqlens=None):
+        rows = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+        return super().forward(x, self.init_state(rows) if state is None else state, cu_seqlens=cu_seqlens)
+
+
+class ExaggeratesItsState(GatedDeltaNet):
+    def state_size(self, length=None):
+        return 2 * super().state_size(length)
+
+
+class Grows(SoftmaxAttention):
+    constant_state = True
+
+    def state_size(self, length=None):
+        return 0
+
+
+class ClaimsToGrow(GatedDeltaNet):
+    constant_state = False
+
+
+class HasAnIdleParameter(GatedDeltaNet):
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.idle = nn.Linear(2, 2)
+
+
+class HasANanGradient(GatedDeltaNet):
+    def readout(self, o: Tensor, s):
+        # √0 has no finite derivative, though its value is fine
+        return super().readout(o, s) + (self.o_norm.weight.sum() * 0).sqrt()
+
+
+class LeavesTheMetaDevice(GatedDeltaNet):
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.register_buffer("ramp", torch.arange(3.0, device="cpu"))
+
+
+class CannotBeFilled(GatedDeltaNet):
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.shift = nn.Parameter(torch.zeros(site.hidden_size))  # and no reset_parameters
+
+    def forward(self, x, state=None, *, cu_seqlens=None):
+        return super().forward(x + self.shift, state, cu_seqlens=cu_seqlens)
+
+
+class SavesTooLittle(GatedDeltaNet):
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.register_buffer("shift", torch.randn(site.hidden_size), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.shift)
+
+    def forward(self, x, state=None, *, cu_seqlens=None):
+        return super().forward(x + self.shift, state, cu_seqlens=cu_seqlens)
+
+
+class AnswersInFp32(GatedDeltaNet):
+    def forward(self, x, state=None, *, cu_seqlens=None):
+        y, state = super().forward(x, state, cu_seqlens=cu_seqlens)
+        return kernels.at_least_fp32(y), state
+
+
+class LosesBits(GatedDeltaNet):
+    def forward(self, x, state=None, *, cu_seqlens=None):
+        # a large offset that cancels is harmless in fp32 and fatal in bf16
+        return super().forward((x + 300) - 300, state, cu_seqlens=cu_seqlens)
+
+
+class CountsTooManyFlops(GatedDeltaNet):
+    def flops(self, length: int) -> int:
+        return int(1.1 * super().flops(length))
+
+
+class ForgetsItsAttentionFlops(SoftmaxAttention):
+    def flops(self, length: int) -> int:
+        return 2 * length * sum(p.numel() for p in self.parameters())
+
+
+CONTINUING = {"whole is pieces is tokens", "packed documents are separate"}
+BROKEN = {
+    Peeks: {"causality", *CONTINUING},
+    ForgetsDocuments: {"packed documents are separate"},
+    ForgetsItsState: CONTINUING,
+    KeepsWhatNobodyAskedFor: {"shapes and dtypes"},
+    ExaggeratesItsState: {"state size is true"},
+    Grows: {"state size is true"},
+    ClaimsToGrow: {"state size is true"},
+    HasAnIdleParameter: {"every parameter has a gradient"},
+    HasANanGradient: {"every parameter has a gradient"},
+    LeavesTheMetaDevice: {"meta device"},
+    CannotBeFilled: {"meta device"},
+    SavesTooLittle: {"state dict round trip"},
+    AnswersInFp32: {"bf16 is close to fp32"},
+    LosesBits: {"bf16 is close to fp32"},
+    CountsTooManyFlops: {"flops are what is counted"},
+    ForgetsItsAttentionFlops: {"flops are what is counted"},
+}
+
+
+def broken_clauses(factory, **options) -> set[str]:
+    with pytest.raises(mixers.ContractError) as caught:
+        mixers.check_mixer(factory, **options)
+    lines = [line for line in str(caught.value).splitlines() if ": " in line]
+    names = {clause.__name__.replace("_", " ") for clause in CLAUSES}
+    return {line.rpartition("subheads: ")[0] + name for line in lines for name in names if f"{name}: " in line}
+
+
+@pytest.mark.parametrize("mixer", BROKEN, ids=lambda mixer: mixer.__name__)
+def test_a_broken_mixer_is_caught_by_its_clause(mixer):
+    # exactly that clause: a report of more would send its author looking in the wrong place
+    assert broken_clauses(mixer, expanded=False) == BROKEN[mixer]
+
+
+class CountsHeadsInsteadOfGates(GatedDeltaNet):
+    """Sizes its gates by the number of heads: right until someone expands it."""
+
+    def __init__(self, site: Site):
+        super().__init__(site)
+        width, heads = self.o_proj.in_features, self.num_heads
+        widths = {"q": width, "k": width, "v": width, "g": width, "a": heads, "b": heads}
+        self.in_proj = mixers.Projection(site.hidden_size, widths)
+        self.decay = mixers.Discretisation(heads, 0, 16)
+
+
+def test_gates_sized_by_heads_break_with_subheads_alone():
+    mixers.check_mixer(CountsHeadsInsteadOfGates, expanded=False)
+    found = broken_clauses(CountsHeadsInsteadOfGates)
+    assert "expanded with causality" in found
+    assert all(name.startswith("expanded with ") for name in found)
+
+
+def test_something_else_than_a_mixer():
+    with pytest.raises(mixers.ContractError, match="made a Linear, not a TokenMixer"):
+        mixers.check_mixer(lambda site: nn.Linear(site.hidden_size, site.hidden_size))
+
+
+def test_a_crash_is_reported_with_its_reason():
+    class Crashes(GatedDeltaNet):
+        def readout(self, o: Tensor, s):
+            raise RuntimeError("out of luck")
+
+    with pytest.raises(mixers.ContractError, match="causality: .*out of luck"):
+        mixers.check_mixer(Crashes, expanded=False)
+
+
+def test_the_contract_leaves_the_random_state_alone():
+    before = torch.get_rng_state()
+    first = mixers.check_mixer(SoftmaxAttention)
+    torch.manual_seed(5)
+    assert mixers.check_mixer(SoftmaxAttention) == first
+    torch.set_rng_state(before)

@@ -1,0 +1,11 @@
+"""Language models of pluggable token mixers: built from configs, trained by Lightning."""
+
+from kernels import UserError
+
+from .config import build
+from .model import LanguageModel
+from .loading import load, load_tokenizer
+
+__version__ = "0.1.0"
+
+__all__ = ["LanguageModel", "UserError", "build", "load", "load_tokenizer"]

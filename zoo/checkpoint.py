@@ -1,0 +1,111 @@
+"""The checkpoint file: its format, and how it is read."""
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.errors import UserError
+
+FORMAT = 1
+KEY = "zoo"
+
+
+def check_format(checkpoint: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
+    """Raise a UserError unless `checkpoint` was written by this project in a format that this version reads."""
+    name = "the file" if path is None else str(path)
+    contents = checkpoint.get(KEY) if isinstance(checkpoint, Mapping) else None
+    if not isinstance(contents, Mapping) or "format" not in contents:
+        raise UserError(f"{name} is not a checkpoint of this project: it has no format version.")
+    if contents["format"] != FORMAT:
+        raise UserError(f"{name} has checkpoint format {contents['format']}, but this version reads format {FORMAT}.")
+
+
+def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+    """Read a checkpoint of this project.
+
+    Args:
+        path: The file.
+        map_location: Where its tensors go, as in `torch.load`.
+
+    Returns:
+        Lightning's checkpoint; under `zoo` it has the format, the config and the tokenizer.
+
+    Raises:
+        UserError: If the file is missing, truncated, or not a checkpoint of this project.
+    """
+    checkpoint = _read(path, map_location)
+    check_format(checkpoint, path)
+    return checkpoint
+
+
+def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Read the weights of a model from a checkpoint, a `.safetensors` file, a saved state dict, or a folder of one.
+
+    Args:
+        path: The file, or a folder that holds `model.safetensors` or `last.ckpt`, itself or under `checkpoints`.
+
+    Returns:
+        Parameter name → tensor on the CPU, with the names that the model uses.
+
+    Raises:
+        UserError: If there is no such file or it holds no weights.
+    """
+    path = Path(path)
+    if path.is_dir():
+        candidates = [path / "model.safetensors", path / "last.ckpt", path / "checkpoints" / "last.ckpt"]
+        found = next((file for file in candidates if file.is_file()), None)
+        if found is None:
+            raise UserError(f"the folder {path} has no weights: expected model.safetensors or last.ckpt in it.")
+        path = found
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    contents = _read(path, "cpu")
+    if isinstance(contents, Mapping) and "state_dict" in contents:  # a Lightning checkpoint holds the model as `model`
+        contents = {name.removeprefix("model."): tensor for name, tensor in contents["state_dict"].items()}
+    if not isinstance(contents, Mapping) or not contents or not all(isinstance(t, Tensor) for t in contents.values()):
+        raise UserError(f"{path} holds no weights: expected a checkpoint, a state dict or a .safetensors file.")
+    return dict(contents)
+
+
+def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Copy the weights in `path` (anything that `read_weights` reads) into `model`.
+
+    Raises:
+        UserError: If names or shapes differ; the message names the first one that does.
+    """
+    weights, expected = read_weights(path), model.state_dict()
+    if missing := [name for name in expected if name not in weights]:
+        raise UserError(f"{path} does not fit the model: it lacks {len(missing)} of its weights, first {missing[0]}.")
+    if surplus := [name for name in weights if name not in expected]:
+        raise UserError(f"{path} does not fit the model, which has no {surplus[0]} ({len(surplus)} such weights).")
+    for name, tensor in expected.items():
+        if weights[name].shape != tensor.shape:
+            given, wanted = tuple(weights[name].shape), tuple(tensor.shape)
+            raise UserError(f"{path} does not fit the model: {name} has shape {given}, the model's is {wanted}.")
+    model.load_state_dict(weights)
+
+
+def _read(path: str | os.PathLike[str], map_location: Any) -> Any:
+    if not Path(path).is_file():
+        raise UserError(f"there is no checkpoint at {path}.")
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read: permission denied.") from error
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is truncated or not a checkpoint of this project.") from error
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError  # here: a checkpoint alone does not need the package
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read as safetensors: {error}.") from error

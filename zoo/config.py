@@ -1,0 +1,197 @@
+"""Configs: found by name, parsed against the constructors' own signatures, and built.
+
+Four keys make a run: `model` is LanguageModel's constructor, `optim` the optimiser and its schedule, `data` a data
+module, `trainer` Lightning's; three small ones say what a run leaves behind. Several files and overrides merge in order.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import yaml
+from jsonargparse import ActionConfigFile, Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+
+import mixers
+from kernels import UserError
+from mixers import did_you_mean
+
+from .callbacks import Samples
+from .data import TextData
+from .explain import explain
+from .model import LanguageModel
+from .optim import Optimisation
+from .curves import LossCurve
+from .saving import Checkpoints
+
+CLASSES = {
+    "model": LanguageModel,
+    "optim": Optimisation,
+    "trainer": L.Trainer,
+    "checkpoints": Checkpoints,
+    "samples": Samples,
+    "loss_curve": LossCurve,
+}
+KEYS = ("seed_everything", "data", *CLASSES)
+
+_PACKAGE = Path(__file__).parent
+# beside the package in a checkout, inside it in a wheel
+CONFIGS = next(folder for folder in (_PACKAGE.parent / "configs", _PACKAGE / "configs") if folder.is_dir())
+
+
+def find_config(name: str | Path) -> Path:
+    """The file of a config: a path that exists, or a name in `configs/`, with or without `.yaml`.
+
+    Raises:
+        UserError: There is no such file; names a similar one if there is.
+    """
+    for candidate in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"):
+        if candidate.is_file():
+            return candidate
+    known = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
+    raise UserError(f"config: {str(name)!r} is neither a file nor one of configs/{did_you_mean(str(name), known)}")
+
+
+class ConfigFile(ActionConfigFile):
+    """--config with bare names."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        if isinstance(values, str):
+            values = str(find_config(values))
+            try:
+                Path(values).read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError) as error:
+                raise UserError(f"config: {values} cannot be read as text: {error}") from None
+        super().__call__(parser, cfg, values, option_string)
+
+
+class Parser(LightningArgumentParser):
+    """A parser whose errors are UserErrors of one sentence."""
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        """Raise what `explain` makes of the message."""
+        while ex is not None:  # what one of our own constructors said stands as it is
+            if isinstance(ex, UserError):
+                raise ex
+            ex = ex.__cause__
+        raise UserError(explain(message, self.options()))
+
+    def options(self) -> list[str]:
+        """The names of all options, without dashes."""
+        return [o[2:] for action in self._actions for o in action.option_strings if o.startswith("--")]
+
+
+def add_arguments(parser: LightningArgumentParser) -> None:
+    """The keys of a run, the same for every verb."""
+    mixers.names()  # plug-ins register before anything is parsed
+    parser.add_class_arguments(LanguageModel, "model", fail_untyped=False)
+    parser.add_class_arguments(Optimisation, "optim")
+    parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=True)
+    parser.add_lightning_class_args(L.Trainer, "trainer")
+    parser.add_lightning_class_args(Checkpoints, "checkpoints")
+    parser.add_lightning_class_args(Samples, "samples")
+    parser.add_lightning_class_args(LossCurve, "loss_curve")
+    parser.set_defaults(
+        {
+            "data": {"class_path": f"{TextData.__module__}.{TextData.__qualname__}"},
+            "trainer.max_epochs": -1,  # a run is counted in steps
+            "trainer.check_val_every_n_epoch": None,
+            "trainer.use_distributed_sampler": False,  # the loaders know their rank
+            "trainer.log_every_n_steps": 10,
+        }
+    )
+
+
+def read(*configs_and_overrides: str | Path) -> Namespace:
+    """Parse configs and `key=value` overrides, in order, without building anything.
+
+    Raises:
+        UserError: A file is missing, or a key or value is wrong.
+    """
+    parser = Parser(exit_on_error=False)
+    parser.add_argument("-c", "--config", action=ConfigFile)
+    parser.add_argument("--seed_everything", type=bool | int, default=0)
+    add_arguments(parser)
+    arguments = []
+    for item in map(str, configs_and_overrides):
+        arguments += [f"--{item.lstrip('-')}"] if "=" in item else ["--config", item]
+    return parser.parse_args(arguments)
+
+
+def instantiate(key: str, config: Namespace) -> Any:
+    """Build one key of a parsed config; `trainer` gives the arguments of the Trainer."""
+    parser = LightningArgumentParser()
+    if key == "data":
+        parser.add_subclass_arguments(L.LightningDataModule, "data", fail_untyped=False)
+    else:
+        parser.add_class_arguments(CLASSES[key], key, fail_untyped=False, instantiate=key != "trainer")
+    return parser.instantiate(Namespace({key: config[key]}))[key]
+
+
+def vocabulary(config: Namespace, tokens: int | None = None) -> int:
+    """`model.vocab_size`, or the tokenizer's where it is null.
+
+    Args:
+        config: A parsed config.
+        tokens: Size of the tokenizer; None asks the data module.
+
+    Raises:
+        UserError: The tokenizer has more tokens than the model.
+    """
+    size = config.model.vocab_size
+    if tokens is None:
+        if size is not None:
+            return size
+        return instantiate("data", config).get_tokenizer().vocab_size
+    if size is not None and tokens > size:
+        raise UserError(f"model.vocab_size: {size} is smaller than the tokenizer's {tokens} tokens")
+    return size or tokens
+
+
+def build(*configs_and_overrides: str | Path, device: torch.device | str | None = None) -> LanguageModel:
+    """The model of configs and overrides, in order, with fresh parameters.
+
+    ``zoo.build("gdn_h2.yaml", "size/400m.yaml", "model.stack.second.factor=4", device="meta")``
+
+    Args:
+        configs_and_overrides: Paths or names of configs, and `key=value` overrides.
+        device: Where the parameters are made.
+
+    Raises:
+        UserError: A config is missing, or a key or value is wrong.
+    """
+    config = read(*configs_and_overrides)
+    config.model.vocab_size = vocabulary(config)
+    return from_config(config, device)
+
+
+def from_config(config: Namespace, device: torch.device | str | None = None) -> LanguageModel:
+    """The model of a parsed config whose vocabulary is known."""
+    with torch.device(device or "cpu"):
+        return instantiate("model", config)
+
+
+def to_dict(config: Namespace) -> dict[str, Any]:
+    """A parsed config as plain containers, from which `parse` makes it again."""
+    parser = Parser(exit_on_error=False)
+    parser.add_argument("--seed_everything", type=bool | int, default=0)
+    add_arguments(parser)
+    known = Namespace({key: config[key] for key in vars(config) if key in KEYS})
+    return yaml.safe_load(parser.dump(known, skip_none=False, skip_validation=True))
+
+
+def parse(config: dict[str, Any]) -> Namespace:
+    """A config out of a checkpoint, parsed."""
+    parser = Parser(exit_on_error=False)
+    parser.add_argument("--seed_everything", type=bool | int, default=0)
+    add_arguments(parser)
+    return parser.parse_object(config)
+
+
+def write(config: Namespace, path: Path) -> None:
+    """Write a parsed config as YAML."""
+    text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    path.write_text("# Everything that this run was made of; fit --config takes it as it is.\n" + text, encoding="utf-8")
+
+

@@ -1,0 +1,182 @@
+"""How the loss goes: `metrics.jsonl` and `loss.png` in the run's folder."""
+
+import functools
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from zoo.atomic import atomic_write
+
+
+class MetricsFile(Logger):
+    """Appends each row of metrics to `metrics.jsonl`, at once; `step` is the index of the last finished step.
+
+    A continued run appends. (Lightning's CSVLogger deletes the file of the run that is continued.)
+
+    Args:
+        folder: The run's folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self.path = self.folder / "metrics.jsonl"
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.folder.name
+
+    @property
+    def version(self) -> str:
+        """Runs have names, not versions."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder."""
+        return str(self.folder)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        """The run's folder has the whole config in a file of its own."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Append a row; values that are not finite become null."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        row = json.dumps({"step": step} | {name: finite(value) for name, value in metrics.items()})
+        with open(self.path, "ab+") as file:
+            if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                row = "\n" + row  # a killed process left half a row
+            file.write(f"{row}\n".encode())
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read a `metrics.jsonl`: one row per step, in order.
+
+    Steps that a continued run repeated, since they came after its checkpoint, are there once, as they were last;
+    half a row that a killed process left is skipped.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            rows.setdefault(row["step"], {}).update(row)
+    return [rows[step] for step in sorted(rows)]
+
+
+def finite(value: Any) -> Any:
+    """Tensors as numbers, and None for what JSON cannot say."""
+    value = value.item() if isinstance(value, torch.Tensor) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class LossCurve(Callback):
+    """Draws the training and validation loss over the tokens into `loss.png`, at each validation and at the end.
+
+    Args:
+        every_n_steps: Take the training loss each time that so many steps are done; reading it waits for the GPU.
+        smoothing: Weight of the past in the smoothed training loss.
+    """
+
+    def __init__(self, every_n_steps: int = 10, smoothing: float = 0.9) -> None:
+        self.every_n_steps = every_n_steps
+        self.smoothing = smoothing
+        self.training: list[tuple[int, float]] = []  # tokens, nats
+        self.validation: list[tuple[int, float]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The points so far, so that a continued run draws the whole curve."""
+        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("training", "validation")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the curve."""
+        for name, points in state_dict.items():
+            setattr(self, name, [(int(tokens), loss) for tokens, loss in points.tolist()])
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take a point of the training loss."""
+        tokens = pl_module.tokens_seen
+        if trainer.global_step % self.every_n_steps == 0 and not (self.training and self.training[-1][0] == tokens):
+            self.training.append((tokens, outputs["loss"].item()))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take a point of the validation loss, and draw."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:
+            self.validation.append((pl_module.tokens_seen, trainer.callback_metrics["val_loss"].item()))
+            self._draw(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the complete curve."""
+        self._draw(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Draw what there is of an interrupted run."""
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException) and trainer.state.fn == "fit":
+            self._draw(trainer)
+
+    def figure(self, baseline: float | None = None) -> Figure:
+        """The curve.
+
+        Args:
+            baseline: Loss of the interpolated bigram model in nats, drawn as a line; None draws none.
+        """
+        figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")  # not pyplot: no global state, no display
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)")
+        if self.training:
+            tokens, losses = zip(*self.training, strict=True)
+            axes.plot(tokens, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training")
+            axes.plot(tokens, _smooth(losses, self.smoothing), color="tab:blue", label="training, smoothed")
+        if self.validation:
+            axes.plot(*zip(*self.validation, strict=True), color="tab:orange", marker="o", label="validation")
+        if baseline is not None:
+            axes.axhline(baseline, color="gray", linestyle="--", label="interpolated bigram model")
+        if axes.has_data():
+            axes.legend()
+        axes.grid(alpha=0.3)
+        return figure
+
+    def _draw(self, trainer: L.Trainer) -> None:
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        with atomic_write(Path(trainer.default_root_dir) / "loss.png") as file:
+            self.figure(bigram_loss(trainer)).savefig(file, format="png")
+
+
+def _smooth(values: Iterable[float], weight: float) -> list[float]:
+    """Exponential mean, corrected for its start."""
+    smoothed, total, norm = [], 0.0, 0.0
+    for value in values:
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        smoothed.append(total / norm)
+    return smoothed
+
+
+def bigram_loss(trainer: L.Trainer) -> float | None:
+    """The data module's bigram baseline in nats per token; None if it has none."""
+    return _bigram_loss(trainer.datamodule)
+
+
+@functools.lru_cache(maxsize=1)  # it counts all training tokens
+def _bigram_loss(datamodule: L.LightningDataModule | None) -> float | None:
+    measure = getattr(datamodule, "bigram_loss", None)
+    return None if measure is None else float(measure())

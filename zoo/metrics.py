@@ -1,0 +1,85 @@
+"""The loss of language models as a metric: over all tokens, and by the position in the context."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics import Metric
+
+from zoo.data.batch import NO_LOSS
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of each token in fp32.
+
+    Args:
+        logits: [B, T, vocab], any floating dtype.
+        labels: [B, T] int, already shifted; -100 has no loss.
+
+    Returns:
+        [B, T] fp32, in nats; 0 where there is no label.
+    """
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=NO_LOSS, reduction="none")
+    return losses.view_as(labels)
+
+
+def positions(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """The position of each token in its sequence, or in its document if documents are packed.
+
+    Args:
+        tokens: [B, T].
+        cu_seqlens: [N+1] int, first 0, last T (then B = 1); or None.
+
+    Returns:
+        [1, T] int64, from 0.
+    """
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(index.dtype)
+        index = index - bounds[torch.searchsorted(bounds, index, right=True) - 1]
+    return index[None]
+
+
+class Losses(NamedTuple):
+    """Mean losses in nats per token: `loss` over all tokens, `by_position` [buckets] (nan where there was no token)."""
+
+    loss: Tensor
+    perplexity: Tensor
+    by_position: Tensor
+
+
+class ContextLoss(Metric):
+    """Mean loss per token, its perplexity, and the mean loss in equal buckets of the position in the context.
+
+    A model that uses its context has a loss that falls with the position.
+
+    Args:
+        context_length: The positions that the buckets divide; later ones count in the last bucket. None takes the
+            length of the first batch, or of its longest document if documents are packed.
+        buckets: How many.
+    """
+
+    full_state_update = False
+
+    def __init__(self, context_length: int | None = None, buckets: int = 8) -> None:
+        super().__init__()
+        self.context_length = context_length
+        self.buckets = buckets
+        self.add_state("total", torch.zeros(buckets), dist_reduce_fx="sum")  # fp32: some accelerators have no fp64
+        self.add_state("count", torch.zeros(buckets, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, losses: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> None:
+        """Add a batch: `losses` [B, T] of `token_losses`, its `labels` [B, T] and document bounds [N+1] or None."""
+        position = positions(labels, cu_seqlens)
+        if self.context_length is None:
+            self.context_length = int(position.max()) + 1
+        bucket = (position * self.buckets // self.context_length).clamp(max=self.buckets - 1).expand_as(labels)
+        counted = labels != NO_LOSS
+        self.total.index_add_(0, bucket.flatten(), (losses.float() * counted).flatten())
+        self.count.index_add_(0, bucket.flatten(), counted.flatten().to(self.count.dtype))
+
+    def compute(self) -> Losses:
+        """The means over all batches since the last reset, over all processes."""
+        loss = self.total.sum() / self.count.sum()
+        return Losses(loss, loss.exp(), self.total / self.count)

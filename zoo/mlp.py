@@ -1,0 +1,33 @@
+"""Channel mixers: what happens to each token by itself between two token mixers."""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ChannelMixer(nn.Module):
+    """A layer that mixes the channels of each token: x [...,hidden] → [...,hidden]. Subclass it for your own."""
+
+    def flops(self, length: int) -> int:
+        """Forward FLOPs of `length` tokens; by default every weight matrix meets every token once."""
+        return 2 * length * sum(p.numel() for p in self.parameters() if p.dim() > 1)
+
+
+class SwiGLU(ChannelMixer):
+    """W_down (SiLU(W_gate x) ⊙ W_up x) without biases (arXiv 2002.05202).
+
+    Args:
+        hidden_size: Size of x.
+        intermediate_size: Size between; null for 8/3 · hidden_size, rounded up to a multiple of 256.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int | None = None):
+        super().__init__()
+        size = intermediate_size or 256 * math.ceil(hidden_size * 8 / 3 / 256)
+        self.gate_proj = nn.Linear(hidden_size, size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, size, bias=False)
+        self.down_proj = nn.Linear(size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,151 @@
+"""The language model around the mixers: tokens → logits. Plain PyTorch, and it never asks which mixer it holds."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import UserError
+from mixers import RMSNorm, Site, TokenMixer
+
+from .mlp import ChannelMixer, SwiGLU
+from .stack import Stack
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP."""
+
+    def __init__(self, hidden_size: int, mixer: TokenMixer, mlp: ChannelMixer | None, norm_eps: float):
+        super().__init__()
+        self.mixer_norm, self.mixer = RMSNorm(hidden_size, norm_eps), mixer
+        self.mlp_norm, self.mlp = (None, None) if mlp is None else (RMSNorm(hidden_size, norm_eps), mlp)
+
+    def forward(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
+        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens=cu_seqlens)
+        x = x + y
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x, state
+
+
+class LanguageModel(nn.Module):
+    """A causal language model: embedding, blocks of a token mixer and an MLP, norm, head.
+
+    Args:
+        stack: Which token mixer stands at which depth: Uniform, H1, H2, Pattern.
+        vocab_size: Number of tokens; null for the tokenizer's.
+        hidden_size: Size of the residual stream.
+        num_heads: Heads of every mixer that does not say otherwise.
+        num_layers: Number of blocks.
+        intermediate_size: Inner size of the MLPs; null for the MLP's own choice.
+        mlp: The channel mixer of every block; null for none.
+        tie_embeddings: Whether the head reuses the embedding matrix.
+        norm_eps: Added inside the root of the norms.
+        initializer_range: Standard deviation of all linear and embedding weights at the start.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        vocab_size: int | None = None,
+        hidden_size: int = 256,
+        num_heads: int = 4,
+        num_layers: int = 6,
+        intermediate_size: int | None = None,
+        mlp: Callable[[int, int | None], ChannelMixer] | None = SwiGLU,
+        tie_embeddings: bool = False,
+        norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+    ):
+        super().__init__()
+        if vocab_size is None:
+            raise UserError("vocab_size: null stands for the tokenizer's; a model without a tokenizer needs a number")
+        sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
+        for name, size in sizes.items():
+            if size < 1:
+                raise UserError(f"{name}: {size} must be at least 1")
+        self.vocab_size, self.hidden_size, self.num_layers = vocab_size, hidden_size, num_layers
+        self.initializer_range = initializer_range
+        self.embeddings = nn.Embedding(vocab_size, hidden_size)
+        self.layers = nn.ModuleList()
+        for layer in range(num_layers):
+            mixer = stack(Site(hidden_size, num_heads, layer, num_layers))
+            channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)
+            self.layers.append(Block(hidden_size, mixer, channel_mixer, norm_eps))
+        self.norm = RMSNorm(hidden_size, norm_eps)
+        self.lm_head = None if tie_embeddings else nn.Linear(hidden_size, vocab_size, bias=False)
+        for layer, mixer in enumerate(self.mixers):
+            mixer.share(self.mixers[:layer])
+        self.reset_parameters()
+
+    @property
+    def mixers(self) -> list[TokenMixer]:
+        """The token mixers, bottom-up."""
+        return [block.mixer for block in self.layers]  # type: ignore[misc]
+
+    def reset_parameters(self) -> None:
+        """Fill all parameters anew: N(0, initializer_range) for linear and embedding weights, zero for their biases, and
+        whatever `reset_parameters` of any other module says."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=self.initializer_range)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif module is not self and callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+
+    def forward(
+        self, tokens: Tensor, state: tuple[Any, ...] | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Any, ...] | None]:
+        """tokens [B,T] int → logits [B,T,vocab_size], and the continued state if one was given (it is consumed).
+
+        Args:
+            tokens: [B,T].
+            state: From `init_state` or an earlier call; None to train.
+            cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
+        """
+        x, states = self.embeddings(tokens), []
+        for layer, block in enumerate(self.layers):
+            x, following = block(x, None if state is None else state[layer], cu_seqlens)
+            states.append(following)
+        x = self.norm(x)
+        logits = self.lm_head(x) if self.lm_head is not None else F.linear(x, self.embeddings.weight)
+        return logits, None if state is None else tuple(states)
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[Any, ...]:
+        """The state before the first token of `batch_size` sequences, one entry per layer."""
+        return tuple(mixer.init_state(batch_size, device, dtype) for mixer in self.mixers)
+
+    def num_parameters(self) -> int:
+        """Number of parameters, shared ones once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def state_size(self, length: int | None = None) -> int | float:
+        """State elements of one sequence after `length` tokens; without a length the bound, `math.inf` if none."""
+        return sum(mixer.state_size(length) for mixer in self.mixers)
+
+    def flops(self, length: int) -> int:
+        """Forward FLOPs of one sequence of `length` tokens; products only, the embedding look-up is free."""
+        mlps = sum(block.mlp.flops(length) for block in self.layers if block.mlp is not None)  # type: ignore
+        return (
+            sum(mixer.flops(length) for mixer in self.mixers) + mlps + 2 * length * self.hidden_size * self.vocab_size
+        )
+
+    @contextmanager
+    def without_mixers(self) -> Iterator[None]:
+        """Inside the ``with`` block every token mixer adds nothing: what is left of the model sees single tokens."""
+        hooks = [mixer.register_forward_hook(_silence) for mixer in self.mixers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _silence(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    return torch.zeros_like(output[0]), output[1]

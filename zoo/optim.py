@@ -1,0 +1,146 @@
+"""The optimiser and its schedule: AdamW, parameter groups, and the learning rate as a pure function of the step."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from kernels.errors import UserError
+
+Schedule = Literal["cosine", "constant", "wsd"]
+
+
+@dataclass(frozen=True)
+class Optimisation:
+    """AdamW with a warm-up and a schedule, counted in optimiser steps.
+
+    Args:
+        learning_rate: The highest learning rate, reached after the warm-up.
+        weight_decay: Decoupled weight decay of matrices; vectors, and what a module exempts itself, have none.
+        betas: Decay rates of AdamW's first and second moments.
+        eps: Added to AdamW's denominator.
+        schedule: After the warm-up: `cosine` falls to the end, `constant` stays, `wsd` (warm-up, stable, decay)
+            stays and then falls linearly over the last `decay_fraction` of the steps.
+        warmup_steps: Steps over which the learning rate rises linearly from 0.
+        decay_fraction: The part of all steps over which `wsd` decays, between 0 and 1.
+        min_learning_rate_ratio: Where `cosine` and `wsd` end, as a fraction of `learning_rate`.
+        gradient_clip: The largest allowed norm of all gradients together; null does not clip.
+        initial_weights: Start from these weights with a fresh optimiser: a checkpoint, a .safetensors file or a
+            saved state dict. Not for continuing a run: that is --resume.
+        fused: AdamW's fused kernel; null uses it where all parameters are on a GPU.
+    """
+
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    schedule: Schedule = "cosine"
+    warmup_steps: int = 100
+    decay_fraction: float = 0.2
+    min_learning_rate_ratio: float = 0.1
+    gradient_clip: float | None = 1.0
+    initial_weights: str | None = None
+    fused: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Raise a UserError for the first value that is out of its range."""
+        rules = {
+            "learning_rate": (self.learning_rate > 0, "above 0"),
+            "weight_decay": (self.weight_decay >= 0, "0 or more"),
+            "betas": (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two numbers from 0 to below 1"),
+            "eps": (self.eps > 0, "above 0"),
+            "schedule": (self.schedule in get_args(Schedule), "one of " + ", ".join(get_args(Schedule))),
+            "warmup_steps": (self.warmup_steps >= 0, "0 or more"),
+            "decay_fraction": (0 < self.decay_fraction <= 1, "above 0 and at most 1"),
+            "min_learning_rate_ratio": (0 <= self.min_learning_rate_ratio <= 1, "between 0 and 1"),
+            "gradient_clip": (self.gradient_clip is None or self.gradient_clip > 0, "above 0, or null"),
+        }
+        for field, (holds, allowed) in rules.items():
+            if not holds:
+                raise UserError(f"optim.{field} is {getattr(self, field)}, but must be {allowed}.")
+
+    def factor(self, step: int, total_steps: int) -> float:
+        """What the learning rate is multiplied with.
+
+        Args:
+            step: Optimiser steps that are already done.
+            total_steps: Optimiser steps of the whole run; `constant` does not look at it.
+
+        Returns:
+            A number between 0 and 1.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return 1.0
+        if self.schedule == "cosine":
+            start = self.warmup_steps
+            shape = 0.5 * (1 + math.cos(math.pi * _progress(step, start, total_steps)))
+        else:
+            start = max(self.warmup_steps, round(total_steps * (1 - self.decay_fraction)))
+            shape = 1 - _progress(step, start, total_steps)
+        return self.min_learning_rate_ratio + (1 - self.min_learning_rate_ratio) * shape
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    """How far `step` is on the way from `start` to `end`, between 0 and 1."""
+    return min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the trainable parameters into those with weight decay and those without.
+
+    Without are vectors and scalars, and the parameters that a module names in its attribute `no_weight_decay`. A
+    parameter that several modules share counts once, and is exempt if any of them says so.
+
+    Args:
+        model: The modules to walk through.
+        weight_decay: The decay of the first group.
+
+    Returns:
+        Groups for an optimiser, in the order of `model.named_parameters()`; an empty group is left out.
+    """
+    exempt = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter.ndim < 2 or name in getattr(module, "no_weight_decay", ())
+    }
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if id(p) not in exempt], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if id(p) in exempt], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, optim: Optimisation) -> torch.optim.AdamW:
+    """AdamW over the parameter groups of `model`."""
+    groups = parameter_groups(model, optim.weight_decay)
+    on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
+    fused = on_gpu if optim.fused is None else optim.fused
+    return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, fused=fused)
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, optim: Optimisation, max_steps: int) -> LambdaLR:
+    """The schedule of `optim` on `optimizer`.
+
+    Args:
+        optimizer: Its learning rates are the highest ones.
+        optim: The schedule.
+        max_steps: The length of the run in optimiser steps; -1 if it is not known.
+
+    Raises:
+        UserError: If the schedule needs the length and it is not known, or the warm-up does not fit into it.
+    """
+    if max_steps < 0 and optim.schedule != "constant":
+        raise UserError(
+            f"optim.schedule is {optim.schedule}, which needs the length of the run: "
+            "set trainer.max_steps, or optim.schedule to constant."
+        )
+    if 0 <= max_steps < optim.warmup_steps:
+        raise UserError(f"optim.warmup_steps is {optim.warmup_steps}, but the run has only {max_steps} steps.")
+    return LambdaLR(optimizer, lambda step: optim.factor(step, max_steps))

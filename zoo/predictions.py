@@ -1,0 +1,42 @@
+"""What `predict` writes."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
+
+from kernels import UserError
+
+
+class Predictions(BasePredictionWriter):
+    """Writes the negative log-likelihood of each token in nats: one JSON line per row of a batch, null without label.
+
+    Args:
+        path: A file that does not exist yet.
+    """
+
+    def __init__(self, path: str | Path):
+        super().__init__("batch")
+        self.path = Path(path)
+        if self.path.exists():
+            raise UserError(f"output: {self.path} exists already; choose another file")
+
+    def write_on_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        prediction: Tensor,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: Literal[0] | int,
+    ) -> None:
+        """Append the rows of a batch."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for tokens, losses in zip(batch.tokens.tolist(), prediction.tolist(), strict=True):
+                losses = [None if loss != loss else round(loss, 6) for loss in losses]
+                file.write(json.dumps({"batch": batch_idx, "tokens": tokens, "losses": losses}) + "\n")

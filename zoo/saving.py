@@ -1,0 +1,255 @@
+"""When and how a run is saved: never half a file, never half a step."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rich.console import Console
+
+from kernels.errors import UserError
+from zoo.atomic import atomic_link, atomic_write
+from zoo.checkpoint import read_checkpoint
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes beside the target, flushes to the disk, then renames; reads with clear errors.
+
+    Lightning's own writer keeps a second copy of the checkpoint in memory, writes it under the system's temporary
+    folder and moves it from there, which is a plain copy if that folder is another file system, and never flushes.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write `checkpoint` to the local file `path`; what was there stays until the new file is complete."""
+        if storage_options is not None:
+            raise TypeError("storage_options are not supported: checkpoints are written to local files")
+        with atomic_write(path) as file:
+            torch.save(checkpoint, file)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Callable | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint of this project onto the CPU; no code in it is run, whatever `weights_only` says."""
+        return read_checkpoint(path, map_location or "cpu")
+
+
+class Checkpoints(Checkpoint):
+    """Keeps `last.ckpt` and `best.ckpt`, and saves when the run is asked to stop.
+
+    Ctrl-C or SIGTERM let the step in progress finish, save it, and end the run; an interrupt in the middle of an
+    optimiser step would save half of it. A second Ctrl-C ends at once, without saving.
+
+    A run that was stopped exactly when a validation was due continues without that validation; the training steps are
+    the same.
+
+    Args:
+        every_n_steps: Save `last.ckpt` each time that so many optimiser steps are done; also after each validation and
+            at the end.
+        keep_every_n_steps: Keep a checkpoint for good, `step-00001000.ckpt`, each time that so many optimiser steps
+            are done; null keeps none.
+        folder: Where, inside the run's folder.
+        resume_command: What to type to continue; `{run}` is the run's folder.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 500,
+        keep_every_n_steps: int | None = None,
+        folder: str = "checkpoints",
+        resume_command: str = "python cli.py fit --resume {run}",
+    ) -> None:
+        super().__init__()
+        if every_n_steps < 1 or (keep_every_n_steps is not None and keep_every_n_steps < 1):
+            raise UserError(
+                f"every_n_steps is {every_n_steps} and keep_every_n_steps {keep_every_n_steps}, but they count steps: "
+                "1 or more."
+            )
+        self.every_n_steps = every_n_steps
+        self.keep_every_n_steps = keep_every_n_steps
+        self.folder = folder
+        self.resume_command = resume_command
+        self.best_model_path = ""  # under this name Lightning looks for `ckpt_path="best"`
+        self.best_model_score: float | None = None
+        self._saved_step = 0
+        self._started_step = 0  # the step count when the batch in progress began
+        self._between_steps = True
+        self._asked_to_stop = False
+        self._stopping = False  # saved, and to be ended at the next opportunity
+        self._fitting = False
+        self._previous_handler: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best loss so far, so that a continued run does not take a worse model for the best."""
+        return {"best_model_path": self.best_model_path, "best_model_score": self.best_model_score}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue to compare with the best loss of the run."""
+        self.best_model_path = state_dict["best_model_path"]
+        self.best_model_score = state_dict["best_model_score"]
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Install the atomic writer, and see before the first step whether the folder can be written to."""
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # a writer that somebody chose stays
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        folder = self._folder(trainer)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"the folder {folder} cannot be created: {error.strerror}.") from error
+        if not os.access(folder, os.W_OK):
+            raise UserError(f"the folder {folder} cannot be written to.")
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over Ctrl-C. Data workers are forked later, and so survive a Ctrl-C until the step is done."""
+        self._fitting, self._asked_to_stop, self._stopping, self._between_steps = True, False, False, True
+        if threading.current_thread() is threading.main_thread():
+            self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
+            self._process = os.getpid()
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # a forked data worker: its parent decides
+        if self._fitting and not self._asked_to_stop:
+            self._asked_to_stop = True
+            _say("Stopping when this step is done and saved; Ctrl-C again stops at once, without saving.")
+        elif callable(self._previous_handler):
+            self._previous_handler(number, frame)
+        else:
+            raise KeyboardInterrupt
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What the run starts from need not be saved again."""
+        self._saved_step = self._started_step = trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """End here if that was asked for: the metrics of the last step are written by now."""
+        self._end_if_stopping(trainer)
+        self._between_steps = False
+        self._started_step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if it is time, if the run is complete, or if it was asked to stop."""
+        self._between_steps = True
+        step = trainer.global_step
+        if step == self._started_step:  # gradients are still being accumulated
+            return
+        complete = step == trainer.max_steps
+        self._stopping = self._agree(trainer, step) and not complete
+        keep = self.keep_every_n_steps is not None and step % self.keep_every_n_steps == 0
+        if self._stopping or complete or keep or step % self.every_n_steps == 0:
+            self._save(trainer)
+        if keep:
+            self._copy(trainer, f"step-{step:08d}.ckpt")
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A validation is not begun when the run is asked to stop."""
+        self._end_if_stopping(trainer)
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """A validation does not hold up a stop, unless it is the last thing that the run does."""
+        alone = trainer.world_size == 1  # several processes would have to agree at each batch
+        if alone and trainer.state.fn == "fit" and not trainer.sanity_checking and self._asked(trainer):
+            if trainer.global_step == trainer.max_steps:
+                return
+            self._stopping = True
+            self._save(trainer)
+            self._end_if_stopping(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save, and keep the model with the lowest validation loss."""
+        loss = trainer.callback_metrics.get("val_loss")
+        if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run or loss is None:
+            return
+        better = self.best_model_score is None or loss.item() < self.best_model_score
+        if better:
+            self.best_model_score = loss.item()
+            self.best_model_path = str(self._folder(trainer) / "best.ckpt")
+        self._save(trainer, again=True)  # with the validation behind it, and with the best loss
+        if better:
+            self._copy(trainer, "best.ckpt")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save what a limit of time or of epochs ended."""
+        self._save(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Save the last step of an interrupted run if none is in progress, and say how to continue."""
+        self._fitting = False
+        if isinstance(exception, SIGTERMException):  # Lightning's has no code: a scheduler would see success
+            exception.code = 128 + signal.SIGTERM
+        stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        if trainer.state.fn != "fit" or not (stopped or self._asked(trainer)):  # data workers may die of the signal
+            return
+        together = trainer.world_size == 1 or isinstance(exception, SIGTERMException)  # saving needs all processes
+        if self._between_steps and together:
+            self._save(trainer)
+        if trainer.is_global_zero and self._saved_step:
+            command = self.resume_command.format(run=trainer.default_root_dir)
+            _say(f"Stopped; step {self._saved_step} is saved in {self._folder(trainer)}. Continue with: {command}")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give Ctrl-C back."""
+        self._fitting = False
+        if self._previous_handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._previous_handler)
+            self._previous_handler = None
+
+    def _asked(self, trainer: L.Trainer) -> bool:
+        return self._asked_to_stop or trainer.received_sigterm
+
+    def _agree(self, trainer: L.Trainer, step: int) -> bool:
+        """Whether any process was asked to stop; several ask each other every tenth step, as it makes them wait."""
+        if trainer.world_size == 1:
+            return self._asked(trainer)
+        return step % 10 == 0 and trainer.strategy.reduce_boolean_decision(self._asked(trainer), all=False)
+
+    def _end_if_stopping(self, trainer: L.Trainer) -> None:
+        if self._stopping:
+            self._stopping = False
+            raise SIGTERMException if trainer.received_sigterm else KeyboardInterrupt
+
+    def _folder(self, trainer: L.Trainer) -> Path:
+        return Path(trainer.default_root_dir) / self.folder
+
+    def _save(self, trainer: L.Trainer, again: bool = False) -> None:
+        """Write `last.ckpt`, in all processes, unless this step is in it (`again`: even then)."""
+        if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not again):
+            return
+        trainer.save_checkpoint(self._folder(trainer) / "last.ckpt", weights_only=False)
+        self._saved_step = trainer.global_step
+
+    def _copy(self, trainer: L.Trainer, name: str) -> None:
+        """Keep what was just saved under another name."""
+        if trainer.fast_dev_run:
+            return
+        last = self._folder(trainer) / "last.ckpt"
+        if last.is_dir():  # a sharding strategy writes a folder
+            trainer.save_checkpoint(self._folder(trainer) / name, weights_only=False)
+        elif trainer.is_global_zero:
+            atomic_link(last, self._folder(trainer) / name)
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, style="bold", highlight=False, soft_wrap=True, markup=False)

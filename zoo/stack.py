@@ -1,0 +1,75 @@
+"""Which mixer stands at which depth. A stack is itself a factory: site in, mixer out."""
+
+from collections.abc import Callable
+
+from kernels import UserError
+from mixers import Site, TokenMixer
+
+MixerFactory = Callable[[Site], TokenMixer]
+
+
+class Stack:
+    """The mixers of all layers: layer i takes slot i mod (number of slots)."""
+
+    slots: list[MixerFactory]
+
+    def __call__(self, site: Site) -> TokenMixer:
+        """The mixer of one layer."""
+        return self.slots[site.layer % len(self.slots)](site)
+
+
+class Uniform(Stack):
+    """The same mixer in every layer.
+
+    Args:
+        mixer: The mixer of every layer.
+    """
+
+    def __init__(self, mixer: Callable[[Site], TokenMixer]):
+        self.slots = [mixer]
+
+
+class H1(Stack):
+    """Two mixers in turn; in paper 004 Gated DeltaNet and sliding-window attention.
+
+    Args:
+        first: The mixer of layers 0, 2, 4 …
+        second: The mixer of layers 1, 3, 5 …
+    """
+
+    def __init__(self, first: Callable[[Site], TokenMixer], second: Callable[[Site], TokenMixer]):
+        self.slots = [first, second]
+
+
+class H2(Stack):
+    """Three mixers in turn; in paper 004 Mamba2, Gated DeltaNet and sliding-window attention.
+
+    Args:
+        first: The mixer of layers 0, 3, 6 …
+        second: The mixer of layers 1, 4, 7 …
+        third: The mixer of layers 2, 5, 8 …
+    """
+
+    def __init__(
+        self,
+        first: Callable[[Site], TokenMixer],
+        second: Callable[[Site], TokenMixer],
+        third: Callable[[Site], TokenMixer],
+    ):
+        self.slots = [first, second, third]
+
+
+class Pattern(Stack):
+    """Any order, spelt in letters: MMGS is two M layers, a G and an S, repeated.
+
+    Args:
+        pattern: One letter a layer, repeated over the depth.
+        mixers: The mixer of each letter. (An overlay replaces this mapping as a whole; H1 and H2 merge slot by slot.)
+    """
+
+    def __init__(self, pattern: str, mixers: dict[str, Callable[[Site], TokenMixer]]):
+        missing, unused = sorted(set(pattern) - set(mixers)), sorted(set(mixers) - set(pattern))
+        if not pattern or missing or unused:
+            reason = "is empty" if not pattern else f"has no mixer for {missing}" if missing else f"never uses {unused}"
+            raise UserError(f"pattern: {pattern!r} {reason}; each letter names one of mixers ({', '.join(mixers)})")
+        self.slots = [mixers[letter] for letter in pattern]

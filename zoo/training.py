@@ -1,0 +1,171 @@
+"""Pretraining as a LightningModule: the loss, what is measured, and what a checkpoint carries."""
+
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from kernels.errors import UserError
+from zoo.checkpoint import FORMAT, KEY, check_format, load_weights
+from zoo.data.batch import NO_LOSS, Batch
+from zoo.metrics import ContextLoss, token_losses
+from zoo.optim import Optimisation, build_optimizer, build_schedule
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer here."""
+
+    def to_json(self) -> str:
+        """All of the tokenizer as text."""
+        ...
+
+
+def best_precision(accelerator: str) -> str:
+    """The fastest precision that is safe on an accelerator.
+
+    Args:
+        accelerator: Lightning's name: `cpu`, `gpu`, `cuda`, `mps`, `auto` …
+
+    Returns:
+        `bf16-mixed` on a GPU that computes in bf16, else `32-true`; both are Lightning's names.
+    """
+    on_gpu = accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
+    return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
+
+
+class Pretraining(L.LightningModule):
+    """Next-token prediction with any language model of the zoo.
+
+    Args:
+        model: tokens [B, T] → (logits [B, T, vocab], state).
+        optim: Optimiser and schedule.
+        tokenizer: Travels in the checkpoint, and lets callbacks write samples.
+        config: The resolved config as plain containers; travels in the checkpoint, so that it can be built again.
+        context_length: Positions over which the loss is divided into eight buckets; None takes the length of the
+            first batch that is evaluated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: Optimisation,
+        tokenizer: Tokenizer | None = None,
+        config: dict[str, Any] | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.optim = optim
+        self.tokenizer = tokenizer
+        self.config = config
+        self.context_length = context_length
+        self.tokens_seen = 0  # by all processes, padding included; a Python int, so that nothing waits for a GPU
+        self.loss_by_position: list[float] = []
+        self.context_loss = ContextLoss(context_length)
+
+    def setup(self, stage: str) -> None:
+        """Load the given initial weights, before any strategy shards or copies the parameters."""
+        if stage == "fit" and self.optim.initial_weights is not None:
+            load_weights(self.model, self.optim.initial_weights)
+
+    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Logits [B, T, vocab] of tokens [B, T]."""
+        return self.model(tokens, cu_seqlens=cu_seqlens)[0]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean loss over the labelled tokens of the batch, in nats."""
+        losses = token_losses(self(batch.tokens, batch.cu_seqlens), batch.labels)
+        loss = losses.sum() / (batch.labels != NO_LOSS).sum().clamp(min=1)
+        self.tokens_seen += batch.tokens.numel() * self.trainer.world_size
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("tokens", float(self.tokens_seen))
+        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to the validation loss."""
+        self._evaluate(batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a batch to the test loss."""
+        self._evaluate(batch)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Negative log-likelihood of each label in nats, [B, T] fp32; nan where there is no label."""
+        losses = token_losses(self(batch.tokens, batch.cu_seqlens), batch.labels)
+        return losses.masked_fill(batch.labels == NO_LOSS, float("nan"))
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget what an interrupted evaluation may have left."""
+        self.context_loss.reset()
+
+    def on_test_epoch_start(self) -> None:
+        """Forget what an interrupted evaluation may have left."""
+        self.context_loss.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the validation loss, its perplexity, and the loss by position."""
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the test loss, its perplexity, and the loss by position."""
+        self._log_evaluation("test")
+
+    def _evaluate(self, batch: Batch) -> None:
+        losses = token_losses(self(batch.tokens, batch.cu_seqlens), batch.labels)
+        self.context_loss.update(losses, batch.labels, batch.cu_seqlens)
+
+    def _log_evaluation(self, prefix: str) -> None:
+        losses = self.context_loss.compute()
+        self.context_loss.reset()
+        self.loss_by_position = losses.by_position.tolist()
+        self.log(f"{prefix}_loss", losses.loss, prog_bar=True)
+        self.log(f"{prefix}_perplexity", losses.perplexity)
+        for number, loss in enumerate(losses.by_position, start=1):
+            self.log(f"{prefix}_loss_position_{number}", loss)
+        self.log("tokens", float(self.tokens_seen))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW, and its schedule per optimiser step.
+
+        The length of the run is read from `trainer.max_steps`: asking Lightning for its estimate builds the data
+        loaders too early, and a resumed run would then lose its position in the data.
+        """
+        optimizer = build_optimizer(self.model, self.optim)
+        schedule = build_schedule(optimizer, self.optim, self.trainer.max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip all gradients together to `optim.gradient_clip`, and log their norm before that.
+
+        A strategy that keeps the gradients to itself (DeepSpeed) leaves none here, and clips by its own config.
+        """
+        if gradient_clip_val is not None:
+            raise UserError(f"trainer.gradient_clip_val is {gradient_clip_val}: set optim.gradient_clip instead.")
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        if not parameters:
+            return
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        self.log("gradient_norm", norm)
+        if self.optim.gradient_clip is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.optim.gradient_clip, norm)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what is needed to build the model again and to count on; plain containers only."""
+        checkpoint[KEY] = {
+            "format": FORMAT,
+            "config": self.config,
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.to_json(),
+            "tokens_seen": self.tokens_seen,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse what this project did not write, and count on."""
+        check_format(checkpoint)
+        self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)
