@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 # these speak to library authors, not to the person at the terminal
-warnings.filterwarnings("ignore", message=".*(isinstance.treespec|LeafSpec|does not have many workers|pynvml).*")
+warnings.filterwarnings(
+    "ignore",
+    message=".*(isinstance.treespec|LeafSpec|many workers|pynvml|infer the batch indices|callbacks used to create).*",
+)
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 import lightning as L  # noqa: E402
 import yaml  # noqa: E402
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI  # noqa: E402
 from lightning.pytorch.loggers import Logger  # noqa: E402
+from lightning.pytorch.utilities.exceptions import MisconfigurationException  # noqa: E402
 from rich.console import Console  # noqa: E402
+from rich.markup import escape  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import mixers  # noqa: E402
@@ -33,8 +38,9 @@ from zoo.curves import MetricsFile  # noqa: E402
 from zoo.generate import generate as generate_text  # noqa: E402
 from zoo.loading import checkpoint_of  # noqa: E402
 from zoo.predictions import Predictions  # noqa: E402
+from zoo.progress import Progress, Summary  # noqa: E402
 from zoo.results import ResultRow  # noqa: E402
-from zoo.run import find_run, new_run  # noqa: E402
+from zoo.run import RunFiles, find_run, new_run  # noqa: E402
 from zoo.training import Pretraining, best_precision  # noqa: E402
 
 HELP = """\
@@ -56,30 +62,48 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
   python cli.py VERB --help                                  lists every key of a verb
 """
 
+DESCRIPTIONS = {
+    "fit": "Train a model. It writes config, checkpoints, metrics, samples, results and a curve to runs/NAME.",
+    "validate": "Measure the loss of a checkpoint on its validation data.",
+    "test": "Measure the loss of a checkpoint on its test data (the validation split, for text).",
+    "predict": "Write the negative log-likelihood of every token, in nats, to a file of JSON lines.",
+}
+
 
 class CLI(LightningCLI):
     """fit, validate, test and predict on a model built from `model`, `optim`, `data` and `trainer`."""
 
     def init_parser(self, **settings: Any) -> LightningArgumentParser:
-        parser = configs.Parser(**{"dump_header": None, **settings})
+        parser = configs.Parser(**settings)
         parser.add_argument("-c", "--config", action=configs.ConfigFile, help="A file, or a name in configs/.")
         return parser
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         configs.add_arguments(parser)
-        parser.add_argument("--run", type=str | None, help="fit: name of the new run, a folder in runs/.")
-        parser.add_argument("--resume", type=str | None, help="fit: the run to continue, from its last checkpoint.")
-        parser.add_argument("--checkpoint", type=str | None, help="validate, test, predict: a run or a .ckpt file.")
-        parser.add_argument("--output", type=str, default="losses.jsonl", help="predict: the file to write.")
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **settings: Any) -> LightningArgumentParser:
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **settings)
+        if subcommand == "fit":
+            parser.add_argument("--run", type=str | None, help="Name of the new run, a folder in runs/.")
+            parser.add_argument("--resume", type=str | None, help="The run to continue from its last checkpoint.")
+        else:
+            parser.add_argument("--checkpoint", type=str | None, help="A run's folder or a .ckpt file.")
+        if subcommand == "predict":
+            parser.add_argument("--output", type=str, default="losses.jsonl", help="The file to write.")
+        return parser
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Checkpoints are named by --resume and --checkpoint, and always loaded without running code in them."""
         return {verb: skip | {"ckpt_path", "weights_only"} for verb, skip in LightningCLI.subcommands().items()}
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        with configs.explained(self._subcommand_parsers[args[0]]):  # type: ignore[arg-type]
+            super().parse_arguments(parser, args)
+
     def instantiate_classes(self) -> None:
         assert self.subcommand is not None
-        config = self.config_init[self.subcommand] if hasattr(self, "config_init") else self.config[self.subcommand]
+        config = self.config[self.subcommand]
         fitting = self.subcommand == "fit"
         self.checkpoint = _checkpoint(config, self.subcommand)
         self.datamodule = configs.instantiate("data", config)
@@ -88,17 +112,23 @@ class CLI(LightningCLI):
         self._set_seed()  # again: whether a tokenizer was trained just now must not change the model
         model = configs.from_config(config)
         length = self.datamodule.sequence_length
+        if config.get("resume"):
+            config.optim.initial_weights = None  # the checkpoint has later ones
         plain = configs.to_dict(config)
         self.model = Pretraining(model, configs.instantiate("optim", config), tokenizer, plain, length)
         trainer = dict(configs.instantiate("trainer", config))
         trainer["precision"] = trainer["precision"] or best_precision(str(trainer["accelerator"]))
-        trainer["callbacks"] = _listed(trainer["callbacks"])
+        trainer["callbacks"] = [*_listed(trainer["callbacks"]), Progress()]
+        trainer["enable_model_summary"] = False  # ours knows the mixers
         trainer["logger"] = [logger for logger in _listed(trainer["logger"]) if isinstance(logger, Logger)]
         if fitting:
             self._prepare_run(config, tokenizer, trainer)
         elif self.subcommand == "predict":
             trainer["callbacks"].append(Predictions(config.output))
-        self.trainer = L.Trainer(**trainer)
+        try:
+            self.trainer = L.Trainer(**trainer)
+        except (MisconfigurationException, ValueError) as error:  # Lightning's words for a wrong trainer key
+            raise UserError(f"trainer: {' '.join(str(error).split())}") from None
         self.config_init = self.config
 
     def _prepare_run(self, config: Any, tokenizer: Any, trainer: dict[str, Any]) -> None:
@@ -107,12 +137,12 @@ class CLI(LightningCLI):
             folder = find_run(config.resume)
         else:
             folder = new_run(config.run, Path(str(config.config[0])).stem if config.config else "run")
-        configs.write(config, folder / "config.yaml")
-        tokenizer.save(folder / "tokenizer.json")
         trainer["default_root_dir"] = str(folder)
         trainer["logger"].insert(0, MetricsFile(folder))
         trainer["enable_checkpointing"] = True
         trainer["callbacks"] += [
+            RunFiles(folder, config, tokenizer),
+            Summary(),
             StepSeeds(),
             Throughput(),
             *(configs.instantiate(key, config) for key in ("checkpoints", "samples", "loss_curve")),
@@ -129,6 +159,8 @@ class CLI(LightningCLI):
 def _checkpoint(config: Any, verb: str) -> str | None:
     """The checkpoint that a verb starts from."""
     if verb == "fit":
+        if config.resume and config.run:
+            raise UserError("run: --run names a new run and --resume continues one; give one of them")
         return None if config.resume is None else str(find_run(config.resume) / "checkpoints" / "last.ckpt")
     if config.checkpoint is None:
         raise UserError(f"checkpoint: {verb} needs one, --checkpoint runs/NAME")
@@ -160,6 +192,7 @@ def lightning(verb: str, arguments: list[str]) -> int:
             path.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
             arguments = ["--config", str(path), *arguments]
         sys.argv = [sys.argv[0]]  # LightningCLI warns of arguments in two places
+        usage = f"cli.py {verb} --config NAME [--config OVERLAY …] [--key=value …]"
         cli = CLI(
             Pretraining,
             L.LightningDataModule,
@@ -167,6 +200,7 @@ def lightning(verb: str, arguments: list[str]) -> int:
             seed_everything_default=0,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
+            parser_kwargs={verb: {"usage": usage, "description": DESCRIPTIONS[verb]}},
             args=[verb, *arguments],
         )
     return 130 if cli.trainer.interrupted else 0
@@ -227,20 +261,19 @@ def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int
         console.print(f"[bold]{name}[/bold]   {entry.paper}\n", highlight=False)
         console.print(entry.mixer.__doc__ or "", highlight=False, markup=False)
         return
-    table = Table(caption=f"one layer at hidden size {hidden_size}, {num_heads} heads; FLOPs and growing states at {length} tokens")
-    for column in ("mixer", "recurrence", "paper"):
-        table.add_column(column, overflow="fold")
+    caption = f"one layer at hidden size {hidden_size}, {num_heads} heads; FLOPs and growing states at {length} tokens"
+    table = Table(caption=caption, caption_justify="left", show_lines=True)
+    table.add_column("mixer")
     for column in ("parameters", "state", "MFLOP a token"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right")
     for each in mixers.names():
         entry = mixers.entry(each)
         with configs.torch.device("meta"):
             mixer = entry.mixer(mixers.Site(hidden_size, num_heads))
-        size = f"{mixer.state_size(length):,}" + ("" if mixer.constant_state else " (grows)")
+        size = f"{mixer.state_size(length):,}" + ("" if mixer.constant_state else "\ngrows")
         parameters = sum(p.numel() for p in mixer.parameters())
-        table.add_row(
-            each, entry.recurrence, entry.paper, f"{parameters:,}", size, f"{mixer.flops(length) / length / 1e6:.1f}"
-        )
+        about = f"[bold]{each}[/bold]\n{escape(entry.recurrence)}\n[dim]{escape(entry.paper)}[/dim]"
+        table.add_row(about, f"{parameters:,}", size, f"{mixer.flops(length) / length / 1e6:.1f}")
     console.print(table)
 
 
@@ -250,7 +283,8 @@ def function(verb: Callable[..., None], arguments: list[str], positional: str | 
     if positional and arguments and not arguments[0].startswith("-"):
         arguments = [f"--{positional}={arguments[0]}", *arguments[1:]]
     parser.add_function_arguments(verb, as_positional=False)
-    values = parser.parse_args(arguments)
+    with configs.explained(parser):
+        values = parser.parse_args(arguments)
     verb(**vars(values))
     return 0
 
@@ -275,7 +309,8 @@ def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2; a bug keeps its traceback."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # mixers of one's own, by dotted path
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         code = run(sys.argv[1:])
     except UserError as error:

@@ -80,7 +80,7 @@ def check(
         raise ValueError(f"v: expected [{B},{T},H,V] as q has it, got shape {tuple(v.shape)}")
     if T < 1:
         raise ValueError("q: a sequence needs at least one token")
-    H, V = v.shape[2:]
+    H = v.shape[2]
     if k.shape != q.shape:
         raise ValueError(f"k: expected the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
     if subheads < 1 or key_heads % subheads:

@@ -27,7 +27,7 @@ def short_conv(
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
 
     Returns:
-        y [B,T,C] in the dtype of x, and the history to continue with (in the dtype of the one given, else of x) or None.
+        y [B,T,C] in the dtype of x, and the history to continue with, in the dtype of the one given, or None.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.

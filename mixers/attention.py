@@ -55,12 +55,8 @@ class SoftmaxAttention(TokenMixer):
             raise kernels.UserError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.in_proj = Projection(site.hidden_size, {"q": width, "k": kv_width, "v": kv_width})
-        self.features = nn.ModuleDict(
-            {
-                "q": FeaturePath(qk, self.num_heads, self.head_dim),
-                "k": FeaturePath(qk, self.num_kv_heads, self.head_dim),
-            }
-        )
+        self.q_features = FeaturePath(qk, self.num_heads, self.head_dim)
+        self.k_features = FeaturePath(qk, self.num_kv_heads, self.head_dim)
         self.o_proj = nn.Linear(width, site.hidden_size, bias=False)
 
     def forward(
@@ -69,8 +65,8 @@ class SoftmaxAttention(TokenMixer):
         q, k, v = self.in_proj(x)
         q, k, v = split_heads(q, self.num_heads), split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
         where, following = positions(x, None if state is None else state.position, cu_seqlens)
-        q, q_history = self.features["q"](q, None if state is None else state.histories[0], where, cu_seqlens)
-        k, k_history = self.features["k"](k, None if state is None else state.histories[1], where, cu_seqlens)
+        q, q_history = self.q_features(q, None if state is None else state.histories[0], where, cu_seqlens)
+        k, k_history = self.k_features(k, None if state is None else state.histories[1], where, cu_seqlens)
         if state is None:
             o, cache = kernels.window_attention(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens), None
         elif cu_seqlens is None:
@@ -122,7 +118,7 @@ class SoftmaxAttention(TokenMixer):
         return AttentionState(
             cache,
             cache.clone(),
-            tuple(path.init_history(batch_size, device, dtype) for path in self.features.values()),
+            tuple(path.init_history(batch_size, device, dtype) for path in (self.q_features, self.k_features)),
             torch.zeros(batch_size, device=device, dtype=torch.int64),
         )
 

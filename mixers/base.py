@@ -50,8 +50,9 @@ class TokenMixer(nn.Module):
     """A layer that moves information along time: x [B,T,hidden] → y [B,T,hidden], causally.
 
     Subclass it, take a `Site` first and named arguments after it, and run `mixers.check_mixer` on the result.
-    Parameters that must not decay are named in `no_weight_decay` (those with fewer than two axes never do). Modules that
-    own parameters or computed buffers have `reset_parameters()`, so that a model built on the meta device can be filled.
+    Parameters that must not decay are named in `no_weight_decay` (those with fewer than two axes never do). Modules
+    that own parameters or computed buffers have `reset_parameters()`, so that a model built on the meta device can be
+    filled.
     """
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
@@ -88,7 +89,7 @@ class TokenMixer(nn.Module):
         raise NotImplementedError
 
     def share(self, below: Sequence["TokenMixer"]) -> None:
-        """Adopt modules of the mixers of lower layers (called bottom-up). Modules, for shared Parameters come untied."""
+        """Adopt modules of the mixers of lower layers; called bottom-up. (Modules: shared Parameters come untied.)"""
 
 
 class Streams(NamedTuple):
@@ -101,7 +102,7 @@ class Streams(NamedTuple):
     beta: Tensor | None = None  # raw, then [B,T,H·S]
     gate: Any = None  # whatever the readout wants
 
-    def replace(self, **streams: Tensor | None) -> Self:
+    def replace(self, **streams: Any) -> Self:
         """A copy with some streams replaced."""
         return self._replace(**streams)
 
@@ -161,13 +162,13 @@ class LinearMixer(TokenMixer):
         self.subheads = expand.subheads if expand else 1
         self.subhead_size = key_size * (expand.factor if expand else 1) // self.subheads
         self.gate_heads = num_heads * self.subheads
-        self.features = nn.ModuleDict(
-            {
-                "q": FeaturePath(q, G * self.subheads, self.subhead_size),
-                "k": FeaturePath(k, G * self.subheads, self.subhead_size),
-                "v": FeaturePath(v, num_heads, value_size),
-            }
-        )
+        self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size)
+        self.k_features = FeaturePath(k, G * self.subheads, self.subhead_size)
+        self.v_features = FeaturePath(v, num_heads, value_size)
+
+    @property
+    def _features(self) -> tuple[FeaturePath, FeaturePath, FeaturePath]:
+        return self.q_features, self.k_features, self.v_features
 
     def project(self, x: Tensor) -> Streams:
         """All projections of x; nothing after this sees x. Gates as raw pre-activations."""
@@ -214,7 +215,7 @@ class LinearMixer(TokenMixer):
         if self._needs_positions:
             where, following = positions(s.v, None if state is None else state.position, cu_seqlens)
         done, histories = [], []
-        for i, (path, x) in enumerate(zip(self.features.values(), s[:3], strict=True)):
+        for i, (path, x) in enumerate(zip(self._features, s[:3], strict=True)):
             y, history = path(x, None if state is None else state.histories[i], where, cu_seqlens)
             done.append(y)
             histories.append(history)
@@ -222,7 +223,7 @@ class LinearMixer(TokenMixer):
 
     @property
     def _needs_positions(self) -> bool:
-        return any(path.map is not None for path in self.features.values())
+        return any(path.map is not None for path in self._features)
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -232,13 +233,13 @@ class LinearMixer(TokenMixer):
         matrix_dtype = torch.promote_types(dtype, torch.float32)
         return LinearState(
             torch.zeros(batch_size, *self._matrix_shape, device=device, dtype=matrix_dtype),
-            tuple(path.init_history(batch_size, device, dtype) for path in self.features.values()),
+            tuple(path.init_history(batch_size, device, dtype) for path in self._features),
             torch.zeros(batch_size if self._needs_positions else 0, device=device, dtype=torch.int64),
         )
 
     @property
     def _matrix_shape(self) -> tuple[int, int, int]:
-        return self.gate_heads, self.features["k"].out_size, self.features["v"].out_size
+        return self.gate_heads, self.k_features.out_size, self.v_features.out_size
 
     def state_size(self, length: int | None = None) -> int:
         return math.prod(self._matrix_shape)

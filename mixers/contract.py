@@ -38,7 +38,7 @@ def check_mixer(factory: Factory, *, site: Site = TINY, expanded: bool = True) -
     Args:
         factory: A mixer class, or a partial of one, called with a site.
         site: Where to build it; tiny by default.
-        expanded: Also check it with its state expanded by 2, with and without subheads, if it is a LinearMixer.
+        expanded: Also check a LinearMixer with its state expanded by 2, with and without subheads.
 
     Returns:
         The names of the clauses that hold.
@@ -47,7 +47,8 @@ def check_mixer(factory: Factory, *, site: Site = TINY, expanded: bool = True) -
         ContractError: Listing every clause that does not, with the reason.
     """
     variants: dict[str, Factory] = {"": factory}
-    if expanded and site.expand is None and isinstance(factory(site), LinearMixer):
+    built = factory(site)
+    if expanded and isinstance(built, LinearMixer) and built.site.expand is None:
         for subheads in (True, False):
             wrapped = partial(Expanded, mixer=factory, factor=2, subheads=subheads)  # type: ignore[arg-type]
             variants[f"expanded {'with' if subheads else 'without'} subheads: "] = wrapped
@@ -125,9 +126,11 @@ def every_parameter_has_a_gradient(factory: Factory, site: Site) -> None:
     mixer, x = _build(factory, site, torch.float32)
     (mixer(x)[0] * torch.randn_like(x)).sum().backward()
     for name, parameter in mixer.named_parameters():
-        _expect(parameter.grad is not None, f"{name} has no gradient")
-        _expect(bool(parameter.grad.isfinite().all()), f"{name} has a gradient that is not finite")  # type: ignore
-        _expect(bool((parameter.grad != 0).any()), f"{name} has a gradient of zero")
+        gradient = parameter.grad
+        if gradient is None:
+            raise ContractError(f"{name} has no gradient")
+        _expect(bool(gradient.isfinite().all()), f"{name} has a gradient that is not finite")
+        _expect(bool(gradient.any()), f"{name} has a gradient of zero")
 
 
 def state_size_is_true(factory: Factory, site: Site) -> None:
@@ -250,7 +253,7 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 
 def _close(found: Tensor, expected: Tensor, what: str) -> None:
-    found, expected = tree_map(lambda t: t.double(), (found, expected))
+    found, expected = tree_map(lambda t: t.detach().double(), (found, expected))
     if found.shape != expected.shape:
         raise ContractError(f"{what}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
     if found.numel() and not torch.allclose(found, expected, rtol=1e-6, atol=1e-8):

@@ -79,7 +79,7 @@ class Expanded(LinearMixer):
         expansion: How queries and keys are expanded.
     """
 
-    def __new__(  # type: ignore[misc]  # noqa: D102
+    def __new__(  # type: ignore[misc]
         cls,
         site: Site,
         *,

@@ -75,6 +75,7 @@ class GatedDeltaNet(LinearMixer):
         return Streams(split_heads(q, G), split_heads(k, G), split_heads(v, H), a, b, split_heads(g, H))
 
     def gates(self, s: Streams) -> Streams:
+        assert s.beta is not None
         log_decay, _ = self.decay(s.log_decay)
         return s.replace(log_decay=log_decay, beta=self.beta_max * kernels.at_least_fp32(s.beta).sigmoid())
 

@@ -3,8 +3,8 @@
 from kernels import UserError
 
 from .config import build
-from .model import LanguageModel
 from .loading import load, load_tokenizer
+from .model import LanguageModel
 
 __version__ = "0.1.0"
 

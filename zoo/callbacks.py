@@ -59,7 +59,7 @@ class StepSeeds(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Seed Python, NumPy and PyTorch, on all devices."""
-        numbers = (self.seed, trainer.global_rank, trainer.fit_loop.total_batch_idx)
+        numbers = (self.seed or 0, trainer.global_rank, trainer.fit_loop.total_batch_idx)
         seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
         random.seed(seed)
         np.random.seed(seed)

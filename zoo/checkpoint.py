@@ -78,7 +78,14 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Raises:
         UserError: If names or shapes differ; the message names the first one that does.
     """
-    weights, expected = read_weights(path), model.state_dict()
+    weights = read_weights(path)
+    check_weights(weights, model, path)
+    model.load_state_dict(weights)
+
+
+def check_weights(weights: Mapping[str, Any], model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Raise a UserError, which names `path`, unless the names and shapes of `weights` are those of `model`."""
+    expected = model.state_dict()
     if missing := [name for name in expected if name not in weights]:
         raise UserError(f"{path} does not fit the model: it lacks {len(missing)} of its weights, first {missing[0]}.")
     if surplus := [name for name in weights if name not in expected]:
@@ -87,7 +94,6 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
         if weights[name].shape != tensor.shape:
             given, wanted = tuple(weights[name].shape), tuple(tensor.shape)
             raise UserError(f"{path} does not fit the model: {name} has shape {given}, the model's is {wanted}.")
-    model.load_state_dict(weights)
 
 
 def _read(path: str | os.PathLike[str], map_location: Any) -> Any:

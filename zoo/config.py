@@ -1,9 +1,12 @@
 """Configs: found by name, parsed against the constructors' own signatures, and built.
 
 Four keys make a run: `model` is LanguageModel's constructor, `optim` the optimiser and its schedule, `data` a data
-module, `trainer` Lightning's; three small ones say what a run leaves behind. Several files and overrides merge in order.
+module, `trainer` Lightning's; three small ones say what a run leaves behind. Files and overrides merge in order.
 """
 
+from argparse import ArgumentError
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,11 @@ from kernels import UserError
 from mixers import did_you_mean
 
 from .callbacks import Samples
+from .curves import LossCurve
 from .data import TextData
 from .explain import explain
 from .model import LanguageModel
 from .optim import Optimisation
-from .curves import LossCurve
 from .saving import Checkpoints
 
 CLASSES = {
@@ -60,26 +63,39 @@ class ConfigFile(ActionConfigFile):
         if isinstance(values, str):
             values = str(find_config(values))
             try:
-                Path(values).read_text(encoding="utf-8")
+                contents = yaml.safe_load(Path(values).read_text(encoding="utf-8"))
             except (UnicodeDecodeError, OSError) as error:
                 raise UserError(f"config: {values} cannot be read as text: {error}") from None
+            except yaml.YAMLError as error:
+                raise UserError(f"config: {values} is not YAML: {' '.join(str(error).split())}") from None
+            if not isinstance(contents, dict):
+                raise UserError(f"config: {values} holds no keys such as model, data or trainer")
         super().__call__(parser, cfg, values, option_string)
 
 
 class Parser(LightningArgumentParser):
-    """A parser whose errors are UserErrors of one sentence."""
+    """A parser that raises instead of ending the process."""
 
-    def error(self, message: str, ex: Exception | None = None) -> Any:
-        """Raise what `explain` makes of the message."""
-        while ex is not None:  # what one of our own constructors said stands as it is
-            if isinstance(ex, UserError):
-                raise ex
-            ex = ex.__cause__
-        raise UserError(explain(message, self.options()))
+    def __init__(self, **settings: Any):
+        super().__init__(**{"dump_header": None, "exit_on_error": False, "allow_abbrev": False, **settings})
 
     def options(self) -> list[str]:
         """The names of all options, without dashes."""
         return [o[2:] for action in self._actions for o in action.option_strings if o.startswith("--")]
+
+
+@contextmanager
+def explained(parser: Parser) -> Iterator[None]:
+    """Turn what `parser` raises for a mistake in a config into a UserError of one sentence."""
+    try:
+        yield
+    except ArgumentError as error:
+        cause: BaseException | None = error
+        while cause is not None:  # what one of our own constructors said stands as it is
+            if isinstance(cause, UserError):
+                raise cause from None
+            cause = cause.__cause__
+        raise UserError(explain(str(error), parser.options())) from None
 
 
 def add_arguments(parser: LightningArgumentParser) -> None:
@@ -109,14 +125,21 @@ def read(*configs_and_overrides: str | Path) -> Namespace:
     Raises:
         UserError: A file is missing, or a key or value is wrong.
     """
-    parser = Parser(exit_on_error=False)
+    parser = _parser()
     parser.add_argument("-c", "--config", action=ConfigFile)
-    parser.add_argument("--seed_everything", type=bool | int, default=0)
-    add_arguments(parser)
     arguments = []
     for item in map(str, configs_and_overrides):
         arguments += [f"--{item.lstrip('-')}"] if "=" in item else ["--config", item]
-    return parser.parse_args(arguments)
+    with explained(parser):
+        return parser.parse_args(arguments)
+
+
+def _parser() -> Parser:
+    """The parser of a run outside the command line."""
+    parser = Parser()
+    parser.add_argument("--seed_everything", type=bool | int, default=0)
+    add_arguments(parser)
+    return parser
 
 
 def instantiate(key: str, config: Namespace) -> Any:
@@ -174,24 +197,21 @@ def from_config(config: Namespace, device: torch.device | str | None = None) -> 
 
 def to_dict(config: Namespace) -> dict[str, Any]:
     """A parsed config as plain containers, from which `parse` makes it again."""
-    parser = Parser(exit_on_error=False)
-    parser.add_argument("--seed_everything", type=bool | int, default=0)
-    add_arguments(parser)
+    parser = _parser()
     known = Namespace({key: config[key] for key in vars(config) if key in KEYS})
     return yaml.safe_load(parser.dump(known, skip_none=False, skip_validation=True))
 
 
 def parse(config: dict[str, Any]) -> Namespace:
     """A config out of a checkpoint, parsed."""
-    parser = Parser(exit_on_error=False)
-    parser.add_argument("--seed_everything", type=bool | int, default=0)
-    add_arguments(parser)
-    return parser.parse_object(config)
+    parser = _parser()
+    with explained(parser):
+        return parser.parse_object(config)
 
 
 def write(config: Namespace, path: Path) -> None:
     """Write a parsed config as YAML."""
     text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
-    path.write_text("# Everything that this run was made of; fit --config takes it as it is.\n" + text, encoding="utf-8")
-
-
+    path.write_text(
+        "# Everything that this run was made of; fit --config takes it as it is.\n" + text, encoding="utf-8"
+    )

@@ -1,5 +1,6 @@
 """One clear sentence for a mistake in a config, from the nested messages of the parser."""
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -8,8 +9,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from mixers import did_you_mean
 
-PATHS = re.compile(r"""class_path=?\s*'([\w.]+)'""")
 KEYS = re.compile(r'Parser key "([\w.]+)"')
+ENCLOSING = re.compile(r"given class_path '([\w.]+)'")  # outermost first
+GIVEN = re.compile(r"class_path='([\w.]+)'")  # innermost first
 
 
 def explain(message: str, options: Iterable[str]) -> str:
@@ -22,24 +24,39 @@ def explain(message: str, options: Iterable[str]) -> str:
     Returns:
         One line. A message of unknown form comes back on one line.
     """
-    keys, known = KEYS.findall(message), sorted(set(options))
+    keys = KEYS.findall(message)
+    hidden = {"help", "print_config", "print_shtab"}
+    known = sorted(option for option in set(options) - hidden if not option.endswith("+"))
     key = ".".join(part.removeprefix("init_args.") for part in keys)
-    owner = _owner(PATHS.findall(message), keys[-1].rpartition(".")[2] if keys else None)
+    paths = [*GIVEN.findall(message), *reversed(ENCLOSING.findall(message))]
+    owner = _owner(paths, keys[-1].removeprefix("model.").partition(".")[0] if keys else None)
 
     if found := re.search(r"Expected a dot import path string: (\S+?)\.?(?: Got value|\s|$)", message):
-        return _unknown_class(key, found[1], owner)
-    if found := re.search(r"Option '([\w.]+)' is not accepted", message):
-        wanted = _parameters(_owner(PATHS.findall(message), None)) if keys else _top(known)
-        return _unknown(f"{key}.{found[1]}" if key else found[1], found[1].partition(".")[0], wanted)
+        return _unknown_class(key, found[1], owner, keys[-1] if keys else key)
+    if found := re.search(r"No module named '([\w.]+)'\. Got value: (\S+?)\.(?:\s|$)", message):
+        return f"{key}: {found[2]!r} cannot be imported, as there is no module {found[1]!r} in this folder or installed"
+    if found := re.search(r"Expected '([\w.]+)' to be a subclass of <class '(?:\w+\.)*(\w+)'>", message):
+        return f"{key}: {found[1]} is no {found[2]}"
     if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
-        wanted = [o.removeprefix(found[1] + ".").partition(".")[0] for o in known if o.startswith(found[1] + ".")]
-        return _unknown(f"{found[1]}.{found[2]}", found[2].partition(".")[0], wanted)
+        return _unknown_key(key, f"{found[1]}.{found[2]}", _owner(paths, None), known)
+    if found := re.search(r"(?:Option|does not accept option) '([\w.]+)'", message):
+        return _unknown_key(key, found[1], _owner(paths, None), known)
     if found := re.search(r"[Uu]nrecognized arguments: (.*)", message, re.DOTALL):
-        return _unknown_argument(found[1].split()[0], known)
-    if found := re.search(r"Expected a typing\.Literal\[(.*?)\]\. Got value: (\S+)", message):
-        return f"{key}: {found[2]!r} is not one of {found[1].replace(chr(39), '')}"
-    if found := re.search(r"Expected a <class '(?:\w+\.)*(?!NoneType)(\w+)'>\. Got value: (.*?)(?:\. Got value|\n|$)", message):
-        return f"{key}: {found[2]!r} is no {_plain(found[1])}"
+        argument = found[1].split()[0].removesuffix(".")
+        if not argument.startswith("-"):
+            return f"{argument!r}: an argument without a key; options are written --key=value"
+        return _unknown_key(key, argument.lstrip("-").partition("=")[0], _owner(paths, None), known)
+    if found := re.search(r"arguments are required: ([\w., ]+?)\.?(?: Got value|\s*$)", message):
+        return _missing(key, found[1], _owner(paths, None))
+    if found := re.search(r"Given value: (.*?)(?:\. Got value|\n|$)", message) or re.search(
+        r"Expected a [^\n]*?\. Got value: (.*?)(?:\. Got value|\n|$)", message
+    ):
+        choices = ", ".join(re.findall(r"Expected a typing\.Literal\[(.*?)\]", message)).replace("'", "")
+        if choices:
+            return f"{key}: {found[1].rstrip('.')!r} is not one of {', '.join(dict.fromkeys(choices.split(', ')))}"
+        kinds = dict.fromkeys(re.findall(r"Expected a <class '(?:\w+\.)*(?!NoneType)(\w+)'>", message))
+        if kinds:
+            return f"{key}: {found[1]!r} is no {' and no '.join(map(_plain, kinds))}"
     return re.sub(r"\s+", " ", message).strip()
 
 
@@ -57,10 +74,11 @@ def _unknown(key: str, name: str, wanted: Iterable[str]) -> str:
     return f"{key}: unknown key{did_you_mean(name, wanted)}{allowed}"
 
 
-def _unknown_argument(argument: str, known: list[str]) -> str:
-    name = argument.lstrip("-").partition("=")[0]
-    if not argument.startswith("-"):
-        return f"{argument!r}: an argument without a key; options are written --key=value"
+def _unknown_key(key: str, name: str, owner: Any, known: list[str]) -> str:
+    """A `name` that is no parameter of `owner`, which stands at `key`; without an owner, no option of the parser."""
+    if owner is not None:
+        part, wanted = _misfit(owner, name)
+        return _unknown(f"{key}.{name}", part, wanted)
     group, dot, last = name.rpartition(".")
     siblings = [o.removeprefix(group + ".") for o in known if o.startswith(group + ".")] if dot else _top(known)
     if not siblings:
@@ -68,13 +86,35 @@ def _unknown_argument(argument: str, known: list[str]) -> str:
     return _unknown(name, last, {sibling.partition(".")[0] for sibling in siblings})
 
 
-def _unknown_class(key: str, name: str, owner: Any) -> str:
-    base = _expected(owner, key.rpartition(".")[2]) if owner else None
+def _misfit(cls: Any, name: str) -> tuple[str, list[str]]:
+    """The first part of the dotted `name` that is unknown, and what is known there."""
+    first, _, rest = name.partition(".")
+    wanted = _parameters(cls)
+    hint = get_type_hints(_constructor(cls)).get(first) if rest and first in wanted else None
+    return _misfit(hint, rest) if dataclasses.is_dataclass(hint) else (first, wanted)
+
+
+def _missing(key: str, names: str, owner: Any) -> str:
+    if owner is not None:
+        return f"{key}: {owner.__name__} needs a value for {names}"
+    verb, _, name = names.partition(", ")[0].partition(".")
+    if name.startswith("model"):
+        how = "--config gdn_h2.yaml, say" if verb == "fit" else "or a run, --checkpoint runs/NAME"
+        return f"{name}: there is none; give a config with a model ({how})"
+    return f"{names}: missing; write --{names.partition(', ')[0]}=VALUE"
+
+
+def _unknown_class(key: str, name: str, owner: Any, path: str) -> str:
+    base = _expected(owner, path) if owner else None
     if base is None:
         return f"{key}: {name!r} is no known class; write its dotted path, package.module.Class"
     fitting = sorted(_subclasses(base))
     if any(cls.__name__ == name for cls in _all_subclasses(base.__mro__[-2])):
-        return f"{key}: {name} does not fit here, where a {base.__name__} is needed (one of {', '.join(fitting)})"
+        purpose = re.split(r"[.:]", inspect.getdoc(base) or "")[0]
+        return (
+            f"{key}: {name} does not fit here, where a {base.__name__} is needed ({purpose}): "
+            f"one of {', '.join(fitting)}"
+        )
     return (
         f"{key}: {name!r} is no known {base.__name__}{did_you_mean(name, fitting)} "
         f"(known: {', '.join(fitting)}; or a dotted path)"
@@ -82,8 +122,8 @@ def _unknown_class(key: str, name: str, owner: Any) -> str:
 
 
 def _owner(paths: list[str], parameter: str | None) -> Any:
-    """The innermost class of `paths`, or the innermost one that has `parameter`."""
-    for path in reversed(paths):
+    """The first class of `paths`, or the first one that has `parameter`; innermost come first."""
+    for path in paths:
         module, _, name = path.rpartition(".")
         try:
             found = getattr(importlib.import_module(module), name)
@@ -107,12 +147,15 @@ def _parameters(cls: Any) -> list[str]:
     if cls is None:
         return []
     own = inspect.signature(_constructor(cls)).parameters
-    return [n for n, p in own.items() if n not in ("self", "cls", "site", "heads", "size") and p.kind is not p.VAR_KEYWORD]
+    return [name for name in own if name not in ("self", "cls", "site", "heads", "size")]
 
 
-def _expected(cls: Any, parameter: str) -> type | None:
-    """The class that a component under `parameter` must be: of Callable[..., C] it is C."""
-    hint = get_type_hints(_constructor(cls)).get(parameter)
+def _expected(cls: Any, path: str) -> type | None:
+    """The class that a component under the dotted `path` must be: of Callable[..., C] it is C."""
+    first, _, rest = path.removeprefix("model.").partition(".")
+    hint = get_type_hints(_constructor(cls)).get(first)
+    if rest:  # through a nested dataclass
+        return _expected(hint, rest) if dataclasses.is_dataclass(hint) else None
     for option in (hint, *get_args(hint)):
         if get_origin(option) is not None and "Callable" in str(get_origin(option)):
             option = get_args(option)[-1]
@@ -122,7 +165,8 @@ def _expected(cls: Any, parameter: str) -> type | None:
 
 
 def _all_subclasses(base: type) -> set[type]:
-    return {cls for direct in base.__subclasses__() for cls in (direct, *_all_subclasses(direct))}
+    direct: set[type] = set(base.__subclasses__())
+    return direct.union(*map(_all_subclasses, direct))
 
 
 def _subclasses(base: type) -> set[str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ def generate_tokens(
 
 
 def _tokens(
-    model: nn.Module,
+    model: Any,
     prompts: Tensor,
     max_new_tokens: int,
     temperature: float,

@@ -41,8 +41,9 @@ def load(path: str | Path, device: torch.device | str | None = None) -> Language
         device: Where to put it.
 
     Raises:
-        UserError: There is no model, or it is truncated, foreign, or of another format.
+        UserError: There is no model, or it is truncated, foreign, or of another format; or there is no such device.
     """
+    _check_device(device or "cpu")
     folder = Path(path)
     if (folder / "model.safetensors").is_file():
         model = from_config(parse(_read_yaml(folder / "config.yaml")))
@@ -68,6 +69,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if text is None:
         raise UserError(f"checkpoint: {file} was trained without a tokenizer, so it has no text")
     return Tokenizer.from_json(text)
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # an unknown name; one that this PyTorch cannot use
+        raise UserError(f"device: {device} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
 def _contents(file: Path) -> dict[str, Any]:

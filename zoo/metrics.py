@@ -69,6 +69,9 @@ class ContextLoss(Metric):
         self.add_state("total", torch.zeros(buckets), dist_reduce_fx="sum")  # fp32: some accelerators have no fp64
         self.add_state("count", torch.zeros(buckets, dtype=torch.int64), dist_reduce_fx="sum")
 
+    total: Tensor
+    count: Tensor
+
     def update(self, losses: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> None:
         """Add a batch: `losses` [B, T] of `token_losses`, its `labels` [B, T] and document bounds [N+1] or None."""
         position = positions(labels, cu_seqlens)

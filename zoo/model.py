@@ -21,7 +21,8 @@ class Block(nn.Module):
     def __init__(self, hidden_size: int, mixer: TokenMixer, mlp: ChannelMixer | None, norm_eps: float):
         super().__init__()
         self.mixer_norm, self.mixer = RMSNorm(hidden_size, norm_eps), mixer
-        self.mlp_norm, self.mlp = (None, None) if mlp is None else (RMSNorm(hidden_size, norm_eps), mlp)
+        self.mlp_norm = None if mlp is None else RMSNorm(hidden_size, norm_eps)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens=cu_seqlens)
@@ -87,8 +88,10 @@ class LanguageModel(nn.Module):
         return [block.mixer for block in self.layers]  # type: ignore[misc]
 
     def reset_parameters(self) -> None:
-        """Fill all parameters anew: N(0, initializer_range) for linear and embedding weights, zero for their biases, and
-        whatever `reset_parameters` of any other module says."""
+        """Fill all parameters anew: N(0, initializer_range) for linear and embedding weights, zero for their biases.
+
+        Every other module does what its own `reset_parameters` says.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=self.initializer_range)

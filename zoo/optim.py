@@ -1,5 +1,6 @@
 """The optimiser and its schedule: AdamW, parameter groups, and the learning rate as a pure function of the step."""
 
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -9,6 +10,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from kernels.errors import UserError
+
+log = logging.getLogger(__name__)
 
 Schedule = Literal["cosine", "constant", "wsd"]
 
@@ -134,7 +137,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, optim: Optimisation, max_st
         max_steps: The length of the run in optimiser steps; -1 if it is not known.
 
     Raises:
-        UserError: If the schedule needs the length and it is not known, or the warm-up does not fit into it.
+        UserError: If the schedule needs the length and it is not known.
     """
     if max_steps < 0 and optim.schedule != "constant":
         raise UserError(
@@ -142,5 +145,5 @@ def build_schedule(optimizer: torch.optim.Optimizer, optim: Optimisation, max_st
             "set trainer.max_steps, or optim.schedule to constant."
         )
     if 0 <= max_steps < optim.warmup_steps:
-        raise UserError(f"optim.warmup_steps is {optim.warmup_steps}, but the run has only {max_steps} steps.")
+        log.warning("the run ends within its warm-up (%d of %d steps)", max_steps, optim.warmup_steps)
     return LambdaLR(optimizer, lambda step: optim.factor(step, max_steps))

@@ -1,6 +1,7 @@
 """What `predict` writes."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +25,8 @@ class Predictions(BasePredictionWriter):
         self.path = Path(path)
         if self.path.exists():
             raise UserError(f"output: {self.path} exists already; choose another file")
+        if not os.access(self.path.parent, os.W_OK):
+            raise UserError(f"output: the folder {self.path.parent} does not exist or cannot be written to")
 
     def write_on_batch_end(
         self,

@@ -78,9 +78,9 @@ class ResultRow(Callback):
         training = pl_module.training
         pl_module.eval()
         totals, count = [0.0, 0.0], 0
-        for batch in islice(_first_loader(trainer.val_dataloaders), self.zeroed_batches):
-            batch: Batch = trainer.strategy.batch_to_device(batch)
-            count += (batch.labels != NO_LOSS).sum().item()
+        for loaded in islice(_first_loader(trainer.val_dataloaders), self.zeroed_batches):
+            batch: Batch = trainer.strategy.batch_to_device(loaded)
+            count += int((batch.labels != NO_LOSS).sum())
             for index, mixers in enumerate((nullcontext(), pl_module.model.without_mixers())):
                 with torch.no_grad(), trainer.precision_plugin.forward_context(), mixers:
                     logits, _ = pl_module.model(batch.tokens, cu_seqlens=batch.cu_seqlens)

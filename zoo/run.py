@@ -4,7 +4,14 @@ import os
 import time
 from pathlib import Path
 
+import lightning as L
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Callback
+
 from kernels import UserError
+
+from .config import write
+from .data.tokenizer import Tokenizer
 
 RUNS = Path("runs")
 # Processes that a launcher starts for other devices inherit the name that the first one chose.
@@ -25,14 +32,40 @@ def new_run(name: str | None, config: str) -> Path:
     if inherited and int(os.environ.get("LOCAL_RANK", "0")) > 0:
         return Path(inherited)
     # processes of one job on several nodes agree on its number, not on the clock
-    moment = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or time.strftime("%Y%m%d-%H%M%S")
-    folder = Path(name) if name and "/" in name else RUNS / (name or f"{config}-{moment}")
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
+    automatic = f"{config}-{job or time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(name) if name and "/" in name else RUNS / (name or automatic)
     first = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
+    number = 1
+    while first and not name and not job and folder.exists():  # another run started in the same second
+        number += 1
+        folder = RUNS / f"{automatic}-{number}"
     if first and folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"run: {folder} exists already; continue it with --resume {folder}, or choose another --run")
     make_folder(folder)
     os.environ[_INHERITED] = str(folder)
     return folder
+
+
+class RunFiles(Callback):
+    """Writes what a run is made of to its folder, `config.yaml` and `tokenizer.json`.
+
+    It waits until all of it has loaded, so that a start that fails leaves the folder as it was.
+
+    Args:
+        folder: The run's folder.
+        config: The resolved config.
+        tokenizer: The tokenizer of the data.
+    """
+
+    def __init__(self, folder: Path, config: Namespace, tokenizer: Tokenizer) -> None:
+        self.folder, self.config, self.tokenizer = folder, config, tokenizer
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write them, in the first process."""
+        if trainer.is_global_zero:
+            write(self.config, self.folder / "config.yaml")
+            self.tokenizer.save(self.folder / "tokenizer.json")
 
 
 def make_folder(folder: Path) -> None:
@@ -62,7 +95,7 @@ def find_run(name: str) -> Path:
             make_folder(folder)
             return folder
     if Path(name).is_file():
-        raise UserError(f"resume: {name} is a file; name the run's folder (to start from weights: optim.initial_weights)")
+        raise UserError(f"resume: {name} is a file; name the run's folder, or start from it by optim.initial_weights")
     known = sorted((path for path in RUNS.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
     recent = f"; the latest is {known[-1]}" if known else ""
     raise UserError(f"resume: there is no run {name}{recent}")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from rich.console import Console
+from tqdm import tqdm
 
 from kernels.errors import UserError
 from zoo.atomic import atomic_link, atomic_write
@@ -252,4 +253,4 @@ class Checkpoints(Checkpoint):
 
 
 def _say(text: str) -> None:
-    Console(stderr=True).print(text, style="bold", highlight=False, soft_wrap=True, markup=False)
+    tqdm.write(text, file=sys.stderr)  # above a progress bar, if there is one

@@ -1,5 +1,6 @@
 """Pretraining as a LightningModule: the loss, what is measured, and what a checkpoint carries."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import lightning as L
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.errors import UserError
-from zoo.checkpoint import FORMAT, KEY, check_format, load_weights
+from zoo.checkpoint import FORMAT, KEY, check_format, check_weights, load_weights
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.metrics import ContextLoss, token_losses
 from zoo.optim import Optimisation, build_optimizer, build_schedule
@@ -68,6 +69,12 @@ class Pretraining(L.LightningModule):
         """Load the given initial weights, before any strategy shards or copies the parameters."""
         if stage == "fit" and self.optim.initial_weights is not None:
             load_weights(self.model, self.optim.initial_weights)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As PyTorch does; a checkpoint of another model is told in one sentence."""
+        if strict:
+            check_weights(state_dict, self, "the checkpoint")
+        return super().load_state_dict(state_dict, strict, assign)
 
     def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Logits [B, T, vocab] of tokens [B, T]."""
@@ -151,7 +158,7 @@ class Pretraining(L.LightningModule):
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if not parameters:
             return
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         self.log("gradient_norm", norm)
         if self.optim.gradient_clip is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.optim.gradient_clip, norm)

@@ -17,8 +17,8 @@ def forward(a: Attention) -> Tensor:
     """o [B,T,H,D]."""
     if a.documents is None:
         return _attend(a, a.q, a.k, a.v, a.first_key)
-    spans = [(start, stop) for start, stop in a.documents.spans if stop > start]
-    return torch.cat([_attend(a, *(x[:, i:j] for x in (a.q, a.k, a.v)), None) for i, j in spans], 1)
+    spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
+    return torch.cat([_attend(a, a.q[:, span], a.k[:, span], a.v[:, span], None) for span in spans], 1)
 
 
 def _attend(a: Attention, q: Tensor, k: Tensor, v: Tensor, first_key: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from .arguments import Attention
 
 def forward(a: Attention) -> Tensor:
     """o [B,T,H,D]."""
-    B, T, H, D = a.q.shape
+    B, T, H = a.q.shape[:3]
     offset = a.k.shape[1] - T
     q, k, v = at_least_fp32(a.q), at_least_fp32(a.k), at_least_fp32(a.v)
     k, v = k.repeat_interleave(H // k.shape[2], 2), v.repeat_interleave(H // v.shape[2], 2)

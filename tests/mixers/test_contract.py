@@ -152,11 +152,10 @@ class ForgetsItsAttentionFlops(SoftmaxAttention):
         return 2 * length * sum(p.numel() for p in self.parameters())
 
 
-CONTINUING = {"whole is pieces is tokens", "packed documents are separate"}
 BROKEN = {
-    Peeks: {"causality", *CONTINUING},
+    Peeks: {"causality", "whole is pieces is tokens", "packed documents are separate"},
     ForgetsDocuments: {"packed documents are separate"},
-    ForgetsItsState: CONTINUING,
+    ForgetsItsState: {"whole is pieces is tokens"},
     KeepsWhatNobodyAskedFor: {"shapes and dtypes"},
     ExaggeratesItsState: {"state size is true"},
     Grows: {"state size is true"},
@@ -215,13 +214,5 @@ def test_a_crash_is_reported_with_its_reason():
         def readout(self, o: Tensor, s):
             raise RuntimeError("out of luck")
 
-    with pytest.raises(mixers.ContractError, match="causality: .*out of luck"):
+    with pytest.raises(mixers.ContractError, match=r"causality: .*out of luck"):
         mixers.check_mixer(Crashes, expanded=False)
-
-
-def test_the_contract_leaves_the_random_state_alone():
-    before = torch.get_rng_state()
-    first = mixers.check_mixer(SoftmaxAttention)
-    torch.manual_seed(5)
-    assert mixers.check_mixer(SoftmaxAttention) == first
-    torch.set_rng_state(before)

@@ -1,5 +1,6 @@
 """Loaders: an endless, resumable one for training, and one that shows each validation sample once."""
 
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -141,5 +142,12 @@ def _data_loader(
         collate_fn=samples.collate,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_ignore_signals,
         generator=torch.Generator(),  # else each iterator draws a number from the model's random state
     )
+
+
+def _ignore_signals(worker: int) -> None:
+    """A signal to the whole process group is the main process's to handle: it saves, and then ends the workers."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

@@ -8,8 +8,8 @@ import lightning as L
 import torch.distributed
 
 from kernels.errors import UserError
-from zoo.data.corpus import Corpus
 from zoo.data.bigram import interpolated_bigram_loss
+from zoo.data.corpus import Corpus
 from zoo.data.loader import TrainLoader, ValidationLoader
 from zoo.data.packing import Packing, Windows
 from zoo.data.shards import Shards, prepare
@@ -59,7 +59,10 @@ class TextData(L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        at_least = {"sequence_length": (sequence_length, 1), "batch_size": (batch_size, 1)}
+        at_least: dict[str, tuple[int | None, int]] = {
+            "sequence_length": (sequence_length, 1),
+            "batch_size": (batch_size, 1),
+        }
         at_least |= {"num_workers": (num_workers, 0), "preprocessing_workers": (preprocessing_workers, 1)}
         at_least |= {"max_characters": (max_characters, 1)}
         for name, (value, least) in at_least.items():
@@ -126,8 +129,9 @@ class TextData(L.LightningDataModule):
     def bigram_loss(self) -> float:
         """Nats per token of an interpolated bigram model of the training tokens on the validation tokens."""
         train, validation = self.train.shards, self.validation.shards
-        tokens = (shards.read(0, len(shards)) for shards in (train, validation))
-        return interpolated_bigram_loss(*tokens, self.get_tokenizer().vocab_size)
+        return interpolated_bigram_loss(
+            train.read(0, len(train)), validation.read(0, len(validation)), self.get_tokenizer().vocab_size
+        )
 
     def train_dataloader(self) -> TrainLoader:
         """Batches of this rank, shuffled and endless."""

@@ -94,7 +94,7 @@ class Tokenizer:
         return self._json
 
     def __setstate__(self, state: str) -> None:
-        self.__init__(tokenizers.Tokenizer.from_str(state))
+        self.__init__(tokenizers.Tokenizer.from_str(state))  # type: ignore[misc]
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:

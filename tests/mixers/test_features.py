@@ -1,0 +1,136 @@
+import pytest
+import torch
+from torch import Tensor
+
+import mixers
+from mixers import FeatureMap, Features, GatedDeltaNet, Rotary, Site
+from mixers.features import FeaturePath
+
+ANYWHERE = torch.zeros(1, 1, dtype=torch.int64)
+
+
+def features(spec: Features, x: Tensor, positions: Tensor = ANYWHERE) -> Tensor:
+    y, _ = FeaturePath(spec, x.shape[2], x.shape[3]).to(x.dtype)(x, None, positions, None)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("activation", "by_hand"),
+    [
+        ("identity", lambda x: x),
+        ("silu", lambda x: x * x.sigmoid()),
+        ("relu", lambda x: x.clamp(min=0)),
+        ("elu1", lambda x: torch.where(x > 0, 1 + x, x.exp())),
+    ],
+)
+def test_activations(activation: str, by_hand):
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    torch.testing.assert_close(features(Features(activation=activation), x), by_hand(x))
+
+
+@pytest.mark.parametrize(
+    ("norm", "by_hand"),
+    [
+        ("none", lambda x: x),
+        ("l2", lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()),
+        ("l1", lambda x: x / (x.abs().sum(-1, keepdim=True) + 1e-6)),
+    ],
+)
+def test_norms(norm: str, by_hand):
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    x[0, 0] = 0  # a head that is silent
+    torch.testing.assert_close(features(Features(norm=norm), x), by_hand(x))
+
+
+def test_the_order_is_conv_activation_norm_map():
+    class Double(FeatureMap):
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+            return 2 * x
+
+    x = torch.randn(1, 6, 2, 4, dtype=torch.float64)
+    path = FeaturePath(Features(3, bias=True, activation="relu", norm="l1", map=Double), 2, 4).double()
+    with torch.no_grad():
+        path.bias.normal_()
+    y, _ = path(x, None, ANYWHERE, None)
+    line = torch.cat([torch.zeros(1, 2, 8, dtype=x.dtype), x.flatten(2)], 1)
+    conv = torch.stack([(line[:, t : t + 3] * path.weight[:, 0].T).sum(1) for t in range(6)], 1) + path.bias
+    active = conv.clamp(min=0).unflatten(-1, (2, 4))
+    torch.testing.assert_close(y, 2 * active / (active.sum(-1, keepdim=True) + 1e-6))
+
+
+def test_a_history_is_continued_only_if_given():
+    path = FeaturePath(Features(4), 2, 4)
+    x = torch.randn(1, 6, 2, 4)
+    assert path(x, None, ANYWHERE, None)[1] is None
+    _, history = path(x, path.init_history(1, "cpu", x.dtype), ANYWHERE, None)
+    assert torch.equal(history, x[:, -3:].flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"conv": -1}, "conv"),
+        ({"bias": True}, "conv"),
+        ({"activation": "gelu"}, "activation"),
+        ({"norm": "l3"}, "norm"),
+    ],
+)
+def test_mistakes(arguments: dict, field: str):
+    with pytest.raises(mixers.UserError, match=rf"^{field}: "):
+        Features(**arguments)
+
+
+def rotate(x: Tensor, position: int, **options: float) -> Tensor:
+    return Rotary(1, x.shape[-1], **options)(x[None, None, None], torch.tensor([[position]]))[0, 0, 0]
+
+
+@pytest.mark.parametrize("base", [10000.0, 100.0])
+def test_rotary_knows_differences_of_positions_alone(base: float):
+    q, k = torch.randn(2, 16, dtype=torch.float64)
+    scores = [rotate(q, p, base=base) @ rotate(k, p - 7, base=base) for p in (7, 50, 4000)]
+    torch.testing.assert_close(scores[1], scores[0])
+    torch.testing.assert_close(scores[2], scores[0])
+    assert not torch.isclose(rotate(q, 50, base=base) @ rotate(k, 44, base=base), scores[0])
+
+
+def test_rotary_turns_pairs_of_the_two_halves():
+    x = torch.randn(6, dtype=torch.float64)
+    y = rotate(x, 3)
+    for j in range(3):
+        angle = torch.tensor(3 * 10000 ** (-2 * j / 6), dtype=torch.float64)
+        turned = torch.complex(x[j], x[j + 3]) * torch.polar(torch.ones_like(angle), angle)
+        torch.testing.assert_close(torch.complex(y[j], y[j + 3]), turned)
+    assert torch.equal(rotate(x, 0), x)
+
+
+def test_rotary_is_exact_at_far_positions_in_bf16():
+    # a position of 10001 does not exist in bf16, so angles must not be made in the dtype of x
+    x = torch.randn(64)
+    assert (rotate(x.bfloat16(), 10001).float() - rotate(x.double(), 10001)).norm() < 0.02 * x.norm()
+
+
+def test_rotary_needs_pairs():
+    with pytest.raises(mixers.UserError, match=r"^head_dim: 7 is odd"):
+        Rotary(2, 7)
+    with pytest.raises(mixers.UserError, match=r"^head_dim: 5 is odd"):
+        mixers.SoftmaxAttention(Site(20, 4))
+
+
+class Mirror(FeatureMap):
+    """A user's own: relu of x and of −x, side by side."""
+
+    def __init__(self, heads: int, size: int):
+        super().__init__(heads, size)
+        self.out_size = 2 * size
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return torch.cat([x, -x], -1).relu()
+
+
+def test_a_feature_map_by_a_user():
+    def factory(site: Site) -> GatedDeltaNet:
+        return GatedDeltaNet(site, qk=Features(4, norm="l2", map=Mirror))
+
+    mixers.check_mixer(factory)
+    site = Site(32, 2)
+    assert factory(site).state_size() == 2 * GatedDeltaNet(site).state_size()

@@ -1,0 +1,89 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mixers
+from mixers import GatedDeltaNet, Site
+from mixers.base import Streams
+
+SITE = Site(hidden_size=64, num_heads=4)
+
+
+def test_initial_ranges():
+    mixer = GatedDeltaNet(Site(1024, 512))
+    A, dt = mixer.decay.A_log.exp(), F.softplus(mixer.decay.dt_bias)
+    assert 0 < A.min() < 1
+    assert 15 < A.max() <= 16
+    assert abs(A.mean() - 8) < 1
+    assert 1e-3 * (1 - 1e-4) <= dt.min() < 1.5e-3
+    assert 0.07 < dt.max() <= 0.1 * (1 + 1e-4)
+    assert abs(dt.log().mean() - math.log(1e-2)) < 0.2  # uniform in the logarithm
+
+
+def test_initialisation_follows_the_seed():
+    made = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        made.append(GatedDeltaNet(SITE).state_dict())
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+
+
+def test_sizes_default_to_the_models():
+    mixer = GatedDeltaNet(SITE)
+    assert (mixer.num_heads, mixer.num_key_heads, mixer.key_size, mixer.value_size) == (4, 4, 16, 16)
+    assert mixer.state_size() == 4 * 16 * 16
+    mixer = GatedDeltaNet(SITE, num_heads=6, num_key_heads=2, head_dim=8, value_dim=24)
+    assert mixer.init_state(3).matrix.shape == (3, 6, 8, 24)
+    assert mixer(torch.randn(2, 5, 64))[0].shape == (2, 5, 64)
+
+
+@pytest.mark.parametrize("allow_neg_eigval", [False, True])
+def test_gates(allow_neg_eigval: bool):
+    mixer = GatedDeltaNet(SITE, allow_neg_eigval=allow_neg_eigval)
+    raw = torch.linspace(-30, 30, 4 * 100).view(1, 100, 4)
+    s = mixer.gates(Streams(raw, raw, raw, raw, raw))
+    assert s.log_decay.max() <= 0
+    top = 2.0 if allow_neg_eigval else 1.0
+    assert (s.beta.min().item(), s.beta.max().item()) == pytest.approx((0, top), abs=1e-6)
+    expected = -mixer.decay.A_log.exp() * F.softplus(raw + mixer.decay.dt_bias)
+    torch.testing.assert_close(s.log_decay, expected)
+
+
+def test_gates_are_made_in_fp32():
+    # exp(A_log)·softplus of bf16 parameters: three digits of a decay that is raised to the length of the sequence
+    mixer = GatedDeltaNet(SITE).bfloat16()
+    s = mixer.gates(mixer.project(torch.randn(1, 5, 64).bfloat16()))
+    assert s.log_decay.dtype == s.beta.dtype == torch.float32
+
+
+def test_gates_do_not_decay():
+    assert set(mixers.Discretisation.no_weight_decay) == {"A_log", "dt_bias"}
+
+
+def test_queries_and_keys_have_length_one():
+    seen = {}
+
+    class Watched(GatedDeltaNet):
+        def gates(self, s: Streams) -> Streams:
+            seen.update(q=s.q, k=s.k, v=s.v)
+            return super().gates(s)
+
+    Watched(SITE)(10 * torch.randn(1, 9, 64))
+    for name in "qk":
+        torch.testing.assert_close(seen[name].norm(dim=-1), torch.ones(1, 9, 4), atol=1e-3, rtol=0)
+    assert seen["v"].min() > -0.3  # SiLU, and no norm
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [({"num_heads": 5}, "num_heads"), ({"num_key_heads": 3}, "num_key_heads")],
+)
+def test_heads_that_do_not_divide(arguments: dict, field: str):
+    with pytest.raises(mixers.UserError, match=rf"^{field}: "):
+        GatedDeltaNet(SITE, **arguments)
+
+
+def test_any_number_of_heads_with_a_head_size():
+    assert GatedDeltaNet(SITE, num_heads=5, head_dim=8).state_size() == 5 * 8 * 8

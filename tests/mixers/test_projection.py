@@ -1,0 +1,60 @@
+import pytest
+import torch
+from torch import nn
+
+from mixers import GatedDeltaNet, Projection, Site
+
+WIDTHS = {"q": 4, "k": 4, "v": 10}
+
+
+def test_outputs_are_those_of_separate_maps():
+    projection, x = Projection(6, WIDTHS), torch.randn(2, 3, 6)
+    parts = projection.state_dict()
+    for y, name in zip(projection(x), WIDTHS, strict=True):
+        torch.testing.assert_close(y, x @ parts[f"{name}.weight"].T)
+
+
+def test_outputs_are_views_of_one_product():
+    q, k, v = Projection(6, WIDTHS)(torch.randn(2, 3, 6))
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+
+
+def test_a_state_dict_goes_by_names():
+    model = nn.Sequential(nn.Linear(6, 6), Projection(6, WIDTHS))
+    found = {name: tuple(x.shape) for name, x in model.state_dict().items() if name.startswith("1.")}
+    assert found == {"1.q.weight": (4, 6), "1.k.weight": (4, 6), "1.v.weight": (10, 6)}
+    # no view of the fused matrix: a file would hold all of it three times
+    sizes = {len(x.untyped_storage()) for name, x in model.state_dict().items() if name.startswith("1.")}
+    assert sizes == {4 * 4 * 6, 4 * 10 * 6}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_split_and_fused_weights_load(assign: bool):
+    source, x = Projection(6, WIDTHS), torch.randn(2, 6)
+    for state in (source.state_dict(), {"weight": source.weight.detach().clone()}):
+        before, copy = dict(state), Projection(6, WIDTHS)
+        copy.load_state_dict(state, assign=assign)
+        assert all(torch.equal(a, b) for a, b in zip(copy(x), source(x), strict=True))
+        assert isinstance(copy.weight, nn.Parameter)
+        assert state.keys() == before.keys()  # the caller's own is left alone
+
+
+def test_a_mixer_loads_either_form():
+    source, copy = GatedDeltaNet(Site(32, 2)), GatedDeltaNet(Site(32, 2))
+    state = source.state_dict()
+    names = [name for name in state if name.startswith("in_proj.")]
+    assert names == [f"in_proj.{name}.weight" for name in ("q", "k", "v", "g", "a", "b")]
+    fused = {name: x for name, x in state.items() if name not in names}
+    fused["in_proj.weight"] = torch.cat([state[name] for name in names])
+    x = torch.randn(1, 5, 32)
+    for form in (state, fused):
+        copy = GatedDeltaNet(Site(32, 2))
+        copy.load_state_dict(form)
+        assert torch.equal(copy(x)[0], source(x)[0])
+
+
+def test_a_missing_part_is_an_error():
+    state = Projection(6, WIDTHS).state_dict()
+    del state["k.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key"):
+        Projection(6, WIDTHS).load_state_dict(state)

@@ -1,0 +1,144 @@
+"""What a person sees while a run goes on: its size at the start, then one line of progress in steps."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, ProgressBar
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+SHOWN = {  # metric → (name, format)
+    "train_loss": ("loss", "{:.3f}"),
+    "val_loss": ("validation", "{:.3f}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "mfu": ("MFU", "{:.1%}"),
+}
+
+
+class Progress(ProgressBar):
+    """One bar over all steps of a run, and a short-lived one over each evaluation.
+
+    (Lightning's own bars restart with each epoch; a run here is counted in steps.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enabled = True
+        self._bars: list[tqdm] = []
+
+    def disable(self) -> None:
+        """Show nothing (on all processes but the first)."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Show the bars again."""
+        self._enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Write a line above the bars."""
+        tqdm.write(" ".join(map(str, args)), file=sys.stdout)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the bar where the run stands."""
+        self._open("training", trainer.max_steps, trainer.global_step, leave=True)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move the bar, and show the latest numbers."""
+        bar = self._bars[0]
+        if trainer.global_step > bar.n:
+            found = {name: form.format(float(value)) for name, form, value in self._numbers(trainer)}
+            bar.set_postfix(found, refresh=False)
+            bar.update(trainer.global_step - bar.n)
+
+    def _numbers(self, trainer: L.Trainer) -> Iterable[tuple[str, str, Any]]:
+        for metric, (name, form) in SHOWN.items():
+            if (value := trainer.progress_bar_metrics.get(metric)) is not None:
+                yield name, form, value
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the finished bar on the screen."""
+        self._close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Leave the terminal in order."""
+        while self._bars:
+            self._close()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open a bar for the validation."""
+        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._open("validation", int(sum(batches)) if isinstance(batches, list) else int(batches))
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        """Move it."""
+        self._bars[-1].update()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remove it."""
+        self._close()
+
+    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open a bar for the test."""
+        self._open("test", int(sum(trainer.num_test_batches)))
+
+    on_test_batch_end, on_test_end = on_validation_batch_end, on_validation_end
+
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open a bar for the predictions."""
+        self._open("predict", int(sum(trainer.num_predict_batches)))
+
+    on_predict_batch_end, on_predict_end = on_validation_batch_end, on_validation_end
+
+    def _open(self, name: str, total: int, done: int = 0, leave: bool = False) -> None:
+        on_terminal = sys.stderr.isatty()
+        self._bars.append(
+            tqdm(
+                desc=name,
+                total=total if total > 0 else None,
+                initial=done,
+                leave=leave,
+                disable=not self._enabled or (not leave and not on_terminal),
+                dynamic_ncols=True,
+                mininterval=0.1 if on_terminal else 10,  # a log file wants a line now and then
+                unit=" steps" if leave else " batches",
+            )
+        )
+
+    def _close(self) -> None:
+        self._bars.pop().close()
+
+
+class Summary(Callback):
+    """Prints the size of the model at the start: one row for each kind of layer."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the table, on the first process."""
+        if not trainer.is_global_zero:
+            return
+        model: Any = pl_module.model
+        length = getattr(pl_module, "context_length", None) or 1
+        rows: dict[tuple[str, int, int | float, float], int] = {}
+        for mixer in model.mixers:
+            parameters = sum(p.numel() for p in mixer.parameters())
+            kind = (type(mixer).__name__, parameters, mixer.state_size(length), mixer.flops(length) / length)
+            rows[kind] = rows.get(kind, 0) + 1
+        table = Table(caption=f"a layer each; FLOPs are forward, a token at length {length}", caption_justify="left")
+        for column in ("layers", "mixer", "parameters", "state", "MFLOP"):
+            table.add_column(column, justify="left" if column == "mixer" else "right")
+        for (name, parameters, state, flops), count in rows.items():
+            table.add_row(f"{count} ×", name, f"{parameters:,}", f"{state:,}", f"{flops / 1e6:.2f}")
+        total = model.flops(length) / length / 1e6
+        table.add_section()
+        table.add_row(
+            str(len(model.mixers)),
+            "whole model",
+            f"{model.num_parameters():,}",
+            f"{model.state_size(length):,}",
+            f"{total:.2f}",
+        )
+        Console().print(table)
