@@ -84,17 +84,21 @@ class Parser(LightningArgumentParser):
         return [o[2:] for action in self._actions for o in action.option_strings if o.startswith("--")]
 
 
+def _said(error: BaseException | None) -> UserError | None:
+    """What one of our own constructors said, out of the parser's wrappings; it stands as it is."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 @contextmanager
 def explained(parser: Parser) -> Iterator[None]:
     """Turn what `parser` raises for a mistake in a config into a UserError of one sentence."""
     try:
         yield
     except ArgumentError as error:
-        cause: BaseException | None = error
-        while cause is not None:  # what one of our own constructors said stands as it is
-            if isinstance(cause, UserError):
-                raise cause from None
-            cause = cause.__cause__
+        if said := _said(error):
+            raise said from None
         raise UserError(explain(str(error), parser.options())) from None
 
 
@@ -149,7 +153,12 @@ def instantiate(key: str, config: Namespace) -> Any:
         parser.add_subclass_arguments(L.LightningDataModule, "data", fail_untyped=False)
     else:
         parser.add_class_arguments(CLASSES[key], key, fail_untyped=False, instantiate=key != "trainer")
-    return parser.instantiate(Namespace({key: config[key]}))[key]
+    try:
+        return parser.instantiate(Namespace({key: config[key]}))[key]
+    except Exception as error:
+        if said := _said(error):
+            raise said from None
+        raise
 
 
 def vocabulary(config: Namespace, tokens: int | None = None) -> int:

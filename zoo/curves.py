@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from zoo.atomic import atomic_write
 
@@ -95,7 +96,7 @@ class LossCurve(Callback):
         smoothing: Weight of the past in the smoothed training loss.
     """
 
-    def __init__(self, every_n_steps: int = 10, smoothing: float = 0.9) -> None:
+    def __init__(self, every_n_steps: int = 10, smoothing: float = 0.6) -> None:
         self.every_n_steps = every_n_steps
         self.smoothing = smoothing
         self.training: list[tuple[int, float]] = []  # tokens, nats
@@ -152,6 +153,7 @@ class LossCurve(Callback):
             axes.axhline(baseline, color="gray", linestyle="--", label="interpolated bigram model")
         if axes.has_data():
             axes.legend()
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.grid(alpha=0.3)
         return figure
 

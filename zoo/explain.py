@@ -33,7 +33,7 @@ def explain(message: str, options: Iterable[str]) -> str:
 
     if found := re.search(r"Expected a dot import path string: (\S+?)\.?(?: Got value|\s|$)", message):
         return _unknown_class(key, found[1], owner, keys[-1] if keys else key)
-    if found := re.search(r"No module named '([\w.]+)'\. Got value: (\S+?)\.(?:\s|$)", message):
+    if found := re.search(r"No module named '([\w.]+)'\. Got value: (\S+?)\.?(?:\s|$)", message):
         return f"{key}: {found[2]!r} cannot be imported, as there is no module {found[1]!r} in this folder or installed"
     if found := re.search(r"Expected '([\w.]+)' to be a subclass of <class '(?:\w+\.)*(\w+)'>", message):
         return f"{key}: {found[1]} is no {found[2]}"
@@ -51,12 +51,14 @@ def explain(message: str, options: Iterable[str]) -> str:
     if found := re.search(r"Given value: (.*?)(?:\. Got value|\n|$)", message) or re.search(
         r"Expected a [^\n]*?\. Got value: (.*?)(?:\. Got value|\n|$)", message
     ):
+        nested = re.search(r"NestedArg\(key='.*?', val='(.*)'\)", found[1])
+        value = nested[1] if nested else found[1].rstrip(".")
         choices = ", ".join(re.findall(r"Expected a typing\.Literal\[(.*?)\]", message)).replace("'", "")
         if choices:
-            return f"{key}: {found[1].rstrip('.')!r} is not one of {', '.join(dict.fromkeys(choices.split(', ')))}"
+            return f"{key}: {value!r} is not one of {', '.join(dict.fromkeys(choices.split(', ')))}"
         kinds = dict.fromkeys(re.findall(r"Expected a <class '(?:\w+\.)*(?!NoneType)(\w+)'>", message))
         if kinds:
-            return f"{key}: {found[1]!r} is no {' and no '.join(map(_plain, kinds))}"
+            return f"{key}: {value!r} is no {' and no '.join(map(_plain, kinds))}"
     return re.sub(r"\s+", " ", message).strip()
 
 
@@ -70,7 +72,7 @@ def _top(options: Iterable[str]) -> list[str]:
 
 def _unknown(key: str, name: str, wanted: Iterable[str]) -> str:
     wanted = sorted(set(wanted))
-    allowed = f" (allowed: {', '.join(wanted)})" if wanted else ""
+    allowed = f" (allowed: {', '.join(wanted)})" if 0 < len(wanted) <= 20 else " (--help lists them)" if wanted else ""
     return f"{key}: unknown key{did_you_mean(name, wanted)}{allowed}"
 
 

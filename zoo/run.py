@@ -40,7 +40,7 @@ def new_run(name: str | None, config: str) -> Path:
     while first and not name and not job and folder.exists():  # another run started in the same second
         number += 1
         folder = RUNS / f"{automatic}-{number}"
-    if first and folder.is_dir() and any(folder.iterdir()):
+    if first and any(path.is_file() for path in folder.rglob("*")):
         raise UserError(f"run: {folder} exists already; continue it with --resume {folder}, or choose another --run")
     make_folder(folder)
     os.environ[_INHERITED] = str(folder)

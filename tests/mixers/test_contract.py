@@ -63,6 +63,13 @@ class ForgetsDocuments(GatedDeltaNet):
         return super().forward(x, state)
 
 
+class CannotContinueDocuments(GatedDeltaNet):
+    def forward(self, x, state=None, *, cu_seqlens=None):
+        y, after = super().forward(x, state, cu_seqlens=cu_seqlens)
+        packed = state is not None and cu_seqlens is not None
+        return y, self.init_state(len(cu_seqlens) - 1) if packed else after
+
+
 class ForgetsItsState(GatedDeltaNet):
     def forward(self, x, state=None, *, cu_seqlens=None):
         y, _ = super().forward(x, cu_seqlens=cu_seqlens)
@@ -155,6 +162,7 @@ class ForgetsItsAttentionFlops(SoftmaxAttention):
 BROKEN = {
     Peeks: {"causality", "whole is pieces is tokens", "packed documents are separate"},
     ForgetsDocuments: {"packed documents are separate"},
+    CannotContinueDocuments: {"packed documents are separate"},
     ForgetsItsState: {"whole is pieces is tokens"},
     KeepsWhatNobodyAskedFor: {"shapes and dtypes"},
     ExaggeratesItsState: {"state size is true"},

@@ -1,0 +1,51 @@
+"""Fixtures around a person at a terminal. Modules that use them say `pytest_plugins = "tests.desk"`."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cli
+
+from .commands import CLI, FIT, Command, Finished, sitting_at
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for all commands, so that the corpus is tokenised once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
+    """A folder with `tiny.yaml` and the complete run `runs/done`; only to be read."""
+    folder = tmp_path_factory.mktemp("finished")
+    with sitting_at(folder, shared_cache):
+        assert cli.run([*FIT, "--run", "done"]) == 0
+    return folder
+
+
+@pytest.fixture
+def desk(tmp_path: Path, shared_cache: Path) -> Iterator[Path]:
+    """The working directory: outside the repository, and empty but for `tiny.yaml`."""
+    folder = tmp_path / "desk"
+    folder.mkdir()
+    with sitting_at(folder, shared_cache):
+        yield folder
+
+
+@pytest.fixture
+def command(desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`command("fit", …)` is `python cli.py fit …` without the seconds that a new process needs for its imports."""
+
+    def call(*arguments: str) -> Finished:
+        monkeypatch.setattr(sys, "argv", [str(CLI), *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        assert isinstance(exit_.value.code, int)
+        return Finished(exit_.value.code, captured.out, captured.err)
+
+    return call

@@ -1,0 +1,431 @@
+"""What a person types, and what comes back."""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import cli
+import mixers
+import zoo
+from kernels import UserError
+
+from .commands import FIT, ROOT, Command, start
+
+pytest_plugins = "tests.desk"
+
+
+def resolved(command: Command, *arguments: str) -> dict:
+    """The config that a command would run with."""
+    printed = command("fit", *arguments, "--print_config")
+    assert printed.code == 0, printed.err
+    return yaml.safe_load(printed.out)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Every file below a folder, with a hash of what is in it."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+# --- configs, overlays and overrides
+
+
+def test_overrides_change_the_config_and_the_model(command: Command):
+    overrides = ["--model.stack.second.factor=4", "--model.stack.second.mixer.num_heads=2"]
+    slot = resolved(command, "--config", "gdn_h2.yaml", *overrides)["model"]["stack"]["init_args"]["second"]
+    assert slot["init_args"]["factor"] == 4
+    assert slot["init_args"]["mixer"]["init_args"]["num_heads"] == 2
+    plain, changed = (zoo.build("gdn_h2.yaml", "model.vocab_size=64", *each, device="meta") for each in ([], overrides))
+    # Mamba2, Gated DeltaNet, and the 127 keys and values of a window of 128: 3 heads of 64 × 64 became 2 heads of 96 × 96, four times
+    assert [m.state_size() for m in plain.mixers[:3]] == [49152, 3 * 64 * 64, 2 * 127 * 192]
+    assert [m.state_size() for m in changed.mixers[:3]] == [49152, 4 * 2 * 96 * 96, 2 * 127 * 192]
+
+
+def test_an_overlay_of_three_lines_changes_the_model(command: Command, desk: Path):
+    lines = ["model:", "  num_layers: 3", "  stack: {second: {factor: 4, mixer: {num_heads: 2}}}"]
+    (desk / "wide.yaml").write_text("\n".join(lines) + "\n")
+    model = resolved(command, "--config", "gdn_h2.yaml", "--config", "wide.yaml")["model"]
+    assert model["num_layers"] == 3
+    assert model["stack"]["init_args"]["second"]["init_args"]["factor"] == 4
+    assert model["hidden_size"] == 192  # the rest stays
+    built = zoo.build("gdn_h2.yaml", "wide.yaml", "model.vocab_size=64", device="meta")
+    assert built.mixers[1].state_size() == 4 * 2 * 96 * 96
+
+
+def test_the_last_one_wins(command: Command, desk: Path):
+    (desk / "five.yaml").write_text("model: {num_layers: 5}\n")
+    names = ["--config", "gdn_h2.yaml", "--config", "five.yaml"]
+    assert resolved(command, *names)["model"]["num_layers"] == 5
+    assert resolved(command, *names, "--model.num_layers=4")["model"]["num_layers"] == 4
+    assert resolved(command, "--model.num_layers=4", *names)["model"]["num_layers"] == 5
+    sizes = resolved(command, *names, "--config", "size/400m.yaml")["model"]
+    assert (sizes["num_layers"], sizes["hidden_size"], sizes["vocab_size"]) == (24, 1024, 32000)
+
+
+def test_a_file_comes_before_a_shipped_config_of_its_name(command: Command, desk: Path):
+    assert not list(desk.glob("gdn_h2*"))
+    assert resolved(command, "--config", "gdn_h2")["model"]["num_layers"] == 6  # from configs/, wherever one is
+    (desk / "gdn_h2.yaml").write_text("model: {stack: {class_path: Uniform, init_args: {mixer: Mamba2}}}\n")
+    assert "Uniform" in resolved(command, "--config", "gdn_h2.yaml")["model"]["stack"]["class_path"]
+
+
+# --- runs
+
+
+def test_fit_leaves_a_run(finished: Path):
+    run = finished / "runs" / "done"
+    assert {"config.yaml", "tokenizer.json", "metrics.jsonl", "results.json", "loss.png", "samples.txt"} <= {
+        *contents(run)
+    }
+    results = json.loads((run / "results.json").read_text())
+    assert (results["status"], results["steps"], results["tokens_seen"]) == ("complete", 4, 4 * 2 * 32)
+    for name in ("val_loss", "bigram_loss", "val_loss_mixers_zeroed", "forward_flops_per_token"):
+        assert results[name] > 0
+    model = zoo.build(run / "config.yaml", device="meta")  # the run's config is complete
+    assert (results["parameters"], results["state_size"]) == (model.num_parameters(), model.state_size(32))
+
+
+def test_fit_says_what_it_does(command: Command):
+    done = command(*FIT, "--run", "talk", "--trainer.val_check_interval=2")
+    assert done.code == 0, done.err
+    for part in ("Mamba2", "GatedDeltaNet", "SlidingWindowAttention", "whole model", "sample after 2 steps"):
+        assert part in done.out
+    assert "interpolated bigram model" in done.out.split("talk: 4 steps, 256 tokens")[1]
+    assert "Warning" not in done.err  # library authors' business
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(command: Command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("time.strftime", lambda _: "20300101-120000")
+    for _ in range(2):
+        command(*FIT, "--trainer.max_steps=1", "--trainer.limit_val_batches=0")
+    assert sorted(path.name for path in Path("runs").iterdir()) == [
+        "gdn_h2-20300101-120000",
+        "gdn_h2-20300101-120000-2",
+    ]
+
+
+def test_a_failed_start_does_not_use_up_the_name(command: Command):
+    assert command(*FIT, "--run", "x", "--optim.initial_weights=typo").code == 2
+    assert command(*FIT, "--run", "x", "--trainer.max_steps=1").code == 0
+
+
+def test_evaluation_of_a_run(command: Command, finished: Path):
+    run = str(finished / "runs" / "done")
+    validated, tested = command("validate", "--checkpoint", run), command("test", "--checkpoint", run)
+    assert validated.code == tested.code == 0, validated.err + tested.err
+    results = json.loads((finished / "runs" / "done" / "results.json").read_text())
+    assert f"{results['val_loss']:.5f}"[:7] in validated.out  # the same two batches
+    assert "test_loss" in tested.out
+    predicted = command("predict", "--checkpoint", run, "--output", "p.jsonl", "--trainer.limit_predict_batches=2")
+    assert predicted.code == 0, predicted.err
+    rows = [json.loads(line) for line in Path("p.jsonl").read_text().splitlines()]
+    assert [len(row["losses"]) for row in rows] == [32] * 4
+    mean = sum(sum(row["losses"]) for row in rows) / 128
+    assert mean == pytest.approx(results["val_loss"], abs=1e-4)
+
+
+def test_generate(command: Command, finished: Path):
+    ask = ("generate", "--checkpoint", str(finished / "runs" / "done"), "--max_new_tokens", "5", "--prompt", "def ")
+    first = command(*ask, "--seed=1")
+    assert first.code == 0, first.err
+    assert first.out.startswith("def ")
+    assert len(first.out) > len("def \n")
+    assert command(*ask, "--seed=1").out == first.out
+    assert command(*ask, "--seed=2").out != first.out
+    assert command(*ask, "--temperature=0").out == command(*ask, "--temperature=0").out
+
+
+# --- help
+
+
+def test_help_shows_every_verb(command: Command):
+    shown = command("--help")
+    assert shown == command() == command("-h")
+    assert shown.code == 0
+    for verb in ("fit", "validate", "test", "predict", "generate", "mixers"):
+        assert f"\n  {verb} " in shown.out
+    assert "python cli.py fit --config gdn_h2.yaml" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 120
+
+
+def test_help_of_a_verb_shows_its_keys(command: Command):
+    fit, validate, generate = (command(verb, "--help") for verb in ("fit", "validate", "generate"))
+    assert fit.code == validate.code == generate.code == 0
+    for key in ("--model.hidden_size", "--optim.learning_rate", "--data", "--trainer.max_steps", "--run", "--resume"):
+        assert key in fit.out, key
+    assert "Size of the residual stream" in fit.out  # from the docstring of the constructor
+    assert "runs/NAME" in fit.out
+    assert "--checkpoint" in validate.out
+    assert "\n  --resume RESUME" in fit.out
+    assert "\n  --resume" not in validate.out
+    assert "the likeliest token" in generate.out
+
+
+def test_table_of_mixers(command: Command):
+    table = command("mixers")
+    assert table.code == 0
+    for name in mixers.names():
+        assert f" {name} " in table.out
+        assert mixers.entry(name).recurrence[:40] in table.out
+    assert "grows" in table.out
+    narrow = command("mixers", "--hidden_size=64", "--num_heads=2")
+    assert narrow.out != table.out
+    assert "hidden size 64, 2 heads" in narrow.out
+
+
+def test_everything_about_one_mixer(command: Command):
+    page = command("mixers", "GatedDeltaNet")
+    assert page.code == 0
+    assert mixers.entry("GatedDeltaNet").paper in page.out
+    assert "allow_neg_eigval:" in page.out
+
+
+# --- a mixer of one's own
+
+OWN = '''
+"""A mixer that the project has never heard of."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kernels import at_least_fp32
+from mixers import LinearMixer, Projection, Streams, split_heads
+
+
+class Forgetful(LinearMixer):
+    """S_t = f_t S_{t-1} + k_t v_t^T with one gate f_t per head."""
+
+    def __init__(self, site, *, num_heads: int | None = None):
+        num_heads, size = site.heads(num_heads)
+        super().__init__(site, num_heads=num_heads, key_size=size, value_size=size)
+        width = num_heads * size
+        self.in_proj = Projection(site.hidden_size, {"q": width, "k": width, "v": width, "f": self.gate_heads})
+        self.out_proj = nn.Linear(width, site.hidden_size, bias=False)
+
+    def project(self, x):
+        q, k, v, f = self.in_proj(x)
+        return Streams(*(split_heads(s, self.num_heads) for s in (q, k, v)), f)
+
+    def gates(self, s):
+        return s.replace(log_decay=F.logsigmoid(at_least_fp32(s.log_decay)))
+
+    def readout(self, o, s):
+        return self.out_proj(o.flatten(2))
+'''
+
+
+def test_a_mixer_in_a_file_of_ones_own(command: Command, desk: Path):
+    assert len(OWN.strip().splitlines()) < 40
+    (desk / "my_mixers.py").write_text(OWN)
+    (desk / "mine.yaml").write_text("""
+model:
+  stack:
+    class_path: H1
+    init_args:
+      first: my_mixers.Forgetful
+      second: {class_path: Expanded, init_args: {factor: 2, mixer: {class_path: my_mixers.Forgetful}}}
+""")
+    done = command("fit", "--config", "mine.yaml", "--config", "tiny.yaml", "--run", "mine")
+    assert done.code == 0, done.err
+    assert done.out.count("Forgetful") == 2  # two kinds of layers, as one is expanded
+    assert json.loads(Path("runs/mine/results.json").read_text())["status"] == "complete"
+    slots = ["--config", "mine.yaml", "--model.stack.first.num_heads=1"]
+    assert resolved(command, *slots)["model"]["stack"]["init_args"]["first"]["init_args"]["num_heads"] == 1
+    mixers.check_mixer(mixers.get("my_mixers.Forgetful"))
+
+
+# --- mistakes
+
+
+@pytest.fixture(scope="session")
+def messy(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a complete run, and with files that are not what they should be."""
+    folder = tmp_path_factory.mktemp("messy") / "desk"
+    shutil.copytree(finished, folder)
+    checkpoint = (folder / "runs" / "done" / "checkpoints" / "last.ckpt").read_bytes()
+    for name, data in {
+        "empty.txt": b"",
+        "binary.txt": bytes(range(256)),
+        "latin.txt": "café ".encode("latin-1") * 99,
+        "short.txt": b"hello\n",
+        "file": b"not a folder",
+        "letters.yaml": b"model: {stack: {class_path: Pattern, init_args: {pattern: MX, mixers: {M: Mamba2}}}}\n",
+        "list.yaml": b"- model\n- data\n",
+        "open.yaml": b"model: {hidden_size: 3\n",
+        "empty.yaml": b"\n",
+        "picture.yaml": b"\x89PNG\xff\xfe",
+        "typo.yaml": b"model: {stack: {second: {mixer: {num_head: 2}}}}\n",
+        "top.yaml": b"optimiser: {learning_rate: 1}\n",
+        "cut.ckpt": checkpoint[: len(checkpoint) // 2],
+        "nothing.ckpt": b"",
+    }.items():
+        (folder / name).write_bytes(data)
+    torch.save({"state_dict": {"weight": torch.zeros(2)}}, folder / "foreign.ckpt")
+    (folder / "runs" / "young").mkdir()
+    return folder
+
+
+ASK = ("generate", "--checkpoint", "runs/done")
+SECOND = "model.stack.second"
+MISTAKES = {
+    # what does not exist
+    (): ("model.stack", "config"),
+    ("--config", "gdn_h3.yaml"): ("'gdn_h3.yaml'", "configs/", "did you mean 'gdn_h2.yaml'?"),
+    ("--config", "size/400m.yaml"): ("model.stack", "config"),
+    ("gdn_h2.yaml",): ("'gdn_h2.yaml'", "--key=value"),
+    (*FIT[1:], "--model.stack.first.mixer=Manba2"): ("model.stack.first.mixer", "'Manba2'", "did you mean 'Mamba2'?"),
+    (*FIT[1:], "--model.stack.third=SlidingWindow"): ("model.stack.third", "did you mean 'SlidingWindowAttention'?"),
+    (*FIT[1:], "--model.stack=H3"): ("model.stack", "'H3'", "did you mean 'H2'?"),
+    (*FIT[1:], "--model.stack.first=no.such.Mixer"): ("model.stack.first", "'no.such.Mixer'", "cannot be imported"),
+    (*FIT[1:], "--model.stack.first=json.JSONDecoder"): ("model.stack.first", "json.JSONDecoder is no TokenMixer"),
+    # keys
+    (*FIT[1:], "--modle.hidden_size=64"): ("modle.hidden_size", "did you mean 'model'?"),
+    (*FIT[1:], "--model.hiden_size=64"): ("model.hiden_size", "did you mean 'hidden_size'?"),
+    (*FIT[1:], "--model.stack.secnd.factor=2"): ("model.stack.secnd", "did you mean 'second'?"),
+    (*FIT[1:], f"--{SECOND}.factr=2"): (f"{SECOND}.factr", "did you mean 'factor'?"),
+    (*FIT[1:], f"--{SECOND}.mixer.num_head=2"): (f"{SECOND}.mixer.num_head", "did you mean 'num_heads'?"),
+    (*FIT[1:], f"--{SECOND}.mixer.qk.nrm=l1"): (f"{SECOND}.mixer.qk.nrm", "did you mean 'norm'?"),
+    (*FIT[1:], "--config", "typo.yaml"): (f"{SECOND}.mixer.num_head", "did you mean 'num_heads'?"),
+    (*FIT[1:], "--config", "top.yaml"): ("optimiser", "did you mean 'optim'?"),
+    (*FIT[1:], "--optim.learning_rat=1"): ("optim.learning_rat", "did you mean 'learning_rate'?"),
+    (*FIT[1:], "--data.sequence_lenght=8"): ("data.sequence_lenght", "did you mean 'sequence_length'?"),
+    (*FIT[1:], "--trainer.max_step=8"): ("trainer.max_step", "did you mean 'max_steps'?"),
+    (*FIT[1:], "--model.stack=Uniform"): ("model.stack", "Uniform needs a value for mixer"),
+    # values
+    (*FIT[1:], "--model.hidden_size=wide"): ("model.hidden_size", "'wide' is no whole number"),
+    (*FIT[1:], "--model.vocab_size=many"): ("model.vocab_size", "'many' is no whole number"),
+    (*FIT[1:], f"--{SECOND}.mixer.num_heads=two"): (f"{SECOND}.mixer.num_heads", "'two' is no whole number"),
+    (*FIT[1:], "--optim.learning_rate=fast"): ("optim.learning_rate", "'fast' is no number"),
+    (*FIT[1:], "--optim.schedule=cosinus"): ("optim.schedule", "'cosinus' is not one of cosine, constant, wsd"),
+    (*FIT[1:], f"--{SECOND}.mixer.qk.norm=l3"): (f"{SECOND}.mixer.qk.norm", "'l3' is not one of none, l2, l1"),
+    (*FIT[1:], "--trainer.precision=12"): ("trainer.precision", "'12' is not one of", "bf16-mixed"),
+    (*FIT[1:], "--model.num_heads=5"): ("num_heads", "5 does not divide hidden_size 32"),
+    (*FIT[1:], f"--{SECOND}.factor=0"): ("factor", "0 must be at least 1"),
+    (*FIT[1:], f"--{SECOND}.mixer=SlidingWindowAttention"): (f"{SECOND}.mixer", "does not fit here", "LinearMixer"),
+    # data
+    (*FIT[1:], "--data.path=missing.txt"): ("data.path", "missing.txt does not exist"),
+    (*FIT[1:], "--data.path=empty.txt"): ("data.path", "empty.txt is empty"),
+    (*FIT[1:], "--data.path=binary.txt"): ("data.path", "binary.txt is binary"),
+    (*FIT[1:], "--data.path=latin.txt"): ("data.path", "latin.txt is not UTF-8"),
+    (*FIT[1:], "--data.path=short.txt"): ("data.sequence_length is 32", "tokens"),
+    (*FIT[1:], "--data.sequence_length=500000"): ("data.sequence_length is 500000", "tokens"),
+    (*FIT[1:], "--model.vocab_size=300"): ("model.vocab_size", "300 is smaller than the tokenizer's 512 tokens"),
+    (*FIT[1:], "--data.tokenizer=file"): ("data.tokenizer", "file is not a tokenizer.json"),
+    # what the constructors refuse themselves, at any depth
+    (*FIT[1:], "--data.batch_size=0"): ("data.batch_size is 0", "at least 1"),
+    (*FIT[1:], "--data.packing=rows"): ("data.packing", "'rows' is not one of windows, documents"),
+    (*FIT[1:], "--checkpoints.every_n_steps=0"): ("every_n_steps is 0",),
+    ("--config", "letters.yaml", "--config", "tiny.yaml"): ("pattern", "'MX' has no mixer for ['X']"),
+    # files that are no configs
+    ("--config", "list.yaml"): ("config", "list.yaml holds no keys"),
+    ("--config", "empty.yaml"): ("config", "empty.yaml holds no keys"),
+    ("--config", "open.yaml"): ("config", "open.yaml is not YAML"),
+    ("--config", "picture.yaml"): ("config", "picture.yaml cannot be read as text"),
+    # runs and checkpoints
+    (*FIT[1:], "--run", "done"): ("runs/done exists already", "--resume runs/done"),
+    (*FIT[1:], "--run", "file/x"): ("the folder file/x cannot be made",),
+    ("--resume", "runs/nome"): ("there is no run runs/nome", "the latest is runs/"),
+    ("--resume", "young"): ("runs/young has no checkpoint",),
+    ("--resume", "cut.ckpt"): ("cut.ckpt is a file", "the run's folder"),
+    ("--resume", "done", "--run", "x"): ("--run", "--resume", "one of them"),
+    ("--resume", "done", "--model.hidden_size=64", "--trainer.max_steps=6"): ("the checkpoint does not fit the model",),
+    ("--resume", "done", "--data.seed=1", "--trainer.max_steps=6"): ("data.seed is 1", "trained with 0"),
+    (*FIT[1:], "--optim.initial_weights=cut.ckpt"): ("cut.ckpt is truncated or not a checkpoint",),
+    (*FIT[1:], "--optim.initial_weights=foreign.ckpt"): ("foreign.ckpt does not fit the model",),
+    ("validate",): ("--checkpoint runs/NAME",),
+    ("validate", "--checkpoint", "foreign.ckpt"): ("foreign.ckpt is not a checkpoint of this project",),
+    ("validate", "--checkpoint", "runs/done", "--model.hidden_size=64"): ("the checkpoint does not fit the model",),
+    ("predict", "--checkpoint", "runs/done", "--output", "file"): ("output", "file exists already"),
+    ("predict", "--checkpoint", "runs/done", "--output", "no/p.jsonl"): ("output", "the folder no does not exist"),
+    # devices
+    (*FIT[1:], "--trainer.accelerator=abacus"): ("trainer", "abacus"),
+    (*FIT[1:], "--trainer.devices=0"): ("trainer", "devices"),
+    (*FIT[1:], "--trainer.strategy=magic"): ("trainer", "magic"),
+    # other verbs
+    ("train",): ("'train' is no verb", "fit, validate"),
+    ("fti",): ("did you mean 'fit'?",),
+    ("generate",): ("checkpoint",),
+    ("generate", "--checkpoint", "done"): ("there is nothing at done; did you mean runs/done?",),
+    ("generate", "--checkpoint", "cut.ckpt"): ("cut.ckpt is truncated or not a checkpoint",),
+    ("generate", "--checkpoint", "nothing.ckpt"): ("nothing.ckpt is truncated or not a checkpoint",),
+    (*ASK, "--promt=x"): ("promt", "did you mean 'prompt'?"),
+    (*ASK, "--temperature=hot"): ("temperature", "'hot' is no number"),
+    (*ASK, "--temperature=-1"): ("temperature is -1",),
+    (*ASK, "--top_p=2"): ("top_p is 2",),
+    (*ASK, "--max_new_tokens=0"): ("max_new_tokens is 0",),
+    (*ASK, "--device=abacus"): ("device: abacus cannot be used here",),
+    ("mixers", "GatedDeltaNte"): ("did you mean 'GatedDeltaNet'?",),
+    ("mixers", "--hidden_size=100"): ("num_heads: 8 does not divide hidden_size 100",),
+}
+VERBS = ("fit", "fti", "train", "validate", "predict", "generate", "mixers")
+
+
+@pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
+def test_a_mistake_is_one_sentence(
+    arguments: tuple[str, ...], command: Command, messy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(messy)
+    before = contents(messy)
+    failed = command(*arguments) if arguments and arguments[0] in VERBS else command("fit", *arguments)
+    assert failed.code == 2
+    (line,) = (line for line in failed.err.splitlines() if line.startswith("error: "))
+    assert failed.err.endswith(line + "\n")  # it is the last thing on the screen
+    for part in MISTAKES[arguments]:
+        assert part in line
+    assert len(line) < 700
+    for jargon in ("Traceback", "Parser key", "Namespace(", "<class", "subcommand"):
+        assert jargon not in failed.err
+    assert contents(messy) == before  # nothing is overwritten, nothing left behind
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_a_folder_that_cannot_be_written(command: Command, desk: Path):
+    (desk / "runs").mkdir(mode=0o500)
+    failed = command(*FIT, "--run", "x")
+    assert failed.code == 2
+    assert "runs/x cannot be made: Permission denied" in failed.err
+
+
+def test_exit_code_and_stream_of_a_process(desk: Path, shared_cache: Path):
+    process = start(desk, shared_cache, "fit", "--config", "gdn_h3.yaml")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert out == ""
+    assert err.splitlines() == [
+        "error: config: 'gdn_h3.yaml' is neither a file nor one of configs/; did you mean 'gdn_h2.yaml'?"
+    ]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError])
+@pytest.mark.parametrize("place", ["mixers.GatedDeltaNet", "zoo.LanguageModel", "zoo.data.TextData", "zoo.stack.H2"])
+def test_a_bug_of_ours_keeps_its_traceback(
+    place: str, kind: type[Exception], command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    original = functools.reduce(getattr, place.split(".")[1:], {"mixers": mixers, "zoo": zoo}[place.split(".")[0]])
+
+    @functools.wraps(original.__init__)
+    def broken(self, *args, **kwargs):
+        raise kind("a bug")
+
+    monkeypatch.setattr(original, "__init__", broken)
+    with pytest.raises(Exception) as raised:  # not the exit with code 2
+        command(*FIT, "--run", "x")
+    assert "a bug" in str(raised.getrepr())  # the parser may raise its own from it; the traceback shows both
+
+
+def test_a_mistake_is_an_exception_in_python(desk: Path):
+    with pytest.raises(UserError, match="'train' is no verb"):
+        cli.run(["train"])
+
+
+def test_the_repository_stays_clean():
+    """Runs go to the working directory, which the tests keep elsewhere."""
+    assert not (ROOT / "tests" / "runs").exists()
