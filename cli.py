@@ -25,14 +25,13 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI  # noqa:
 from lightning.pytorch.loggers import Logger  # noqa: E402
 from lightning.pytorch.utilities.exceptions import MisconfigurationException  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rich.markup import escape  # noqa: E402
-from rich.table import Table  # noqa: E402
 
 import mixers  # noqa: E402
 import zoo  # noqa: E402
 from kernels import UserError  # noqa: E402
 from zoo import config as configs  # noqa: E402
 from zoo.callbacks import StepSeeds, Throughput  # noqa: E402
+from zoo.catalogue import catalogue, page  # noqa: E402
 from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
 from zoo.curves import MetricsFile  # noqa: E402
 from zoo.generate import generate as generate_text  # noqa: E402
@@ -136,7 +135,8 @@ class CLI(LightningCLI):
         if config.resume:
             folder = find_run(config.resume)
         else:
-            folder = new_run(config.run, Path(str(config.config[0])).stem if config.config else "run")
+            files = [Path(str(file)) for file in config.config or [] if str(file).endswith((".yaml", ".yml"))]
+            folder = new_run(config.run, files[0].stem if files else "run")
         trainer["default_root_dir"] = str(folder)
         trainer["logger"].insert(0, MetricsFile(folder))
         trainer["enable_checkpointing"] = True
@@ -148,6 +148,14 @@ class CLI(LightningCLI):
             *(configs.instantiate(key, config) for key in ("checkpoints", "samples", "loss_curve")),
             ResultRow(),
         ]
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except SystemExit as error:  # Lightning ends the process after Ctrl-C, with code 1
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None
+            raise
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         arguments = super()._prepare_subcommand_kwargs(subcommand)
@@ -193,7 +201,7 @@ def lightning(verb: str, arguments: list[str]) -> int:
             arguments = ["--config", str(path), *arguments]
         sys.argv = [sys.argv[0]]  # LightningCLI warns of arguments in two places
         usage = f"cli.py {verb} --config NAME [--config OVERLAY …] [--key=value …]"
-        cli = CLI(
+        CLI(
             Pretraining,
             L.LightningDataModule,
             save_config_callback=None,
@@ -201,9 +209,9 @@ def lightning(verb: str, arguments: list[str]) -> int:
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             parser_kwargs={verb: {"usage": usage, "description": DESCRIPTIONS[verb]}},
-            args=[verb, *arguments],
+            args=[verb, *configs.nulls_as_overlays(arguments)],
         )
-    return 130 if cli.trainer.interrupted else 0
+    return 0
 
 
 def generate(
@@ -253,28 +261,10 @@ def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int
         name: A mixer; without it, all of them.
         hidden_size: Size of the residual stream.
         num_heads: Heads of the model.
-        length: Sequence length for the FLOPs, and for states that grow.
+        length: Tokens of a sequence, for the FLOPs and for states that grow.
     """
-    console = Console()
-    if name is not None:
-        entry = mixers.entry(name)
-        console.print(f"[bold]{name}[/bold]   {entry.paper}\n", highlight=False)
-        console.print(entry.mixer.__doc__ or "", highlight=False, markup=False)
-        return
-    caption = f"one layer at hidden size {hidden_size}, {num_heads} heads; FLOPs and growing states at {length} tokens"
-    table = Table(caption=caption, caption_justify="left", show_lines=True)
-    table.add_column("mixer")
-    for column in ("parameters", "state", "MFLOP a token"):
-        table.add_column(column, justify="right")
-    for each in mixers.names():
-        entry = mixers.entry(each)
-        with configs.torch.device("meta"):
-            mixer = entry.mixer(mixers.Site(hidden_size, num_heads))
-        size = f"{mixer.state_size(length):,}" + ("" if mixer.constant_state else "\ngrows")
-        parameters = sum(p.numel() for p in mixer.parameters())
-        about = f"[bold]{each}[/bold]\n{escape(entry.recurrence)}\n[dim]{escape(entry.paper)}[/dim]"
-        table.add_row(about, f"{parameters:,}", size, f"{mixer.flops(length) / length / 1e6:.1f}")
-    console.print(table)
+    site = mixers.Site(hidden_size, num_heads)
+    Console().print(catalogue(site, length) if name is None else page(name, site, length))
 
 
 def function(verb: Callable[..., None], arguments: list[str], positional: str | None = None) -> int:

@@ -12,6 +12,7 @@ from .errors import UserError
 from .flops import attention_flops, recurrence_flops
 from .linear_recurrence import linear_recurrence
 from .norm import gated_rms_norm, rms_norm
+from .selective_scan import selective_scan
 from .short_conv import short_conv
 from .window_attention import window_attention
 
@@ -30,6 +31,7 @@ __all__ = [
     "linear_recurrence",
     "recurrence_flops",
     "rms_norm",
+    "selective_scan",
     "short_conv",
     "window_attention",
 ]

@@ -65,6 +65,11 @@ def short_conv(
 
 def _convolve(line: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[B,W−1+T,C] → [B,T,C]. As a picture of one row with channels last: three times faster on CPUs than conv1d."""
-    bias = None if bias is None else bias.to(line.dtype)
-    y = F.conv2d(line.mT.unsqueeze(2), weight.to(line.dtype).unsqueeze(2), bias, groups=line.shape[2])
+    weight, bias = weight.to(line.dtype), None if bias is None else bias.to(line.dtype)
+    if line.dtype == torch.float64 and not line.is_cuda:
+        # PyTorch opens a parallel region per channel here: seconds on a busy machine
+        T = line.shape[1] - weight.shape[2] + 1
+        y = sum((line[:, j : j + T] * weight[:, 0, j] for j in range(weight.shape[2])), line.new_zeros(()))
+        return y if bias is None else y + bias
+    y = F.conv2d(line.mT.unsqueeze(2), weight.unsqueeze(2), bias, groups=line.shape[2])
     return y.squeeze(2).mT.contiguous()

@@ -5,30 +5,55 @@ from kernels import UserError
 from .attention import SlidingWindowAttention, SoftmaxAttention
 from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, positions
 from .contract import ContractError, check_mixer
-from .decay import Discretisation
+from .cosformer2 import CosFormer2
+from .decay import ConstantDecay, Discretisation, alibi_slopes
+from .deltanet import DeltaNet
 from .expansion import Expanded, Expansion, HeadWise
-from .features import FeatureMap, Features, Rotary
+from .features import LRPE, FeatureMap, Features, Rotary
 from .gated_deltanet import GatedDeltaNet
+from .gla import GLA
+from .hgrn1 import HGRN1
+from .hgrn2 import HGRN2
+from .linear_attention import LinearAttention
+from .mamba1 import Mamba1
 from .mamba2 import Mamba2
-from .norm import GatedRMSNorm, RMSNorm
+from .norm import GatedRMSNorm, GateOnly, NormOnly, Output, RMSNorm
 from .projection import Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
+from .retnet import RetNet
+from .tnl import TNL
+from .tpe import TPE
 
 __all__ = [
+    "GLA",
+    "HGRN1",
+    "HGRN2",
+    "LRPE",
+    "TNL",
+    "TPE",
+    "ConstantDecay",
     "ContractError",
+    "CosFormer2",
+    "DeltaNet",
     "Discretisation",
     "Expanded",
     "Expansion",
     "FeatureMap",
     "Features",
+    "GateOnly",
     "GatedDeltaNet",
     "GatedRMSNorm",
     "HeadWise",
+    "LinearAttention",
     "LinearMixer",
     "LinearState",
+    "Mamba1",
     "Mamba2",
+    "NormOnly",
+    "Output",
     "Projection",
     "RMSNorm",
+    "RetNet",
     "Rotary",
     "Site",
     "SlidingWindowAttention",
@@ -36,6 +61,7 @@ __all__ = [
     "Streams",
     "TokenMixer",
     "UserError",
+    "alibi_slopes",
     "check_mixer",
     "did_you_mean",
     "entry",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import kernels
 
-from .base import Site, TokenMixer, positions
+from .base import Site, TokenMixer, dense_flops, positions
 from .features import FeaturePath, Features, Rotary
 from .projection import Projection, split_heads
 from .registry import register
@@ -129,8 +129,7 @@ class SoftmaxAttention(TokenMixer):
         return 2 * keys * self.num_kv_heads * self.head_dim
 
     def flops(self, length: int) -> int:
-        dense = 2 * length * sum(p.numel() for p in self.parameters() if p.dim() > 1)
-        return dense + kernels.attention_flops(
+        return dense_flops(self, length) + kernels.attention_flops(
             length, heads=self.num_heads, head_dim=self.head_dim, window_size=self.window_size
         )
 

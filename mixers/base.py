@@ -245,10 +245,8 @@ class LinearMixer(TokenMixer):
         return math.prod(self._matrix_shape)
 
     def flops(self, length: int) -> int:
-        # every weight with two or more axes meets every token once, short convolutions and expansions included
-        dense = 2 * length * sum(p.numel() for p in self.parameters() if p.dim() > 1)
         _, key_size, value_size = self._matrix_shape
-        return dense + kernels.recurrence_flops(
+        return dense_flops(self, length) + kernels.recurrence_flops(
             type(self).recurrence,
             length,
             heads=self.num_heads,
@@ -258,6 +256,23 @@ class LinearMixer(TokenMixer):
             value_size=value_size,
             per_channel=self.decay_per_channel,
         )
+
+
+def dense_flops(module: nn.Module, length: int) -> int:
+    """FLOPs of the weights of a layer: each matrix, convolution or expansion meets each of `length` tokens once.
+
+    What a module exempts from weight decay (angles, bounds) is no matrix.
+    """
+    return (
+        2
+        * length
+        * sum(
+            parameter.numel()
+            for part in module.modules()
+            for name, parameter in part.named_parameters(recurse=False)
+            if parameter.dim() > 1 and name not in getattr(part, "no_weight_decay", ())
+        )
+    )
 
 
 def positions(x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
-"""Data-dependent decay as Mamba2 and Gated DeltaNet make it."""
+"""Decay: data-dependent as Mamba2 and Gated DeltaNet make it, and constant as TNL and RetNet do."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +17,13 @@ class Discretisation(nn.Module):
 
     Args:
         size: Number of recurrences.
-        low: Smallest initial A.
+        low: Smallest initial A; Gated DeltaNet's 0 by default, Mamba2's is 1.
         high: Largest initial A.
     """
 
     no_weight_decay = ("A_log", "dt_bias")
 
-    def __init__(self, size: int, low: float, high: float):
+    def __init__(self, size: int, low: float = 0.0, high: float = 16.0):
         super().__init__()
         self.low, self.high = low, high
         self.A_log, self.dt_bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
@@ -39,3 +40,32 @@ class Discretisation(nn.Module):
         """a [...,size] → log_decay and dt, the same shape."""
         dt = F.softplus(at_least_fp32(a) + at_least_fp32(self.dt_bias))
         return -at_least_fp32(self.A_log).exp() * dt, dt
+
+
+class ConstantDecay(nn.Module):
+    """A log decay for each recurrence that is a number, not a parameter.
+
+    It is kept in at least fp32 whatever the module's dtype: in bf16 a decay of 1 − 2⁻⁹ would be none.
+
+    Args:
+        log_decay: The log decays, ≤ 0.
+    """
+
+    def __init__(self, log_decay: Sequence[float]):
+        super().__init__()
+        self.log_decay = tuple(log_decay)
+        self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def forward(self, like: Tensor) -> Tensor:
+        """The log decays on the device of `like`; the same tensor each time, so that its values are checked once."""
+        key = (like.device, torch.promote_types(like.dtype, torch.float32))
+        if key not in self._on:
+            self._on[key] = torch.tensor(self.log_decay, device=key[0], dtype=key[1])
+        return self._on[key]
+
+
+def alibi_slopes(count: int) -> list[float]:
+    """The slopes of ALiBi (arXiv 2108.12409): 2^(−8i/count), and its interpolation where count is no power of two."""
+    lower = 2 ** int(math.log2(count))
+    slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
+    return slopes if lower == count else slopes + alibi_slopes(2 * lower)[::2][: count - lower]

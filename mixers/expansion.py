@@ -1,4 +1,4 @@
-"""State expansion (paper 000, section 4). The only file that knows about it."""
+"""State expansion: Liu et al., "Scaling up the State Size of RNN LLMs", section 4. The only file that knows about it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class Expand:
 
 
 class Expanded(LinearMixer):
-    """Any LinearMixer with a recurrent state `factor` times larger (paper 000).
+    """Any LinearMixer with a recurrent state `factor` times larger (Liu et al., section 4).
 
     A factory that reads as a class: it builds the inner mixer at a site that carries the request, and there is no
     wrapper at run time. `factor: 1` is the inner mixer itself.

@@ -129,3 +129,31 @@ class Rotary(FeatureMap):
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class LRPE(FeatureMap):
+    """[cos(θt)·x, sin(θt)·x] with a learned θ per channel: the size doubles (cosFormer2; arXiv 2307.09270).
+
+    θ starts at base^(−2j/d) over all d channels, as in the original authors' code.
+
+    Args:
+        heads: Number of heads.
+        size: Size of a head.
+        base: The slowest channel turns by about 1/base² a token.
+    """
+
+    no_weight_decay = ("theta",)
+
+    def __init__(self, heads: int, size: int, *, base: float = 10000.0):
+        super().__init__(heads, size)
+        self.base, self.out_size, self.theta = base, 2 * size, nn.Parameter(torch.empty(heads, size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        channel = torch.arange(self.theta.numel(), device=self.theta.device, dtype=torch.float32)
+        self.theta.copy_((self.base ** (-2 * channel / self.theta.numel())).view_as(self.theta))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        angle = positions[..., None, None] * kernels.at_least_fp32(self.theta)
+        return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)

@@ -1,5 +1,7 @@
 """Gated DeltaNet."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 import kernels
@@ -7,20 +9,20 @@ import kernels
 from .base import LinearMixer, Site, Streams
 from .decay import Discretisation
 from .features import Features
-from .norm import GatedRMSNorm
+from .norm import GatedRMSNorm, Output
 from .projection import Projection, split_heads
 from .registry import register
 
 
 @register(
     recurrence="S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ",
-    paper="004: Gated Delta Networks, arXiv 2412.06464",
+    paper="Gated Delta Networks, arXiv 2412.06464",
 )
 class GatedDeltaNet(LinearMixer):
-    """S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ (paper 004).
+    """S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ (arXiv 2412.06464).
 
     The state forgets by exp(g_t) and replaces by β_t what it answers to the key k_t. Queries, keys and values pass a
-    short convolution and SiLU; queries and keys have length one. Sizes default to paper 000's: H·K = hidden, V = K.
+    short convolution and SiLU; queries and keys have length one. Sizes default to H·K = hidden and V = K.
 
     Args:
         site: Where the layer stands.
@@ -30,6 +32,8 @@ class GatedDeltaNet(LinearMixer):
         num_key_heads: Key heads, shared by groups of value heads; num_heads by default.
         qk: Features of queries and keys.
         v: Features of values.
+        decay: What makes the decay of `size` recurrences; null for none (the naive delta rule).
+        output: Norm and gate of the output: GatedRMSNorm, NormOnly or GateOnly.
         allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
     """
 
@@ -45,6 +49,8 @@ class GatedDeltaNet(LinearMixer):
         num_key_heads: int | None = None,
         qk: Features = Features(4, activation="silu", norm="l2"),
         v: Features = Features(4, activation="silu"),
+        decay: Callable[[int], Discretisation] | None = Discretisation,
+        output: Callable[[int], Output] = GatedRMSNorm,
         allow_neg_eigval: bool = False,
     ):
         num_heads, head_dim = site.heads(num_heads, head_dim)
@@ -59,24 +65,28 @@ class GatedDeltaNet(LinearMixer):
             k=qk,
             v=v,
         )
+        self.decay = None if decay is None else decay(self.gate_heads)
+        self.o_norm = output(value_dim)
         keys, values = self.num_key_heads * head_dim, num_heads * value_dim
-        self.in_proj = Projection(
-            site.hidden_size,
-            {"q": keys, "k": keys, "v": values, "g": values, "a": self.gate_heads, "b": self.gate_heads},
-        )
-        self.decay = Discretisation(self.gate_heads, 0, 16)
-        self.o_norm = GatedRMSNorm(value_dim, eps=1e-5)
+        widths = {"q": keys, "k": keys, "v": values, "g": values, "a": self.gate_heads, "b": self.gate_heads}
+        if not self.o_norm.gated:
+            del widths["g"]
+        if self.decay is None:
+            del widths["a"]
+        self.in_proj = Projection(site.hidden_size, widths)
         self.o_proj = nn.Linear(values, site.hidden_size, bias=False)
         self.beta_max = 2.0 if allow_neg_eigval else 1.0
 
     def project(self, x: Tensor) -> Streams:
-        q, k, v, g, a, b = self.in_proj(x)
+        parts = dict(zip(self.in_proj.widths, self.in_proj(x), strict=True))
         G, H = self.num_key_heads, self.num_heads
-        return Streams(split_heads(q, G), split_heads(k, G), split_heads(v, H), a, b, split_heads(g, H))
+        q, k, v = split_heads(parts["q"], G), split_heads(parts["k"], G), split_heads(parts["v"], H)
+        gate = split_heads(parts["g"], H) if "g" in parts else None
+        return Streams(q, k, v, parts.get("a"), parts["b"], gate)
 
     def gates(self, s: Streams) -> Streams:
         assert s.beta is not None
-        log_decay, _ = self.decay(s.log_decay)
+        log_decay = None if self.decay is None or s.log_decay is None else self.decay(s.log_decay)[0]
         return s.replace(log_decay=log_decay, beta=self.beta_max * kernels.at_least_fp32(s.beta).sigmoid())
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:

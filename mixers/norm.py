@@ -1,6 +1,9 @@
-"""Root-mean-square normalisation as a module."""
+"""Root-mean-square normalisation as a module, and what mixers do with their output: norm, gate, or both."""
+
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
@@ -26,8 +29,20 @@ class RMSNorm(nn.Module):
         return kernels.rms_norm(x, self.weight, self.eps)
 
 
-class GatedRMSNorm(RMSNorm):
-    """RMSNorm(x) · SiLU(gate), or, with `gate_first`, RMSNorm(x · SiLU(gate)).
+class Output(nn.Module):
+    """What stands between the recurrence and the output projection: o [...,size], gate [...,size] → [...,size].
+
+    Subclass it for your own; `gated` says whether the mixer must project a gate.
+    """
+
+    gated: ClassVar[bool] = True
+
+    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+class GatedRMSNorm(Output):
+    """RMSNorm(o) · SiLU(gate), or, with `gate_first`, RMSNorm(o · SiLU(gate)).
 
     Args:
         size: Size of the last axis.
@@ -37,14 +52,51 @@ class GatedRMSNorm(RMSNorm):
     """
 
     def __init__(self, size: int, eps: float = 1e-5, *, gate_first: bool = False, groups: int = 1):
-        super().__init__(size, eps)
+        super().__init__()
+        self.eps, self.weight = eps, nn.Parameter(torch.empty(size))
         self.gate_first, self.groups = gate_first, groups
+        self.reset_parameters()
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        assert gate is not None
         if self.groups == 1:
-            return kernels.gated_rms_norm(x, gate, self.weight, self.eps, gate_first=self.gate_first)
-        cut = (self.groups, -1)
-        y = kernels.gated_rms_norm(
-            x.unflatten(-1, cut), gate.unflatten(-1, cut), None, self.eps, gate_first=self.gate_first
-        )
-        return (y.flatten(-2) * self.weight).to(x.dtype)
+            return kernels.gated_rms_norm(o, gate, self.weight, self.eps, gate_first=self.gate_first)
+        o, gate = o.unflatten(-1, (self.groups, -1)), gate.unflatten(-1, (self.groups, -1))
+        y = kernels.gated_rms_norm(o, gate, None, self.eps, gate_first=self.gate_first)
+        return (y.flatten(-2) * self.weight).to(o.dtype)
+
+
+class NormOnly(Output):
+    """RMSNorm(o) without a gate.
+
+    Args:
+        size: Size of the last axis.
+        eps: Added inside the root.
+    """
+
+    gated = False
+
+    def __init__(self, size: int, eps: float = 1e-5):
+        super().__init__()
+        self.norm = RMSNorm(size, eps)
+
+    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        return self.norm(o)
+
+
+class GateOnly(Output):
+    """o · SiLU(gate) without a norm.
+
+    Args:
+        size: Size of the last axis.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+
+    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        assert gate is not None
+        return o * F.silu(gate)

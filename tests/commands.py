@@ -40,10 +40,11 @@ def sitting_at(folder: Path, cache: Path) -> Iterator[None]:
     (folder / "tiny.yaml").write_text(TINY)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.syspath_prepend(folder)  # as `cli.py` does for itself
         patch.setenv("ZOO_CACHE", str(cache))
         patch.setenv("COLUMNS", "200")  # tables and help are not wrapped
         patch.setenv("ZOO_RUN", "")  # set by a run for the processes that it may start
-        patch.setattr(sys, "path", list(sys.path))  # the working directory is added
+        patch.setattr(sys, "path", list(sys.path))
         patch.setattr(sys, "argv", list(sys.argv))
         yield
 

@@ -4,6 +4,7 @@ Four keys make a run: `model` is LanguageModel's constructor, `optim` the optimi
 module, `trainer` Lightning's; three small ones say what a run leaves behind. Files and overrides merge in order.
 """
 
+import json
 from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ class ConfigFile(ActionConfigFile):
     """--config with bare names."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        if isinstance(values, str):
+        if isinstance(values, str) and not values.startswith("{"):
             values = str(find_config(values))
             try:
                 contents = yaml.safe_load(Path(values).read_text(encoding="utf-8"))
@@ -87,7 +88,7 @@ class Parser(LightningArgumentParser):
 def _said(error: BaseException | None) -> UserError | None:
     """What one of our own constructors said, out of the parser's wrappings; it stands as it is."""
     while error is not None and not isinstance(error, UserError):
-        error = error.__cause__ or error.__context__
+        error = error.__cause__
     return error
 
 
@@ -135,7 +136,22 @@ def read(*configs_and_overrides: str | Path) -> Namespace:
     for item in map(str, configs_and_overrides):
         arguments += [f"--{item.lstrip('-')}"] if "=" in item else ["--config", item]
     with explained(parser):
-        return parser.parse_args(arguments)
+        return parser.parse_args(nulls_as_overlays(arguments))
+
+
+def nulls_as_overlays(arguments: list[str]) -> list[str]:
+    """`--model.a.b=null` as an inline overlay: deep in a component the parser would take it for a class name."""
+    done = []
+    for argument in arguments:
+        key, _, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--model.") and value == "null":
+            overlay: Any = None
+            for part in reversed(key.split(".")):
+                overlay = {part: overlay}
+            done += ["--config", json.dumps(overlay)]
+        else:
+            done.append(argument)
+    return done
 
 
 def _parser() -> Parser:

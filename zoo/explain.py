@@ -35,6 +35,10 @@ def explain(message: str, options: Iterable[str]) -> str:
         return _unknown_class(key, found[1], owner, keys[-1] if keys else key)
     if found := re.search(r"No module named '([\w.]+)'\. Got value: (\S+?)\.?(?:\s|$)", message):
         return f"{key}: {found[2]!r} cannot be imported, as there is no module {found[1]!r} in this folder or installed"
+    if found := re.search(r"No module named '([\w.]+)'", message):
+        return f"{key}: there is no module {found[1]!r} in this folder or installed"
+    if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
+        return f"{key}: the module {found[1]!r} has no {found[2]!r}"
     if found := re.search(r"Expected '([\w.]+)' to be a subclass of <class '(?:\w+\.)*(\w+)'>", message):
         return f"{key}: {found[1]} is no {found[2]}"
     if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
@@ -172,4 +176,4 @@ def _all_subclasses(base: type) -> set[type]:
 
 
 def _subclasses(base: type) -> set[str]:
-    return {cls.__name__ for cls in _all_subclasses(base) if not cls.__name__.startswith("_")}
+    return {cls.__name__ for cls in _all_subclasses(base) or {base}}

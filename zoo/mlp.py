@@ -14,8 +14,8 @@ class ChannelMixer(nn.Module):
         return 2 * length * sum(p.numel() for p in self.parameters() if p.dim() > 1)
 
 
-class SwiGLU(ChannelMixer):
-    """W_down (SiLU(W_gate x) ⊙ W_up x) without biases (arXiv 2002.05202).
+class GLU(ChannelMixer):
+    """W_down (W_gate x ⊙ W_up x), a gate without activation, without biases (arXiv 2406.16690; 2002.05202's bilinear).
 
     Args:
         hidden_size: Size of x.
@@ -29,5 +29,21 @@ class SwiGLU(ChannelMixer):
         self.up_proj = nn.Linear(hidden_size, size, bias=False)
         self.down_proj = nn.Linear(size, hidden_size, bias=False)
 
+    def activation(self, gate: Tensor) -> Tensor:
+        """What the gate passes through."""
+        return gate
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class SwiGLU(GLU):
+    """W_down (SiLU(W_gate x) ⊙ W_up x) without biases (arXiv 2002.05202).
+
+    Args:
+        hidden_size: Size of x.
+        intermediate_size: Size between; null for 8/3 · hidden_size, rounded up to a multiple of 256.
+    """
+
+    def activation(self, gate: Tensor) -> Tensor:
+        return F.silu(gate)

@@ -1,5 +1,6 @@
 """The language model around the mixers: tokens → logits. Plain PyTorch, and it never asks which mixer it holds."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,7 @@ class LanguageModel(nn.Module):
         num_layers: Number of blocks.
         intermediate_size: Inner size of the MLPs; null for the MLP's own choice.
         mlp: The channel mixer of every block; null for none.
+        position: A mixer that replaces the embedding before the first block, such as TPE; null for none.
         tie_embeddings: Whether the head reuses the embedding matrix.
         norm_eps: Added inside the root of the norms.
         initializer_range: Standard deviation of all linear and embedding weights at the start.
@@ -57,6 +59,7 @@ class LanguageModel(nn.Module):
         num_layers: int = 6,
         intermediate_size: int | None = None,
         mlp: Callable[[int, int | None], ChannelMixer] | None = SwiGLU,
+        position: Callable[[Site], TokenMixer] | None = None,
         tie_embeddings: bool = False,
         norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
@@ -71,6 +74,7 @@ class LanguageModel(nn.Module):
         self.vocab_size, self.hidden_size, self.num_layers = vocab_size, hidden_size, num_layers
         self.initializer_range = initializer_range
         self.embeddings = nn.Embedding(vocab_size, hidden_size)
+        self.position = None if position is None else position(Site(hidden_size, num_heads, 0, num_layers))
         self.layers = nn.ModuleList()
         for layer in range(num_layers):
             mixer = stack(Site(hidden_size, num_heads, layer, num_layers))
@@ -111,8 +115,12 @@ class LanguageModel(nn.Module):
             cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
         """
         x, states = self.embeddings(tokens), []
-        for layer, block in enumerate(self.layers):
-            x, following = block(x, None if state is None else state[layer], cu_seqlens)
+        given = iter(state) if state is not None else itertools.repeat(None)
+        if self.position is not None:
+            x, following = self.position(x, next(given), cu_seqlens=cu_seqlens)
+            states.append(following)
+        for block in self.layers:
+            x, following = block(x, next(given), cu_seqlens)
             states.append(following)
         x = self.norm(x)
         logits = self.lm_head(x) if self.lm_head is not None else F.linear(x, self.embeddings.weight)
@@ -121,8 +129,12 @@ class LanguageModel(nn.Module):
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> tuple[Any, ...]:
-        """The state before the first token of `batch_size` sequences, one entry per layer."""
-        return tuple(mixer.init_state(batch_size, device, dtype) for mixer in self.mixers)
+        """The state before the first token of `batch_size` sequences: `position`'s, if any, then each layer's."""
+        return tuple(mixer.init_state(batch_size, device, dtype) for mixer in self._stateful)
+
+    @property
+    def _stateful(self) -> list[TokenMixer]:
+        return self.mixers if self.position is None else [self.position, *self.mixers]
 
     def num_parameters(self) -> int:
         """Number of parameters, shared ones once."""
@@ -130,13 +142,15 @@ class LanguageModel(nn.Module):
 
     def state_size(self, length: int | None = None) -> int | float:
         """State elements of one sequence after `length` tokens; without a length the bound, `math.inf` if none."""
-        return sum(mixer.state_size(length) for mixer in self.mixers)
+        return sum(mixer.state_size(length) for mixer in self._stateful)
 
     def flops(self, length: int) -> int:
         """Forward FLOPs of one sequence of `length` tokens; products only, the embedding look-up is free."""
         mlps = sum(block.mlp.flops(length) for block in self.layers if block.mlp is not None)  # type: ignore
         return (
-            sum(mixer.flops(length) for mixer in self.mixers) + mlps + 2 * length * self.hidden_size * self.vocab_size
+            sum(mixer.flops(length) for mixer in self._stateful)
+            + mlps
+            + 2 * length * self.hidden_size * self.vocab_size
         )
 
     @contextmanager

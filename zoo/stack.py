@@ -30,7 +30,7 @@ class Uniform(Stack):
 
 
 class H1(Stack):
-    """Two mixers in turn; in paper 004 Gated DeltaNet and sliding-window attention.
+    """Two mixers in turn; in arXiv 2412.06464 Gated DeltaNet and sliding-window attention.
 
     Args:
         first: The mixer of layers 0, 2, 4 …
@@ -42,7 +42,7 @@ class H1(Stack):
 
 
 class H2(Stack):
-    """Three mixers in turn; in paper 004 Mamba2, Gated DeltaNet and sliding-window attention.
+    """Three mixers in turn; in arXiv 2412.06464 Mamba2, Gated DeltaNet and sliding-window attention.
 
     Args:
         first: The mixer of layers 0, 3, 6 …

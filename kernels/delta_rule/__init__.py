@@ -22,7 +22,7 @@ def delta_rule(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ and read o_t = scale · S_tᵀ q_t (paper 004).
+    """Run S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ and read o_t = scale · S_tᵀ q_t (arXiv 2412.06464).
 
     Letters: B batch, T time, H value heads, G key heads (H is a multiple), E subheads, K key size, V value size,
     N documents. There are H·E recurrences: number h·E + e reads key head (h // (H/G))·E + e and value head h, and the

@@ -1,7 +1,7 @@
 """The (gated) delta rule chunk by chunk in plain PyTorch, with autograd: the CPU path.
 
 With b the log decays summed inside a chunk, D_ij = exp(b_i − b_j) for j ≤ i and N the strict lower part of D ⊙ K Kᵀ,
-the tokens of a chunk are untangled by one triangular solve (the WY form of paper 004, section 3):
+the tokens of a chunk are untangled by one triangular solve (the WY form of arXiv 2412.06464, section 3):
 
     [W, U₀] = (I + βN)⁻¹ β [e^b K, V]      U = U₀ − W S
     O = e^b ⊙ (Q S) + (Q Kᵀ ⊙ D) U         S ← e^{b_C} S + (e^{b_C − b} K)ᵀ U

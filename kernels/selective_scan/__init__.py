@@ -1,0 +1,45 @@
+"""h_t = exp(g_t·r) h_{t−1} + b_t x_t, y_t = c_t·h_t, diagonal: Mamba1, and HGRN1 with one state per channel."""
+
+from torch import Tensor
+
+from ..backend import choose
+from . import chunk, reference
+from .arguments import check
+
+IMPLEMENTATIONS = {"torch": chunk.forward, "reference": reference.forward}
+
+
+def selective_scan(
+    x: Tensor,
+    log_decay: Tensor,
+    rate: Tensor | None = None,
+    b: Tensor | None = None,
+    c: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run h_t[d,n] = exp(log_decay_t[d]·rate[d,n]) h_{t−1}[d,n] + b_t[n] x_t[d], read y_t[d] = Σ_n c_t[n] h_t[d,n].
+
+    Letters: B batch, T time, D channels, N states per channel, S sequences (B, or the documents of `cu_seqlens`).
+
+    Args:
+        x: Inputs [B,T,D].
+        log_decay: Log decay of each channel [B,T,D]; ≤ 0. (Mamba's −dt.)
+        rate: How much faster each state decays [D,N]; ≥ 0. None for one state that decays as its channel does.
+        b: Input weights [B,T,N], or None for ones.
+        c: Output weights [B,T,N], or [D,N] the same at all times, or None for ones.
+        initial_state: h_0 [S,D,N]; zeros by default.
+        return_state: Whether to return the final states.
+        cu_seqlens: Boundaries of documents packed into one row (B = 1), from 0 to T; documents may be empty.
+
+    Returns:
+        y [B,T,D] in the dtype of x, and the final states (at least fp32) or None.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    a = check(x, log_decay, rate, b, c, initial_state, cu_seqlens)
+    y, state = choose("selective_scan", IMPLEMENTATIONS, x)(a)
+    return y, state if return_state else None

@@ -1,0 +1,84 @@
+"""The arguments of the selective scan, checked once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..arguments import at_least_fp32
+from ..documents import Documents, documents
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Checked arguments: D channels with N states each."""
+
+    x: Tensor  # [B,T,D]
+    log_decay: Tensor  # [B,T,D]
+    rate: Tensor  # [D,N]
+    b: Tensor | None  # [B,T,N]
+    c: Tensor | None  # [B,T,N] | [D,N]
+    initial_state: Tensor | None  # [S,D,N], S sequences
+    documents: Documents | None
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        sequences = len(self.documents.spans) if self.documents else self.x.shape[0]
+        return (sequences, *self.rate.shape)
+
+    def first_state(self) -> Tensor:
+        """The given state, or zeros: [S,D,N], at least fp32."""
+        if self.initial_state is not None:
+            return at_least_fp32(self.initial_state)
+        return self.x.new_zeros(self.state_shape, dtype=torch.promote_types(self.x.dtype, torch.float32))
+
+    def steps(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Log decay and input of every state [B,T,D,N], and the read-out c [B or 1,T or 1,D or 1,N], at least fp32."""
+        decay = at_least_fp32(self.log_decay).unsqueeze(-1) * at_least_fp32(self.rate)
+        added = at_least_fp32(self.x).unsqueeze(-1)
+        added = added.expand_as(decay) if self.b is None else added * at_least_fp32(self.b).unsqueeze(2)
+        ones = decay.new_ones(1, 1, 1, 1)
+        if self.c is None:
+            return decay, added, ones
+        c = at_least_fp32(self.c)
+        return decay, added, c[None, None] if c.dim() == 2 else c.unsqueeze(2)
+
+
+def check(
+    x: Tensor,
+    log_decay: Tensor,
+    rate: Tensor | None,
+    b: Tensor | None,
+    c: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Scan:
+    """Check shapes, dtypes and devices; every message starts with the argument's name.
+
+    Raises:
+        ValueError: An argument does not fit the others.
+    """
+    if x.dim() != 3 or x.shape[1] < 1:
+        raise ValueError(f"x: expected [B,T,D] with T ≥ 1, got shape {tuple(x.shape)}")
+    B, T, D = x.shape
+    if log_decay.shape != x.shape:
+        raise ValueError(f"log_decay: expected the shape of x, {tuple(x.shape)}, got {tuple(log_decay.shape)}")
+    rate = log_decay.new_ones(D, 1) if rate is None else rate
+    if rate.dim() != 2 or rate.shape[0] != D:
+        raise ValueError(f"rate: expected [{D},N], got shape {tuple(rate.shape)}")
+    N = rate.shape[1]
+    if b is not None and b.shape != (B, T, N):
+        raise ValueError(f"b: expected [{B},{T},{N}], got shape {tuple(b.shape)}")
+    if c is not None and tuple(c.shape) not in ((B, T, N), (D, N)):
+        raise ValueError(f"c: expected [{B},{T},{N}] or [{D},{N}], got shape {tuple(c.shape)}")
+    named = dict(x=x, log_decay=log_decay, rate=rate, b=b, c=c, initial_state=initial_state)
+    for name, tensor in named.items():
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"{name}: expected a floating dtype, got {tensor.dtype}")
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name}: is on {tensor.device}, but x is on {x.device}")
+    docs = documents(cu_seqlens, T, B, x.device) if cu_seqlens is not None else None
+    scan = Scan(x, log_decay, rate, b, c, initial_state, docs)
+    if initial_state is not None and tuple(initial_state.shape) != scan.state_shape:
+        raise ValueError(f"initial_state: expected {scan.state_shape}, got shape {tuple(initial_state.shape)}")
+    return scan

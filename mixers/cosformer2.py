@@ -1,0 +1,29 @@
+"""cosFormer2."""
+
+from .base import Site
+from .features import LRPE, Features
+from .registry import register
+from .tnl import LowRankGated
+
+
+@register(
+    recurrence="S_t = S_{t−1} + [cos(θt)·k_t, sin(θt)·k_t] v_tᵀ",
+    paper="Scaling laws for linear complexity language models, arXiv 2406.16690",
+)
+class CosFormer2(LowRankGated):
+    """S_t = S_{t−1} + k_t v_tᵀ with k = [cos(θt)·SiLU(W_k x), sin(θt)·SiLU(W_k x)] (arXiv 2406.16690, A.1.4).
+
+    No decay: position enters through LRPE, whose θ is learned and shared by queries and keys, and through TPE on the
+    embedding (`model.position: TPE`). A norm stands in place of cosFormer's denominator.
+
+    Args:
+        site: Where the layer stands.
+        num_heads: Heads; the model's by default.
+        qk: Features of queries and keys.
+    """
+
+    def __init__(
+        self, site: Site, *, num_heads: int | None = None, qk: Features = Features(activation="silu", map=LRPE)
+    ):
+        super().__init__(site, num_heads=num_heads, qk=qk)
+        self.k_features.map = self.q_features.map  # one θ for both

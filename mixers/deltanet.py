@@ -1,0 +1,62 @@
+"""DeltaNet."""
+
+from torch import Tensor, nn
+
+import kernels
+
+from .base import LinearMixer, Site, Streams
+from .features import Features
+from .norm import RMSNorm
+from .projection import Projection, split_heads
+from .registry import register
+
+
+@register(
+    recurrence="S_t = (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ",
+    paper="Parallelizing linear transformers with the delta rule, arXiv 2406.06484",
+)
+class DeltaNet(LinearMixer):
+    """S_t = (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ (arXiv 2406.06484).
+
+    Gated DeltaNet without decay and without output gate: the state forgets only what it replaces.
+
+    Args:
+        site: Where the layer stands.
+        num_heads: Heads; the model's by default.
+        head_dim: Size K = V of a head; hidden_size / num_heads by default.
+        qk: Features of queries and keys.
+        v: Features of values.
+        allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
+    """
+
+    recurrence = staticmethod(kernels.delta_rule)
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        qk: Features = Features(4, activation="silu", norm="l2"),
+        v: Features = Features(4, activation="silu"),
+        allow_neg_eigval: bool = False,
+    ):
+        num_heads, head_dim = site.heads(num_heads, head_dim)
+        super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk, v=v)
+        width = num_heads * head_dim
+        self.in_proj = Projection(site.hidden_size, {"q": width, "k": width, "v": width, "b": self.gate_heads})
+        self.o_norm = RMSNorm(head_dim, eps=1e-5)
+        self.o_proj = nn.Linear(width, site.hidden_size, bias=False)
+        self.beta_max = 2.0 if allow_neg_eigval else 1.0
+
+    def project(self, x: Tensor) -> Streams:
+        q, k, v, b = self.in_proj(x)
+        H = self.num_heads
+        return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), beta=b)
+
+    def gates(self, s: Streams) -> Streams:
+        assert s.beta is not None
+        return s.replace(beta=self.beta_max * kernels.at_least_fp32(s.beta).sigmoid())
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        return self.o_proj(self.o_norm(o).flatten(2))

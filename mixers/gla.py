@@ -1,0 +1,75 @@
+"""Gated linear attention."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels
+
+from .base import LinearMixer, Site, Streams
+from .features import Features
+from .norm import GatedRMSNorm
+from .projection import Projection, split_heads
+from .registry import register
+
+
+@register(
+    recurrence="S_t = diag(α_t) S_{t−1} + k_t v_tᵀ",
+    paper="Gated linear attention transformers, arXiv 2312.06635",
+)
+class GLA(LinearMixer):
+    """S_t = diag(α_t) S_{t−1} + k_t v_tᵀ with α_t = σ(W₂ W₁ x_t + b)^(1/16) (arXiv 2312.06635).
+
+    The defaults are the paper's own; Liu et al. (state expansion) train it with `expand_k: 1` and a short convolution
+    with SiLU on q, k and v.
+
+    Args:
+        site: Where the layer stands.
+        num_heads: Heads; the model's by default.
+        expand_k: Width of all keys over hidden_size.
+        expand_v: Width of all values over hidden_size.
+        gate_rank: Bottleneck of the decay's projection.
+        gate_normalizer: What the log of the decay is divided by; 16 makes it forget slowly.
+        qk: Features of queries and keys.
+        v: Features of values.
+    """
+
+    decay_per_channel = True
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        num_heads: int | None = None,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        gate_rank: int = 16,
+        gate_normalizer: float = 16.0,
+        qk: Features = Features(),
+        v: Features = Features(),
+    ):
+        num_heads, _ = site.heads(num_heads)
+        keys, values = int(site.hidden_size * expand_k), int(site.hidden_size * expand_v)
+        for name, width in (("expand_k", keys), ("expand_v", values)):
+            if not width or width % num_heads:
+                raise kernels.UserError(f"{name}: a width of {width} cannot be divided into {num_heads} heads")
+        key_size, value_size = keys // num_heads, values // num_heads
+        super().__init__(site, num_heads=num_heads, key_size=key_size, value_size=value_size, q=qk, k=qk, v=v)
+        self.gate_normalizer = gate_normalizer
+        widths = {"q": keys, "k": keys, "v": values, "g": values, "decay": gate_rank}
+        self.in_proj = Projection(site.hidden_size, widths)
+        self.decay_up = nn.Linear(gate_rank, self.gate_heads * self.subhead_size)
+        self.o_norm = GatedRMSNorm(value_size, eps=1e-5)
+        self.o_proj = nn.Linear(values, site.hidden_size, bias=False)
+
+    def project(self, x: Tensor) -> Streams:
+        q, k, v, g, decay = self.in_proj(x)
+        H = self.num_heads
+        raw = split_heads(self.decay_up(decay), self.gate_heads)
+        return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), raw, gate=split_heads(g, H))
+
+    def gates(self, s: Streams) -> Streams:
+        assert s.log_decay is not None
+        return s.replace(log_decay=F.logsigmoid(kernels.at_least_fp32(s.log_decay)) / self.gate_normalizer)
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -1,0 +1,75 @@
+"""HGRN."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels
+
+from .base import Site, TokenMixer, dense_flops
+from .hgrn2 import LowerBounds, adopt_lower_bounds
+from .norm import GatedRMSNorm
+from .projection import Projection
+from .registry import register
+
+
+class VectorState(NamedTuple):
+    """The state of a mixer without a matrix."""
+
+    h: Tensor  # [N,D,1], at least fp32
+
+
+@register(recurrence="h_t = f_t ⊙ h_{t−1} + (1 − f_t) ⊙ SiLU(W_i x_t)", paper="HGRN, arXiv 2311.04823")
+class HGRN1(TokenMixer):
+    """h_t = f_t ⊙ h_{t−1} + (1 − f_t) ⊙ SiLU(W_i x_t) with f as in HGRN2 (arXiv 2311.04823): a vector for a state.
+
+    Args:
+        site: Where the layer stands.
+        lower_bound: Whether the forget gates have lower bounds that rise with the layer, shared by all layers.
+    """
+
+    def __init__(self, site: Site, *, lower_bound: bool = True):
+        super().__init__()
+        self.site, width = site, site.hidden_size
+        self.in_proj = Projection(width, {"i": width, "f": width, "g": width})
+        bounded = lower_bound and site.num_layers > 1
+        self.lower_bounds: LowerBounds | None = LowerBounds(site.num_layers, width) if bounded else None
+        self.g_norm, self.o_proj = GatedRMSNorm(width, eps=1e-5), nn.Linear(width, width, bias=False)
+
+    def share(self, below: Sequence[TokenMixer]) -> None:
+        adopt_lower_bounds(self, below)
+
+    def forward(
+        self, x: Tensor, state: VectorState | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, VectorState | None]:
+        i, f, g = self.in_proj(x)
+        if self.lower_bounds is None:
+            log_decay = F.logsigmoid(kernels.at_least_fp32(f))
+        else:
+            log_decay = self.lower_bounds.log_forget(f, self.site.layer)
+        added = -torch.expm1(log_decay) * F.silu(i)
+        h, last = kernels.selective_scan(
+            added,
+            log_decay,
+            initial_state=None if state is None else state.h,
+            return_state=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        y = self.o_proj(self.g_norm(h.to(x.dtype), g))
+        return y, None if last is None else VectorState(last)
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> VectorState:
+        own = self.o_proj.weight
+        dtype = torch.promote_types(dtype or own.dtype, torch.float32)
+        return VectorState(torch.zeros(batch_size, self.site.hidden_size, 1, device=device or own.device, dtype=dtype))
+
+    def state_size(self, length: int | None = None) -> int:
+        return self.site.hidden_size
+
+    def flops(self, length: int) -> int:
+        return dense_flops(self, length)

@@ -1,0 +1,122 @@
+"""HGRN2."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels
+
+from .base import LinearMixer, Site, Streams, TokenMixer
+from .features import Features
+from .norm import RMSNorm
+from .projection import Projection, split_heads
+from .registry import register
+
+
+class LowerBounds(nn.Module):
+    """How much each channel remembers at least, rising with the layer: lb_l = Σ_{1 ≤ i ≤ l} softmax(γ)_i, lb_0 = 0.
+
+    One matrix γ for all layers of a model (arXiv 2404.07904, and the authors' code, which subtracts the first row).
+
+    Args:
+        num_layers: Rows of γ.
+        size: Channels.
+    """
+
+    no_weight_decay = ("weight",)
+
+    def __init__(self, num_layers: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_layers, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def log_forget(self, f: Tensor, layer: int) -> Tensor:
+        """log(lb + (1 − lb) σ(f)) of raw forget gates f [...,size] at a layer, at least fp32."""
+        f = kernels.at_least_fp32(f)
+        if layer == 0:  # lb is 0, and the general form would have a NaN gradient there
+            return F.logsigmoid(f)
+        bound = kernels.at_least_fp32(self.weight).softmax(0)[1 : layer + 1].sum(0)
+        return torch.logaddexp(bound.log(), torch.log1p(-bound) + F.logsigmoid(f))
+
+
+class Bounded(Protocol):
+    """A mixer that may have lower bounds."""
+
+    lower_bounds: LowerBounds | None
+
+
+def adopt_lower_bounds(mixer: Bounded, below: Sequence[TokenMixer]) -> None:
+    """Take over the lower bounds of the first layer below that has some of the same shape."""
+    for other in below:
+        bounds, own = getattr(other, "lower_bounds", None), mixer.lower_bounds
+        if bounds is not None and own is not None and bounds.weight.shape == own.weight.shape:
+            mixer.lower_bounds = bounds
+            return
+
+
+@register(
+    recurrence="S_t = diag(f_t) S_{t−1} + (1 − f_t) v_tᵀ",
+    paper="HGRN2, arXiv 2404.07904",
+    tiny={"head_dim": 32},
+)
+class HGRN2(LinearMixer):
+    """S_t = diag(f_t) S_{t−1} + (1 − f_t) v_tᵀ with f_t = lb + (1 − lb) σ(W_f x_t) (arXiv 2404.07904).
+
+    The key is tied to the decay, k = 1 − f, so a channel writes as much as it forgets. The lower bounds lb rise with
+    the layer and are shared by all layers of a model. An expansion widens the raw f; decay and key follow per subhead.
+
+    (arXiv 2406.16690 prints no SiLU on q and no subtraction of the first bound; taken literally its top layer would be
+    dead.)
+
+    Args:
+        site: Where the layer stands.
+        head_dim: Size K = V of a head; the number of heads is hidden_size / head_dim.
+        lower_bound: Whether there are lower bounds; without them f = σ(W_f x).
+        q: Features of queries.
+    """
+
+    decay_per_channel = True
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        head_dim: int | None = None,
+        lower_bound: bool = True,
+        q: Features = Features(activation="silu"),
+    ):
+        head_dim = head_dim or site.heads()[1]
+        if site.hidden_size % head_dim:
+            raise kernels.UserError(f"head_dim: {head_dim} does not divide hidden_size {site.hidden_size}")
+        super().__init__(site, num_heads=site.hidden_size // head_dim, key_size=head_dim, value_size=head_dim, q=q)
+        width = site.hidden_size
+        self.in_proj = Projection(width, {"q": width, "f": width, "i": width})
+        # a model of one layer has nothing to bound
+        bounded = lower_bound and site.num_layers > 1
+        channels = self.gate_heads * self.subhead_size
+        self.lower_bounds: LowerBounds | None = LowerBounds(site.num_layers, channels) if bounded else None
+        self.g_norm, self.o_proj = RMSNorm(width, eps=1e-5), nn.Linear(width, width, bias=False)
+
+    def share(self, below: Sequence[TokenMixer]) -> None:
+        adopt_lower_bounds(self, below)
+
+    def project(self, x: Tensor) -> Streams:
+        q, f, i = self.in_proj(x)
+        return Streams(split_heads(q, self.num_heads), split_heads(f, self.num_heads), split_heads(i, self.num_heads))
+
+    def gates(self, s: Streams) -> Streams:
+        if self.lower_bounds is None:
+            log_decay = F.logsigmoid(kernels.at_least_fp32(s.k))
+        else:
+            flat = self.lower_bounds.log_forget(s.k.flatten(2), self.site.layer)
+            log_decay = split_heads(flat, self.gate_heads)
+        return s.replace(k=-torch.expm1(log_decay).to(s.q.dtype), log_decay=log_decay)
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        return self.o_proj(self.g_norm(o.flatten(2)))

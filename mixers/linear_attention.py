@@ -1,0 +1,42 @@
+"""Linear attention."""
+
+from torch import Tensor, nn
+
+from .base import LinearMixer, Site, Streams
+from .features import Features
+from .norm import RMSNorm
+from .projection import Projection, split_heads
+from .registry import register
+
+
+@register(recurrence="S_t = S_{t−1} + φ(k_t) v_tᵀ", paper="Transformers are RNNs, arXiv 2006.16236")
+class LinearAttention(LinearMixer):
+    """S_t = S_{t−1} + φ(k_t) v_tᵀ, with a norm in place of the denominator (arXiv 2006.16236, 2210.10340).
+
+    Args:
+        site: Where the layer stands.
+        num_heads: Heads; the model's by default.
+        head_dim: Size K = V of a head; hidden_size / num_heads by default.
+        qk: Features of queries and keys, φ: activation elu1 (1 + ELU), relu or identity.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        qk: Features = Features(activation="elu1"),
+    ):
+        num_heads, head_dim = site.heads(num_heads, head_dim)
+        super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk)
+        width = num_heads * head_dim
+        self.in_proj = Projection(site.hidden_size, {"q": width, "k": width, "v": width})
+        self.o_norm, self.o_proj = RMSNorm(head_dim, eps=1e-5), nn.Linear(width, site.hidden_size, bias=False)
+
+    def project(self, x: Tensor) -> Streams:
+        q, k, v = (split_heads(stream, self.num_heads) for stream in self.in_proj(x))
+        return Streams(q, k, v)
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        return self.o_proj(self.o_norm(o).flatten(2))

@@ -1,0 +1,99 @@
+"""Mamba."""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kernels
+
+from .base import Site, TokenMixer, dense_flops
+from .features import FeaturePath, Features
+from .projection import Projection
+from .registry import register
+
+
+class MambaState(NamedTuple):
+    """The state of a Mamba layer."""
+
+    h: Tensor  # [S,D,N], at least fp32
+    histories: tuple[Tensor, ...]  # last conv inputs [S,W−1,D]
+
+
+@register(
+    recurrence="h_t = exp(dt_t A) h_{t−1} + dt_t B_t x_t,  y_t = C_t·h_t + D x_t",
+    paper="Mamba, arXiv 2312.00752",
+)
+class Mamba1(TokenMixer):
+    """h_t = exp(dt_t A) h_{t−1} + dt_t B_t x_t, y_t = C_t·h_t + D x_t, diagonal A (arXiv 2312.00752).
+
+    Args:
+        site: Where the layer stands.
+        expand: Inner width over hidden_size.
+        state_dim: States per channel N.
+        conv: Taps of the short convolution.
+        dt_rank: Bottleneck of dt; hidden_size / 16, rounded up, by default.
+    """
+
+    no_weight_decay = ("A_log", "D")
+
+    def __init__(self, site: Site, *, expand: int = 2, state_dim: int = 16, conv: int = 4, dt_rank: int | None = None):
+        super().__init__()
+        self.width, self.state_dim = expand * site.hidden_size, state_dim
+        rank = dt_rank or math.ceil(site.hidden_size / 16)
+        self.in_proj = Projection(site.hidden_size, {"x": self.width, "z": self.width})
+        self.x_features = FeaturePath(Features(conv, bias=True, activation="silu"), self.width, 1)
+        self.x_proj = Projection(self.width, {"dt": rank, "B": state_dim, "C": state_dim})
+        self.dt_proj, self.dt_bias = nn.Linear(rank, self.width, bias=False), nn.Parameter(torch.empty(self.width))
+        self.A_log = nn.Parameter(torch.empty(self.width, state_dim))
+        self.D = nn.Parameter(torch.empty(self.width))
+        self.out_proj = nn.Linear(self.width, site.hidden_size, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        rates = torch.arange(1, self.state_dim + 1, device=self.A_log.device, dtype=torch.float32)
+        self.A_log.copy_(rates.log().expand_as(self.A_log))
+        nn.init.ones_(self.D)
+        dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_().clamp_(min=1e-4)
+        self.dt_bias.add_(torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+    def forward(
+        self, x: Tensor, state: MambaState | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, MambaState | None]:
+        u, z = self.in_proj(x)
+        no_positions = u.new_zeros(0, dtype=torch.int64)
+        history = None if state is None else state.histories[0]
+        features, history = self.x_features(u.unsqueeze(-1), history, no_positions, cu_seqlens)
+        u = features.squeeze(-1)
+        dt, b, c = self.x_proj(u)
+        dt = F.softplus(kernels.at_least_fp32(self.dt_proj(dt)) + kernels.at_least_fp32(self.dt_bias))
+        y, h = kernels.selective_scan(
+            dt * u,
+            -dt,
+            kernels.at_least_fp32(self.A_log).exp(),
+            b,
+            c,
+            initial_state=None if state is None else state.h,
+            return_state=state is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        y = (y + self.D * u).to(x.dtype) * F.silu(z)
+        return self.out_proj(y), None if h is None or history is None else MambaState(h, (history,))
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> MambaState:
+        own = self.out_proj.weight
+        device, dtype = device or own.device, dtype or own.dtype
+        kind = torch.promote_types(dtype, torch.float32)
+        h = torch.zeros(batch_size, self.width, self.state_dim, device=device, dtype=kind)
+        return MambaState(h, (self.x_features.init_history(batch_size, device, dtype),))
+
+    def state_size(self, length: int | None = None) -> int:
+        return self.width * self.state_dim
+
+    def flops(self, length: int) -> int:
+        return dense_flops(self, length)

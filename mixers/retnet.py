@@ -1,0 +1,56 @@
+"""RetNet."""
+
+import math
+
+from torch import Tensor, nn
+
+from .base import LinearMixer, Site, Streams
+from .decay import ConstantDecay
+from .features import Features, Rotary
+from .norm import GatedRMSNorm
+from .projection import Projection, split_heads
+from .registry import register
+
+
+@register(recurrence="S_t = γ_h S_{t−1} + k_t v_tᵀ", paper="Retentive network, arXiv 2307.08621")
+class RetNet(LinearMixer):
+    """S_t = γ_h S_{t−1} + k_t v_tᵀ with γ_h = 1 − 2^(−5−h) (arXiv 2307.08621).
+
+    With S subheads the decays of a head are 1 − 2^(−5−n/S) for n = 0 … H·S − 1, which keeps their range; else most
+    subheads would never forget.
+
+    Args:
+        site: Where the layer stands.
+        num_heads: Heads; the model's by default.
+        head_dim: Key size K of a head; hidden_size / num_heads by default.
+        expand_v: Value size over key size.
+        qk: Features of queries and keys.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        expand_v: int = 2,
+        qk: Features = Features(map=Rotary),
+    ):
+        num_heads, head_dim = site.heads(num_heads, head_dim)
+        value_dim = expand_v * head_dim
+        super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=value_dim, q=qk, k=qk)
+        self.decay = ConstantDecay([math.log1p(-(2.0 ** (-5 - n / self.subheads))) for n in range(self.gate_heads)])
+        keys, values = num_heads * head_dim, num_heads * value_dim
+        self.in_proj = Projection(site.hidden_size, {"q": keys, "k": keys, "v": values, "g": values})
+        self.o_norm = GatedRMSNorm(value_dim, eps=1e-5)
+        self.o_proj = nn.Linear(values, site.hidden_size, bias=False)
+
+    def project(self, x: Tensor) -> Streams:
+        q, k, v, g = (split_heads(stream, self.num_heads) for stream in self.in_proj(x))
+        return Streams(q, k, v, gate=g)
+
+    def gates(self, s: Streams) -> Streams:
+        return s.replace(log_decay=self.decay(s.v))
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        return self.o_proj(self.o_norm(o, s.gate).flatten(2))

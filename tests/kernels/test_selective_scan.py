@@ -1,0 +1,253 @@
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+from .recurrences import BAD_BOUNDARIES, DECAYS, PACKED, TOLERANCE, assert_same, results, shorter
+
+run = partial(results, kernels.selective_scan)
+LENGTHS = (1, 15, 16, 17, 63, 200)  # a chunk has 16 tokens
+READ_OUTS = ("each step", "constant", "ones")
+
+
+def inputs(
+    T: int,
+    *,
+    N: int = 3,
+    c: str = "each step",
+    rate: bool = True,
+    b: bool = True,
+    decay: str = "mixed",
+    B: int = 2,
+    D: int = 4,
+    state: bool = True,
+    documents: list[int] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """Arguments of a scan; with `documents` of one row, and without `rate` of one state per channel."""
+    B, N = B if documents is None else 1, N if rate else 1
+    found = {"x": torch.randn(B, T, D), "log_decay": DECAYS[decay](torch.rand(B, T, D))}
+    if rate:
+        found["rate"] = 0.1 + torch.rand(D, N)
+    if b:
+        found["b"] = torch.randn(B, T, N)
+    if c != "ones":
+        found["c"] = torch.randn((B, T, N) if c == "each step" else (D, N))
+    if state:
+        found["initial_state"] = torch.randn(B if documents is None else len(documents) - 1, D, N)
+    found = {name: x.to(dtype) for name, x in found.items()}
+    if documents is not None:
+        found["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
+    return found
+
+
+def matrix_form(x, log_decay, rate, b, c, initial_state) -> tuple[Tensor, Tensor]:
+    """y = M x for each channel, M_ts = Σ_n c_tn (Π_{s<r≤t} a_rn) b_sn: each pair of tokens by itself, no loop over h."""
+    B, T, D = x.shape
+    y, final = torch.zeros_like(x), torch.zeros_like(initial_state)
+    for d in range(D):
+        a = (log_decay[:, :, d, None] * rate[d]).exp()  # [B,T,N]
+        M = torch.zeros(B, T, T, dtype=x.dtype)
+        for t in range(T):
+            h = a[:, : t + 1].prod(1) * initial_state[:, d]
+            for s in range(t + 1):
+                kept = a[:, s + 1 : t + 1].prod(1) * b[:, s]
+                M[:, t, s] = (c[:, t] * kept).sum(-1)
+                h = h + kept * x[:, s, d, None]
+            y[:, t, d] = (c[:, t] * a[:, : t + 1].prod(1) * initial_state[:, d]).sum(-1)
+        y[:, :, d] += (M @ x[:, :, d, None]).squeeze(-1)
+        final[:, d] = h
+    return y, final
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_against_a_matrix(backend: str):
+    a = inputs(6, decay="mild")
+    with kernels.backend(backend):
+        y, state = kernels.selective_scan(**a, return_state=True)
+    expected_y, expected_state = matrix_form(**a)
+    torch.testing.assert_close(y, expected_y)
+    torch.testing.assert_close(state, expected_state)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_defaults_are_ones(backend: str):
+    # h = a h + x, y = h: a running sum that forgets
+    a = inputs(6, rate=False, b=False, c="ones", state=False, decay="mild")
+    with kernels.backend(backend):
+        y, state = kernels.selective_scan(**a)
+    assert state is None
+    h = torch.zeros_like(y[:, 0])
+    for t in range(6):
+        h = a["log_decay"][:, t].exp() * h + a["x"][:, t]
+        torch.testing.assert_close(y[:, t], h)
+    ones = {"rate": torch.ones(4, 1), "b": torch.ones(2, 6, 1), "c": torch.ones(4, 1)}
+    with kernels.backend(backend):
+        torch.testing.assert_close(kernels.selective_scan(**a, **{n: x.double() for n, x in ones.items()})[0], y)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("c", READ_OUTS)
+@pytest.mark.parametrize("N", [1, 16])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_backends_agree(length: int, N: int, c: str, dtype: torch.dtype):
+    a = inputs(length, N=N, c=c, dtype=dtype)
+    assert_same(run(a), run(a, backend="reference"))
+
+
+@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize("b", [True, False])
+@pytest.mark.parametrize("c", READ_OUTS)
+@pytest.mark.parametrize("length", [1, 17, 63])
+def test_one_state_per_channel(length: int, c: str, b: bool, state: bool):
+    a = inputs(length, rate=False, b=b, c=c, state=state)
+    assert_same(run(a), run(a, backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rate", [True, False])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_any_decay(decay: str, rate: bool, dtype: torch.dtype):
+    a = inputs(63, decay=decay, rate=rate, dtype=dtype)
+    if rate:
+        a["rate"] = 16 * a["rate"]  # down to e^-880 a step
+    assert_same(run(a), run(a, backend="reference"))
+
+
+def test_without_decay_it_is_a_sum():
+    a = inputs(40, rate=False, b=False, c="ones", decay="zero", state=False)
+    torch.testing.assert_close(kernels.selective_scan(**a)[0], a["x"].cumsum(1))
+
+
+@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize("c", READ_OUTS)
+@pytest.mark.parametrize("rate", [True, False])
+def test_packed_documents(rate: bool, c: str, state: bool):
+    a = inputs(200, rate=rate, c=c, documents=PACKED, state=state)
+    found = run(a)
+    assert_same(found, run(a, backend="reference"))
+    # … and each document alone gives the same
+    del a["cu_seqlens"]
+    for n, (i, j) in enumerate(pairwise(PACKED)):
+        first = a["initial_state"][n : n + 1] if state else torch.zeros_like(found["state"][n : n + 1])
+        if i == j:
+            assert torch.equal(found["state"][n : n + 1], first)
+            continue
+        alone = {name: x[:, i:j] if x.dim() == 3 and x.shape[0] == 1 else x for name, x in a.items()}
+        y, h = kernels.selective_scan(**{**alone, "initial_state": first}, return_state=True)
+        torch.testing.assert_close(found["o"][:, i:j], y)
+        torch.testing.assert_close(found["state"][n : n + 1], h)
+
+
+def test_documents_of_whole_chunks():
+    # no padding anywhere is a path of its own
+    a = inputs(64, documents=[0, 16, 64])
+    assert_same(run(a), run(a, backend="reference"))
+
+
+def test_gradient_through_the_state_alone():
+    a = inputs(40)
+    found = run(a, through=("state",))
+    assert_same(found, run(a, through=("state",), backend="reference"))
+    assert not found["gradient of c"].any()
+    assert all(found[f"gradient of {name}"].any() for name in a if name != "c")
+
+
+@pytest.mark.parametrize("c", READ_OUTS)
+def test_bf16_inputs(c: str):
+    # decays and states stay in fp32, as mixers make them
+    a = inputs(63, c=c, dtype=torch.float32)
+    a.update({name: a[name].bfloat16() for name in "xbc" if name in a})
+    found, expected = run(a), run(a, backend="reference")
+    assert (found["o"].dtype, found["state"].dtype) == (torch.bfloat16, torch.float32)
+    assert_same({"state": found["state"]}, {"state": expected["state"]})
+    # both compute in fp32: what differs is a last bit of bf16 here and there
+    assert_same(found, expected, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("c", ["each step", "constant"])
+@pytest.mark.parametrize("bounds", [[0, 16, 40], [0, 1, 17, 19, 40], list(range(41))])
+def test_whole_is_pieces(bounds: list[int], c: str, backend: str):
+    a = inputs(40, c=c)
+    with kernels.backend(backend):
+        whole, final = kernels.selective_scan(**a, return_state=True)
+        state, outputs = a.pop("initial_state"), []
+        for i, j in pairwise(bounds):
+            piece = {name: x[:, i:j] if x.dim() == 3 else x for name, x in a.items()}
+            y, state = kernels.selective_scan(**piece, initial_state=state, return_state=True)
+            outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole)
+    torch.testing.assert_close(state, final)
+
+
+def test_autocast_changes_nothing():
+    a = inputs(40, dtype=torch.float32)
+    y, state = kernels.selective_scan(**a, return_state=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast_y, cast_state = kernels.selective_scan(**a, return_state=True)
+    assert torch.equal(cast_y, y)
+    assert torch.equal(cast_state, state)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_arguments_stay_as_they_were(backend: str):
+    a = inputs(40)
+    before = {name: x.clone() for name, x in a.items()}
+    with kernels.backend(backend):
+        kernels.selective_scan(**a, return_state=True)
+    assert all(torch.equal(a[name], before[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x", lambda x: x[0]),
+        ("x", lambda x: x.long()),
+        ("log_decay", shorter(1)),
+        ("log_decay", lambda x: x[..., None]),
+        ("log_decay", lambda x: x.long()),
+        ("rate", shorter(0)),
+        ("rate", lambda x: x[0]),
+        ("rate", lambda x: x.long()),
+        ("b", shorter(1)),
+        ("b", shorter(2)),
+        ("b", lambda x: x.to("meta")),
+        ("c", shorter(1)),
+        ("c", lambda x: x[0]),  # [T,N] is not [D,N]
+        ("c", lambda x: x.long()),
+        ("initial_state", shorter(0)),
+        ("initial_state", lambda x: x.mT),
+        ("initial_state", lambda x: x.long()),
+        ("cu_seqlens", lambda x: torch.tensor([0, 10])),  # for two rows
+    ],
+)
+def test_errors_name_the_argument(name: str, change):
+    a = inputs(10)
+    kernels.selective_scan(**a)  # right as they are
+    a[name] = change(a.get(name))
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        kernels.selective_scan(**a)
+
+
+def test_no_token_is_an_error():
+    with pytest.raises(ValueError, match=r"^x: "):
+        kernels.selective_scan(torch.zeros(1, 0, 4), torch.zeros(1, 0, 4))
+
+
+@pytest.mark.parametrize("bounds", BAD_BOUNDARIES)
+def test_boundaries_that_do_not_fit(bounds: list):
+    a = inputs(10, B=1, state=False)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: "):
+        kernels.selective_scan(**a, cu_seqlens=torch.tensor(bounds))
+
+
+def test_a_state_per_document():
+    a = inputs(10, documents=[0, 4, 10])
+    a["initial_state"] = a["initial_state"][:1]
+    with pytest.raises(ValueError, match=r"^initial_state: "):
+        kernels.selective_scan(**a)

@@ -1,0 +1,172 @@
+"""Rules of the house that no other test would notice."""
+
+import ast
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kernels
+import mixers
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("kernels", "mixers", "zoo")
+FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))] + [ROOT / "cli.py"]
+TREES = {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in FILES}
+OUTSIDE = {"transformers", "fla", "lm_eval"}
+# kernels ← mixers ← zoo ← cli: what a package must not import, wherever in the file
+FORBIDDEN = {
+    "kernels": {"mixers", "zoo", "cli", "torch.nn.modules", "lightning", "tokenizers", "jsonargparse", "yaml"},
+    "mixers": {"zoo", "cli", "lightning", "pytorch_lightning", "tokenizers", "jsonargparse", "yaml", "deepspeed"},
+    "zoo": {"cli"},
+    "cli.py": set(),
+}
+
+
+def imports(name: str) -> Iterator[str]:
+    """Dotted names that a file imports, `from a import b` as both a and a.b; relative ones made absolute."""
+    package = name.removesuffix(".py").split("/")[:-1]
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(
+                [*package[: len(package) - node.level + 1], node.module or ""] if node.level else [node.module]
+            )
+            yield base.strip(".")
+            yield from (f"{base}.{alias.name}".strip(".") for alias in node.names)
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_imports_point_one_way(name: str):
+    package = name.partition("/")[0]
+    bad = FORBIDDEN[package] | (set() if name.startswith(("zoo/convert", "zoo/evaluation")) else OUTSIDE)
+    found = {imported for imported in imports(name) for other in bad if within(imported, other)}
+    assert not found, f"{name} imports {found}"
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if name.startswith("kernels/")])
+def test_kernels_know_no_module(name: str):
+    assert not [imported for imported in imports(name) if imported in ("torch.nn", "torch.nn.Module")]
+    assert not [n for n in ast.walk(TREES[name]) if isinstance(n, ast.ClassDef) and "Module" in ast.dump(n)]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_names_say_what_is_inside(name: str):
+    assert Path(name).stem not in {
+        "utils",
+        "util",
+        "helpers",
+        "helper",
+        "common",
+        "misc",
+        "tools",
+        "core",
+        "base_utils",
+    }
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_no_print(name: str):
+    calls = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    assert not [call.lineno for call in calls if call.func.id in ("print", "breakpoint")]
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if not name.startswith(("kernels/", "mixers/"))])
+def test_no_mixer_is_named_above_the_mixers(name: str):
+    """What only one mixer needs goes through a hook that all mixers have."""
+    code = ast.parse(ast.unparse(TREES[name]))
+    for node in ast.walk(code):  # docstrings may tell of them
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            node.body[0] = ast.Pass()
+    words = set(re.findall(r"\w+", ast.unparse(code)))
+    # the help text shows how to ask for one by name
+    assert not words & ({*mixers.names()} - ({"GatedDeltaNet"} if name == "cli.py" else set()))
+
+
+def test_mixers_take_no_arbitrary_arguments():
+    """A typo in a config must not vanish in **kwargs."""
+    for module in pkgutil.iter_modules(mixers.__path__, "mixers."):
+        for cls in public(importlib.import_module(module.name)):
+            if inspect.isclass(cls) and "__init__" in vars(cls):
+                kinds = {p.kind for p in inspect.signature(cls.__init__).parameters.values()}
+                assert inspect.Parameter.VAR_KEYWORD not in kinds, cls
+
+
+def public(module) -> Iterator[object]:
+    """Public functions and classes that are defined in a module."""
+    for name, thing in vars(module).items():
+        defined = (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__module__ == module.__name__
+        if defined and not name.startswith("_"):
+            yield thing
+
+
+def modules(package) -> Iterator:
+    yield package
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        yield importlib.import_module(found.name)
+
+
+@pytest.mark.parametrize("package", [kernels, mixers], ids=lambda package: package.__name__)
+def test_everything_public_is_documented(package):
+    contract = importlib.import_module("mixers.contract")
+    clauses = set(contract.CLAUSES)  # their names are sentences, which the report prints
+    bare = []
+    for module in modules(package):
+        if not module.__doc__:
+            bare.append(module.__name__)
+        for thing in public(module):
+            # a subclass does not inherit what it is, so `inspect.getdoc` would say too much
+            if not thing.__doc__ and thing not in clauses:
+                bare.append(f"{module.__name__}.{thing.__name__}")
+    assert not bare
+
+
+def run(code: str, **environment: str) -> str:
+    """Run code in a fresh process from the repository root; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_cpu_path_needs_neither_triton_nor_deepspeed():
+    """They are not there on macOS and Windows."""
+    code = """
+import sys
+sys.modules["triton"] = sys.modules["deepspeed"] = None  # importing them raises ImportError
+import kernels, zoo, cli, torch
+model = zoo.build("gdn_h2.yaml", "model.vocab_size=9", "model.num_layers=3")
+model(torch.tensor([[1, 2, 3]]))[0].sum().backward()
+sys.stdout.write("trained")
+"""
+    assert run(code) == "trained"
+
+
+def test_kernels_import_light():
+    heavy = run("import sys, kernels; sys.stdout.write(' '.join(sys.modules))").split()
+    assert not {"lightning", "transformers", "deepspeed", "jsonargparse", "mixers", "zoo", "matplotlib"} & {*heavy}
+
+
+def test_transformers_does_not_mistake_our_kernels_for_theirs():
+    """`transformers` asks an importable `kernels` for its version, and imports names from it if that suits."""
+    pytest.importorskip("transformers", reason="install the extra 'test'")
+    code = "import sys, kernels; from transformers import Mamba2ForCausalLM as M; sys.stdout.write(kernels.__file__)"
+    assert run(code) == str(ROOT / "kernels" / "__init__.py")

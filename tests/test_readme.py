@@ -1,0 +1,43 @@
+"""The commands in README.md are commands."""
+
+import re
+import shlex
+
+import pytest
+
+from .commands import ROOT, Command
+
+pytest_plugins = "tests.desk"
+
+README = ROOT / "README.md"
+
+
+def commands() -> list[str]:
+    """All `python cli.py …` in blocks of bash, also after `&&`, and in the running text."""
+    text = README.read_text()
+    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    pieces = [piece.strip().removeprefix("$ ") for line in lines for piece in line.split("&&")]
+    pieces += re.findall(r"`(python cli.py [^`]*)`", prose)
+    return [piece for piece in dict.fromkeys(pieces) if piece.startswith("python cli.py")]
+
+
+@pytest.mark.skipif(not README.read_text().strip(), reason="README.md is not written yet")
+def test_there_are_commands():
+    assert any(" fit --config gdn_h2.yaml" in line for line in commands())
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_of_the_readme_parses(line: str, command: Command, finished, monkeypatch: pytest.MonkeyPatch):
+    _, _, *arguments = shlex.split(line, comments=True)
+    named = [argument for argument in arguments if re.match(r"(.*=)?runs/", argument)]
+    if named:  # of a run that the reader has by then; here there is another one
+        monkeypatch.chdir(finished)
+        arguments = [re.sub(r"runs/[^/]+", "runs/done", argument) for argument in arguments]
+    if arguments and arguments[0] in ("fit", "validate", "test", "predict"):
+        arguments.append("--print_config")  # all of it is parsed, and nothing is run
+    elif arguments and arguments[0] == "generate":
+        arguments.append("--max_new_tokens=1")
+    shown = command(*arguments)
+    assert shown.code == 0, shown.err

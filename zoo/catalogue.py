@@ -1,0 +1,64 @@
+"""The zoo as a person looks at it: a table of all mixers, and a page about one."""
+
+import inspect
+
+import torch
+from docstring_parser import parse
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+import mixers
+from mixers import Expanded, LinearMixer, Site
+
+
+def catalogue(site: Site, length: int) -> Table:
+    """A row for each registered mixer, measured at `site` and `length` tokens."""
+    caption = f"one layer at hidden size {site.hidden_size}, {site.num_heads} heads, {length} tokens"
+    table = Table(caption=caption, caption_justify="left", show_lines=True)
+    table.add_column("mixer")
+    for column in ("parameters", "state", "MFLOP a token"):
+        table.add_column(column, justify="right")
+    for name in mixers.names():
+        entry = mixers.entry(name)
+        about = f"[bold]{name}[/bold]\n{escape(entry.recurrence)}\n[dim]{escape(entry.paper)}[/dim]"
+        table.add_row(about, *_measures(entry.mixer, site, length))
+    return table
+
+
+def page(name: str, site: Site, length: int) -> Group:
+    """Everything about one mixer: recurrence, source, arguments, and its sizes with the state expanded or not.
+
+    Raises:
+        UserError: No mixer has this name.
+    """
+    mixer = mixers.get(name)
+    about = parse(inspect.getdoc(mixer) or "")
+    meanings = {argument.arg_name: argument.description or "" for argument in about.params}
+    arguments = Table(title="arguments", title_justify="left")
+    for column in ("name", "default", "meaning"):
+        arguments.add_column(column, overflow="fold")
+    for parameter in inspect.signature(mixer).parameters.values():
+        if parameter.name != "site":
+            default = parameter.default
+            shown = default.__name__ if isinstance(default, type) else repr(default)
+            arguments.add_row(parameter.name, escape(shown), escape(meanings.get(parameter.name, "")))
+    title = f"one layer at hidden size {site.hidden_size}, {site.num_heads} heads, {length} tokens"
+    sizes = Table(title=title, title_justify="left")
+    for column in ("", "parameters", "state", "MFLOP a token"):
+        sizes.add_column(column, justify="left" if not column else "right")
+    sizes.add_row("as it is", *_measures(mixer, site, length))
+    if issubclass(mixer, LinearMixer):
+        for factor in (2, 4, 8):
+            sizes.add_row(f"Expanded, factor {factor}", *_measures(mixer, site, length, factor))
+    description = "\n\n".join(filter(None, (about.short_description, about.long_description)))
+    return Group(Text(name, style="bold"), Text(f"{description}\n"), arguments, sizes)
+
+
+def _measures(mixer: type[mixers.TokenMixer], site: Site, length: int, factor: int = 1) -> tuple[str, str, str]:
+    with torch.device("meta"):
+        built = mixer(site) if factor == 1 else Expanded(site, mixer=mixer, factor=factor)  # type: ignore[arg-type]
+    state = f"{built.state_size(length):,}" + ("" if built.constant_state else "\ngrows")
+    parameters = sum(parameter.numel() for parameter in built.parameters())
+    return f"{parameters:,}", state, f"{built.flops(length) / length / 1e6:.1f}"
