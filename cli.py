@@ -33,6 +33,7 @@ from zoo import config as configs  # noqa: E402
 from zoo.callbacks import StepSeeds, Throughput  # noqa: E402
 from zoo.catalogue import catalogue, page  # noqa: E402
 from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
+from zoo.comparison import compare as compare_configs  # noqa: E402
 from zoo.curves import MetricsFile  # noqa: E402
 from zoo.generate import generate as generate_text  # noqa: E402
 from zoo.loading import checkpoint_of  # noqa: E402
@@ -53,6 +54,8 @@ Train and compare language models of pluggable token mixers.
   test       the same, reported as test loss
   predict    the loss of every token, to a file: --checkpoint runs/NAME --output losses.jsonl
   generate   text:      python cli.py generate --checkpoint runs/NAME --prompt "def "
+  compare    several configs on the same data, in one table and one picture:
+             python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml --trainer.max_steps=300
   mixers     a table of the token mixers, or everything about one: python cli.py mixers GatedDeltaNet
 
 Configs are found in configs/ by name. Give several --config to overlay them, and --key=value to override:
@@ -267,6 +270,22 @@ def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int
     Console().print(catalogue(site, length) if name is None else page(name, site, length))
 
 
+def compare(arguments: list[str]) -> int:
+    """Train several configs on the same data, and print one table: their names, then --folder, --jobs, overrides."""
+    parser = configs.Parser(prog="cli.py compare", description=compare.__doc__)
+    parser.add_argument("--folder", type=str, default="runs/compare", help="Where the runs go.")
+    parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
+    own = [a for a in arguments if a in ("-h", "--help") or a.split("=")[0] in ("--folder", "--jobs")]
+    rest = [a for a in arguments if a not in own]
+    with configs.explained(parser):
+        values = parser.parse_args(own)
+    names, overrides = [a for a in rest if not a.startswith("-")], [a for a in rest if a.startswith("-")]
+    if wrong := next((a for a in overrides if "=" not in a), None):
+        raise UserError(f"compare: {wrong} has no value; options are written --key=value")
+    Console().print(compare_configs(names, overrides, Path(values.folder), values.jobs))
+    return 0
+
+
 def function(verb: Callable[..., None], arguments: list[str], positional: str | None = None) -> int:
     """Run a verb that is a function: its signature is its command line."""
     parser = configs.Parser(prog=f"cli.py {verb.__name__.removeprefix('show_')}", description=verb.__doc__)
@@ -289,9 +308,11 @@ def run(arguments: list[str]) -> int:
         return lightning(verb, arguments[1:])
     if verb == "generate":
         return function(generate, arguments[1:])
+    if verb == "compare":
+        return compare(arguments[1:])
     if verb == "mixers":
         return function(show_mixers, arguments[1:], positional="name")
-    known = [*LightningCLI.subcommands(), "generate", "mixers"]
+    known = [*LightningCLI.subcommands(), "generate", "compare", "mixers"]
     raise UserError(f"{verb!r} is no verb{mixers.did_you_mean(verb, known)} (verbs: {', '.join(known)})")
 
 

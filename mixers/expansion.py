@@ -1,4 +1,4 @@
-"""State expansion: Liu et al., "Scaling up the State Size of RNN LLMs", section 4. The only file that knows about it."""
+"""State expansion (Liu et al., "Scaling up the State Size of RNN LLMs", section 4): the only file that knows of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -41,8 +41,10 @@ class LowerBounds(nn.Module):
         f = kernels.at_least_fp32(f)
         if layer == 0:  # lb is 0, and the general form would have a NaN gradient there
             return F.logsigmoid(f)
-        bound = kernels.at_least_fp32(self.weight).softmax(0)[1 : layer + 1].sum(0)
-        return torch.logaddexp(bound.log(), torch.log1p(-bound) + F.logsigmoid(f))
+        # lb and 1 − lb each as a sum of its own rows, in logs: a difference that rounds to zero would have NaN gradients
+        rows = kernels.at_least_fp32(self.weight).log_softmax(0)
+        bound, rest = rows[1 : layer + 1].logsumexp(0), torch.cat([rows[:1], rows[layer + 1 :]]).logsumexp(0)
+        return torch.logaddexp(bound, rest + F.logsigmoid(f))
 
 
 class Bounded(Protocol):

@@ -96,4 +96,4 @@ class Mamba1(TokenMixer):
         return self.width * self.state_dim
 
     def flops(self, length: int) -> int:
-        return dense_flops(self, length)
+        return dense_flops(self, length) + 2 * length * self.state_size()  # the read-out C_t·h_t

@@ -3,8 +3,8 @@
     python tutorials/run.py tutorials/01_first_hybrid.md            as a reader would
     python tutorials/run.py tutorials/01_first_hybrid.md --small    as the tests do
 
-Python blocks share one namespace. `--small` puts in place of a value what a comment after it says: `= 300  # in the
-tests: 8` becomes `= 8`.
+Python blocks share one namespace. A block that opens with `# file: NAME` is saved under that name. `--small` puts in
+place of a value what a comment after it says: `steps = 300  # in the tests: 8` becomes `steps = 8`.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CLI = Path(__file__).parents[1] / "cli.py"
-BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```(python|bash|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# file: (\S+)\n")
 SMALL = re.compile(r"=(\s*)\S+(?=\s+# in the tests: (\S+)$)", re.MULTILINE)
 
 
@@ -31,7 +32,7 @@ class Block(NamedTuple):
 
 
 def blocks(file: Path, small: bool) -> list[Block]:
-    """The python and bash blocks of a tutorial."""
+    """The python, bash and yaml blocks of a tutorial."""
     text = file.read_text(encoding="utf-8")
     found = []
     for match in BLOCK.finditer(text):
@@ -42,13 +43,15 @@ def blocks(file: Path, small: bool) -> list[Block]:
 
 def run(block: Block, name: str, namespace: dict[str, Any]) -> None:
     """Run one block; raises if it fails."""
-    if block.language == "bash":
+    if file := FILE.match(block.code):
+        Path(file[1]).write_text(block.code[file.end() :], encoding="utf-8")
+    elif block.language == "bash":
         code = block.code.replace("python cli.py", f"'{sys.executable}' '{CLI}'")
         subprocess.run(["bash", "-euo", "pipefail", "-c", code], check=True)
-        return
-    source = f"{name}:{block.line}"
-    linecache.cache[source] = (len(block.code), None, block.code.splitlines(True), source)  # tracebacks quote it
-    exec(compile(block.code, source, "exec"), namespace)
+    else:
+        source = f"{name}:{block.line}"
+        linecache.cache[source] = (len(block.code), None, block.code.splitlines(True), source)  # tracebacks quote it
+        exec(compile(block.code, source, "exec"), namespace)
 
 
 def main() -> None:

@@ -37,13 +37,16 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         right = torch.cat([written, beta * v.unsqueeze(4)], -1)
         W, U = torch.linalg.solve_triangular(beta * overlap, right, upper=False, unitriangular=True).split([K, V], -1)
 
-        kept = kept.expand(*W.shape).mT
-        decay = None if b is None else b[..., -1].to(v.dtype).exp()[..., None, None].expand(-1, c.count, *[-1] * 5)
+        # unbound, not indexed: the gradient of an index is a tensor of the full size, for each chunk
+        W_n, U_n, kept_n = W.unbind(1), U.unbind(1), kept.expand(*W.shape).mT.unbind(1)
+        decay_n = None
+        if b is not None:
+            decay_n = b[..., -1].to(v.dtype).exp()[..., None, None].expand(-1, c.count, *[-1] * 5).unbind(1)
         updates: list[Tensor] = []
 
         def step(n: int, S: Tensor) -> Tensor:
-            updates.append(U[:, n] - W[:, n] @ S)
-            return (S if decay is None else decay[:, n] * S) + kept[:, n] @ updates[n]
+            updates.append(U_n[n] - W_n[n] @ S)
+            return (S if decay_n is None else decay_n[n] * S) + kept_n[n] @ updates[n]
 
         before, S = c.scan(step)
         # subheads are summed inside the products, by laying them side by side along the contracted axis

@@ -48,10 +48,12 @@ def _per_head(
     values = v.unsqueeze(4) if weight is None else v.unsqueeze(4) * weight.unsqueeze(-1)  # [B,N,G,R,E|1,C,V]
     added = torch.einsum("bngeck,bngrecv->bngrekv", k, values.expand(-1, -1, -1, -1, k.shape[3], -1, -1))
     if b is None:
-        before, S = c.scan(lambda n, S: S + added[:, n])
+        new = added.unbind(1)
+        before, S = c.scan(lambda n, S: S + new[n])
         return o + torch.einsum("bngeck,bngrekv->bngrcv", q, before), S
     decay = b[..., -1].to(v.dtype).exp()[..., None, None].expand(-1, c.count, *[-1] * 5)
-    before, S = c.scan(lambda n, S: decay[:, n] * S + added[:, n])
+    new, kept = added.unbind(1), decay.unbind(1)
+    before, S = c.scan(lambda n, S: kept[n] * S + new[n])
     read = torch.einsum("bngeck,bngrekv->bngrecv", q, before)
     return o + (read * b.to(v.dtype).exp().unsqueeze(-1)).sum(4), S
 
@@ -64,8 +66,8 @@ def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | No
     if beta is not None:
         scores, kept = scores * beta.unsqueeze(-2), kept * beta.unsqueeze(-1)
     added = kept.mT @ v.unsqueeze(4)  # [B,N,G,R,E,K,V]
-    decay = last.to(v.dtype).exp().mT
-    before, S = c.scan(lambda n, S: decay[:, n] * S + added[:, n])
+    new, whole = added.unbind(1), last.to(v.dtype).exp().mT.unbind(1)
+    before, S = c.scan(lambda n, S: whole[n] * S + new[n])
     read = (q * b.to(v.dtype).exp()) @ before
     return scores.sum(4) @ v + read.sum(4), S
 

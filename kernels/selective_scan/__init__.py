@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from ..backend import choose
-from . import chunk, reference
+from . import reference, scan
 from .arguments import check
 
-IMPLEMENTATIONS = {"torch": chunk.forward, "reference": reference.forward}
+IMPLEMENTATIONS = {"torch": scan.forward, "reference": reference.forward}
 
 
 def selective_scan(

@@ -1,4 +1,8 @@
-"""Whole layers with copied weights against those of transformers: outputs, and gradients of inputs and weights."""
+"""Whole layers with copied weights: outputs, and gradients of inputs and weights.
+
+They are compared with the layers of transformers, with definitions written out around the naive recurrences of
+flash-linear-attention, and, where neither has the layer, with the formula of the paper as full matrices over time.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -6,11 +10,29 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
 import mixers
-from mixers import GatedDeltaNet, Mamba2, Site, SlidingWindowAttention, SoftmaxAttention
+from mixers import (
+    GLA,
+    HGRN1,
+    HGRN2,
+    TNL,
+    TPE,
+    CosFormer2,
+    DeltaNet,
+    Features,
+    GatedDeltaNet,
+    LinearAttention,
+    Mamba1,
+    Mamba2,
+    RetNet,
+    Site,
+    SlidingWindowAttention,
+    SoftmaxAttention,
+)
 
 pytestmark = pytest.mark.parity
 TOLERANCE = 5e-6  # relative to the norm of the result: fp32 rounding of both sides
@@ -25,6 +47,27 @@ def shaken(module: nn.Module) -> nn.Module:
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return module
+
+
+def by_name(mixer: nn.Module, of: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor | None]:
+    """Something of each parameter; a fused matrix is cut like its state dict."""
+    found = {name: of(parameter) for name, parameter in mixer.named_parameters()}
+    for name, module in mixer.named_modules():
+        if isinstance(module, mixers.Projection):
+            parts = found.pop(f"{name}.weight").split(list(module.widths.values()))
+            found |= {f"{name}.{part}.weight": x for part, x in zip(module.widths, parts, strict=True)}
+    return found
+
+
+def agree(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:
+    assert found.keys() == expected.keys()
+    for name, right in expected.items():
+        if right is None:  # a parameter that has no part in it
+            assert found[name] is None, name
+            continue
+        error, norm = float((found[name].double() - right.double()).detach().norm()), float(right.detach().norm())
+        # a single token has gradients of zero: those of the decay, and of attention's queries and keys
+        assert error <= TOLERANCE * norm + ZERO, f"{name}: error {error:.2g} at norm {norm:.2g}"
 
 
 def compare(
@@ -49,17 +92,67 @@ def compare(
     (y * arriving).sum().backward()
     (z * arriving).sum().backward()
     found, expected = {"y": y, "gradient of x": our_x.grad}, {"y": z, "gradient of x": their_x.grad}
-    # a fused matrix of ours, cut like its state dict
-    gradients = {name: p.grad for name, p in ours.named_parameters()}
-    widths = ours.in_proj.widths
-    parts = gradients.pop("in_proj.weight").split(list(widths.values()))
-    gradients |= {f"in_proj.{name}.weight": part for name, part in zip(widths, parts, strict=True)}
+    gradients = by_name(ours, lambda parameter: parameter.grad)
     for name, parameter in theirs.named_parameters():
         expected[name], found[name] = parameter.grad, pairs[name](gradients.__getitem__)
-    for name, right in expected.items():
-        error, norm = float((found[name] - right).detach().norm()), float(right.detach().norm())
-        # a single token has gradients of zero: those of the decay, and of attention's queries and keys
-        assert error <= TOLERANCE * norm + ZERO, f"{name}: error {error:.2g} at norm {norm:.2g}"
+    agree(found, expected)
+
+
+Weights = Mapping[str, Tensor]
+
+
+def compare_with_formula(
+    ours: mixers.TokenMixer, formula: Callable[[Tensor, Weights], Tensor], x: Tensor, backend: str = "torch"
+) -> None:
+    """Outputs, and gradients of the input and of all weights.
+
+    Args:
+        ours: The layer of this project, computing in fp32.
+        formula: The same of x and the weights of ours by name, in fp64.
+        x: The input.
+        backend: Where ours runs.
+    """
+    weights = by_name(ours, lambda parameter: parameter.detach().double().requires_grad_())
+    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    our_x, their_x = x.clone().requires_grad_(), x.double().requires_grad_()
+    with kernels.backend(backend):
+        y = ours(our_x)[0]
+    z, arriving = formula(their_x, leaves), torch.randn_like(x)
+    (y * arriving).sum().backward()
+    gradients = torch.autograd.grad((z * arriving).sum(), [their_x, *leaves.values()], allow_unused=True)
+    found = {"y": y, "gradient of x": our_x.grad, **by_name(ours, lambda parameter: parameter.grad)}
+    agree(found, {"y": z, **dict(zip(["gradient of x", *leaves], gradients, strict=True))})
+
+
+def linear(x: Tensor, weights: Weights, *names: str) -> list[Tensor]:
+    return [F.linear(x, weights[f"{name}.weight"]) for name in names]
+
+
+def alike(mixer: mixers.LinearMixer) -> mixers.LinearMixer:
+    """Keys that resemble their queries. If q·k of the first token were near zero, the norm would blow its rounding up."""
+    with torch.no_grad():
+        q, k, *_ = mixer.in_proj.weight.split(list(mixer.in_proj.widths.values()))
+        k.mul_(0.3).add_(q)
+    return mixer
+
+
+def conv_silu(x: Tensor, weight: Tensor) -> Tensor:
+    taps = weight.shape[-1]
+    return F.silu(F.conv1d(F.pad(x.mT, (taps - 1, 0)), weight, groups=x.shape[-1]).mT)
+
+
+def rms(x: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def causal(scores: Tensor, v: Tensor) -> Tensor:
+    """Scores [B,H,T,T], of which those of the future do not count, times v [B,T,H,V]."""
+    return torch.einsum("bhts,bshv->bthv", scores.tril(), v)
+
+
+def distance(length: int) -> Tensor:
+    time = torch.arange(length, dtype=torch.float64)
+    return time[:, None] - time
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -181,6 +274,206 @@ def test_attention(oracle: Oracle, length: int, window: int | None, kv_heads: in
     pairs["o_proj.weight"] = lambda g: g("o_proj.weight")
     with kernels.backend(backend):
         compare(ours, layer, call, pairs, torch.randn(2, length, 32))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_mamba1(oracle: Oracle, length: int, backend: str):
+    theirs = oracle("transformers.models.mamba.modeling_mamba")
+    config = theirs.MambaConfig(hidden_size=32, state_size=16, expand=2, time_step_rank=3, num_hidden_layers=1)
+    layer = shaken(theirs.MambaMixer(config, 0)).eval()
+    ours = Mamba1(Site(32, 4), dt_rank=3)
+
+    renamed = {"conv1d.weight": "x_features.weight", "conv1d.bias": "x_features.bias", "dt_proj.bias": "dt_bias"}
+    ours.load_state_dict({renamed.get(name, name): x for name, x in layer.state_dict().items()})
+
+    # theirs projects to [x, z], and then x to [dt, B, C]
+    pairs = {name: (lambda g, name=renamed.get(name, name): g(name)) for name in layer.state_dict()}
+    for fused, parts in (("in_proj", ("x", "z")), ("x_proj", ("dt", "B", "C"))):
+        pairs[f"{fused}.weight"] = lambda g, f=fused, parts=parts: torch.cat([g(f"{f}.{n}.weight") for n in parts])
+    with kernels.backend(backend):
+        compare(ours, layer, layer, pairs, torch.randn(2, length, 32))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("conv", [0, 4])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_gla(oracle: Oracle, length: int, conv: int, backend: str):
+    naive, H = oracle("fla.ops.gla.naive").naive_recurrent_gla, 4
+    # its own defaults, and the form with short convolutions
+    features = Features(4, activation="silu") if conv else Features()
+    ours = alike(shaken(GLA(Site(32, H), expand_k=1 if conv else 0.5, qk=features, v=features)))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v, g, low = linear(x, w, *(f"in_proj.{n}" for n in ("q", "k", "v", "g", "decay")))
+        if conv:
+            q, k, v = (conv_silu(s, w[f"{n}_features.weight"]) for n, s in zip("qkv", (q, k, v), strict=True))
+        decay = F.logsigmoid(F.linear(low, w["decay_up.weight"], w["decay_up.bias"])) / 16
+        q, k, v, g, decay = (s.unflatten(-1, (H, -1)) for s in (q, k, v, g, decay))
+        o, _ = naive(q=q, k=k, v=v, gk=decay)
+        return F.linear((rms(o, 1e-5) * w["o_norm.weight"] * F.silu(g)).flatten(2), w["o_proj.weight"])
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend)
+
+
+def forget_gate(raw: Tensor, w: Weights, layer: int) -> Tensor:
+    """Paper 002, section 2.2: lower bounds are cumsum(softmax) over layers, minus the first row."""
+    share = w["lower_bounds.weight"].softmax(0)
+    bounds = share.cumsum(0) - share[:1]
+    # the first bound is zero whatever the matrix is, and ours has no gradient there rather than one of zero
+    return raw.sigmoid() if layer == 0 else bounds[layer] + (1 - bounds[layer]) * raw.sigmoid()
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_hgrn2(oracle: Oracle, length: int, layer: int, backend: str):
+    naive, H = oracle("fla.ops.gla.naive").naive_recurrent_gla, 4
+    ours = shaken(HGRN2(Site(32, H, layer=layer, num_layers=4)))
+    nn.init.normal_(ours.lower_bounds.weight)
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, f, i = linear(x, w, "in_proj.q", "in_proj.f", "in_proj.i")
+        f = forget_gate(f, w, layer)
+        q, f, i = (s.unflatten(-1, (H, -1)) for s in (F.silu(q), f, i))
+        o, _ = naive(q=q, k=1 - f, v=i, gk=f.log())
+        return F.linear(rms(o.flatten(2), 1e-5) * w["g_norm.weight"], w["o_proj.weight"])
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_hgrn1(oracle: Oracle, length: int, layer: int, backend: str):
+    naive = oracle("fla.ops.hgrn.naive").naive_recurrent_hgrn
+    ours = shaken(HGRN1(Site(32, 4, layer=layer, num_layers=4)))
+    nn.init.normal_(ours.lower_bounds.weight)
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        i, f, g = linear(x, w, "in_proj.i", "in_proj.f", "in_proj.g")
+        f = forget_gate(f, w, layer)
+        h, _ = naive(x=(1 - f) * F.silu(i), g=f.log())
+        return F.linear(rms(h, 1e-5) * w["g_norm.weight"] * F.silu(g), w["o_proj.weight"])
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("allow_neg_eigval", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_deltanet(oracle: Oracle, length: int, allow_neg_eigval: bool, backend: str):
+    naive, H = oracle("fla.ops.delta_rule.naive").delta_rule_recurrence, 4
+    ours = shaken(DeltaNet(Site(32, H), allow_neg_eigval=allow_neg_eigval))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        streams = linear(x, w, "in_proj.q", "in_proj.k", "in_proj.v")
+        q, k, v = (conv_silu(s, w[f"{n}_features.weight"]) for n, s in zip("qkv", streams, strict=True))
+        q, k, v = (s.unflatten(-1, (H, -1)).transpose(1, 2) for s in (q, k, v))
+        q, k = (s / (s.square().sum(-1, keepdim=True) + 1e-6).sqrt() for s in (q, k))
+        beta = (2 if allow_neg_eigval else 1) * linear(x, w, "in_proj.b")[0].sigmoid().mT
+        o, _ = naive(q, k, v, beta)
+        o = rms(o.transpose(1, 2), 1e-5) * w["o_norm.weight"]
+        return F.linear(o.flatten(2), w["o_proj.weight"])
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_retnet(oracle: Oracle, length: int, backend: str):
+    naive, H, K = oracle("fla.ops.retention.naive").naive_retention, 4, 8
+    ours = alike(shaken(RetNet(Site(32, H))))
+
+    def rotate(x: Tensor) -> Tensor:  # x [B,T,H,K]: the halves are the two parts of complex numbers
+        angle = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(K // 2, dtype=x.dtype) / (K // 2))
+        turned = torch.complex(*x.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)[:, None]
+        return torch.cat([turned.real, turned.imag], -1)
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        streams = linear(x, w, *(f"in_proj.{n}" for n in "qkvg"))
+        q, k, v, g = (s.unflatten(-1, (H, -1)) for s in streams)
+        o = naive(*(s.transpose(1, 2) for s in (rotate(q), rotate(k), v))).transpose(1, 2)
+        return F.linear((rms(o, 1e-5) * w["o_norm.weight"] * F.silu(g)).flatten(2), w["o_proj.weight"])
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend)
+
+
+def gated_by_bottleneck(o: Tensor, x: Tensor, w: Weights) -> Tensor:
+    """Paper 003, equations 9 and 17: Norm(Concat[O_1 … O_h]) ⊙ Sigmoid(X W_down W_up), then W_o."""
+    gate = F.linear(*linear(x, w, "in_proj.g"), w["g_up.weight"]).sigmoid()
+    return F.linear(rms(o.flatten(2), 1e-6) * gate, w["o_proj.weight"])
+
+
+# ALiBi's own construction, written out: 2^(−8i/4); for 6 heads those of 4, then every other one of 8
+ALIBI = {4: [2**-2, 2**-4, 2**-6, 2**-8], 6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]}
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("heads", ALIBI)
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_tnl(length: int, layer: int, heads: int, backend: str):
+    K, depth = 8, {0: 1 + 1e-5, 1: 2 / 3 + 1e-5, 3: 1e-5}[layer]
+    ours = shaken(TNL(Site(heads * K, heads, layer=layer, num_layers=4)))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v = (s.unflatten(-1, (heads, K)) for s in linear(x, w, "in_proj.q", "in_proj.k", "in_proj.v"))
+        slopes = torch.tensor(ALIBI[heads], dtype=x.dtype)[:, None, None]
+        kept = (-slopes * depth * distance(length)).exp()
+        # the norm removes the scale K^-½, up to its eps
+        scores = torch.einsum("bthk,bshk->bhts", F.silu(q), F.silu(k)) * K**-0.5
+        return gated_by_bottleneck(causal(scores * kept, v), x, w)
+
+    compare_with_formula(ours, formula, torch.randn(2, length, heads * K), backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_cosformer2(length: int, backend: str):
+    H, K = 4, 8
+    ours = shaken(CosFormer2(Site(32, H)))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        # cos(θt)cos(θs) + sin(θt)sin(θs) = cos(θ(t − s)): nothing is concatenated here
+        q, k, v = (s.unflatten(-1, (H, K)) for s in linear(x, w, "in_proj.q", "in_proj.k", "in_proj.v"))
+        turned = (w["q_features.map.theta"][:, :, None, None] * distance(length)).cos()  # [H,K,T,T]
+        scores = torch.einsum("bthk,bshk,hkts->bhts", F.silu(q), F.silu(k), turned) * (2 * K) ** -0.5
+        return gated_by_bottleneck(causal(scores, v), x, w)
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(
+    ("activation", "by_hand"),
+    [("elu1", lambda x: torch.where(x > 0, x + 1, x.exp())), ("relu", torch.relu), ("identity", lambda x: x)],
+)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_linear_attention(length: int, activation: str, by_hand: Callable[[Tensor], Tensor], backend: str):
+    H, K = 4, 8
+    ours = alike(shaken(LinearAttention(Site(32, H), qk=Features(activation=activation))))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v = (s.unflatten(-1, (H, K)) for s in linear(x, w, "in_proj.q", "in_proj.k", "in_proj.v"))
+        o = causal(torch.einsum("bthk,bshk->bhts", by_hand(q), by_hand(k)) * K**-0.5, v)
+        return F.linear((rms(o, 1e-5) * w["o_norm.weight"]).flatten(2), w["o_proj.weight"])
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("size", [1, 6])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_tpe(length: int, size: int, backend: str):
+    ours = shaken(TPE(Site(32, 4), size=size))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        rate = 2.0 ** -(-4 + torch.arange(size, dtype=x.dtype) * (17 / max(size - 1, 1)))
+        kept = (-rate[:, None, None] * distance(length)).exp().tril()  # λ_e^(t−s), [e,T,T]
+        return torch.einsum("ce,ets,bsc->btc", w["weight"], kept, x)
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend)
 
 
 def test_importing_transformers_and_our_kernels(oracle: Oracle):

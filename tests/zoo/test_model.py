@@ -90,6 +90,15 @@ def test_a_model_made_on_meta_can_be_filled(tied: bool, tokens: Tensor):
         assert empty(tokens)[0].eq(0).all()
 
 
+def test_a_tied_head_is_the_embedding_matrix(tokens: Tensor):
+    tied, untied = build("model.tie_embeddings=true"), build()
+    untied.load_state_dict({**tied.state_dict(), "lm_head.weight": tied.embeddings.weight})
+    logits, _ = tied(tokens % 9)
+    torch.testing.assert_close(logits, untied(tokens % 9)[0])
+    logits.logsumexp(-1).sum().backward()
+    assert tied.embeddings.weight.grad[9:].abs().sum() > 0  # tokens that were not in the input are learned as well
+
+
 @torch.no_grad()
 def test_reset_parameters_reaches_every_parameter():
     model = build()

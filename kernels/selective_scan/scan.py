@@ -1,0 +1,50 @@
+"""The selective scan in plain PyTorch, with autograd: the CPU path.
+
+One step of all rows, channels and states at a time. Its operands fit into a cache, which the [B,T,D,N] tensors of a
+chunkwise form do not: that one was five to ten times slower.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..arguments import at_least_fp32
+from .arguments import Scan
+
+
+def forward(a: Scan) -> tuple[Tensor, Tensor]:
+    """y [B,T,D] and the final states [S,D,N]."""
+    with torch.autocast(a.x.device.type, enabled=False):
+        rate = at_least_fp32(a.rate)
+        constant = at_least_fp32(a.c) if a.c is not None and a.c.dim() == 2 else None
+        # unbound, not indexed: the gradient of an index is a tensor of the full size, for each step
+        steps = zip(
+            at_least_fp32(a.x).unbind(1),
+            at_least_fp32(a.log_decay).unbind(1),
+            _unbound(a.b),
+            _unbound(None if constant is not None else a.c),
+            strict=False,
+        )
+        first, outputs, finals = a.first_state(), [], []
+        spans = a.documents.spans if a.documents else [(0, a.x.shape[1])]
+        for number, (start, stop) in enumerate(spans):
+            h = first[number : number + 1] if a.documents else first
+            for x, log_decay, b, c in itertools.islice(steps, stop - start):
+                added = x.unsqueeze(-1) if b is None else x.unsqueeze(-1) * b.unsqueeze(1)
+                h = torch.addcmul(added, (log_decay.unsqueeze(-1) * rate).exp(), h)
+                outputs.append(_read(h, c, constant))
+            finals.append(h)
+        return torch.stack(outputs, 1).to(a.x.dtype), torch.cat(finals)
+
+
+def _unbound(x: Tensor | None) -> Iterator[Tensor | None]:
+    return itertools.repeat(None) if x is None else iter(at_least_fp32(x).unbind(1))
+
+
+def _read(h: Tensor, c: Tensor | None, constant: Tensor | None) -> Tensor:
+    """y [B,D] of the states h [B,D,N]."""
+    if c is not None:
+        return (h @ c.unsqueeze(-1)).squeeze(-1)
+    return h.sum(-1) if constant is None else (h * constant).sum(-1)
