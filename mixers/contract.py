@@ -155,6 +155,12 @@ def bf16_is_close_to_fp32(factory: Factory, site: Site) -> None:
     _expect(z.dtype == torch.bfloat16, f"x in bf16 became {z.dtype}")
     error = float((z.float() - y).norm() / y.norm())
     _expect(error < BF16_TOLERANCE, f"relative error {error:.3f}, allowed {BF16_TOLERANCE}")
+    mixer, _ = _build(factory, site, torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        z, _ = mixer(x)
+        step, _ = mixer(x[:, :1], mixer.init_state(len(x)))
+    error = max(float((a.float() - b).norm() / b.norm()) for a, b in ((z, y), (step, y[:, :1])))
+    _expect(error < BF16_TOLERANCE, f"relative error {error:.3f} under autocast, allowed {BF16_TOLERANCE}")
 
 
 def meta_device(factory: Factory, site: Site) -> None:

@@ -102,8 +102,9 @@ class FeaturePath(nn.Module):
                 cu_seqlens=cu_seqlens,
             )
             x = y.unflatten(-1, x.shape[2:])
-        x = NORMS[self.spec.norm](ACTIVATIONS[self.spec.activation](x))
-        return (x if self.map is None else self.map(x, positions)), history
+        y = NORMS[self.spec.norm](ACTIVATIONS[self.spec.activation](x))
+        y = y if self.map is None else self.map(y, positions)
+        return y.to(x.dtype), history  # autocast takes norms to fp32
 
 
 class Rotary(FeatureMap):

@@ -41,10 +41,10 @@ class LowerBounds(nn.Module):
         f = kernels.at_least_fp32(f)
         if layer == 0:  # lb is 0, and the general form would have a NaN gradient there
             return F.logsigmoid(f)
-        # lb and 1 − lb each as a sum of its own rows, in logs: a difference that rounds to zero would have NaN gradients
-        rows = kernels.at_least_fp32(self.weight).log_softmax(0)
-        bound, rest = rows[1 : layer + 1].logsumexp(0), torch.cat([rows[:1], rows[layer + 1 :]]).logsumexp(0)
-        return torch.logaddexp(bound, rest + F.logsigmoid(f))
+        # the odds lb : 1 − lb, in logs, as 1 − lb itself may round to zero, which has NaN gradients
+        rows = kernels.at_least_fp32(self.weight)
+        odds = rows[1 : layer + 1].logsumexp(0) - torch.cat([rows[:1], rows[layer + 1 :]]).logsumexp(0)
+        return torch.logaddexp(F.logsigmoid(odds), F.logsigmoid(-odds) + F.logsigmoid(f))
 
 
 class Bounded(Protocol):

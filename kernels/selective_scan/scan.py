@@ -46,5 +46,5 @@ def _unbound(x: Tensor | None) -> Iterator[Tensor | None]:
 def _read(h: Tensor, c: Tensor | None, constant: Tensor | None) -> Tensor:
     """y [B,D] of the states h [B,D,N]."""
     if c is not None:
-        return (h @ c.unsqueeze(-1)).squeeze(-1)
+        return (h @ c.unsqueeze(-1).to(h.dtype)).squeeze(-1)
     return h.sum(-1) if constant is None else (h * constant).sum(-1)

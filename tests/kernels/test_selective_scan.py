@@ -10,7 +10,7 @@ import kernels
 from .recurrences import BAD_BOUNDARIES, DECAYS, PACKED, TOLERANCE, assert_same, results, shorter
 
 run = partial(results, kernels.selective_scan)
-LENGTHS = (1, 15, 16, 17, 63, 200)  # a chunk has 16 tokens
+LENGTHS = (1, 15, 16, 17, 63, 200)
 READ_OUTS = ("each step", "constant", "ones")
 
 
@@ -46,7 +46,7 @@ def inputs(
 
 
 def matrix_form(x, log_decay, rate, b, c, initial_state) -> tuple[Tensor, Tensor]:
-    """y = M x for each channel, M_ts = Σ_n c_tn (Π_{s<r≤t} a_rn) b_sn: each pair of tokens by itself, no loop over h."""
+    """y = M x in each channel, M_ts = Σ_n c_tn (Π_{s<r≤t} a_rn) b_sn: each pair of tokens by itself, no loop over h."""
     B, T, D = x.shape
     y, final = torch.zeros_like(x), torch.zeros_like(initial_state)
     for d in range(D):
@@ -143,9 +143,9 @@ def test_packed_documents(rate: bool, c: str, state: bool):
         torch.testing.assert_close(found["state"][n : n + 1], h)
 
 
-def test_documents_of_whole_chunks():
-    # no padding anywhere is a path of its own
-    a = inputs(64, documents=[0, 16, 64])
+@pytest.mark.parametrize("documents", [[0, 64], [0, 16, 64], [0, 0, 64], [0, 64, 64]])
+def test_few_documents(documents: list[int]):
+    a = inputs(64, documents=documents)
     assert_same(run(a), run(a, backend="reference"))
 
 
@@ -167,6 +167,14 @@ def test_bf16_inputs(c: str):
     assert_same({"state": found["state"]}, {"state": expected["state"]})
     # both compute in fp32: what differs is a last bit of bf16 here and there
     assert_same(found, expected, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("c", ["each step", "constant"])
+@pytest.mark.parametrize("name", ["x", "log_decay", "rate", "b", "c", "initial_state"])
+def test_one_argument_in_fp64(name: str, c: str):
+    a = inputs(20, c=c, dtype=torch.float32)
+    a[name] = a[name].double()
+    assert_same(run(a), run(a, backend="reference"), tolerance=2e-5)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

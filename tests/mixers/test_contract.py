@@ -24,6 +24,16 @@ ARGUMENTS = {
     "negative eigenvalues": partial(GatedDeltaNet, allow_neg_eigval=True),
     "no short convolution": partial(GatedDeltaNet, qk=mixers.Features(norm="l1"), v=mixers.Features()),
     "positions in a recurrence": partial(GatedDeltaNet, qk=mixers.Features(2, norm="l2", map=mixers.Rotary)),
+    "GLA with short convolutions": partial(
+        mixers.GLA, expand_k=1, qk=mixers.Features(4, activation="silu"), v=mixers.Features(4, activation="silu")
+    ),
+    "DeltaNet with negative eigenvalues": partial(mixers.DeltaNet, allow_neg_eigval=True),
+    "no lower bounds": partial(mixers.HGRN2, lower_bound=False),
+    "no lower bounds, one state per channel": partial(mixers.HGRN1, lower_bound=False),
+    "narrow values": partial(mixers.RetNet, expand_v=1),
+    "one head": partial(mixers.TNL, num_heads=1),
+    "LRPE in linear attention": partial(mixers.LinearAttention, qk=mixers.Features(activation="relu", map=mixers.LRPE)),
+    "one state per channel": partial(mixers.Mamba1, state_dim=1, conv=2, expand=1),
     "groups": partial(Mamba2, head_dim=16, state_dim=16, num_groups=4),
     "no bias": partial(Mamba2, head_dim=32, state_dim=16, expand=1, xbc=mixers.Features(4, activation="silu")),
     "grouped queries": partial(SoftmaxAttention, num_heads=4, num_kv_heads=2),
@@ -32,6 +42,11 @@ ARGUMENTS = {
     "window of grouped queries": partial(SlidingWindowAttention, window_size=2, num_heads=4, num_kv_heads=1),
     "window with a convolution": partial(SlidingWindowAttention, window_size=5, qk=mixers.Features(3, bias=True)),
     "window longer than the sequence": partial(SlidingWindowAttention, window_size=300, head_dim=16),
+}
+FEATURES = {
+    f"{activation}, norm {norm}": mixers.Features(activation=activation, norm=norm)
+    for activation in mixers.features.ACTIVATIONS
+    for norm in mixers.features.NORMS
 }
 
 
@@ -44,6 +59,17 @@ def test_registered_mixers(name: str):
 def test_arguments(name: str):
     # expanded too, where there is a matrix to expand
     assert len(mixers.check_mixer(ARGUMENTS[name])) in (len(CLAUSES), 3 * len(CLAUSES))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name: str):
+    factory = partial(GatedDeltaNet, num_heads=2, head_dim=16, qk=FEATURES[name], allow_neg_eigval=True)
+    assert len(mixers.check_mixer(factory, expanded=False)) == len(CLAUSES)
+
+
+def test_the_position_encoding():
+    # not registered, as it stands below the first layer
+    assert len(mixers.check_mixer(mixers.TPE)) == len(CLAUSES)
 
 
 def test_the_two_names_of_everything_that_passed():

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 import mixers
-from mixers import FeatureMap, Features, GatedDeltaNet, Rotary, Site
+from mixers import LRPE, FeatureMap, Features, GatedDeltaNet, LinearAttention, Rotary, Site
 from mixers.features import FeaturePath
 
 ANYWHERE = torch.zeros(1, 1, dtype=torch.int64)
@@ -114,6 +114,49 @@ def test_rotary_needs_pairs():
         Rotary(2, 7)
     with pytest.raises(mixers.UserError, match=r"^head_dim: 5 is odd"):
         mixers.SoftmaxAttention(Site(20, 4))
+
+
+def test_lrpe_knows_differences_of_positions_alone():
+    # [cos(θt)q, sin(θt)q]·[cos(θs)k, sin(θs)k] = Σ cos(θ(t − s)) q k
+    q, k, lrpe = *torch.randn(2, 3, 8, dtype=torch.float64), LRPE(3, 8).double()
+    with torch.no_grad():
+        lrpe.theta.normal_()
+    for t in (7, 50, 4000):
+        a, b = (lrpe(x[None, None], torch.tensor([[at]]))[0, 0] for x, at in ((q, t), (k, t - 7)))
+        assert a.shape == (3, 16)
+        torch.testing.assert_close((a * b).sum(-1), (q * k * (7 * lrpe.theta).cos()).sum(-1))
+
+
+def test_lrpe_starts_from_slower_and_slower_channels():
+    # over all channels of all heads: the first head is the fastest
+    theta = LRPE(2, 4, base=100.0).theta
+    torch.testing.assert_close(theta.flatten(), 100 ** (-2 * torch.arange(8) / 8))
+    assert theta.shape == (2, 4)
+    assert "theta" in LRPE.no_weight_decay
+
+
+def test_lrpe_makes_its_angles_in_fp32():
+    x, lrpe = torch.randn(1, 1, 1, 8), LRPE(1, 8)
+    with torch.no_grad():
+        lrpe.theta.copy_(lrpe.theta.bfloat16())
+    exact = lrpe.double()(x.double(), torch.tensor([[10001]]))
+    found = lrpe.bfloat16()(x.bfloat16(), torch.tensor([[10001]]))
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("norm", ["none", "l1", "l2"])
+@pytest.mark.parametrize("activation", ["identity", "relu", "silu", "elu1"])
+def test_linear_attention_takes_any_features(activation: str, norm: str):
+    spec = Features(activation=activation, norm=norm)
+    mixer, plain = (LinearAttention(Site(32, 2), qk=f).double() for f in (spec, Features(activation="identity")))
+    plain.load_state_dict(mixer.state_dict())
+    x = torch.randn(1, 9, 32, dtype=torch.float64)
+    q, k, v = (s.unflatten(-1, (2, 16)) for s in mixer.in_proj(x))
+    scores = torch.einsum("bthk,bshk->bhts", features(spec, q), features(spec, k)).tril() / 4
+    o = torch.einsum("bhts,bshv->bthv", scores, v)
+    torch.testing.assert_close(mixer(x)[0], mixer.o_proj(mixer.o_norm(o).flatten(2)))
+    assert torch.equal(mixer(x)[0], plain(x)[0]) == (activation == "identity" and norm == "none")
 
 
 class Mirror(FeatureMap):

@@ -129,7 +129,7 @@ def linear(x: Tensor, weights: Weights, *names: str) -> list[Tensor]:
 
 
 def alike(mixer: mixers.LinearMixer) -> mixers.LinearMixer:
-    """Keys that resemble their queries. If q·k of the first token were near zero, the norm would blow its rounding up."""
+    """Keys that resemble their queries: the norm would blow up the rounding of a first q·k that is nearly zero."""
     with torch.no_grad():
         q, k, *_ = mixer.in_proj.weight.split(list(mixer.in_proj.widths.values()))
         k.mul_(0.3).add_(q)
@@ -317,7 +317,7 @@ def test_gla(oracle: Oracle, length: int, conv: int, backend: str):
 
 
 def forget_gate(raw: Tensor, w: Weights, layer: int) -> Tensor:
-    """Paper 002, section 2.2: lower bounds are cumsum(softmax) over layers, minus the first row."""
+    """Section 2.2 of arXiv 2404.07904: lower bounds are cumsum(softmax) over layers, minus the first row."""
     share = w["lower_bounds.weight"].softmax(0)
     bounds = share.cumsum(0) - share[:1]
     # the first bound is zero whatever the matrix is, and ours has no gradient there rather than one of zero
@@ -400,7 +400,7 @@ def test_retnet(oracle: Oracle, length: int, backend: str):
 
 
 def gated_by_bottleneck(o: Tensor, x: Tensor, w: Weights) -> Tensor:
-    """Paper 003, equations 9 and 17: Norm(Concat[O_1 … O_h]) ⊙ Sigmoid(X W_down W_up), then W_o."""
+    """Equations 9 and 17 of arXiv 2406.16690: Norm(Concat[O_1 … O_h]) ⊙ Sigmoid(X W_down W_up), then W_o."""
     gate = F.linear(*linear(x, w, "in_proj.g"), w["g_up.weight"]).sigmoid()
     return F.linear(rms(o.flatten(2), 1e-6) * gate, w["o_proj.weight"])
 

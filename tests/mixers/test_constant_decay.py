@@ -1,0 +1,113 @@
+import copy
+import math
+
+import pytest
+import torch
+
+import kernels
+from mixers import TNL, ConstantDecay, Expanded, RetNet, Site, alibi_slopes
+
+# the numbers of the function that ALiBi's authors published
+SLOPES = {
+    1: [2**-8],
+    2: [2**-4, 2**-8],
+    4: [2**-2, 2**-4, 2**-6, 2**-8],
+    6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
+    8: [2**-i for i in range(1, 9)],
+    12: [*(2**-i for i in range(1, 9)), 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
+}
+
+
+@pytest.mark.parametrize("heads", SLOPES)
+def test_alibi(heads: int):
+    assert alibi_slopes(heads) == pytest.approx(SLOPES[heads], rel=1e-12)
+
+
+@pytest.mark.parametrize("heads", [3, 5, 7, 10, 20, 33])
+def test_alibi_for_any_number_of_heads(heads: int):
+    slopes = alibi_slopes(heads)
+    assert len(set(slopes)) == heads
+    assert all(2**-8 <= slope < 1 for slope in slopes)
+
+
+def test_a_constant_stays_in_fp32():
+    # 1 − 2⁻⁹ in bf16 is one: nothing would ever be forgotten
+    values = [math.log1p(-(2.0**-9)), -0.3]
+    decay = ConstantDecay(values).bfloat16()
+    found = decay(torch.zeros(1, dtype=torch.bfloat16))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.tensor(values))
+    assert decay(torch.zeros(1, dtype=torch.float64)).tolist() == values
+    assert decay(torch.zeros(1, device="meta")).is_meta
+
+
+def test_a_constant_is_no_part_of_a_checkpoint():
+    decay = ConstantDecay([-1.0])
+    assert not decay.state_dict()
+    assert not list(decay.parameters())
+    assert torch.equal(copy.deepcopy(decay)(torch.zeros(1)), torch.tensor([-1.0]))
+
+
+def test_a_constant_is_the_same_tensor_each_time():
+    decay, like = ConstantDecay([-1.0]), torch.zeros(1)
+    assert decay(like) is decay(like)
+
+
+@pytest.mark.parametrize("mixer", [TNL, RetNet])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", [1, 130])
+def test_training_after_a_look_in_inference_mode(length: int, backend: str, mixer):
+    # validation may come first, and what it leaves behind must not be what autograd refuses
+    layer, x = mixer(Site(32, 4, 1, 3)), torch.randn(1, length, 32)
+    with kernels.backend(backend):
+        with torch.inference_mode():
+            layer(x)
+        layer(x)[0].sum().backward()
+    assert layer.in_proj.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("mixer", [TNL, RetNet])
+def test_bf16_layers_decay_in_fp32(mixer):
+    layer = mixer(Site(32, 4, 1, 3)).bfloat16()
+    s = layer.gates(layer.project(torch.zeros(1, 2, 32, dtype=torch.bfloat16)))
+    assert s.log_decay.dtype == torch.float32
+
+
+def decays(mixer: TNL | RetNet) -> list[float]:
+    return list(mixer.decay.log_decay)
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_tnl_forgets_less_with_every_layer(heads: int):
+    for layer, depth in ((0, 1 + 1e-5), (1, 2 / 3 + 1e-5), (2, 1 / 3 + 1e-5), (3, 1e-5)):
+        found = decays(TNL(Site(8 * heads, heads, layer, 4)))
+        assert found == pytest.approx([-slope * depth for slope in SLOPES[heads]])
+
+
+def test_tnl_with_one_layer():
+    assert decays(TNL(Site(32, 4))) == pytest.approx([-slope * (1 + 1e-5) for slope in SLOPES[4]])
+    assert TNL(Site(32, 4))(torch.randn(1, 5, 32))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("subheads", [True, False])
+def test_tnl_expanded(subheads: bool):
+    # ALiBi runs over all subheads
+    found = decays(Expanded(Site(32, 2), mixer=TNL, factor=4, subheads=subheads))
+    assert found == pytest.approx([-slope * (1 + 1e-5) for slope in SLOPES[8 if subheads else 2]])
+
+
+def test_retnet():
+    assert decays(RetNet(Site(32, 4))) == pytest.approx([math.log(1 - 2 ** (-5 - h)) for h in range(4)])
+    mixer = RetNet(Site(32, 4))
+    assert (mixer.key_size, mixer.value_size) == (8, 16)
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_subheads_keep_the_range_of_retnet(factor: int):
+    plain = decays(RetNet(Site(32, 4)))
+    found = decays(Expanded(Site(32, 4), mixer=RetNet, factor=factor))
+    assert len(found) == 4 * factor
+    assert found[::factor] == plain  # the first subhead of each head is the head that was
+    assert found == sorted(found)
+    assert math.log(1 - 2 ** (-5 - 4)) > found[-1] >= plain[-1]
+    assert decays(Expanded(Site(32, 4), mixer=RetNet, factor=factor, subheads=False)) == plain

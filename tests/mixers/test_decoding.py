@@ -1,0 +1,36 @@
+"""A batch that is decoded token by token, each row from where it stands."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import mixers
+from mixers import Expanded, LinearMixer, Site
+
+FACTORIES = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in mixers.names()}
+FACTORIES["TPE"] = mixers.TPE
+FACTORIES |= {
+    f"{name}, expanded": partial(Expanded, mixer=factory, factor=2)
+    for name, factory in list(FACTORIES.items())
+    if isinstance(factory(Site(64, 2)), LinearMixer)
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FACTORIES)
+def test_two_rows_of_different_age(name: str):
+    mixer = FACTORIES[name](Site(64, 2, layer=1, num_layers=3)).double()
+    old, young = torch.randn(1, 26, 64, dtype=torch.float64), torch.randn(1, 12, 64, dtype=torch.float64)
+    # both prompts packed into one row, then both continued side by side
+    prompts = torch.cat([old[:, :19], young[:, :5]], 1)
+    packed, state = mixer(prompts, mixer.init_state(2), cu_seqlens=torch.tensor([0, 19, 24]))
+    steps, outputs = torch.cat([old[:, 19:], young[:, 5:]]), []
+    for t in range(7):
+        y, state = mixer(steps[:, t : t + 1], state)
+        outputs.append(y)
+    decoded = torch.cat(outputs, 1)
+    for row, (sequence, start, prompt) in enumerate([(old, 19, packed[:, :19]), (young, 5, packed[:, 19:])]):
+        whole, _ = mixer(sequence)
+        torch.testing.assert_close(prompt, whole[:, :start])
+        torch.testing.assert_close(decoded[row : row + 1], whole[:, start:])

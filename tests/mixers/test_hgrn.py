@@ -1,0 +1,185 @@
+"""What HGRN1 and HGRN2 share: lower bounds of the forget gates, one matrix for all layers of a model."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mixers
+import zoo
+from mixers import HGRN1, HGRN2, Expanded, Site
+from mixers.hgrn2 import LowerBounds
+from zoo.stack import H1, Stack, Uniform
+
+MIXERS = {"HGRN1": HGRN1, "HGRN2": partial(HGRN2, head_dim=8)}
+each_mixer = pytest.mark.parametrize("name", MIXERS)
+
+
+def model(stack: Stack | str, num_layers: int = 4, **options: object) -> zoo.LanguageModel:
+    stack = Uniform(MIXERS[stack]) if isinstance(stack, str) else stack
+    return zoo.LanguageModel(stack, vocab_size=11, hidden_size=16, num_heads=2, num_layers=num_layers, **options)
+
+
+def bounds(of: zoo.LanguageModel) -> list[LowerBounds]:
+    return [mixer.lower_bounds for mixer in of.mixers]
+
+
+def assert_shared(of: zoo.LanguageModel) -> None:
+    assert len({id(found) for found in bounds(of)}) == 1
+    assert len([name for name, _ in of.named_parameters() if "lower_bounds" in name]) == 1
+
+
+@each_mixer
+def test_all_layers_share_one_matrix(name: str):
+    found = model(name)
+    assert_shared(found)
+    assert bounds(found)[0].weight.shape == (4, 16)
+    separate = [MIXERS[name](Site(16, 2, layer, 4)) for layer in range(4)]
+    once = sum(p.numel() for mixer in separate for p in mixer.parameters()) - 3 * 4 * 16
+    assert sum(p.numel() for p in torch.nn.ModuleList(found.mixers).parameters()) == once
+
+
+@each_mixer
+def test_they_stay_shared_from_the_meta_device(name: str):
+    with torch.device("meta"):
+        found = model(name)
+    found.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.fill_(torch.nan)
+    found.reset_parameters()
+    assert_shared(found)
+    assert torch.equal(bounds(found)[0].weight, torch.zeros(4, 16))
+    assert found(torch.zeros(1, 3, dtype=torch.int64))[0].isfinite().all()
+
+
+@each_mixer
+def test_they_stay_shared_in_a_copy(name: str):
+    source = model(name)
+    copied = copy.deepcopy(source)
+    assert_shared(copied)
+    with torch.no_grad():
+        bounds(copied)[3].weight.fill_(1)
+    assert (bounds(copied)[0].weight == 1).all()
+    assert not bounds(source)[0].weight.any()
+
+
+@each_mixer
+@pytest.mark.parametrize("assign", [False, True])
+def test_they_stay_shared_through_a_state_dict(name: str, assign: bool):
+    source, loaded = model(name, initializer_range=0.2), model(name)
+    with torch.no_grad():
+        bounds(source)[0].weight.normal_()
+    loaded.load_state_dict(copy.deepcopy(source.state_dict()), assign=assign)
+    assert_shared(loaded)
+    assert torch.equal(bounds(loaded)[2].weight, bounds(source)[0].weight)
+    tokens = torch.randint(11, (2, 9))
+    assert torch.equal(loaded(tokens)[0], source(tokens)[0])
+
+
+def lowest(bounds: LowerBounds, layer: int) -> torch.Tensor:
+    """What is remembered at least: with a forget gate that wants to forget everything."""
+    return bounds.log_forget(torch.full((bounds.weight.shape[1],), -60.0), layer).exp()
+
+
+def test_bounds_rise_with_the_layer():
+    found = LowerBounds(5, 3)
+    by_layer = torch.stack([lowest(found, layer) for layer in range(5)])
+    torch.testing.assert_close(by_layer, (torch.arange(5) / 5)[:, None].expand(5, 3))  # as they start
+    with torch.no_grad():
+        found.weight.normal_(std=3)
+    by_layer = torch.stack([lowest(found, layer) for layer in range(5)])
+    assert (by_layer.diff(dim=0) > 0).all()
+    assert (by_layer < 1).all()
+    share = found.weight.softmax(0)
+    torch.testing.assert_close(by_layer, share.cumsum(0) - share[:1])
+
+
+def test_gates_learn_what_is_left():
+    # lb + (1 − lb) σ(f), from lb to one
+    found, f = LowerBounds(4, 1), torch.linspace(-9, 9, 19)[:, None]
+    for layer in range(4):
+        expected = layer / 4 + (1 - layer / 4) * f.sigmoid()
+        torch.testing.assert_close(found.log_forget(f, layer).exp(), expected)
+
+
+@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("size", [0.0, 20.0, 200.0])
+@pytest.mark.parametrize("row", range(4))
+def test_gradients_are_finite_wherever_the_bounds_go(row: int, size: float, layer: int):
+    # a bound so near to zero or one that fp32 has no number between
+    found, f = LowerBounds(4, 1), torch.tensor([[-200.0], [-3.0], [0.0], [3.0], [200.0]], requires_grad=True)
+    with torch.no_grad():
+        found.weight[row] = size
+    log_forget = found.log_forget(f, layer)
+    assert log_forget.max() < 1e-6
+    log_forget.sum().backward()
+    assert f.grad.isfinite().all()
+    assert found.weight.grad is None if layer == 0 else found.weight.grad.isfinite().all()
+
+
+@each_mixer
+def test_a_model_trains_its_bounds(name: str):
+    found = model(name, initializer_range=0.2)
+    logits, _ = found(torch.randint(11, (2, 9)))
+    (logits * torch.randn_like(logits)).sum().backward()
+    for parameter in found.parameters():
+        assert parameter.grad.isfinite().all()
+    assert bounds(found)[0].weight.grad.any()
+
+
+@each_mixer
+def test_bounds_do_not_decay(name: str):
+    assert LowerBounds.no_weight_decay == ("weight",)
+    assert "lower_bounds.weight" in dict(MIXERS[name](Site(16, 2, 1, 3)).named_parameters())
+
+
+@each_mixer
+def test_one_layer_has_nothing_to_bound(name: str):
+    assert bounds(model(name, num_layers=1)) == [None]
+    plain = partial(MIXERS[name], lower_bound=False)
+    assert bounds(model(Uniform(plain))) == [None] * 4
+    # … and then is the lowest layer of a deeper model
+    lone, lowest = MIXERS[name](Site(16, 2)), MIXERS[name](Site(16, 2, 0, 4))
+    lowest.load_state_dict(lone.state_dict(), strict=False)
+    x = torch.randn(1, 9, 16)
+    assert torch.equal(lone(x)[0], lowest(x)[0])
+
+
+def test_different_expansions_have_bounds_of_their_own():
+    wide = partial(Expanded, mixer=MIXERS["HGRN2"], factor=2)
+    found = bounds(model(H1(MIXERS["HGRN2"], wide)))
+    assert found[0] is found[2]
+    assert found[1] is found[3]
+    assert [b.weight.shape for b in found[:2]] == [(4, 16), (4, 32)]
+
+
+def test_other_mixers_in_between_do_not_matter():
+    found = model(H1(mixers.GatedDeltaNet, MIXERS["HGRN2"])).mixers
+    assert found[1].lower_bounds is found[3].lower_bounds
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_the_key_is_what_the_gate_forgets(layer: int):
+    mixer = HGRN2(Site(16, 2, layer, 3), head_dim=8)
+    s = mixer.gates(mixer.project(torch.randn(1, 5, 16)))
+    torch.testing.assert_close(s.k, 1 - s.log_decay.exp())
+    mixer = mixer.bfloat16()
+    s = mixer.gates(mixer.project(torch.randn(1, 5, 16).bfloat16()))
+    assert (s.k.dtype, s.log_decay.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_without_bounds_the_gate_is_a_sigmoid():
+    mixer = HGRN2(Site(16, 2, 1, 3), head_dim=8, lower_bound=False)
+    s = mixer.project(torch.randn(1, 5, 16))
+    torch.testing.assert_close(mixer.gates(s).log_decay, F.logsigmoid(s.k))
+
+
+def test_sizes():
+    assert HGRN2(Site(256, 2)).key_size == 128  # the model's heads
+    assert HGRN2(Site(256, 4), head_dim=32).num_heads == 8
+    assert HGRN1(Site(256, 4)).state_size() == 256
+    with pytest.raises(mixers.UserError, match=r"^head_dim: "):
+        HGRN2(Site(256, 4), head_dim=48)

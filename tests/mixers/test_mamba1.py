@@ -1,0 +1,43 @@
+import torch
+import torch.nn.functional as F
+
+from mixers import Mamba1, Site
+
+
+def test_initial_ranges():
+    mixer = Mamba1(Site(512, 4))
+    dt = F.softplus(mixer.dt_bias)
+    assert 1e-3 * (1 - 1e-4) <= dt.min() < 1.5e-3
+    assert 0.07 < dt.max() <= 0.1 * (1 + 1e-4)
+    torch.testing.assert_close(mixer.A_log.exp(), torch.arange(1.0, 17.0).expand(1024, 16))  # S4D-real
+    assert torch.equal(mixer.D, torch.ones(1024))
+
+
+def test_sizes_are_its_own():
+    mixer = Mamba1(Site(72, 5))  # the model's number of heads does not matter
+    assert mixer.x_proj.widths == {"dt": 5, "B": 16, "C": 16}  # 72 / 16, rounded up
+    assert mixer.state_size() == 144 * 16
+    state = mixer.init_state(3)
+    assert state.h.shape == (3, 144, 16)
+    assert state.histories[0].shape == (3, 3, 144)
+    mixer = Mamba1(Site(72, 5), expand=1, state_dim=4, conv=2, dt_rank=7)
+    assert mixer.x_proj.widths == {"dt": 7, "B": 4, "C": 4}
+    assert mixer.state_size() == 72 * 4
+
+
+def test_rates_do_not_decay():
+    assert set(Mamba1.no_weight_decay) == {"A_log", "D"}  # dt_bias is a vector, and none of those decays
+
+
+def test_the_skip_carries_the_token_alone():
+    # with B = 0 nothing is written, and only D·x is left
+    mixer = Mamba1(Site(32, 4))
+    with torch.no_grad():
+        mixer.x_proj.weight[2:18].zero_()
+        mixer.D.normal_()
+    x = torch.randn(1, 12, 32)
+    y, state = mixer(x, mixer.init_state(1))
+    assert not state.h.any()
+    u, z = mixer.in_proj(x)
+    u = F.conv1d(F.pad(u.mT, (3, 0)), mixer.x_features.weight, mixer.x_features.bias, groups=64).mT
+    torch.testing.assert_close(y, mixer.out_proj(mixer.D * F.silu(u) * F.silu(z)))
