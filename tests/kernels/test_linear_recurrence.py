@@ -152,7 +152,7 @@ def test_autocast_changes_nothing(length: int, gate: str):
 
 @pytest.mark.parametrize("gate", ["none", "constant", "head"])
 def test_subheads_are_one_long_head(gate: str):
-    """The identity of state expansion: E subheads that share a gate are one head with key size E·K, at an explicit scale."""
+    """The identity of state expansion: E subheads that share a gate are one head with key size E·K, given a scale."""
     E, a = 3, inputs(70, gate=gate, G=2, R=2, E=3)
     long = {
         "q": a["q"].unflatten(2, (2, E)).flatten(3),
