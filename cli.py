@@ -30,7 +30,7 @@ import mixers  # noqa: E402
 import zoo  # noqa: E402
 from kernels import UserError  # noqa: E402
 from zoo import config as configs  # noqa: E402
-from zoo.callbacks import StepSeeds, Throughput  # noqa: E402
+from zoo.callbacks import FinalValidation, StepSeeds, Throughput  # noqa: E402
 from zoo.catalogue import catalogue, page  # noqa: E402
 from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
 from zoo.comparison import compare as compare_configs  # noqa: E402
@@ -146,6 +146,7 @@ class CLI(LightningCLI):
         trainer["callbacks"] += [
             RunFiles(folder, config, tokenizer),
             Summary(),
+            FinalValidation(),
             StepSeeds(),
             Throughput(),
             *(configs.instantiate(key, config) for key in ("checkpoints", "samples", "loss_curve")),

@@ -35,7 +35,7 @@ class HGRN1(TokenMixer):
         super().__init__()
         self.site, width = site, site.hidden_size
         self.in_proj = Projection(width, {"i": width, "f": width, "g": width})
-        bounded = lower_bound and site.num_layers > 1
+        bounded = lower_bound and site.layer > 0
         self.lower_bounds: LowerBounds | None = LowerBounds(site.num_layers, width) if bounded else None
         self.g_norm, self.o_proj = GatedRMSNorm(width, eps=1e-5), nn.Linear(width, width, bias=False)
 

@@ -99,8 +99,8 @@ class HGRN2(LinearMixer):
         super().__init__(site, num_heads=site.hidden_size // head_dim, key_size=head_dim, value_size=head_dim, q=q)
         width = site.hidden_size
         self.in_proj = Projection(width, {"q": width, "f": width, "i": width})
-        # a model of one layer has nothing to bound
-        bounded = lower_bound and site.num_layers > 1
+        # the lowest layer has the bound 0
+        bounded = lower_bound and site.layer > 0
         channels = self.gate_heads * self.subhead_size
         self.lower_bounds: LowerBounds | None = LowerBounds(site.num_layers, channels) if bounded else None
         self.g_norm, self.o_proj = RMSNorm(width, eps=1e-5), nn.Linear(width, width, bias=False)

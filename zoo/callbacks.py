@@ -66,6 +66,27 @@ class StepSeeds(Callback):
         torch.manual_seed(seed)
 
 
+class FinalValidation(Callback):
+    """Validates once more when a run ends between two validations, so that its result is that of its last step."""
+
+    def __init__(self) -> None:
+        self._validated = -1
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remember when."""
+        if not trainer.sanity_checking:
+            self._validated = trainer.global_step
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Run Lightning's own validation loop, as it does between steps."""
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        stopped = trainer.interrupted or trainer.received_sigterm
+        if self._validated != trainer.global_step and not loop.skip and not trainer.fast_dev_run and not stopped:
+            trainer.validating = True
+            loop.run()
+            trainer.training = True
+
+
 class Throughput(Callback):
     """Logs tokens per second, seconds per step, model FLOPs utilisation where the peak is known, and the time left.
 

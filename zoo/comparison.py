@@ -83,7 +83,7 @@ def _result(run: Path) -> dict[str, Any] | None:
 def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
     """One row for each run, the best first: sizes, losses, speed."""
     table = Table(caption="losses in nats a token; late: in the last eighth of the context", caption_justify="left")
-    for column in ("config", "parameters", "state", "loss", "late", "tokens/s", "minutes"):
+    for column in ("config", "parameters", "state", "tokens", "loss", "late", "tokens/s", "minutes"):
         table.add_column(column, justify="left" if column == "config" else "right", no_wrap=True)
     rows = sorted(rows, key=lambda row: row["val_loss"])
     for row in rows:
@@ -91,6 +91,7 @@ def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
             row["run"],
             f"{row['parameters'] / 1e6:.2f} M",
             f"{row['state_size'] / 1e3:.0f} k",
+            f"{row['tokens_seen'] / 1e6:.2f} M",
             f"{row['val_loss']:.3f}",
             f"{row['val_loss_by_position'][-1]:.3f}",
             f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else "",
@@ -98,7 +99,7 @@ def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
         )
     if rows and rows[0]["bigram_loss"] is not None:
         table.add_section()
-        table.add_row("bigram model", "", "", f"{rows[0]['bigram_loss']:.3f}", "", "", "")
+        table.add_row("bigram model", "", "", "", f"{rows[0]['bigram_loss']:.3f}", "", "", "")
     return table
 
 

@@ -1,7 +1,8 @@
 """Text from a language model: one prefill of the prompt, then one token per call with the carried state."""
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,7 +75,7 @@ def generate(
 
 def generate_tokens(
     model: nn.Module,
-    prompts: Tensor,
+    prompts: Tensor | Sequence[Tensor],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -83,11 +84,13 @@ def generate_tokens(
     seed: int | None = None,
     eos_id: int | None = None,
 ) -> Iterator[Tensor]:
-    """Continue prompts of equal length together.
+    """Continue several prompts together.
+
+    Prompts of different lengths are read packed into one row, and continued as a batch.
 
     Args:
         model: A language model of the zoo.
-        prompts: [B, P] int, P ≥ 1.
+        prompts: [B, P] int, P ≥ 1, or B vectors [P_i] of different lengths.
         max_new_tokens: Stop after so many tokens.
         temperature, top_k, top_p, seed: As in `generate`.
         eos_id: Ends a sequence, which then repeats it; when all have ended, the iterator does. None never ends.
@@ -99,16 +102,33 @@ def generate_tokens(
         UserError: If an argument is out of its range.
     """
     _check(max_new_tokens, temperature, top_k, top_p)  # here and not in the generator: at the call, not at first use
-    if prompts.ndim != 2 or prompts.shape[1] == 0:
-        raise UserError(f"prompts has shape {tuple(prompts.shape)}, but must be [batch, length] with at least 1 token.")
-    generator = torch.Generator(prompts.device)
+    rows = list(prompts)
+    for row in rows:
+        if row.ndim != 1 or not len(row):
+            raise UserError(
+                f"prompts: one has shape {tuple(row.shape)}, but each must be a vector of at least 1 token."
+            )
+    if not rows:
+        raise UserError("prompts: there are none.")
+    generator = torch.Generator(rows[0].device)
     generator.manual_seed(seed) if seed is not None else generator.seed()
-    return _tokens(model, prompts, max_new_tokens, temperature, top_k, top_p, eos_id, generator)
+    return _tokens(model, rows, max_new_tokens, temperature, top_k, top_p, eos_id, generator)
+
+
+def _read(model: Any, prompts: list[Tensor]) -> tuple[Tensor, Any]:
+    """The logits after each prompt [B, vocab], and the state: as a batch, or packed where lengths differ."""
+    state, lengths = model.init_state(len(prompts)), [len(prompt) for prompt in prompts]
+    if len(set(lengths)) == 1:
+        logits, state = model(torch.stack(prompts), state)
+        return logits[:, -1], state
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], device=prompts[0].device)
+    logits, state = model(torch.cat(prompts)[None], state, cu_seqlens=ends)
+    return logits[0, ends[1:] - 1], state
 
 
 def _tokens(
     model: Any,
-    prompts: Tensor,
+    prompts: list[Tensor],
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
@@ -119,12 +139,16 @@ def _tokens(
     training = model.training
     model.eval()
     try:
-        state, tokens = model.init_state(prompts.shape[0]), prompts
-        ended = torch.zeros(prompts.shape[0], dtype=torch.bool, device=prompts.device)
+        state = drawn = None
+        ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts[0].device)
         for _ in range(max_new_tokens):
             with torch.no_grad():  # closed before the yield: a generator's contexts leak into its caller
-                logits, state = model(tokens, state)
-                probabilities = sampling_probabilities(logits[:, -1], temperature, top_k, top_p)  # [B, vocab]
+                if drawn is None:
+                    logits, state = _read(model, prompts)
+                else:
+                    logits, state = model(drawn[:, None], state)
+                    logits = logits[:, -1]
+                probabilities = sampling_probabilities(logits, temperature, top_k, top_p)  # [B, vocab]
                 drawn = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
             if eos_id is not None:
                 drawn = drawn.masked_fill(ended, eos_id)
@@ -132,7 +156,6 @@ def _tokens(
             yield drawn
             if eos_id is not None and bool(ended.all()):
                 return
-            tokens = drawn[:, None]
     finally:
         model.train(training)
 
