@@ -1,6 +1,9 @@
 """Every file in configs/, found by its name: a config that rots is a test that fails."""
 
+import functools
 import importlib
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +19,61 @@ from .commands import Command
 
 pytest_plugins = "tests.desk"
 
-FILES = sorted(path.relative_to(configs.CONFIGS) for path in configs.CONFIGS.rglob("*.yaml"))
-WHOLE = [str(path) for path in FILES if len(path.parts) == 1]
-OVERLAYS = [str(path) for path in FILES if len(path.parts) > 1]
+CONTENTS: dict[str, dict[str, Any]] = {
+    path.relative_to(configs.CONFIGS).as_posix(): yaml.safe_load(path.read_text())
+    for path in sorted(configs.CONFIGS.rglob("*.yaml"))
+}
+# A whole config names a stack; those in paper folders may leave the size to an overlay.
+WHOLE = [name for name, keys in CONTENTS.items() if "class_path" in keys.get("model", {}).get("stack", {})]
+OVERLAYS = [name for name in CONTENTS if name not in WHOLE]
+RUNS_AS_IT_IS = [name for name in WHOLE if "hidden_size" in CONTENTS[name]["model"]]
+SIZED = [name for name in WHOLE if name not in RUNS_AS_IT_IS]
+GENERAL = [name for name in WHOLE if "/" not in name]
 
 
-def base_of(overlay: str) -> str:
-    """A config that the overlay is meant for."""
-    return "transformer.yaml" if "transformer" in overlay else "gdn_h2.yaml"
+def bases_of(overlay: str) -> list[str]:
+    """The configs that an overlay is meant for."""
+    folder, _, name = overlay.rpartition("/")
+    if folder == "paper003":
+        every = {"llama", "tnl", "hgrn2", "cosformer2"}
+        fewer_layers = {"tnl", "cosformer2"}
+        fitting = {"410m.yaml": every - fewer_layers, "410m-25.yaml": fewer_layers}.get(name, every)
+        return [f"paper003/{base}.yaml" for base in sorted(fitting)]
+    if folder == "paper004":
+        return [f"paper004/{name.partition('-')[0]}.yaml"]
+    if folder == "paper000":
+        return ["paper000/gla.yaml", "paper000/gated_deltanet.yaml"]
+    return ["transformer.yaml" if "transformer" in overlay else "gdn_h2.yaml"]
+
+
+def sizes_of(name: str) -> list[str]:
+    """The overlays that give a config without a size one."""
+    general = ["size/400m.yaml", "size/1.5b.yaml"] if name.startswith("paper000/") else []
+    fitting = [overlay for overlay in OVERLAYS if name in bases_of(overlay)]
+    return general + [overlay for overlay in fitting if "hidden_size" in CONTENTS[overlay].get("model", {})]
+
+
+BASED = [(overlay, base) for overlay in OVERLAYS for base in bases_of(overlay)]
+SIZES = [(name, size) for name in SIZED for size in sizes_of(name)]
+
+
+def header(name: str) -> list[str]:
+    """The lines of comment that a config opens with; a command that goes on in the next line is one line."""
+    text = (configs.CONFIGS / name).read_text()
+    comment = re.match(r"(#.*\n)*", text)
+    assert comment
+    return comment.group().replace("\\\n# ", "").splitlines()
+
+
+def commands(name: str) -> list[str]:
+    """The commands in the header of a config."""
+    return [line.removeprefix("#   ") for line in header(name) if line.startswith("#   python cli.py")]
+
+
+@functools.cache
+def resolved(name: str) -> dict[str, Any]:
+    """All of a config, defaults included; only to be read."""
+    return configs.to_dict(configs.read(name))
 
 
 def slots(spec: Any, inside: type | None = None) -> Iterator[tuple[type, type | None, dict[str, Any]]]:
@@ -44,39 +94,86 @@ def test_they_are_found():
     assert {"size/400m.yaml", "size/1.5b.yaml", "size/transformer-400m.yaml", "size/transformer-1.5b.yaml"} <= {
         *OVERLAYS
     }
+    assert {name for name in WHOLE if name.startswith("paper004/h2_")} == {
+        f"paper004/h2_{order}.yaml"
+        for order in ("gdn_swa_mamba2", "gdn_mamba2_swa", "mamba2_swa_gdn", "mamba2_gdn_swa")
+    }
+    sizes = {name: len(sizes_of(name)) for name in SIZED}
+    tables = {f"paper003/{name}.yaml": 6 for name in ("llama", "tnl", "hgrn2", "cosformer2")}
+    twos = ("paper000/gla", "paper000/gated_deltanet", "paper004/gdn", "paper004/h1")
+    assert sizes == {**tables, **{f"{name}.yaml": 2 for name in twos}}
+    assert set(GENERAL) <= set(RUNS_AS_IT_IS)
+    assert all(base in WHOLE for _, base in BASED)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", RUNS_AS_IT_IS)
 def test_a_config_builds(name: str):
     model = zoo.build(name, "model.vocab_size=1024", device="meta")
     assert model.num_layers == len(model.mixers) >= 6
-    for factory in configs.CLASSES:
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_around_the_model_can_be_made(name: str):
+    config = configs.read(name)
+    for factory in ("data", *configs.CLASSES):
         if factory != "model":
-            configs.instantiate(factory, configs.read(name))
+            configs.instantiate(factory, config)
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES, ids=" ".join)
+def test_a_config_of_a_paper_builds_at_its_sizes(name: str, size: str):
+    model = zoo.build(name, size, device="meta")
+    assert model.num_layers == len(model.mixers) >= 6
+    assert model.num_layers == CONTENTS[size]["model"]["num_layers"]
+    assert model.num_parameters() > 5e7
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_a_config_builds_at_400m(name: str):
+    model = zoo.build(name, "size/400m.yaml", device="meta")
+    assert (model.num_layers, model.hidden_size, model.vocab_size) == (24, 1024, 32_000)
+    assert 2e8 < model.num_parameters() < 6e8
+    assert model.flops(4096) > 4096 * model.num_parameters()
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_config_opens_with_its_command(name: str):
-    lines = (configs.CONFIGS / name).read_text().splitlines()
-    header = [line for i, line in enumerate(lines) if all(above.startswith("#") for above in lines[: i + 1])]
-    assert f"#   python cli.py fit --config {name}" in header
-    assert len(header) > 3, "after the command comes what to expect"
+    assert commands(name)
+    if name in RUNS_AS_IT_IS:
+        assert commands(name) == [f"python cli.py fit --config {name}"]
+    assert len(header(name)) > 3 + len(commands(name)), "after the command comes what to expect"
 
 
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_an_overlay_changes_its_base(name: str):
-    base = base_of(name)
-    before, after = configs.to_dict(configs.read(base)), configs.to_dict(configs.read(base, name))
+COMMANDS = [(name, command) for name in SIZED for command in commands(name)]
+
+
+@pytest.mark.parametrize(("name", "line"), COMMANDS, ids=lambda value: value.partition(" --data")[0])
+def test_a_command_of_a_header_parses(name: str, line: str, command: Command):
+    _, _, verb, *arguments = shlex.split(line)
+    named = [value for option, value in zip(arguments, arguments[1:], strict=False) if option == "--config"]
+    assert named[0] == name
+    assert set(named) & set(sizes_of(name))
+    shown = command(verb, *arguments, "--print_config")
+    assert shown.code == 0, shown.err
+    config = yaml.safe_load(shown.out)
+    assert config["model"]["hidden_size"] == CONTENTS[named[1]]["model"]["hidden_size"]
+    assert config["data"]["init_args"]["tokenizer"] == "tokenizer.json"
+
+
+@pytest.mark.parametrize(("name", "base"), BASED, ids=" ".join)
+def test_an_overlay_changes_its_base(name: str, base: str):
+    before, after = resolved(base), configs.to_dict(configs.read(base, name))
     assert before != after
     changed = {key for key in before if before[key] != after[key]}
-    assert changed == set(yaml.safe_load((configs.CONFIGS / name).read_text())), "each of its keys has an effect"
-    assert zoo.build(base, name, "model.vocab_size=32000", device="meta").num_parameters() > 0
+    assert changed == set(CONTENTS[name]), "each of its keys has an effect"
+    if base in RUNS_AS_IT_IS:  # the others have a test of their own
+        assert zoo.build(base, name, "model.vocab_size=32000", device="meta").num_parameters() > 0
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_recurrent_mixer_ships_expandable(name: str):
     """`factor` is one key of every config, so that one override is the whole ablation."""
-    found = list(slots(configs.to_dict(configs.read(name))["model"]["stack"]))
+    found = list(slots(resolved(name)["model"]["stack"]))
     assert found
     for cls, around, arguments in found:
         if cls is Expanded:
@@ -92,7 +189,8 @@ def test_printed_configs_can_be_read_back(name: str, command: Command, desk: Pat
     (desk / "printed.yaml").write_text(printed.out)
     again = command("fit", "--config", "printed.yaml", "--print_config")
     assert again.out == printed.out
-    assert yaml.safe_load(printed.out)["data"]["init_args"]["sequence_length"] == 256
+    length = CONTENTS[name]["data"]["sequence_length"]
+    assert yaml.safe_load(printed.out)["data"]["init_args"]["sequence_length"] == length
 
 
 def test_a_written_config_can_be_read_back(tmp_path: Path):
@@ -103,3 +201,43 @@ def test_a_written_config_can_be_read_back(tmp_path: Path):
     assert configs.to_dict(again) == configs.to_dict(config)
     assert again.model.mlp is None
     assert configs.to_dict(configs.parse(configs.to_dict(config))) == configs.to_dict(config)
+
+
+# (config, size, E) → parameters. Paper 000, table 3 (412M, 427M, 450M or 454M are printed for E = 2, 4, 8), and what
+# the configs of the authors' public code of paper 004 have with their shared embedding.
+PUBLISHED = {
+    ("paper000/gla.yaml", "size/400m.yaml", 1): 400_142_336,
+    ("paper000/gla.yaml", "size/400m.yaml", 2): 413_339_648,
+    ("paper000/gla.yaml", "size/400m.yaml", 4): 427_151_360,
+    ("paper000/gla.yaml", "size/400m.yaml", 8): 454_774_784,
+    ("paper000/gated_deltanet.yaml", "size/400m.yaml", 1): 399_724_928,
+    ("paper000/gated_deltanet.yaml", "size/1.5b.yaml", 8): 1_675_930_624,
+    ("paper004/gdn.yaml", "paper004/gdn-0.4b.yaml", None): 516_837_830,
+    ("paper004/gdn.yaml", "paper004/gdn-1.3b.yaml", None): 1_309_295_488,
+    ("paper004/h1.yaml", "paper004/h1-0.4b.yaml", None): 530_764_908,
+    ("paper004/h1.yaml", "paper004/h1-1.3b.yaml", None): 1_316_608_290,
+}
+
+
+@pytest.mark.parametrize("key", PUBLISHED, ids=str)
+def test_published_sizes(key: tuple[str, str, int | None]):
+    config, size, factor = key
+    overrides = [] if factor is None else [f"model.stack.mixer.factor={factor}"]
+    assert zoo.build(config, size, *overrides, device="meta").num_parameters() == PUBLISHED[key]
+
+
+def test_the_sizes_of_paper_004():
+    """H·K is ¾ of the width and V = 2K, with 9 heads; attention has heads of 128."""
+    for name, size in SIZES:
+        if name.startswith("paper004/"):
+            model = zoo.build(name, size, device="meta")
+            deltas = [mixer for mixer in model.mixers if isinstance(mixer, LinearMixer)]
+            windows = [mixer for mixer in model.mixers if not isinstance(mixer, LinearMixer)]
+            assert {(m.num_heads, 4 * m.num_heads * m.key_size) for m in deltas} == {(9, 3 * model.hidden_size)}
+            assert all(mixer.value_size == 2 * mixer.key_size for mixer in deltas)
+            assert {(m.head_dim, m.window_size) for m in windows} == ({(128, 2048)} if "h1" in name else set())
+            assert model.lm_head is None
+
+
+def test_the_best_order_of_h2_is_the_general_one():
+    assert resolved("gdn_h2.yaml") == resolved("paper004/h2_mamba2_gdn_swa.yaml")

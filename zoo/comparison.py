@@ -106,7 +106,7 @@ def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
 def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
     """The validation losses of all runs over the tokens, the best first in the legend."""
     rows = sorted(rows, key=lambda row: row["val_loss"])
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="tokens", ylabel="validation loss (nats per token)")
     styles = ("-", "--", ":")
@@ -118,7 +118,7 @@ def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
     if rows and rows[0]["bigram_loss"] is not None:
         axes.axhline(rows[0]["bigram_loss"], color="gray", linewidth=1, label=f"bigram {rows[0]['bigram_loss']:.2f}")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.legend(fontsize="small", ncols=2)
+    figure.legend(loc="outside right center", fontsize="small")
     axes.grid(alpha=0.3)
     return figure
 

@@ -1,0 +1,1 @@
+"""Scaling laws: how papers count the parameters and FLOPs of their models."""
