@@ -283,7 +283,8 @@ def compare(arguments: list[str]) -> int:
     names, overrides = [a for a in rest if not a.startswith("-")], [a for a in rest if a.startswith("-")]
     if wrong := next((a for a in overrides if "=" not in a), None):
         raise UserError(f"compare: {wrong} has no value; options are written --key=value")
-    Console().print(compare_configs(names, overrides, Path(values.folder), values.jobs))
+    command = [sys.executable, str(Path(__file__).resolve())]
+    Console().print(compare_configs(command, names, overrides, Path(values.folder), values.jobs))
     return 0
 
 

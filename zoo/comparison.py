@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -123,9 +122,11 @@ def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
     return figure
 
 
-def compare(configs: Sequence[str], overrides: Sequence[str], folder: Path, jobs: int) -> Table:
-    """Train what is not trained yet, write `comparison.png` and `comparison.json` into `folder`, return the table."""
-    rows = train_all([sys.executable, sys.argv[0]], configs or whole_configs(), overrides, folder, jobs)
+def compare(
+    command: Sequence[str], configs: Sequence[str], overrides: Sequence[str], folder: Path, jobs: int
+) -> Table:
+    """`train_all`, then `comparison.png` and `comparison.json` in `folder`; returns the table. No configs means all."""
+    rows = train_all(command, configs or whole_configs(), overrides, folder, jobs)
     with atomic_write(folder / "comparison.png") as file:
         comparison_figure(rows, folder).savefig(file, format="png")
     with atomic_write(folder / "comparison.json") as file:
