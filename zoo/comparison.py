@@ -122,9 +122,7 @@ def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
     return figure
 
 
-def compare(
-    command: Sequence[str], configs: Sequence[str], overrides: Sequence[str], folder: Path, jobs: int
-) -> Table:
+def compare(command: Sequence[str], configs: Sequence[str], overrides: Sequence[str], folder: Path, jobs: int) -> Table:
     """`train_all`, then `comparison.png` and `comparison.json` in `folder`; returns the table. No configs means all."""
     rows = train_all(command, configs or whole_configs(), overrides, folder, jobs)
     with atomic_write(folder / "comparison.png") as file:
