@@ -21,7 +21,7 @@ from .norm import GatedRMSNorm, GateOnly, NormOnly, Output, RMSNorm
 from .projection import Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
 from .retnet import RetNet
-from .tnl import TNL
+from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
 
 __all__ = [
@@ -44,6 +44,8 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "HeadWise",
+    "LayerwiseAlibi",
+    "LayerwiseLinear",
     "LinearAttention",
     "LinearMixer",
     "LinearState",

@@ -1,5 +1,7 @@
 """TransNormerLLM (TNL)."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 import kernels
@@ -31,24 +33,57 @@ class LowRankGated(LinearMixer):
         return self.o_proj(kernels.rms_norm(o.flatten(2)) * s.gate.sigmoid())
 
 
+class LayerwiseAlibi(ConstantDecay):
+    """log λ of head i in layer l is −ALiBi_i · (1 − l/(L − 1) + 1e-5): the top layer hardly forgets.
+
+    The original authors' published model and their lightning-attention kernels do this.
+
+    Args:
+        site: Where the layer stands.
+        count: Number of recurrences.
+    """
+
+    def __init__(self, site: Site, count: int):
+        depth = 1 - site.layer / max(site.num_layers - 1, 1) + 1e-5
+        super().__init__([-slope * depth for slope in alibi_slopes(count)])
+
+
+class LayerwiseLinear(ConstantDecay):
+    """log λ of head i in layer l is −(8/H) · (1 − l/L) · i, i = 0 … H − 1, as in flash-linear-attention.
+
+    Args:
+        site: Where the layer stands.
+        count: Number of recurrences.
+    """
+
+    def __init__(self, site: Site, count: int):
+        super().__init__([-(8 / count) * (1 - site.layer / site.num_layers) * i for i in range(count)])
+
+
 @register(recurrence="S_t = λ_{h,l} S_{t−1} + k_t v_tᵀ", paper="TransNormerLLM, arXiv 2307.14995")
 class TNL(LowRankGated):
     """S_t = λ S_{t−1} + k_t v_tᵀ, λ fixed by head and layer (arXiv 2307.14995; 2406.16690, A.1.2).
 
-    log λ of head i in layer l is −ALiBi_i · (1 − l/(L − 1) + 1e-5): the top layer hardly forgets. That is what the
-    authors' published model and their lightning-attention kernels do; other implementations disagree (flash-linear-
-    attention and xmixers scale the slopes by other functions of l). With S subheads, ALiBi runs over H·S.
+    Public sources disagree on λ: `decay` chooses, and the default is the original authors'. With S subheads the slopes
+    run over H·S recurrences.
 
     Args:
         site: Where the layer stands.
         num_heads: Heads; the model's by default.
         qk: Features of queries and keys.
+        decay: The constant decays of all recurrences at a site: LayerwiseAlibi or LayerwiseLinear.
     """
 
-    def __init__(self, site: Site, *, num_heads: int | None = None, qk: Features = Features(activation="silu")):
+    def __init__(
+        self,
+        site: Site,
+        *,
+        num_heads: int | None = None,
+        qk: Features = Features(activation="silu"),
+        decay: Callable[[Site, int], ConstantDecay] = LayerwiseAlibi,
+    ):
         super().__init__(site, num_heads=num_heads, qk=qk)
-        depth = 1 - site.layer / max(site.num_layers - 1, 1) + 1e-5
-        self.decay = ConstantDecay([-slope * depth for slope in alibi_slopes(self.gate_heads)])
+        self.decay = decay(site, self.gate_heads)
 
     def gates(self, s: Streams) -> Streams:
         return s.replace(log_decay=self.decay(s.v))

@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
+from rich import box
 from rich.table import Table
 from tqdm import tqdm
 
@@ -81,7 +82,8 @@ def _result(run: Path) -> dict[str, Any] | None:
 
 def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
     """One row for each run, the best first: sizes, losses, speed."""
-    table = Table(caption="losses in nats a token; late: in the last eighth of the context", caption_justify="left")
+    caption = "losses in nats a token; late: in the last eighth of the context"
+    table = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("config", "parameters", "state", "tokens", "loss", "late", "tokens/s", "minutes"):
         table.add_column(column, justify="left" if column == "config" else "right", no_wrap=True)
     rows = sorted(rows, key=lambda row: row["val_loss"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import kernels
-from mixers import TNL, ConstantDecay, Expanded, RetNet, Site, alibi_slopes
+from mixers import TNL, ConstantDecay, Expanded, LayerwiseLinear, RetNet, Site, alibi_slopes
 
 # the numbers of the function that ALiBi's authors published
 SLOPES = {
@@ -111,3 +111,10 @@ def test_subheads_keep_the_range_of_retnet(factor: int):
     assert found == sorted(found)
     assert math.log(1 - 2 ** (-5 - 4)) > found[-1] >= plain[-1]
     assert decays(Expanded(Site(32, 4), mixer=RetNet, factor=factor, subheads=False)) == plain
+
+
+def test_tnls_other_slopes_are_a_component():
+    """flash-linear-attention's reading: linear in the head, none for head 0, falling with the layer to 1/L of it."""
+    site = Site(32, 4, layer=1, num_layers=4)
+    found = TNL(site, decay=LayerwiseLinear).decay(torch.zeros(1))
+    torch.testing.assert_close(found, torch.tensor([0.0, -1.5, -3.0, -4.5]))
