@@ -84,7 +84,7 @@ def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
     """One row for each run, the best first: sizes, losses, speed."""
     caption = "losses in nats a token; late: in the last eighth of the context"
     table = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    for column in ("config", "parameters", "state", "tokens", "loss", "late", "tokens/s", "minutes"):
+    for column in ("config", "params", "state", "tokens", "loss", "late", "tok/s", "min"):
         table.add_column(column, justify="left" if column == "config" else "right", no_wrap=True)
     rows = sorted(rows, key=lambda row: row["val_loss"])
     for row in rows:
