@@ -7,12 +7,13 @@ import threading
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from matplotlib.image import imread
 from tiny import ByteTokenizer, LossLog, ResumableLoader, TinyModel, pretraining, trainer, validation_loader
 
 from kernels.errors import UserError
 from zoo.atomic import atomic_link, atomic_write
-from zoo.callbacks import Samples, Throughput, peak_flops
+from zoo.callbacks import FinalValidation, Samples, Throughput, peak_flops
 from zoo.checkpoint import read_checkpoint
 from zoo.curves import LossCurve, MetricsFile, read_metrics
 from zoo.results import ResultRow, result_table
@@ -347,3 +348,19 @@ def test_samples_are_written_at_each_validation_and_disturb_nothing(tmp_path, ca
     assert "\nhi" in text
     assert "sample after 12 steps" in capsys.readouterr().out
     assert with_samples.losses == without.losses
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(6, [4, 6]), (8, [4, 8])])
+def test_a_run_ends_with_one_validation_of_its_last_step(tmp_path, steps, expected):
+    """Between two validations (every 4 steps) one more is made; at one of them it is not made twice."""
+    seen = []
+
+    class Watch(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                seen.append(trainer.global_step)
+
+    fitted = trainer(tmp_path, [FinalValidation(), Watch()], max_steps=steps)
+    fitted.fit(pretraining(), ResumableLoader(40), validation_loader())
+    assert seen == expected
+    assert fitted.callback_metrics["val_loss"].isfinite()
