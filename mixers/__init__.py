@@ -8,12 +8,12 @@ from .contract import ContractError, check_mixer
 from .cosformer2 import CosFormer2
 from .decay import ConstantDecay, Discretisation, alibi_slopes
 from .deltanet import DeltaNet
-from .expansion import Expanded, Expansion, HeadWise
+from .expansion import DPFP, LFM, Expanded, Expansion, HeadWise, LowRank
 from .features import LRPE, FeatureMap, Features, Rotary
 from .gated_deltanet import GatedDeltaNet
 from .gla import GLA
 from .hgrn1 import HGRN1
-from .hgrn2 import HGRN2
+from .hgrn2 import HGRN2, LowerBounds
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
@@ -25,9 +25,11 @@ from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
 
 __all__ = [
+    "DPFP",
     "GLA",
     "HGRN1",
     "HGRN2",
+    "LFM",
     "LRPE",
     "TNL",
     "TPE",
@@ -49,6 +51,8 @@ __all__ = [
     "LinearAttention",
     "LinearMixer",
     "LinearState",
+    "LowRank",
+    "LowerBounds",
     "Mamba1",
     "Mamba2",
     "NormOnly",

@@ -157,8 +157,8 @@ class LinearMixer(TokenMixer):
             )
         self.key_size, self.value_size = key_size, value_size
         G, expand = self.num_key_heads, site.expand
-        self.q_expand = expand.build(G, key_size) if expand else None
-        self.k_expand = expand.build(G, key_size) if expand else None
+        self.q_expand = expand.build(G, key_size, site.hidden_size) if expand else None
+        self.k_expand = expand.build(G, key_size, site.hidden_size) if expand else None
         self.subheads = expand.subheads if expand else 1
         self.subhead_size = key_size * (expand.factor if expand else 1) // self.subheads
         self.gate_heads = num_heads * self.subheads
@@ -171,7 +171,7 @@ class LinearMixer(TokenMixer):
         return self.q_features, self.k_features, self.v_features
 
     def project(self, x: Tensor) -> Streams:
-        """All projections of x; nothing after this sees x. Gates as raw pre-activations."""
+        """All projections of x; after this only an expansion sees x. Gates as raw pre-activations."""
         raise NotImplementedError
 
     def gates(self, s: Streams) -> Streams:
@@ -185,7 +185,7 @@ class LinearMixer(TokenMixer):
     def forward(
         self, x: Tensor, state: LinearState | None = None, *, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, LinearState | None]:
-        s, histories, position = self._featurise(self.project(x), state, cu_seqlens)
+        s, histories, position = self._featurise(self.project(x), x, state, cu_seqlens)
         s = self.gates(s)
         o, matrix = self.recurrence(
             s.q,
@@ -202,21 +202,19 @@ class LinearMixer(TokenMixer):
         return self.readout(o, s), None if matrix is None else LinearState(matrix, histories, position)
 
     def _featurise(
-        self, s: Streams, state: LinearState | None, cu_seqlens: Tensor | None
+        self, s: Streams, x: Tensor, state: LinearState | None, cu_seqlens: Tensor | None
     ) -> tuple[Streams, tuple[Tensor, ...], Tensor]:
         """Expansion, then the features of each stream: the one seam for fusing them."""
         if self.q_expand is not None and self.k_expand is not None:
             cut = (self.subheads, self.subhead_size)
-            q, k = (
-                expand(x).unflatten(-1, cut).flatten(2, 3) for expand, x in ((self.q_expand, s.q), (self.k_expand, s.k))
-            )
-            s = s.replace(q=q, k=k)
+            q, k = self.q_expand(s.q, x), self.k_expand(s.k, x)
+            s = s.replace(q=q.unflatten(-1, cut).flatten(2, 3), k=k.unflatten(-1, cut).flatten(2, 3))
         where = following = s.v.new_zeros(0, dtype=torch.int64)
         if self._needs_positions:
             where, following = positions(s.v, None if state is None else state.position, cu_seqlens)
         done, histories = [], []
-        for i, (path, x) in enumerate(zip(self._features, s[:3], strict=True)):
-            y, history = path(x, None if state is None else state.histories[i], where, cu_seqlens)
+        for i, (path, stream) in enumerate(zip(self._features, s[:3], strict=True)):
+            y, history = path(stream, None if state is None else state.histories[i], where, cu_seqlens)
             done.append(y)
             histories.append(history)
         return s.replace(q=done[0], k=done[1], v=done[2]), tuple(histories), following

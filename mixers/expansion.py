@@ -15,40 +15,125 @@ from .features import ACTIVATIONS, Activation
 class Expansion(nn.Module):
     """Makes queries or keys `factor` times longer: [B,T,heads,size] → [B,T,heads,factor·size].
 
-    Args:
-        heads: Number of key heads.
-        size: Size of a key head.
-        factor: E.
-    """
-
-    def __init__(self, heads: int, size: int, factor: int):
-        super().__init__()
-        self.heads, self.size, self.factor = heads, size, factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class HeadWise(Expansion):
-    """SiLU(x_i) W_i with W_i [K, E·K] for each head i (equation 8, with the activation of section 4.3).
+    With subheads, entries e·size … (e+1)·size − 1 of a head are its subhead e.
 
     Args:
         heads: Number of key heads.
         size: Size of a key head K.
         factor: E.
+        hidden_size: Size of the layer's input.
+    """
+
+    def __init__(self, heads: int, size: int, factor: int, hidden_size: int):
+        super().__init__()
+        self.heads, self.size, self.factor = heads, size, factor
+
+    def forward(self, stream: Tensor, x: Tensor) -> Tensor:
+        """Expand `stream` [B,T,heads,size]; x [B,T,hidden] is the layer's input, for expansions that depend on it."""
+        raise NotImplementedError
+
+
+class HeadWise(Expansion):
+    """SiLU(q_i) W_i with W_i [K, E·K] for each head i (equation 8, with the activation of section 4.3).
+
+    Args:
+        heads: Number of key heads.
+        size: Size of a key head K.
+        factor: E.
+        hidden_size: Size of the layer's input.
         activation: Applied before the expansion: silu, relu, elu1 or identity.
     """
 
-    def __init__(self, heads: int, size: int, factor: int, *, activation: Activation = "silu"):
-        super().__init__(heads, size, factor)
+    def __init__(self, heads: int, size: int, factor: int, hidden_size: int, *, activation: Activation = "silu"):
+        super().__init__(heads, size, factor, hidden_size)
         self.activation, self.weight = activation, nn.Parameter(torch.empty(heads, size, factor * size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.size**-0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bthk,hkn->bthn", ACTIVATIONS[self.activation](x), self.weight).contiguous()
+    def forward(self, stream: Tensor, x: Tensor) -> Tensor:
+        return torch.einsum("bthk,hkn->bthn", ACTIVATIONS[self.activation](stream), self.weight).contiguous()
+
+
+class LowRank(Expansion):
+    """SiLU(q) A B over all heads together, with A [H·K, rank] and B [rank, E·H·K] (the low-rank row of table 7).
+
+    Args:
+        heads: Number of key heads.
+        size: Size of a key head K.
+        factor: E.
+        hidden_size: Size of the layer's input.
+        activation: Applied before the expansion: silu, relu, elu1 or identity.
+        rank: Null for the one that has as many parameters as the head-wise expansion, E·K/(E + 1), rounded.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        size: int,
+        factor: int,
+        hidden_size: int,
+        *,
+        activation: Activation = "silu",
+        rank: int | None = None,
+    ):
+        super().__init__(heads, size, factor, hidden_size)
+        rank = round(factor * size / (factor + 1)) if rank is None else rank
+        if rank < 1:
+            raise kernels.UserError(f"rank: {rank} must be at least 1")
+        width, self.activation = heads * size, activation
+        self.down, self.up = nn.Parameter(torch.empty(width, rank)), nn.Parameter(torch.empty(rank, factor * width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (self.down, self.up):
+            nn.init.normal_(weight, std=len(weight) ** -0.5)
+
+    def forward(self, stream: Tensor, x: Tensor) -> Tensor:
+        y = ACTIVATIONS[self.activation](stream).flatten(2) @ self.down @ self.up
+        return y.unflatten(-1, (self.heads, self.factor * self.size))
+
+
+class DPFP(Expansion):
+    """r ⊙ roll(r, −j) for j = 1 … E/2, with r = ReLU([q, −q]): no parameters, sparse (arXiv 2102.11174).
+
+    Args:
+        heads: Number of key heads.
+        size: Size of a key head K.
+        factor: E, even.
+        hidden_size: Size of the layer's input.
+    """
+
+    def __init__(self, heads: int, size: int, factor: int, hidden_size: int):
+        super().__init__(heads, size, factor, hidden_size)
+        if factor % 2:
+            raise kernels.UserError(f"factor: DPFP expands by even factors, not by {factor}")
+
+    def forward(self, stream: Tensor, x: Tensor) -> Tensor:
+        r = torch.cat([stream, -stream], -1).relu()
+        return torch.cat([r * r.roll(-j, -1) for j in range(1, self.factor // 2 + 1)], -1)
+
+
+class LFM(Expansion):
+    """vec(ReLU(p) ⊗ ReLU(q)) with p = W_p x, E numbers a head (the feature map of AGaLiTe, arXiv 2310.15719).
+
+    Subhead e is ReLU(q) times one number: where a norm follows, the number is lost.
+
+    Args:
+        heads: Number of key heads.
+        size: Size of a key head K.
+        factor: E.
+        hidden_size: Size of the layer's input.
+    """
+
+    def __init__(self, heads: int, size: int, factor: int, hidden_size: int):
+        super().__init__(heads, size, factor, hidden_size)
+        self.p_proj = nn.Linear(hidden_size, heads * factor, bias=False)
+
+    def forward(self, stream: Tensor, x: Tensor) -> Tensor:
+        p = self.p_proj(x).relu().unflatten(-1, (self.heads, self.factor))
+        return (p[..., None] * stream.relu()[..., None, :]).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -57,11 +142,11 @@ class Expand:
 
     factor: int
     subheads: int
-    build_expansion: Callable[[int, int, int], Expansion]
+    build_expansion: Callable[[int, int, int, int], Expansion]
 
-    def build(self, heads: int, size: int) -> Expansion:
+    def build(self, heads: int, size: int, hidden_size: int) -> Expansion:
         """The expansion of queries or keys with `heads` heads of `size`."""
-        return self.build_expansion(heads, size, self.factor)
+        return self.build_expansion(heads, size, self.factor, hidden_size)
 
 
 class Expanded(LinearMixer):
@@ -76,7 +161,7 @@ class Expanded(LinearMixer):
         factor: E, how many times larger the state gets.
         subheads: Whether an expanded head is cut into E subheads of the original key size, with values shared, gates
             widened and outputs summed (equations 9 and 10); else one head with key size E·K.
-        expansion: How queries and keys are expanded.
+        expansion: How queries and keys are expanded: HeadWise, LowRank, DPFP, LFM, or your own.
     """
 
     def __new__(  # type: ignore[misc]
@@ -86,7 +171,7 @@ class Expanded(LinearMixer):
         mixer: Callable[[Site], LinearMixer],
         factor: int = 1,
         subheads: bool = True,
-        expansion: Callable[[int, int, int], Expansion] = HeadWise,
+        expansion: Callable[[int, int, int, int], Expansion] = HeadWise,
     ) -> LinearMixer:
         if factor < 1:
             raise kernels.UserError(f"factor: {factor} must be at least 1 (no expansion)")

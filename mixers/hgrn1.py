@@ -1,6 +1,6 @@
 """HGRN."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import kernels
 
 from .base import Site, TokenMixer, dense_flops
-from .hgrn2 import LowerBounds, adopt_lower_bounds
+from .hgrn2 import LowerBounds, adopt_lower_bounds, build_lower_bounds
 from .norm import GatedRMSNorm
 from .projection import Projection
 from .registry import register
@@ -28,15 +28,14 @@ class HGRN1(TokenMixer):
 
     Args:
         site: Where the layer stands.
-        lower_bound: Whether the forget gates have lower bounds that rise with the layer, shared by all layers.
+        lower_bounds: Lower bounds of the forget gates, shared by all layers; null for none.
     """
 
-    def __init__(self, site: Site, *, lower_bound: bool = True):
+    def __init__(self, site: Site, *, lower_bounds: Callable[[int, int], LowerBounds] | None = LowerBounds):
         super().__init__()
         self.site, width = site, site.hidden_size
         self.in_proj = Projection(width, {"i": width, "f": width, "g": width})
-        bounded = lower_bound and site.layer > 0
-        self.lower_bounds: LowerBounds | None = LowerBounds(site.num_layers, width) if bounded else None
+        self.lower_bounds = build_lower_bounds(lower_bounds, site, width)
         self.g_norm, self.o_proj = GatedRMSNorm(width, eps=1e-5), nn.Linear(width, width, bias=False)
 
     def share(self, below: Sequence[TokenMixer]) -> None:

@@ -1,6 +1,6 @@
 """HGRN2."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -47,6 +47,13 @@ class LowerBounds(nn.Module):
         return torch.logaddexp(F.logsigmoid(odds), F.logsigmoid(-odds) + F.logsigmoid(f))
 
 
+def build_lower_bounds(
+    factory: Callable[[int, int], LowerBounds] | None, site: Site, channels: int
+) -> LowerBounds | None:
+    """The lower bounds of the layer at a site; none in the lowest layer, whose bound is 0."""
+    return factory(site.num_layers, channels) if factory is not None and site.layer > 0 else None
+
+
 class Bounded(Protocol):
     """A mixer that may have lower bounds."""
 
@@ -79,7 +86,7 @@ class HGRN2(LinearMixer):
     Args:
         site: Where the layer stands.
         head_dim: Size K = V of a head; the number of heads is hidden_size / head_dim.
-        lower_bound: Whether there are lower bounds; without them f = σ(W_f x).
+        lower_bounds: The lower bounds of all layers; null for none, f = σ(W_f x).
         q: Features of queries.
     """
 
@@ -90,7 +97,7 @@ class HGRN2(LinearMixer):
         site: Site,
         *,
         head_dim: int | None = None,
-        lower_bound: bool = True,
+        lower_bounds: Callable[[int, int], LowerBounds] | None = LowerBounds,
         q: Features = Features(activation="silu"),
     ):
         head_dim = head_dim or site.heads()[1]
@@ -99,10 +106,8 @@ class HGRN2(LinearMixer):
         super().__init__(site, num_heads=site.hidden_size // head_dim, key_size=head_dim, value_size=head_dim, q=q)
         width = site.hidden_size
         self.in_proj = Projection(width, {"q": width, "f": width, "i": width})
-        # the lowest layer has the bound 0
-        bounded = lower_bound and site.layer > 0
         channels = self.gate_heads * self.subhead_size
-        self.lower_bounds: LowerBounds | None = LowerBounds(site.num_layers, channels) if bounded else None
+        self.lower_bounds = build_lower_bounds(lower_bounds, site, channels)
         self.g_norm, self.o_proj = RMSNorm(width, eps=1e-5), nn.Linear(width, width, bias=False)
 
     def share(self, below: Sequence[TokenMixer]) -> None:

@@ -28,8 +28,8 @@ ARGUMENTS = {
         mixers.GLA, expand_k=1, qk=mixers.Features(4, activation="silu"), v=mixers.Features(4, activation="silu")
     ),
     "DeltaNet with negative eigenvalues": partial(mixers.DeltaNet, allow_neg_eigval=True),
-    "no lower bounds": partial(mixers.HGRN2, lower_bound=False),
-    "no lower bounds, one state per channel": partial(mixers.HGRN1, lower_bound=False),
+    "no lower bounds": partial(mixers.HGRN2, lower_bounds=None),
+    "no lower bounds, one state per channel": partial(mixers.HGRN1, lower_bounds=None),
     "narrow values": partial(mixers.RetNet, expand_v=1),
     "one head": partial(mixers.TNL, num_heads=1),
     "LRPE in linear attention": partial(mixers.LinearAttention, qk=mixers.Features(activation="relu", map=mixers.LRPE)),

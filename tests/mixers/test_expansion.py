@@ -5,7 +5,23 @@ import torch
 from torch import Tensor
 
 import mixers
-from mixers import Expanded, Expansion, GatedDeltaNet, HeadWise, Mamba2, Site, SlidingWindowAttention
+from mixers import (
+    DPFP,
+    GLA,
+    LFM,
+    CosFormer2,
+    DeltaNet,
+    Expanded,
+    Expansion,
+    GatedDeltaNet,
+    HeadWise,
+    LinearAttention,
+    LowRank,
+    Mamba2,
+    Site,
+    SlidingWindowAttention,
+)
+from mixers.contract import CLAUSES
 
 SITE = Site(hidden_size=64, num_heads=2)
 MIXERS = {
@@ -80,20 +96,145 @@ def test_token_by_token_is_the_whole(name: str, subheads: bool):
 @pytest.mark.parametrize("activation", ["silu", "relu", "elu1", "identity"])
 def test_head_wise(activation: str):
     # equation 8: the activation comes before the expansion, and each head has a matrix of its own
-    expansion = HeadWise(3, 4, 5, activation=activation)
+    expansion = HeadWise(3, 4, 5, 12, activation=activation)
     x = torch.randn(2, 6, 3, 4)
     apply = {"silu": lambda x: x * x.sigmoid(), "relu": torch.relu, "identity": lambda x: x}
     apply["elu1"] = lambda x: torch.where(x > 0, x + 1, x.exp())
-    y = expansion(x)
+    y = expansion(x, torch.randn(2, 6, 12))
     assert y.shape == (2, 6, 3, 20)
     for head in range(3):
         torch.testing.assert_close(y[:, :, head], apply[activation](x[:, :, head]) @ expansion.weight[head])
 
 
+def test_low_rank():
+    heads, size, factor = 3, 8, 4
+    expansion, x = LowRank(heads, size, factor, 12), torch.randn(2, 6, heads, size)
+    y = expansion(x, torch.randn(2, 6, 12))
+    wanted = torch.nn.functional.silu(x).reshape(12, 24) @ expansion.down @ expansion.up
+    torch.testing.assert_close(y.reshape(12, -1), wanted)
+    assert y.shape == (2, 6, heads, factor * size)
+
+
+def test_low_rank_has_the_parameters_of_head_wise():
+    for heads, size, factor in ((8, 128, 8), (8, 256, 4), (3, 64, 2)):
+        low, high = (sum(p.numel() for p in kind(heads, size, factor, 7).parameters()) for kind in (LowRank, HeadWise))
+        assert abs(low - high) <= heads * size * (factor + 1) / 2  # the rank is rounded
+
+
+def test_the_rank_can_be_chosen():
+    assert LowRank(2, 8, 4, 12, rank=3).down.shape == (16, 3)
+    with pytest.raises(mixers.UserError, match=r"^rank: 0 must be at least 1"):
+        LowRank(2, 8, 4, 12, rank=0)
+
+
+def test_dpfp():
+    """Number j·2K + i is r_i · r_{i+j+1} with r = ReLU([x, −x]), indices modulo 2K."""
+    K, E = 4, 6
+    expansion, x = DPFP(1, K, E, 12), torch.randn(1, 1, 1, K)
+    r = [max(value, 0.0) for value in (*x.flatten().tolist(), *(-x).flatten().tolist())]
+    wanted = [r[i] * r[(i + j) % (2 * K)] for j in range(1, E // 2 + 1) for i in range(2 * K)]
+    torch.testing.assert_close(expansion(x, torch.randn(1, 1, 12)).flatten(), torch.tensor(wanted))
+    assert not list(expansion.parameters())
+
+
+def test_dpfp_by_an_odd_factor():
+    with pytest.raises(mixers.UserError, match=r"^factor: DPFP expands by even factors, not by 3"):
+        Expanded(SITE, mixer=GatedDeltaNet, factor=3, expansion=DPFP)
+
+
+def test_lfm():
+    expansion, stream, x = LFM(2, 4, 3, 12), torch.randn(1, 1, 2, 4), torch.randn(1, 1, 12)
+    p = (expansion.p_proj.weight @ x.flatten()).relu().view(2, 3)
+    for head in range(2):
+        wanted = torch.outer(p[head], stream[0, 0, head].relu()).flatten()
+        torch.testing.assert_close(expansion(stream, x)[0, 0, head], wanted)
+
+
+@pytest.mark.parametrize("subheads", [True, False])
+@pytest.mark.parametrize("expansion", [LowRank, DPFP, LFM])
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_expansion_keeps_the_contract(name: str, expansion: type[Expansion], subheads: bool):
+    factory = partial(Expanded, mixer=MIXERS[name], factor=2, subheads=subheads, expansion=expansion)
+    assert len(mixers.check_mixer(factory)) == len(CLAUSES)
+
+
+@pytest.mark.parametrize("expansion", [HeadWise, LowRank, LFM])
+@pytest.mark.parametrize("subheads", [True, False])
+def test_gradients_reach_every_part_of_an_expansion(expansion: type[Expansion], subheads: bool):
+    mixer = Expanded(SITE, mixer=GatedDeltaNet, factor=4, subheads=subheads, expansion=expansion)
+    mixer(torch.randn(2, 40, 64))[0].square().sum().backward()
+    found = {name: p.grad for name, p in mixer.named_parameters() if "_expand." in name}
+    assert len(found) == 4 if expansion is LowRank else 2
+    for name, grad in found.items():
+        assert grad is not None, name
+        if expansion is HeadWise:  # each W_i: of each head, and in it the block of each subhead
+            assert (grad.view(2, 32, 4, 32).abs().amax((1, 3)) > 0).all(), name
+        assert grad.abs().max() > 0, name
+
+
+def _pair(mixer: object, factor: int = 4) -> tuple[mixers.LinearMixer, mixers.LinearMixer]:
+    """The same layer with and without subheads, in fp64, with the same weights where the shapes agree."""
+    with_subheads, long_head = (
+        Expanded(SITE, mixer=mixer, factor=factor, subheads=subheads).double() for subheads in (True, False)
+    )
+    own = long_head.state_dict()
+    shared = {n: p for n, p in with_subheads.state_dict().items() if n in own and p.shape == own[n].shape}
+    long_head.load_state_dict({**own, **shared})
+    for layer in (with_subheads, long_head):
+        for module in layer.modules():
+            if hasattr(module, "eps"):
+                module.eps = 0.0  # it would see the scale
+    return with_subheads, long_head
+
+
+class Bare(mixers.LinearMixer):
+    """A linear recurrence without convolution, norm or gates."""
+
+    scale = 0.1  # of one key size or the other: an explicit one makes the two forms equal
+
+    def __init__(self, site: Site):
+        super().__init__(site, num_heads=2, key_size=16, value_size=16)
+        self.in_proj = torch.nn.Linear(site.hidden_size, 96, bias=False)
+
+    def project(self, x: Tensor) -> mixers.Streams:
+        return mixers.Streams(*(mixers.split_heads(s, 2) for s in self.in_proj(x).chunk(3, -1)))
+
+    def readout(self, o: Tensor, s: mixers.Streams) -> Tensor:
+        return torch.cat([o.flatten(2), o.flatten(2)], -1)
+
+
+def test_subheads_are_one_long_head_in_a_bare_linear_recurrence():
+    x = torch.randn(2, 50, 64, dtype=torch.float64)
+    with_subheads, long_head = _pair(Bare)
+    torch.testing.assert_close(with_subheads(x)[0], long_head(x)[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "tolerance"),
+    [(GLA, 1e-9), (mixers.HGRN2, 1e-9), (CosFormer2, 0.01)],  # cosFormer2's norm has a fixed epsilon
+)
+def test_subheads_are_one_long_head_up_to_a_scale_that_the_norm_removes(mixer: type, tolerance: float):
+    """With gates per channel or none."""
+    factory = partial(mixer, head_dim=32) if mixer is mixers.HGRN2 else mixer
+    x = torch.randn(2, 50, 64, dtype=torch.float64)
+    with_subheads, long_head = _pair(factory)
+    torch.testing.assert_close(with_subheads(x)[0], long_head(x)[0], rtol=10 * tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "mixer", [DeltaNet, GatedDeltaNet, Mamba2, partial(LinearAttention, qk=mixers.Features(norm="l2"))]
+)
+def test_with_norms_delta_rules_or_gates_per_subhead_they_differ(mixer: object):
+    x = torch.randn(2, 50, 64, dtype=torch.float64)
+    with_subheads, long_head = _pair(mixer)
+    y, z = with_subheads(x)[0], long_head(x)[0]
+    assert (y - z).abs().mean() > 1e-3 * y.abs().mean()  # not rounding
+
+
 def test_an_expansion_by_a_user():
     class Repeat(Expansion):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.repeat_interleave(self.factor, -1)
+        def forward(self, stream: Tensor, x: Tensor) -> Tensor:
+            return stream.repeat_interleave(self.factor, -1)
 
     factory = partial(Expanded, mixer=GatedDeltaNet, factor=2, expansion=Repeat)
     mixers.check_mixer(factory)

@@ -140,7 +140,7 @@ def test_bounds_do_not_decay(name: str):
 @each_mixer
 def test_one_layer_has_nothing_to_bound(name: str):
     assert model(name, num_layers=1).mixers[0].lower_bounds is None
-    plain = partial(MIXERS[name], lower_bound=False)
+    plain = partial(MIXERS[name], lower_bounds=None)
     assert bounds(model(Uniform(plain))) == [None] * 3
     # … and then is the lowest layer of a deeper model
     lone, lowest = MIXERS[name](Site(16, 2)), MIXERS[name](Site(16, 2, 0, 4))
@@ -173,7 +173,7 @@ def test_the_key_is_what_the_gate_forgets(layer: int):
 
 
 def test_without_bounds_the_gate_is_a_sigmoid():
-    mixer = HGRN2(Site(16, 2, 1, 3), head_dim=8, lower_bound=False)
+    mixer = HGRN2(Site(16, 2, 1, 3), head_dim=8, lower_bounds=None)
     s = mixer.project(torch.randn(1, 5, 16))
     torch.testing.assert_close(mixer.gates(s).log_decay, F.logsigmoid(s.k))
 
