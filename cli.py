@@ -3,6 +3,7 @@
 fit, validate, test and predict are LightningCLI's; the others need no trainer.
 """
 
+import dataclasses
 import logging
 import os
 import sys
@@ -41,6 +42,8 @@ from zoo.predictions import Predictions  # noqa: E402
 from zoo.progress import Progress, Summary  # noqa: E402
 from zoo.results import ResultRow  # noqa: E402
 from zoo.run import RunFiles, find_run, new_run  # noqa: E402
+from zoo.sweep import Runner, Sweep, failed, report  # noqa: E402
+from zoo.sweep.cluster import run_on_cluster  # noqa: E402
 from zoo.training import Pretraining, best_precision  # noqa: E402
 
 HELP = """\
@@ -56,6 +59,8 @@ Train and compare language models of pluggable token mixers.
   generate   text:      python cli.py generate --checkpoint runs/NAME --prompt "def "
   compare    several configs on the same data, in one table and one picture:
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml --trainer.max_steps=300
+  sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
+             python cli.py sweep --config sweep/heads.yaml [--dry-run]
   mixers     a table of the token mixers, or everything about one: python cli.py mixers GatedDeltaNet
 
 Configs are found in configs/ by name. Give several --config to overlay them, and --key=value to override:
@@ -63,6 +68,8 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
   python cli.py fit --config gdn_h2.yaml --print_config      shows what would run
   python cli.py VERB --help                                  lists every key of a verb
 """
+
+COMMAND = [sys.executable, str(Path(__file__).resolve())]  # to start runs in processes of their own
 
 DESCRIPTIONS = {
     "fit": "Train a model. It writes config, checkpoints, metrics, samples, results and a curve to runs/NAME.",
@@ -110,14 +117,15 @@ class CLI(LightningCLI):
         self.checkpoint = _checkpoint(config, self.subcommand)
         self.datamodule = configs.instantiate("data", config)
         tokenizer = self.datamodule.get_tokenizer()
-        config.model.vocab_size = configs.vocabulary(config, tokenizer.vocab_size)
+        config.model.vocab_size = configs.vocabulary(config, configs.vocabulary_of(self.datamodule))
         self._set_seed()  # again: whether a tokenizer was trained just now must not change the model
         model = configs.from_config(config)
         length = self.datamodule.sequence_length
         if config.get("resume"):
             config.optim.initial_weights = None  # the checkpoint has later ones
         plain = configs.to_dict(config)
-        self.model = Pretraining(model, configs.instantiate("optim", config), tokenizer, plain, length)
+        tasks = getattr(self.datamodule, "validation_names", ())
+        self.model = Pretraining(model, configs.instantiate("optim", config), tokenizer, plain, length, tasks)
         trainer = dict(configs.instantiate("trainer", config))
         trainer["precision"] = trainer["precision"] or best_precision(str(trainer["accelerator"]))
         trainer["callbacks"] = [*_listed(trainer["callbacks"]), Progress()]
@@ -271,20 +279,71 @@ def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int
     Console().print(catalogue(site, length) if name is None else page(name, site, length))
 
 
+def _split(arguments: list[str], own: tuple[str, ...]) -> tuple[list[str], list[str], list[str]]:
+    """The options of a verb itself, its names, and the `--key=value` overrides for the runs that it starts."""
+    options, names, overrides = [], [], []
+    rest = iter(arguments)
+    for argument in rest:
+        key = argument.split("=")[0]
+        if key in own or key in ("-h", "--help"):
+            options.append(argument)
+            if "=" not in argument and key in own and key != "--dry-run":
+                options += [value for value in [next(rest, None)] if value is not None]
+        else:
+            (overrides if argument.startswith("-") else names).append(argument)
+    if wrong := next((a for a in overrides if "=" not in a), None):
+        raise UserError(f"{wrong} has no value; options are written --key=value")
+    return options, names, overrides
+
+
 def compare(arguments: list[str]) -> int:
     """Train several configs on the same data, and print one table: their names, then --folder, --jobs, overrides."""
     parser = configs.Parser(prog="cli.py compare", description=compare.__doc__)
     parser.add_argument("--folder", type=str, default="runs/compare", help="Where the runs go.")
-    parser.add_argument("--jobs", type=int, default=1, help="Runs at a time.")
-    own = [a for a in arguments if a in ("-h", "--help") or a.split("=")[0] in ("--folder", "--jobs")]
-    rest = [a for a in arguments if a not in own]
+    parser.add_argument("--jobs", type=int | None, help="Runs at a time; one for each GPU, or one, by default.")
+    own, names, overrides = _split(arguments, ("--folder", "--jobs"))
     with configs.explained(parser):
         values = parser.parse_args(own)
-    names, overrides = [a for a in rest if not a.startswith("-")], [a for a in rest if a.startswith("-")]
-    if wrong := next((a for a in overrides if "=" not in a), None):
-        raise UserError(f"compare: {wrong} has no value; options are written --key=value")
-    command = [sys.executable, str(Path(__file__).resolve())]
-    Console().print(compare_configs(command, names, overrides, Path(values.folder), values.jobs))
+    Console().print(compare_configs(COMMAND, names, overrides, Path(values.folder), values.jobs))
+    return 0
+
+
+def sweep(arguments: list[str]) -> int:
+    """Run all combinations of a sweep's axes, and print one table: --config, then overrides for all of the runs."""
+    parser = configs.Parser(prog="cli.py sweep", description=sweep.__doc__)
+    parser.add_argument("-c", "--config", action=configs.ConfigFile, help="A sweep, such as sweep/heads.yaml.")
+    parser.add_class_arguments(Sweep)
+    parser.add_argument("--folder", type=str | None, help="Where the runs go; runs/NAME of the sweep by default.")
+    parser.add_argument("--jobs", type=int | None, help="Runs at a time; one for each GPU, or one, by default.")
+    parser.add_argument("--dry-run", action="store_true", help="List the runs with their sizes, and stop.")
+    parser.add_argument("--cluster", type=str | None, help="Hand the runs to a cluster, through submitit: slurm.")
+    parser.add_argument(
+        "--cluster_options", type=dict[str, Any], default={}, help="submitit's, such as {slurm_partition: gpu}."
+    )
+    names = tuple(f"--{option}" for option in parser.options() if option not in ("help", "print_config"))
+    own, unknown, overrides = _split(arguments, (*names, "-c"))
+    if unknown:
+        raise UserError(f"sweep: {unknown[0]!r} is no option; the sweep is named by --config")
+    with configs.explained(parser):
+        values = parser.parse_args(own)
+    given = values.config[-1] if values.config else None
+    name = Path(str(given)).stem if given is not None else "sweep"
+    folder = Path(values.folder or Path("runs") / name)
+    plan = parser.instantiate(values)
+    plan = Sweep(**{field.name: plan[field.name] for field in dataclasses.fields(Sweep)})
+    runs = plan.runs(tuple(override.removeprefix("--") for override in overrides))
+    if values.dry_run:
+        Console().print(report.preview(runs, folder))
+        return 0
+    runner = Runner(COMMAND, folder, values.jobs)
+    if values.cluster is None:
+        failures = runner.run(runs)
+    else:
+        failures = run_on_cluster(runner, runs, values.cluster, values.cluster_options)
+    Console().print(report.write(plan, report.outcomes(runs, folder), folder))
+    if failures:
+        raise failed(failures, len(runs))
+    Console().print(f"{folder}/sweep.csv · {folder}/sweep.png", style="dim")
     return 0
 
 
@@ -312,9 +371,11 @@ def run(arguments: list[str]) -> int:
         return function(generate, arguments[1:])
     if verb == "compare":
         return compare(arguments[1:])
+    if verb == "sweep":
+        return sweep(arguments[1:])
     if verb == "mixers":
         return function(show_mixers, arguments[1:], positional="name")
-    known = [*LightningCLI.subcommands(), "generate", "compare", "mixers"]
+    known = [*LightningCLI.subcommands(), "generate", "compare", "sweep", "mixers"]
     raise UserError(f"{verb!r} is no verb{mixers.did_you_mean(verb, known)} (verbs: {', '.join(known)})")
 
 

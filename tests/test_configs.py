@@ -22,13 +22,34 @@ pytest_plugins = "tests.desk"
 CONTENTS: dict[str, dict[str, Any]] = {
     path.relative_to(configs.CONFIGS).as_posix(): yaml.safe_load(path.read_text())
     for path in sorted(configs.CONFIGS.rglob("*.yaml"))
+    if path.parent.name != "sweep"  # these are no configs
 }
 # A whole config names a stack; those in paper folders may leave the size to an overlay.
 WHOLE = [name for name, keys in CONTENTS.items() if "class_path" in keys.get("model", {}).get("stack", {})]
 OVERLAYS = [name for name in CONTENTS if name not in WHOLE]
+RECALL = [name for name in WHOLE if name.startswith("recall/")]
 RUNS_AS_IT_IS = [name for name in WHOLE if "hidden_size" in CONTENTS[name]["model"]]
 SIZED = [name for name in WHOLE if name not in RUNS_AS_IT_IS]
 GENERAL = [name for name in WHOLE if "/" not in name]
+
+
+def header(name: str) -> list[str]:
+    """The lines of comment that a config opens with; a command that goes on in the next line is one line."""
+    text = (configs.CONFIGS / name).read_text()
+    comment = re.match(r"(#.*\n)*", text)
+    assert comment
+    return comment.group().replace("\\\n# ", "").splitlines()
+
+
+def commands(name: str) -> list[str]:
+    """The commands in the header of a config."""
+    return [line.removeprefix("#   ") for line in header(name) if line.startswith("#   python cli.py")]
+
+
+def named(command: str) -> list[str]:
+    """The configs of a command, in order."""
+    arguments = shlex.split(command)
+    return [value for option, value in zip(arguments, arguments[1:], strict=False) if option == "--config"]
 
 
 def bases_of(overlay: str) -> list[str]:
@@ -41,6 +62,10 @@ def bases_of(overlay: str) -> list[str]:
         return [f"paper003/{base}.yaml" for base in sorted(fitting)]
     if folder == "paper004":
         return [f"paper004/{name.partition('-')[0]}.yaml"]
+    if folder == "ablate":
+        return named(commands(overlay)[0])[:1]
+    if name in ("h2.yaml", "l.yaml"):  # for one of the two models, as published
+        return ["paper000/gated_deltanet.yaml"]
     if folder == "paper000":
         return ["paper000/gla.yaml", "paper000/gated_deltanet.yaml"]
     return ["transformer.yaml" if "transformer" in overlay else "gdn_h2.yaml"]
@@ -55,19 +80,6 @@ def sizes_of(name: str) -> list[str]:
 
 BASED = [(overlay, base) for overlay in OVERLAYS for base in bases_of(overlay)]
 SIZES = [(name, size) for name in SIZED for size in sizes_of(name)]
-
-
-def header(name: str) -> list[str]:
-    """The lines of comment that a config opens with; a command that goes on in the next line is one line."""
-    text = (configs.CONFIGS / name).read_text()
-    comment = re.match(r"(#.*\n)*", text)
-    assert comment
-    return comment.group().replace("\\\n# ", "").splitlines()
-
-
-def commands(name: str) -> list[str]:
-    """The commands in the header of a config."""
-    return [line.removeprefix("#   ") for line in header(name) if line.startswith("#   python cli.py")]
 
 
 @functools.cache
@@ -109,7 +121,7 @@ def test_they_are_found():
 @pytest.mark.parametrize("name", RUNS_AS_IT_IS)
 def test_a_config_builds(name: str):
     model = zoo.build(name, "model.vocab_size=1024", device="meta")
-    assert model.num_layers == len(model.mixers) >= 6
+    assert model.num_layers == len(model.mixers) >= (2 if name.startswith("recall/") else 6)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -150,13 +162,13 @@ COMMANDS = [(name, command) for name in SIZED for command in commands(name)]
 @pytest.mark.parametrize(("name", "line"), COMMANDS, ids=lambda value: value.partition(" --data")[0])
 def test_a_command_of_a_header_parses(name: str, line: str, command: Command):
     _, _, verb, *arguments = shlex.split(line)
-    named = [value for option, value in zip(arguments, arguments[1:], strict=False) if option == "--config"]
-    assert named[0] == name
-    assert set(named) & set(sizes_of(name))
+    files = named(line)
+    assert files[0] == name
+    assert set(files) & set(sizes_of(name))
     shown = command(verb, *arguments, "--print_config")
     assert shown.code == 0, shown.err
     config = yaml.safe_load(shown.out)
-    assert config["model"]["hidden_size"] == CONTENTS[named[1]]["model"]["hidden_size"]
+    assert config["model"]["hidden_size"] == CONTENTS[files[1]]["model"]["hidden_size"]
     assert config["data"]["init_args"]["tokenizer"] == "tokenizer.json"
 
 
@@ -166,8 +178,50 @@ def test_an_overlay_changes_its_base(name: str, base: str):
     assert before != after
     changed = {key for key in before if before[key] != after[key]}
     assert changed == set(CONTENTS[name]), "each of its keys has an effect"
-    if base in RUNS_AS_IT_IS:  # the others have a test of their own
+    if base in RUNS_AS_IT_IS and name not in ABLATIONS:  # the others have tests of their own
         assert zoo.build(base, name, "model.vocab_size=32000", device="meta").num_parameters() > 0
+
+
+ABLATIONS = [name for name in OVERLAYS if name.startswith("ablate/")]
+
+
+def test_there_is_an_overlay_for_every_ablation():
+    """Table S.1 of arXiv 2412.06464, table 7 of Liu et al., and HGRN2's."""
+    switches = ["no_decay", "no_conv", "no_output_gate", "no_output_norm", "l2_relu", "l2_elu1", "neg_eigval"]
+    norms = ["l1_relu", "l1_elu1", "l1_silu"]
+    heads = [f"heads_{n}" for n in (1, 2, 4, 8, 16)]
+    kinds = ["low_rank", "dpfp", "lfm", "relu", "elu1", "identity"]
+    expansions = ["expand_2", "expand_4", "expand_8", "no_subheads", *(f"expansion_{kind}" for kind in kinds)]
+    hgrn2 = ["hgrn2_no_bounds", *(f"hgrn2_expand_{n}" for n in (16, 32, 64, 128))]
+    assert {f"ablate/{name}.yaml" for name in (*switches, *norms, *heads, *expansions, *hgrn2)} <= {*ABLATIONS}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_is_a_few_lines_that_change_what_its_command_says(name: str):
+    assert len((configs.CONFIGS / name).read_text().splitlines()) <= 5
+    (command,) = commands(name)
+    files = named(command)
+    assert files[-1] == name
+    rest = [argument for argument in shlex.split(command)[3:] if "=" in argument]
+    before, after = configs.read(*files[:-1], *rest), configs.read(*files, *rest)
+    assert configs.to_dict(before)["model"] != configs.to_dict(after)["model"]
+    assert configs.to_dict(before)["data"] == configs.to_dict(after)["data"]
+    after.model.vocab_size = 64
+    configs.from_config(after, device="meta")
+
+
+SWEEPS = sorted(path.relative_to(configs.CONFIGS).as_posix() for path in configs.CONFIGS.glob("sweep/*.yaml"))
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_sweep_is_about_something(name: str, command: Command):
+    """Each run builds, and at least three seeds are behind each number."""
+    (line,) = [line.removeprefix("#   ") for line in header(name) if "cli.py sweep" in line]
+    contents = yaml.safe_load((configs.CONFIGS / name).read_text())
+    assert len(contents["seeds"]) >= 3
+    shown = command(*shlex.split(line)[2:], "--dry-run")
+    assert shown.code == 0, shown.err
+    assert shown.out.count("seed=0") * len(contents["seeds"]) == shown.out.count("seed=")
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -189,8 +243,10 @@ def test_printed_configs_can_be_read_back(name: str, command: Command, desk: Pat
     (desk / "printed.yaml").write_text(printed.out)
     again = command("fit", "--config", "printed.yaml", "--print_config")
     assert again.out == printed.out
-    length = CONTENTS[name]["data"]["sequence_length"]
-    assert yaml.safe_load(printed.out)["data"]["init_args"]["sequence_length"] == length
+    given = CONTENTS[name]["data"]
+    for key, value in given.get("init_args", given).items():
+        shown_value = yaml.safe_load(printed.out)["data"]["init_args"][key]
+        assert shown_value == value or key == "tasks", key  # a task shows its weight too
 
 
 def test_a_written_config_can_be_read_back(tmp_path: Path):

@@ -1,10 +1,7 @@
 """Many configs trained on the same data, and one table and one picture of them."""
 
 import json
-import os
-import subprocess
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,71 +10,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from rich import box
 from rich.table import Table
-from tqdm import tqdm
-
-from kernels import UserError
 
 from .atomic import atomic_write
-from .config import CONFIGS, find_config, read
+from .config import CONFIGS, find_config
 from .curves import read_metrics
-
-
-def train_all(
-    command: Sequence[str], configs: Sequence[str], overrides: Sequence[str], folder: Path, jobs: int = 1
-) -> list[dict[str, Any]]:
-    """Train each config in a process of its own, `jobs` at a time; finished runs are kept, stopped ones continued.
-
-    Args:
-        command: How to start the command line, such as `["python", "cli.py"]`.
-        configs: Names or paths of whole configs.
-        overrides: `--key=value` arguments for all of them.
-        folder: Where the runs go, one folder for each config.
-        jobs: Runs at a time; they share the processor's cores.
-
-    Returns:
-        The result rows, in the order of the configs.
-
-    Raises:
-        UserError: A config is missing or wrong, or runs failed; the others are complete by then.
-    """
-    if jobs < 1:
-        raise UserError(f"jobs: {jobs} must be at least 1")
-    for config in configs:  # a mistake should not wait for its turn
-        read(config, *(override.removeprefix("--") for override in overrides))
-    threads = max((os.cpu_count() or 1) // jobs, 1)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    environment.pop("ZOO_RUN", None)
-
-    def train(config: str) -> str | None:
-        run = folder / find_config(config).stem
-        if _result(run):
-            return None
-        started = (run / "checkpoints" / "last.ckpt").is_file()
-        source = ["--resume", str(run)] if started else ["--config", config, "--run", f"{folder}/{run.name}"]
-        log = folder / f"{run.name}.log"
-        with log.open("a", encoding="utf-8") as output:
-            done = subprocess.run([*command, "fit", *source, *overrides], stdout=output, stderr=output, env=environment)
-        return None if done.returncode == 0 else f"{config} (exit code {done.returncode}, see {log})"
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(jobs) as pool:
-        failures = list(tqdm(pool.map(train, configs), total=len(configs), desc="runs", unit=" runs"))
-    if failed := [failure for failure in failures if failure]:
-        raise UserError(f"compare: {len(failed)} of {len(configs)} runs failed: {'; '.join(failed)}")
-    return [row for config in configs if (row := _result(folder / find_config(config).stem))]
+from .sweep import Run, Runner, failed, result
 
 
 def whole_configs() -> list[str]:
     """The names of all configs that are no overlays."""
     return sorted(path.name for path in CONFIGS.glob("*.yaml"))
-
-
-def _result(run: Path) -> dict[str, Any] | None:
-    file = run / "results.json"
-    if not file.is_file():
-        return None
-    row = json.loads(file.read_text(encoding="utf-8"))
-    return row if row["status"] == "complete" else None
 
 
 def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
@@ -124,11 +66,34 @@ def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
     return figure
 
 
-def compare(command: Sequence[str], configs: Sequence[str], overrides: Sequence[str], folder: Path, jobs: int) -> Table:
-    """`train_all`, then `comparison.png` and `comparison.json` in `folder`; returns the table. No configs means all."""
-    rows = train_all(command, configs or whole_configs(), overrides, folder, jobs)
-    with atomic_write(folder / "comparison.png") as file:
-        comparison_figure(rows, folder).savefig(file, format="png")
-    with atomic_write(folder / "comparison.json") as file:
-        file.write(json.dumps(rows, indent=1).encode())
+def compare(
+    command: Sequence[str], configs: Sequence[str], overrides: Sequence[str], folder: Path, jobs: int | None
+) -> Table:
+    """Train each config, each with its run in `folder`; returns the table. No configs means all.
+
+    It writes `comparison.png` and `comparison.json`, also when some runs failed.
+
+    Args:
+        command: How to start the command line, such as `["python", "cli.py"]`.
+        configs: Names or paths of whole configs.
+        overrides: `--key=value` arguments for all of them.
+        folder: Where the runs go, one folder for each config.
+        jobs: Runs at a time; they share the processor's cores. Null for one on each GPU.
+
+    Raises:
+        UserError: A config is missing or wrong, or runs failed; the others are complete by then.
+    """
+    shared = tuple(override.removeprefix("--") for override in overrides)
+    runs = [Run(find_config(config).stem, (config, *shared)) for config in configs or whole_configs()]
+    for run in runs:  # a mistake should not wait for its turn
+        run.read()
+    failures = Runner(command, folder, jobs).run(runs)
+    rows = [row for run in runs if (row := result(folder / run.name))]
+    if rows:
+        with atomic_write(folder / "comparison.png") as file:
+            comparison_figure(rows, folder).savefig(file, format="png")
+        with atomic_write(folder / "comparison.json") as file:
+            file.write(json.dumps(rows, indent=1).encode())
+    if failures:
+        raise failed(failures, len(runs))
     return comparison_table(rows)

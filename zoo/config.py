@@ -134,7 +134,7 @@ def read(*configs_and_overrides: str | Path) -> Namespace:
     parser.add_argument("-c", "--config", action=ConfigFile)
     arguments = []
     for item in map(str, configs_and_overrides):
-        arguments += [f"--{item.lstrip('-')}"] if "=" in item else ["--config", item]
+        arguments += [f"--{item.lstrip('-')}"] if "=" in item and not item.startswith("{") else ["--config", item]
     with explained(parser):
         return parser.parse_args(nulls_as_overlays(arguments))
 
@@ -178,23 +178,29 @@ def instantiate(key: str, config: Namespace) -> Any:
 
 
 def vocabulary(config: Namespace, tokens: int | None = None) -> int:
-    """`model.vocab_size`, or the tokenizer's where it is null.
+    """`model.vocab_size`, or that of the data where it is null.
 
     Args:
         config: A parsed config.
-        tokens: Size of the tokenizer; None asks the data module.
+        tokens: What `vocabulary_of` says of the data module; None builds one and asks.
 
     Raises:
-        UserError: The tokenizer has more tokens than the model.
+        UserError: The data has more tokens than the model.
     """
     size = config.model.vocab_size
     if tokens is None:
         if size is not None:
             return size
-        return instantiate("data", config).get_tokenizer().vocab_size
+        return vocabulary_of(instantiate("data", config))
     if size is not None and tokens > size:
         raise UserError(f"model.vocab_size: {size} is smaller than the tokenizer's {tokens} tokens")
     return size or tokens
+
+
+def vocabulary_of(datamodule: Any) -> int:
+    """Number of tokens: of the data module's tokenizer, or of the data itself where there is none."""
+    tokenizer = datamodule.get_tokenizer()
+    return datamodule.vocab_size if tokenizer is None else tokenizer.vocab_size
 
 
 def build(*configs_and_overrides: str | Path, device: torch.device | str | None = None) -> LanguageModel:

@@ -55,7 +55,7 @@ def explain(message: str, options: Iterable[str]) -> str:
     if found := re.search(r"Given value: (.*?)(?:\. Got value|\n|$)", message) or re.search(
         r"Expected a [^\n]*?\. Got value: (.*?)(?:\. Got value|\n|$)", message
     ):
-        nested = re.search(r"NestedArg\(key='.*?', val='(.*)'\)", found[1])
+        nested = re.search(r"NestedArg\(key='.*?', val='?(.*?)'?\)$", found[1].rstrip("."))
         value = nested[1] if nested else found[1].rstrip(".")
         choices = ", ".join(re.findall(r"Expected a typing\.Literal\[(.*?)\]", message)).replace("'", "")
         if choices:

@@ -64,6 +64,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     folder = Path(path)
     if (folder / "tokenizer.json").is_file():
         return Tokenizer.from_file(folder / "tokenizer.json")
+    if (folder / "model.safetensors").is_file():
+        raise UserError(f"checkpoint: {folder} has no tokenizer.json, so it has no text")
     file = checkpoint_of(path)
     text = _contents(file)["tokenizer"]
     if text is None:

@@ -1,4 +1,4 @@
-"""The loss of language models as a metric: over all tokens, and by the position in the context."""
+"""What evaluation measures: the loss over all tokens and by the position in the context, and the accuracy by task."""
 
 from typing import NamedTuple
 
@@ -86,3 +86,30 @@ class ContextLoss(Metric):
         """The means over all batches since the last reset, over all processes."""
         loss = self.total.sum() / self.count.sum()
         return Losses(loss, loss.exp(), self.total / self.count)
+
+
+class TaskAccuracy(Metric):
+    """The part of the labels that are the likeliest token: of all together, and of each task.
+
+    Args:
+        tasks: How many.
+    """
+
+    full_state_update = False
+
+    def __init__(self, tasks: int = 1) -> None:
+        super().__init__()
+        self.add_state("correct", torch.zeros(tasks, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(tasks, dtype=torch.int64), dist_reduce_fx="sum")
+
+    correct: Tensor
+    count: Tensor
+
+    def update(self, logits: Tensor, labels: Tensor, task: int = 0) -> None:
+        """Add a batch of a task: `logits` [B, T, vocab] and `labels` [B, T], −100 where nothing is asked."""
+        self.correct[task] += (logits.argmax(-1) == labels).sum()
+        self.count[task] += (labels != NO_LOSS).sum()
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """The accuracy of all labels, and by task [tasks], over all processes; nan where there was no label."""
+        return self.correct.sum() / self.count.sum(), self.correct / self.count

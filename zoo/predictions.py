@@ -42,4 +42,5 @@ class Predictions(BasePredictionWriter):
         with self.path.open("a", encoding="utf-8") as file:
             for tokens, losses in zip(batch.tokens.tolist(), prediction.tolist(), strict=True):
                 losses = [None if loss != loss else round(loss, 6) for loss in losses]
-                file.write(json.dumps({"batch": batch_idx, "tokens": tokens, "losses": losses}) + "\n")
+                row = {"loader": dataloader_idx, "batch": batch_idx, "tokens": tokens, "losses": losses}
+                file.write(json.dumps(row) + "\n")

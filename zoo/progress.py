@@ -13,6 +13,7 @@ from tqdm import tqdm
 SHOWN = {  # metric → (name, format)
     "train_loss": ("loss", "{:.3f}"),
     "val_loss": ("validation", "{:.3f}"),
+    "val_accuracy": ("accuracy", "{:.1%}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
     "mfu": ("MFU", "{:.1%}"),
 }

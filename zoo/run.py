@@ -48,24 +48,25 @@ def new_run(name: str | None, config: str) -> Path:
 
 
 class RunFiles(Callback):
-    """Writes what a run is made of to its folder, `config.yaml` and `tokenizer.json`.
+    """Writes what a run is made of to its folder, `config.yaml` and, of text, `tokenizer.json`.
 
     It waits until all of it has loaded, so that a start that fails leaves the folder as it was.
 
     Args:
         folder: The run's folder.
         config: The resolved config.
-        tokenizer: The tokenizer of the data.
+        tokenizer: The tokenizer of the data; None for data that is no text.
     """
 
-    def __init__(self, folder: Path, config: Namespace, tokenizer: Tokenizer) -> None:
+    def __init__(self, folder: Path, config: Namespace, tokenizer: Tokenizer | None) -> None:
         self.folder, self.config, self.tokenizer = folder, config, tokenizer
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write them, in the first process."""
         if trainer.is_global_zero:
             write(self.config, self.folder / "config.yaml")
-            self.tokenizer.save(self.folder / "tokenizer.json")
+            if self.tokenizer is not None:
+                self.tokenizer.save(self.folder / "tokenizer.json")
 
 
 def make_folder(folder: Path) -> None:

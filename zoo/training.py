@@ -1,6 +1,6 @@
 """Pretraining as a LightningModule: the loss, what is measured, and what a checkpoint carries."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import lightning as L
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kernels.errors import UserError
 from zoo.checkpoint import FORMAT, KEY, check_format, check_weights, load_weights
 from zoo.data.batch import NO_LOSS, Batch
-from zoo.metrics import ContextLoss, token_losses
+from zoo.metrics import ContextLoss, TaskAccuracy, token_losses
 from zoo.optim import Optimisation, build_optimizer, build_schedule
 
 
@@ -45,6 +45,7 @@ class Pretraining(L.LightningModule):
         config: The resolved config as plain containers; travels in the checkpoint, so that it can be built again.
         context_length: Positions over which the loss is divided into eight buckets; None takes the length of the
             first batch that is evaluated.
+        tasks: Names of the data loaders of an evaluation, whose accuracy is logged one by one; empty for one loader.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Pretraining(L.LightningModule):
         tokenizer: Tokenizer | None = None,
         config: dict[str, Any] | None = None,
         context_length: int | None = None,
+        tasks: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.model = model
@@ -64,6 +66,8 @@ class Pretraining(L.LightningModule):
         self.tokens_seen = 0  # by all processes, padding included; a Python int, so that nothing waits for a GPU
         self.loss_by_position: list[float] = []
         self.context_loss = ContextLoss(context_length)
+        self.tasks = list(tasks)
+        self.accuracy = TaskAccuracy(len(self.tasks) or 1)
 
     def setup(self, stage: str) -> None:
         """Load the given initial weights, before any strategy shards or copies the parameters."""
@@ -90,47 +94,55 @@ class Pretraining(L.LightningModule):
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the validation loss."""
-        self._evaluate(batch)
+        self._evaluate(batch, dataloader_idx)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the test loss."""
-        self._evaluate(batch)
+        self._evaluate(batch, dataloader_idx)
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Negative log-likelihood of each label in nats, [B, T] fp32; nan where there is no label."""
         losses = token_losses(self(batch.tokens, batch.cu_seqlens), batch.labels)
         return losses.masked_fill(batch.labels == NO_LOSS, float("nan"))
 
     def on_validation_epoch_start(self) -> None:
         """Forget what an interrupted evaluation may have left."""
-        self.context_loss.reset()
+        self._forget()
 
     def on_test_epoch_start(self) -> None:
         """Forget what an interrupted evaluation may have left."""
-        self.context_loss.reset()
+        self._forget()
 
     def on_validation_epoch_end(self) -> None:
-        """Log the validation loss, its perplexity, and the loss by position."""
+        """Log the validation loss, its perplexity, the loss by position, and the accuracy by task."""
         self._log_evaluation("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the test loss, its perplexity, and the loss by position."""
+        """Log the test loss, its perplexity, the loss by position, and the accuracy by task."""
         self._log_evaluation("test")
 
-    def _evaluate(self, batch: Batch) -> None:
-        losses = token_losses(self(batch.tokens, batch.cu_seqlens), batch.labels)
-        self.context_loss.update(losses, batch.labels, batch.cu_seqlens)
+    def _forget(self) -> None:
+        self.context_loss.reset()
+        self.accuracy.reset()
+
+    def _evaluate(self, batch: Batch, loader: int) -> None:
+        logits = self(batch.tokens, batch.cu_seqlens)
+        self.context_loss.update(token_losses(logits, batch.labels), batch.labels, batch.cu_seqlens)
+        self.accuracy.update(logits, batch.labels, loader if self.tasks else 0)
 
     def _log_evaluation(self, prefix: str) -> None:
-        losses = self.context_loss.compute()
-        self.context_loss.reset()
+        losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
+        self._forget()
         self.loss_by_position = losses.by_position.tolist()
         self.log(f"{prefix}_loss", losses.loss, prog_bar=True)
         self.log(f"{prefix}_perplexity", losses.perplexity)
         for number, loss in enumerate(losses.by_position, start=1):
             self.log(f"{prefix}_loss_position_{number}", loss)
+        self.log(f"{prefix}_accuracy", accuracy, prog_bar=bool(self.tasks))
+        for name, value in zip(self.tasks, by_task.view(-1), strict=False):  # torchmetrics squeezes a single one
+            self.log(f"{prefix}_accuracy_{name}", value)
         self.log("tokens", float(self.tokens_seen))
 
     def configure_optimizers(self) -> dict[str, Any]:

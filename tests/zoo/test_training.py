@@ -22,7 +22,7 @@ from tiny import (
 
 from kernels.errors import UserError
 from zoo.data.batch import Batch
-from zoo.metrics import ContextLoss, positions, token_losses
+from zoo.metrics import ContextLoss, TaskAccuracy, positions, token_losses
 from zoo.saving import Checkpoints
 from zoo.training import best_precision
 
@@ -68,6 +68,28 @@ def test_positions_beyond_the_context_count_in_the_last_bucket():
     metric = ContextLoss(context_length=2, buckets=2)
     metric.update(torch.tensor([[1.0, 2.0, 4.0]]), torch.zeros(1, 3, dtype=torch.int64), None)
     assert metric.compute().by_position.tolist() == [1.0, 3.0]
+
+
+def test_accuracy_by_task():
+    metric = TaskAccuracy(3)
+    logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0, 2]]), 3)
+    metric.update(logits, torch.tensor([[1, 0, -100, 2]]))
+    metric.update(logits, torch.tensor([[-100, 2, -100, -100]]), task=2)
+    accuracy, by_task = metric.compute()
+    assert accuracy == 3 / 4
+    torch.testing.assert_close(by_task, torch.tensor([2 / 3, float("nan"), 1.0]), equal_nan=True)
+
+
+def test_unnamed_loaders_are_counted_together(tmp_path):
+    module = pretraining()
+    module.eval()
+    loaders = [validation_loader(), Batches(batch(7))]
+    run = trainer(tmp_path, max_steps=1)
+    run.validate(module, loaders, verbose=False)
+    batches = [b for loader in loaders for b in loader]
+    correct = [(module(b.tokens).argmax(-1) == b.labels).float().mean().item() for b in batches]
+    assert run.callback_metrics["val_accuracy"].item() == pytest.approx(sum(correct) / 3)
+    assert not [name for name in run.callback_metrics if name.startswith("val_accuracy_")]
 
 
 def test_training_and_validation_loss_ignore_what_has_no_label(tmp_path):

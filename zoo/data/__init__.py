@@ -1,18 +1,22 @@
-"""Text to batches: corpus → tokenizer → shards → windows → loaders, held together by `TextData`."""
+"""The data of a run: text (corpus → tokenizer → shards → windows → loaders) as `TextData`, and made-up `MQAR`."""
 
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.bigram import interpolated_bigram_loss
 from zoo.data.corpus import Corpus
 from zoo.data.loader import TrainLoader, ValidationLoader
 from zoo.data.module import TextData
+from zoo.data.mqar import MQAR
 from zoo.data.packing import Windows
+from zoo.data.recall import RecallTask
 from zoo.data.shards import Shards, prepare
 from zoo.data.tokenizer import Tokenizer, train_tokenizer
 
 __all__ = [
+    "MQAR",
     "NO_LOSS",
     "Batch",
     "Corpus",
+    "RecallTask",
     "Shards",
     "TextData",
     "Tokenizer",

@@ -1,15 +1,34 @@
 """Loaders: an endless, resumable one for training, and one that shows each validation sample once."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from zoo.data.batch import NO_LOSS, Batch
-from zoo.data.order import shuffled
-from zoo.data.packing import Sample, Windows
+
+
+class Samples(Protocol):
+    """What validation loads: numbered samples of equal length."""
+
+    def __len__(self) -> int:
+        """How many."""
+        ...
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Those with these numbers, in this order."""
+        ...
+
+
+class Ordered(Samples, Protocol):
+    """What training loads: samples that also know which one comes when."""
+
+    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """`[n]` positions in the endless stream, of one global batch → `[n]` int64 sample numbers."""
+        ...
 
 
 class TrainLoader:
@@ -21,7 +40,7 @@ class TrainLoader:
     `for batch in loader` gives `len(loader)` batches, about one pass over the data, and the next `for` goes on.
 
     Args:
-        samples: the windows and how to batch them.
+        samples: the samples, in which order, and how to batch them.
         batch_size: sequences in a global batch; a multiple of `world_size`.
         rank: which share.
         world_size: number of shares.
@@ -30,7 +49,7 @@ class TrainLoader:
     """
 
     def __init__(
-        self, samples: Windows, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0, num_workers: int = 0
+        self, samples: Ordered, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0, num_workers: int = 0
     ) -> None:
         self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
         self.seed, self.num_workers = seed, num_workers
@@ -61,7 +80,7 @@ class TrainLoader:
             yield batch
 
     def _batches_from(self, position: int) -> DataLoader:
-        return _data_loader(self.samples, self.samples, _Shares(self, position), self.num_workers)
+        return _data_loader(_Batches(self.samples), _Shares(self, position), self.num_workers)
 
     # Lightning warns on resume about loaders that lack these two. The position is kept by the data module instead:
     # Lightning drops loader states in some cases, and a data module's never.
@@ -78,12 +97,12 @@ class _Shares:
     def __init__(self, loader: TrainLoader, position: int) -> None:
         self._share = loader.batch_size // loader.world_size
         self._first = position + loader.rank * self._share
-        self._step, self._size, self._seed = loader.batch_size, len(loader.samples), loader.seed
+        self._step, self._samples, self._seed = loader.batch_size, loader.samples, loader.seed
 
     def __iter__(self) -> Iterator[list[int]]:
         first = self._first
         while True:
-            yield shuffled(np.arange(first, first + self._share), self._size, self._seed).tolist()
+            yield self._samples.order(np.arange(first, first + self._share), self._seed).tolist()
             first += self._step
 
 
@@ -91,13 +110,13 @@ class ValidationLoader:
     """Every sample once, in order, in batches of `batch_size` over all ranks.
 
     All ranks get equally many batches of equal shape, as collective operations need: where the last batch does not
-    divide, it is filled with windows whose labels are all −100. So count labels, not batches, to average a loss.
+    divide, it is filled with samples whose labels are all −100. So count labels, not batches, to average a loss.
 
     Args: as `TrainLoader`.
     """
 
     def __init__(
-        self, samples: Windows, batch_size: int, rank: int = 0, world_size: int = 1, num_workers: int = 0
+        self, samples: Samples, batch_size: int, rank: int = 0, world_size: int = 1, num_workers: int = 0
     ) -> None:
         self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
         self.num_workers = num_workers
@@ -108,8 +127,7 @@ class ValidationLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         # Kept on the object so that Lightning can stop its workers.
-        loader = _data_loader(_Filled(self.samples), self.samples, self._indices(), self.num_workers)
-        self._iterator = iter(loader)
+        self._iterator = iter(_data_loader(_Filled(self.samples), self._indices(), self.num_workers))
         return self._iterator
 
     def _indices(self) -> list[list[int]]:
@@ -121,30 +139,41 @@ class ValidationLoader:
         return batches
 
 
-class _Filled(Dataset):
-    """The samples; an index past their end is the last one again, without loss."""
+class _Batches(Dataset):
+    """Batches by the numbers of their samples."""
 
-    def __init__(self, samples: Windows) -> None:
+    def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, indices: list[int]) -> Batch:
+        return self._samples.batch(indices)
+
+
+class _Filled(_Batches):
+    """A number past the end of the samples is the last one again, without loss."""
+
+    def __getitem__(self, indices: list[int]) -> Batch:
         last = len(self._samples) - 1
-        sample = self._samples[min(index, last)]
-        return sample if index <= last else sample._replace(labels=np.full_like(sample.labels, NO_LOSS))
+        batch = self._samples.batch([min(index, last) for index in indices])
+        batch.labels.view(len(indices), -1)[torch.tensor(indices) > last] = NO_LOSS
+        return batch
 
 
-def _data_loader(
-    dataset: Dataset, samples: Windows, indices: _Shares | list[list[int]], num_workers: int
-) -> DataLoader:
+def _data_loader(batches: _Batches, indices: Iterable[list[int]], num_workers: int) -> DataLoader:
     return DataLoader(
-        dataset,
-        batch_sampler=indices,
-        collate_fn=samples.collate,
+        batches,
+        batch_size=None,  # an index is a batch
+        sampler=indices,
+        collate_fn=_unchanged,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_ignore_signals,
         generator=torch.Generator(),  # else each iterator draws a number from the model's random state
     )
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _ignore_signals(worker: int) -> None:

@@ -1,24 +1,19 @@
 """The data of a run: what `data:` means in a config."""
 
-import logging
 from pathlib import Path
 from typing import Any
-
-import lightning as L
-import torch.distributed
 
 from kernels.errors import UserError
 from zoo.data.bigram import interpolated_bigram_loss
 from zoo.data.corpus import Corpus
-from zoo.data.loader import TrainLoader, ValidationLoader
+from zoo.data.loader import ValidationLoader
 from zoo.data.packing import Packing, Windows
+from zoo.data.resumable import ResumableData, check_least
 from zoo.data.shards import Shards, prepare
 from zoo.data.tokenizer import Tokenizer, train_tokenizer
 
-log = logging.getLogger(__name__)
 
-
-class TextData(L.LightningDataModule):
+class TextData(ResumableData):
     """Text, tokenised once and cached, as batches that can be resumed at any step with any number of devices.
 
     The order is a function of the seed and of one integer, the number of samples seen; checkpoints hold that integer.
@@ -43,6 +38,8 @@ class TextData(L.LightningDataModule):
         UserError: an argument or a file cannot be used, or a checkpoint is of other data.
     """
 
+    overfit_hint = "set data.path to a small file"
+
     def __init__(
         self,
         path: str | list[str] | None = None,
@@ -58,31 +55,24 @@ class TextData(L.LightningDataModule):
         preprocessing_workers: int | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        at_least: dict[str, tuple[int | None, int]] = {
-            "sequence_length": (sequence_length, 1),
-            "batch_size": (batch_size, 1),
-        }
-        at_least |= {"num_workers": (num_workers, 0), "preprocessing_workers": (preprocessing_workers, 1)}
-        at_least |= {"max_characters": (max_characters, 1)}
-        for name, (value, least) in at_least.items():
-            if value is not None and value < least:
-                raise UserError(f"data.{name} is {value}; it must be at least {least}.")
+        super().__init__(batch_size, num_workers, seed)
+        check_least(
+            sequence_length=(sequence_length, 1),
+            preprocessing_workers=(preprocessing_workers, 1),
+            max_characters=(max_characters, 1),
+        )
         if not 0 < validation_fraction < 1:
             raise UserError(f"data.validation_fraction is {validation_fraction}; it must lie between 0 and 1.")
         if packing not in ("windows", "documents"):
             raise UserError(f"data.packing is {packing!r}; it must be 'windows' or 'documents'.")
         self.corpus = Corpus(path, text_field, max_characters)
-        self.vocab_size, self.sequence_length, self.batch_size = vocab_size, sequence_length, batch_size
+        self.vocab_size, self.sequence_length = vocab_size, sequence_length
         self.packing: Packing = packing
-        self.validation_fraction, self.seed = validation_fraction, seed
-        self.num_workers, self.preprocessing_workers = num_workers, preprocessing_workers
+        self.validation_fraction, self.preprocessing_workers = validation_fraction, preprocessing_workers
         self._tokenizer_path = tokenizer
         self._tokenizer: Tokenizer | None = None
         self._train: Windows | None = None
         self._validation: Windows | None = None
-        self._train_loader: TrainLoader | None = None
-        self._position = 0  # where the next training loader starts
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, loaded or trained at the first call; needs no `setup`."""
@@ -102,7 +92,7 @@ class TextData(L.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Open and check the shards; training starts at the first sample unless a checkpoint says otherwise."""
-        self._position, self._train_loader = 0, None
+        super().setup(stage)
         if self._validation is not None:
             return
         folder = self._prepare()
@@ -133,23 +123,9 @@ class TextData(L.LightningDataModule):
             train.read(0, len(train)), validation.read(0, len(validation)), self.get_tokenizer().vocab_size
         )
 
-    def train_dataloader(self) -> TrainLoader:
-        """Batches of this rank, shuffled and endless."""
-        if self.trainer is not None and self.trainer.overfit_batches:
-            raise UserError(
-                f"trainer.overfit_batches is {self.trainer.overfit_batches}, but the training data is an endless "
-                "stream; to overfit, set data.path to a small file."
-            )
-        rank, world_size = self._rank_and_world_size()
-        loader = TrainLoader(self.train, self.batch_size, rank, world_size, self.seed, self.num_workers)
-        loader.position = self._position
-        self._train_loader = loader
-        return loader
-
     def val_dataloader(self) -> ValidationLoader:
         """Batches of this rank, each sample once."""
-        rank, world_size = self._rank_and_world_size()
-        return ValidationLoader(self.validation, self.batch_size, rank, world_size, self.num_workers)
+        return ValidationLoader(self.validation, self.batch_size, *self.ranks(), self.num_workers)
 
     def test_dataloader(self) -> ValidationLoader:
         """The validation split."""
@@ -159,69 +135,11 @@ class TextData(L.LightningDataModule):
         """The validation split."""
         return self.val_dataloader()
 
-    def _rank_and_world_size(self) -> tuple[int, int]:
-        if self.trainer is not None:
-            rank, world_size = self.trainer.global_rank, self.trainer.world_size
-        elif torch.distributed.is_available() and torch.distributed.is_initialized():
-            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        else:
-            rank, world_size = 0, 1
-        if self.batch_size % world_size:
-            raise UserError(
-                f"data.batch_size is {self.batch_size}; it counts the sequences of all devices together, "
-                f"so it must be a multiple of their number, {world_size}."
-            )
-        return rank, world_size
+    def identity(self) -> dict[str, Any]:
+        """The text, and how it is cut and shuffled."""
+        own = {"seed": self.seed, "data_hash": self.train.shards.data_hash}
+        return own | {"sequence_length": self.sequence_length, "packing": self.packing}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The number of samples that were trained on, and what makes that number mean the same samples again."""
-        return {
-            "position": self._trained_samples(),
-            "seed": self.seed,
-            "data_hash": self.train.shards.data_hash,
-            "sequence_length": self.sequence_length,
-            "packing": self.packing,
-            "batch_size": self.batch_size,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the checkpoint's last sample.
-
-        The number of devices and workers may change. `batch_size` may change too, as the position counts samples:
-        none is repeated or skipped; the steps are then others, so a warning is logged.
-
-        Raises:
-            UserError: another seed, data, sequence length or packing, with both values.
-        """
-        if self.trainer is not None and self.trainer.state.fn != "fit":
-            return  # to evaluate a model on other data is no mistake
-        state, own = state_dict, self.state_dict()
-        for name in ("seed", "data_hash", "sequence_length", "packing"):
-            if state[name] != own[name]:
-                what = f"{self.corpus} has the data hash" if name == "data_hash" else f"data.{name} is"
-                raise UserError(
-                    f"{what} {own[name]}, but the checkpoint was trained with {state[name]}; "
-                    "resume with the checkpoint's data settings, or start a new run."
-                )
-        if state["batch_size"] != self.batch_size:
-            log.warning(
-                "Resuming with data.batch_size=%d; the checkpoint had %d.", self.batch_size, state["batch_size"]
-            )
-        self._position = state["position"]
-        if self._train_loader is not None:  # Lightning may ask for the loader before it restores
-            self._train_loader.position = self._position
-
-    def _trained_samples(self) -> int:
-        if self._train_loader is None:
-            return self._position
-        position = self._train_loader.position
-        if self.trainer is not None and self.trainer.state.fn == "fit":
-            # A checkpoint written in the middle of a step (on an exception, on Ctrl-C) has one batch not yet used.
-            batches = self.trainer.fit_loop.epoch_loop.batch_progress.current
-            position -= self.batch_size * (batches.ready - batches.processed)
-        return position
-
-    def teardown(self, stage: str | None = None) -> None:
-        """Stop reading ahead; the position stays."""
-        if self._train_loader is not None:
-            self._train_loader.position = self._train_loader.position
+    def what(self, name: str) -> str:
+        """How a message calls a part of the `identity`."""
+        return f"{self.corpus} has the data hash" if name == "data_hash" else super().what(name)

@@ -36,6 +36,14 @@ def shuffled(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
     return index.astype(np.int64)
 
 
+def random_bits(numbers: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """`[n, count]` random uint64; row i is a function of `seed` and of `numbers[i]` alone (splitmix64 streams)."""
+    start = _mix(
+        _mix(np.full(len(numbers), seed & 0xFFFFFFFFFFFFFFFF, np.uint64)) + numbers.astype(np.uint64) * _GOLDEN
+    )
+    return _mix(start[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+
+
 def _mix(x: np.ndarray) -> np.ndarray:
     """The finaliser of splitmix64, on uint64 (overflow is meant)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

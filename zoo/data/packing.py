@@ -1,5 +1,6 @@
 """Windows of tokens as samples, and samples as a batch."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -8,6 +9,7 @@ from torch.utils.data import Dataset
 
 from kernels.errors import UserError
 from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.order import shuffled
 from zoo.data.shards import Shards
 
 Packing = Literal["windows", "documents"]
@@ -64,6 +66,14 @@ class Windows(Dataset):
             labels[next_starts - 1] = NO_LOSS  # what follows belongs to another document
             starts = np.concatenate([starts, next_starts[next_starts < self.sequence_length]])
         return Sample(tokens[:-1], labels, starts)
+
+    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """Which sample comes at each position of the shuffled, endless stream."""
+        return shuffled(positions, len(self), seed)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The samples with these numbers, as `collate` puts them."""
+        return self.collate([self[index] for index in indices])
 
     def collate(self, samples: list[Sample]) -> Batch:
         """B samples as a batch: `[B, T]`, or with "documents" one row `[1, B·T]` and `cu_seqlens`."""

@@ -1,0 +1,69 @@
+"""`sweep`: an ablation from YAML to table, CSV and picture."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = "tests.desk"
+
+SWEEP = """
+base: [gated_deltanet.yaml, tiny.yaml, {model: {num_layers: 1}}]
+axes:
+  model.stack.mixer.factor: [1, 2]
+metric: val_loss
+"""
+
+
+@pytest.fixture
+def small(desk: Path) -> Path:
+    (desk / "small.yaml").write_text(SWEEP)
+    return desk
+
+
+def test_a_dry_run_lists_runs_and_sizes(command, small) -> None:
+    shown = command("sweep", "--config", "small.yaml", "--dry-run", "--model.hidden_size=16")
+    assert shown.code == 0, shown.err
+    assert "factor=1" in shown.out
+    assert "256" in shown.out  # 2 heads · 8²: one layer's state times two
+    assert not (small / "runs").exists()
+
+
+def test_a_sweep_and_the_same_again(command, small) -> None:
+    first = command("sweep", "--config", "small.yaml", "--trainer.max_steps=2", "--trainer.val_check_interval=2")
+    assert first.code == 0, first.err
+    folder = small / "runs" / "small"
+    with (folder / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["name"], row["steps"]) for row in rows] == [("factor=1", "2"), ("factor=2", "2")]
+    assert int(rows[1]["state_size"]) == 2 * int(rows[0]["state_size"])
+    assert rows[0]["val_loss"][:5] in first.out
+    assert (folder / "sweep.png").stat().st_size > 5000
+    before = (folder / "factor=1" / "metrics.jsonl").stat().st_mtime_ns
+    again = command("sweep", "--config", "small.yaml", "--trainer.max_steps=2", "--trainer.val_check_interval=2")
+    assert again.code == 0
+    assert (folder / "factor=1" / "metrics.jsonl").stat().st_mtime_ns == before
+    other = command("sweep", "--config", "small.yaml", "--trainer.max_steps=3", "--trainer.val_check_interval=2")
+    assert other.code == 2
+    assert "is a run with trainer.max_steps: 2, and now it is 3" in other.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--config", "smal.yaml"], "did you mean"),
+        (["--config", "small.yaml", "--trainer.max_stps=3"], "did you mean 'max_steps'"),
+        (["--config", "small.yaml", "--axes={'model.stack.mixer.facto': [1]}"], "did you mean 'factor'"),
+        (["--config", "small.yaml", "--sedes=[1]"], "sedes"),
+        (["--config", "small.yaml", "--jobs=0"], "jobs: 0 must be at least 1"),
+        (["--config", "gla.yaml"], "model"),
+        (["small.yaml"], "the sweep is named by --config"),
+        ([], "base"),
+    ],
+)
+def test_a_mistake_is_named_before_the_first_run(command, small, arguments, expected) -> None:
+    done = command("sweep", *arguments)
+    assert done.code == 2
+    assert expected in done.err
+    assert len(done.err.splitlines()) == 1
+    assert not (small / "runs").exists()

@@ -1,0 +1,131 @@
+"""Multi-query associative recall: made-up key-value pairs, and later the keys again, whose values are asked."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.order import random_bits, shuffled
+
+_PASS = 100_000  # samples after which an endless stream counts as seen once; nothing but epochs depend on it
+_ROUND = 1000  # batches in which the tasks of an endless stream come in proportion to their weights
+
+
+@dataclass(frozen=True)
+class RecallTask:
+    """Samples of one size.
+
+    Args:
+        length: Tokens in a sequence.
+        pairs: Key-value pairs at its start, each of which is asked for once; at most a quarter of `length`.
+        weight: How often training takes a batch of this task, in proportion to the other weights.
+    """
+
+    length: int = 64
+    pairs: int = 8
+    weight: float = 1.0
+
+
+class Recall:
+    """Samples of one task; sample i is a function of the seed, the split and i alone.
+
+    As in zoology (arXiv 2312.04927): K keys from 1 … V/2 − 1 and K values from V/2 … V − 1, all different, alternate in
+    the first 2K tokens. Each key is asked once more, g = 0, 2, 4 … tokens after them, drawn without replacement with
+    probability ∝ (g/2 + 1)^(power − 1); its label is its value, and no other token has one.
+    """
+
+    def __init__(self, task: RecallTask, size: int, vocab_size: int, fillers: bool, power: float, key: str) -> None:
+        self.task, self.size, self.vocab_size, self.fillers, self.power = task, size, vocab_size, fillers, power
+        self._seeds = [
+            number_of(key, task.length, task.pairs, purpose) for purpose in ("keys", "values", "gaps", "rest")
+        ]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The samples with these numbers, `[B, T]`."""
+        numbers, (length, pairs) = np.array(indices, np.uint64), (self.task.length, self.task.pairs)
+        keys, values, gaps, rest = self._seeds
+        half, space = self.vocab_size // 2, length // 2 - pairs
+        if self.fillers:
+            tokens = (random_bits(numbers, length, rest) % np.uint64(self.vocab_size)).astype(np.int64)
+        else:
+            tokens = np.zeros((len(numbers), length), np.int64)
+        tokens[:, 0 : 2 * pairs : 2] = asked = 1 + _distinct(numbers, pairs, half - 1, keys)
+        tokens[:, 1 : 2 * pairs : 2] = answers = half + _distinct(numbers, pairs, half, values)
+        # Drawing without replacement is a race: who arrives first after an exponential time, at a rate of its weight.
+        uniform = ((random_bits(numbers, space, gaps) >> np.uint64(11)).astype(float) + 0.5) / 2.0**53
+        times = -np.log(uniform) * np.arange(1.0, space + 1) ** (1 - self.power)
+        places = 2 * pairs + 2 * np.argsort(times, axis=1)[:, :pairs]
+        labels = np.full_like(tokens, NO_LOSS)
+        np.put_along_axis(tokens, places, asked, axis=1)
+        np.put_along_axis(labels, places, answers, axis=1)
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+
+
+class RecallStream:
+    """The training samples by their position in the stream: batches of one task each, mixed by weight.
+
+    A round of batches, in a shuffled order, has so many of each task as its weight asks for. Each task counts its own
+    samples, so that a task with a fixed set shows all of it before it shows one again.
+
+    Args:
+        tasks: Their samples; of a fixed set all, of an endless stream any number.
+        weights: How often each comes.
+        batch_size: Samples in a global batch.
+        samples: Samples in all fixed sets together; None for an endless stream.
+        seed: Of the order.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Recall], weights: Sequence[float], batch_size: int, samples: int | None, seed: int
+    ) -> None:
+        self.tasks, self.batch_size, self.samples, self.seed = tasks, batch_size, samples, seed
+        if len(tasks) == 1:
+            self.shares = [1]
+        else:
+            self.shares = shares(_ROUND if samples is None else samples // batch_size, weights)
+        self._first = np.cumsum([0, *self.shares]).tolist()  # where each task's batches begin in a round
+
+    def __len__(self) -> int:
+        return self.samples or _PASS
+
+    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """Positions as they are: `batch` knows what comes there."""
+        return positions
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The samples at these positions, which belong to one global batch."""
+        number = indices[0] // self.batch_size
+        place = int(shuffled(np.array([number]), self._first[-1], self.seed)[0])
+        task = int(np.searchsorted(self._first, place, side="right")) - 1
+        earlier = number // self._first[-1] * self.shares[task] + place - self._first[task]  # batches of this task
+        positions = np.array(indices) + (earlier - number) * self.batch_size
+        if self.samples is not None:
+            positions = shuffled(positions, len(self.tasks[task]), self.seed)
+        return self.tasks[task].batch(positions.tolist())
+
+
+def shares(total: int, weights: Sequence[float]) -> list[int]:
+    """`total` in whole parts, each at least 1, in proportion to `weights` as nearly as can be."""
+    exact = total * np.array(weights) / sum(weights)
+    parts = np.maximum(exact.astype(int), 1)
+    for part in np.argsort(parts - exact)[: max(total - parts.sum(), 0)]:
+        parts[part] += 1
+    return parts.tolist()
+
+
+def number_of(*what: object) -> int:
+    """A 64-bit number for anything that JSON can say: seeds of independent streams."""
+    return int.from_bytes(hashlib.blake2b(json.dumps(what).encode(), digest_size=8).digest())
+
+
+def _distinct(numbers: np.ndarray, count: int, size: int, seed: int) -> np.ndarray:
+    """For each number the first `count` of a permutation of its own of 0 … size − 1, `[n, count]`."""
+    positions = numbers[:, None] * np.uint64(size) + np.arange(count, dtype=np.uint64)
+    return shuffled(positions.ravel(), size, seed).reshape(positions.shape)

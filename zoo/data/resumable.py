@@ -1,0 +1,130 @@
+"""What all data of a run has in common: one integer says where training stands."""
+
+import logging
+from typing import Any
+
+import lightning as L
+import torch.distributed
+
+from kernels.errors import UserError
+from zoo.data.loader import Ordered, TrainLoader
+
+log = logging.getLogger(__name__)
+
+
+class ResumableData(L.LightningDataModule):
+    """Batches that can be resumed at any step with any number of devices.
+
+    What comes when is a function of the seed and of one integer, the number of samples seen; checkpoints hold that
+    integer, and the `identity` that gives it its meaning.
+
+    Args:
+        batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
+        num_workers: Processes that prepare batches ahead, on each device; 0: none.
+        seed: Of the order of the training sequences.
+
+    Raises:
+        UserError: an argument is out of range, or a checkpoint is of other data.
+    """
+
+    overfit_hint: str  # how to train on a little data
+
+    def __init__(self, batch_size: int, num_workers: int, seed: int) -> None:
+        super().__init__()
+        check_least(batch_size=(batch_size, 1), num_workers=(num_workers, 0))
+        self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
+        self._train_loader: TrainLoader | None = None
+        self._position = 0  # where the next training loader starts
+
+    @property
+    def train(self) -> Ordered:
+        """The training samples, in order."""
+        raise NotImplementedError
+
+    def identity(self) -> dict[str, Any]:
+        """Argument → value, as plain containers: what makes a position mean the same samples again."""
+        raise NotImplementedError
+
+    def what(self, name: str) -> str:
+        """How a message calls a part of the `identity`."""
+        return f"data.{name} is"
+
+    def setup(self, stage: str | None = None) -> None:
+        """Training starts at the first sample unless a checkpoint says otherwise."""
+        self._position, self._train_loader = 0, None
+
+    def train_dataloader(self) -> TrainLoader:
+        """Batches of this rank, shuffled and endless."""
+        if self.trainer is not None and self.trainer.overfit_batches:
+            raise UserError(
+                f"trainer.overfit_batches is {self.trainer.overfit_batches}, but the training data is an endless "
+                f"stream; to overfit, {self.overfit_hint}."
+            )
+        loader = TrainLoader(self.train, self.batch_size, *self.ranks(), self.seed, self.num_workers)
+        loader.position = self._position
+        self._train_loader = loader
+        return loader
+
+    def ranks(self) -> tuple[int, int]:
+        """The rank of this process and the number of processes, which divides the batch."""
+        if self.trainer is not None:
+            rank, world_size = self.trainer.global_rank, self.trainer.world_size
+        elif torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        else:
+            rank, world_size = 0, 1
+        if self.batch_size % world_size:
+            raise UserError(
+                f"data.batch_size is {self.batch_size}; it counts the sequences of all devices together, "
+                f"so it must be a multiple of their number, {world_size}."
+            )
+        return rank, world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of samples that were trained on, and what makes that number mean the same samples again."""
+        return {"position": self._trained_samples(), **self.identity(), "batch_size": self.batch_size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue after the checkpoint's last sample.
+
+        The number of devices and workers may change. `batch_size` may change too, as the position counts samples:
+        none is repeated or skipped; the steps are then others, so a warning is logged.
+
+        Raises:
+            UserError: another `identity`, with both values.
+        """
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            return  # to evaluate a model on other data is no mistake
+        for name, own in self.identity().items():
+            if state_dict[name] != own:
+                raise UserError(
+                    f"{self.what(name)} {own}, but the checkpoint was trained with {state_dict[name]}; "
+                    "resume with the checkpoint's data settings, or start a new run."
+                )
+        if (before := state_dict["batch_size"]) != self.batch_size:
+            log.warning("Resuming with data.batch_size=%d; the checkpoint had %d.", self.batch_size, before)
+        self._position = state_dict["position"]
+        if self._train_loader is not None:  # Lightning may ask for the loader before it restores
+            self._train_loader.position = self._position
+
+    def _trained_samples(self) -> int:
+        if self._train_loader is None:
+            return self._position
+        position = self._train_loader.position
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            # A checkpoint written in the middle of a step (on an exception, on Ctrl-C) has one batch not yet used.
+            batches = self.trainer.fit_loop.epoch_loop.batch_progress.current
+            position -= self.batch_size * (batches.ready - batches.processed)
+        return position
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Stop reading ahead; the position stays."""
+        if self._train_loader is not None:
+            self._train_loader.position = self._train_loader.position
+
+
+def check_least(**values: tuple[int | None, int]) -> None:
+    """Raise a UserError for the first argument `name=(value, least)` whose value is below its least."""
+    for name, (value, least) in values.items():
+        if value is not None and value < least:
+            raise UserError(f"data.{name} is {value}; it must be at least {least}.")
