@@ -1,7 +1,7 @@
 """Tensors in, tensors out: the recurrences, attention, and the small ops around them.
 
 Knows no module, no layer and no YAML. Every op has an obvious fp32 loop (``reference``) and a chunkwise PyTorch form
-(``torch``); :func:`backend` chooses between them.
+(``torch``), some have Triton kernels (``triton``); :func:`backend` chooses between them.
 """
 
 from .arguments import at_least_fp32

@@ -30,7 +30,13 @@ class Recurrences:
     subheads: int
     scale: float
     initial_state: Tensor | None  # [N,H·E,K,V]
-    documents: Documents | None
+    cu_seqlens: Tensor | None  # [N+1]
+
+    @property
+    def documents(self) -> Documents | None:
+        if self.cu_seqlens is None:
+            return None
+        return documents(self.cu_seqlens, self.v.shape[1], self.v.shape[0], self.q.device)
 
     @property
     def groups(self) -> int:
@@ -42,7 +48,7 @@ class Recurrences:
 
     @property
     def sequences(self) -> int:
-        return len(self.documents.spans) if self.documents else self.v.shape[0]
+        return self.v.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
@@ -98,8 +104,10 @@ def check(
             _check_constant(log_decay)
     if beta is not None and beta.shape != (B, T, count):
         raise ValueError(f"beta: expected [{B},{T},{count}], got shape {tuple(beta.shape)}")
-    docs = documents(cu_seqlens, T, B, q.device) if cu_seqlens is not None else None
-    result = Recurrences(q, k, v, log_decay, beta, subheads, K**-0.5 if scale is None else scale, initial_state, docs)
+    scale = K**-0.5 if scale is None else scale
+    result = Recurrences(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
+    if cu_seqlens is not None and not torch.compiler.is_compiling():  # a graph knows no values
+        documents(cu_seqlens, T, B, q.device)
     if initial_state is not None and tuple(initial_state.shape) != result.state_shape:
         raise ValueError(f"initial_state: expected {result.state_shape}, got shape {tuple(initial_state.shape)}")
     named = dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state)
@@ -122,7 +130,7 @@ _checked = WeakTensorKeyDictionary()
 
 
 def _check_constant(log_decay: Tensor) -> None:
-    if log_decay.is_meta or log_decay in _checked:
+    if torch.compiler.is_compiling() or log_decay.is_meta or log_decay in _checked:
         return
     if not bool((log_decay.detach() <= 0).all()):
         raise ValueError(f"log_decay: a constant decay must be ≤ 0, got {log_decay.max().item():g}")

@@ -4,11 +4,15 @@
 error, never a silent fallback. Each op names its implementations in a dict and asks :func:`choose`.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .errors import UserError
@@ -35,11 +39,36 @@ def backend(name: str) -> Iterator[None]:
 
 def choose(op: str, implementations: Mapping[str, Callable[..., Any]], x: Tensor) -> Callable[..., Any]:
     """The implementation of `op` that runs on the device of `x` under the chosen backend."""
+    return implementations[_name(op, tuple(implementations), x.device.type, x.dtype == torch.float64)]
+
+
+def _name(op: str, known: tuple[str, ...], device: str, fp64: bool) -> str:
     name = _chosen.get()
+    reason = _no_triton(device, fp64)
     if name == "auto":
-        name = "triton" if "triton" in implementations and x.is_cuda else "torch"
-    if name not in implementations:
-        raise UserError(
-            f"backend: {op} has no {name!r} implementation; choose one of {', '.join(implementations)} or auto"
-        )
-    return implementations[name]
+        return "triton" if "triton" in known and device == "cuda" and not reason else "torch"
+    if name not in known:
+        raise UserError(f"backend: {op} has no {name!r} implementation; choose one of {', '.join(known)} or auto")
+    if name == "triton" and reason:
+        others = ", ".join(other for other in known if other != name)
+        raise UserError(f"backend: {op} cannot run on 'triton', {reason}; choose one of {others} or auto")
+    return name
+
+
+# What torch.compiler.assume_constant_result sets, without importing the compiler: it cannot look into context
+# variables. Compiled code keeps the backend under which it was traced.
+_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _no_triton(device: str, fp64: bool) -> str | None:
+    """Why Triton kernels cannot run, if they cannot."""
+    if fp64:
+        return "which computes in fp32, with tensors in fp64"
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"which needs a GPU or TRITON_INTERPRET=1, with tensors on {device}"
+    return None if _importable() else "which is not installed"
+
+
+@cache
+def _importable() -> bool:
+    return find_spec("triton") is not None

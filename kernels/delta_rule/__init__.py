@@ -2,11 +2,20 @@
 
 from torch import Tensor
 
-from ..arguments import check
+from ..arguments import Recurrences, check
 from ..backend import choose
 from . import chunk, reference, step
 
-IMPLEMENTATIONS = {"torch": chunk.forward, "reference": reference.forward}
+
+def triton(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    from . import triton_op
+
+    return triton_op.forward(a)
+
+
+IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": reference.forward}
+LARGEST = 256  # the kernels hold K by a block of V in registers
 
 
 def delta_rule(
@@ -49,7 +58,11 @@ def delta_rule(
     a = check(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens, per_channel=False)
     if a.beta is None:
         raise ValueError("beta: the delta rule needs it")
-    run = choose("delta_rule", IMPLEMENTATIONS, v)
+    if max(q.shape[3], v.shape[3]) <= LARGEST:
+        run = choose("delta_rule", IMPLEMENTATIONS, v)
+    else:
+        fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
+        run = choose(f"delta_rule with keys or values longer than {LARGEST}", fitting, v)
     if run is chunk.forward and v.shape[1] == 1 and cu_seqlens is None:
         run = step.forward
     o, state = run(a)

@@ -2,11 +2,19 @@
 
 from torch import Tensor
 
-from ..arguments import check
+from ..arguments import Recurrences, check
 from ..backend import choose
 from . import chunk, reference, step
 
-IMPLEMENTATIONS = {"torch": chunk.forward, "reference": reference.forward}
+
+def triton(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    from .triton_op import forward
+
+    return forward(a)
+
+
+IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": reference.forward}
 
 
 def linear_recurrence(

@@ -43,7 +43,8 @@ def test_auto_is_torch_on_the_cpu():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_an_unavailable_backend_is_an_error_and_no_fallback(op: str):
+def test_an_unavailable_backend_is_an_error_and_no_fallback(op: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with (
         kernels.backend("triton"),
         pytest.raises(kernels.UserError, match=rf"^backend: {op} .*'triton'.*torch.*reference"),

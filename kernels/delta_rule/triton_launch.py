@@ -1,0 +1,117 @@
+"""Block sizes, warps and stages of the kernels, by architecture, head size and dtype; never by length.
+
+Every entry is tested on the device it names, outputs and gradients: some that are missing here compile and compute
+nonsense (H200, triton 3.6: 32 values, 4 warps, 1 stage; 16 values, 3 stages).
+"""
+
+import logging
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from ..launch import multiprocessors
+
+log = logging.getLogger(__name__)
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched; the blocks are where it cuts the axis of keys or of values."""
+
+    keys: int
+    values: int
+    warps: int
+    stages: int
+
+
+class Launches(NamedTuple):
+    """Of all kernels. `narrow` replaces `forward` and `backward` where these would leave most of the device idle."""
+
+    prepare: Launch
+    forward: Launch
+    backward: Launch
+    dq: Launch
+    dk: Launch
+    narrow: Launch | None = None
+
+
+# (compute capability, largest head size it serves, bytes per element)
+TABLE: dict[tuple[int, int, int], Launches] = {
+    (9, 64, 2): Launches(
+        prepare=Launch(64, 0, 4, 2),
+        forward=Launch(0, 64, 4, 2),
+        backward=Launch(0, 64, 4, 2),
+        dq=Launch(64, 64, 4, 2),
+        dk=Launch(64, 64, 4, 2),
+        narrow=Launch(0, 32, 4, 2),
+    ),
+    (9, 128, 2): Launches(
+        prepare=Launch(128, 0, 4, 2),
+        forward=Launch(0, 64, 4, 3),
+        backward=Launch(0, 64, 4, 3),
+        dq=Launch(128, 64, 4, 2),
+        dk=Launch(64, 64, 4, 2),
+        narrow=Launch(0, 32, 4, 3),
+    ),
+    (9, 256, 2): Launches(
+        prepare=Launch(128, 0, 4, 2),
+        forward=Launch(0, 32, 4, 2),
+        backward=Launch(0, 32, 4, 2),
+        dq=Launch(128, 64, 4, 2),
+        dk=Launch(64, 64, 4, 2),
+    ),
+    (9, 64, 4): Launches(
+        prepare=Launch(64, 0, 4, 2),
+        forward=Launch(0, 32, 4, 2),
+        backward=Launch(0, 32, 4, 2),
+        dq=Launch(64, 32, 4, 2),
+        dk=Launch(32, 32, 4, 2),
+    ),
+    (9, 128, 4): Launches(
+        prepare=Launch(64, 0, 4, 2),
+        forward=Launch(0, 16, 4, 2),
+        backward=Launch(0, 16, 4, 2),
+        dq=Launch(64, 32, 4, 2),
+        dk=Launch(32, 32, 4, 2),
+    ),
+    (9, 256, 4): Launches(
+        prepare=Launch(64, 0, 4, 2),
+        forward=Launch(0, 16, 4, 1),
+        backward=Launch(0, 16, 4, 1),
+        dq=Launch(64, 32, 4, 2),
+        dk=Launch(32, 32, 4, 2),
+    ),
+}
+FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
+
+
+def launches(device: torch.device, K: int, V: int, dtype: torch.dtype) -> Launches:
+    """The launches for keys of size K and values of size V."""
+    return _entry(device, max(K, V), dtype.itemsize)
+
+
+@cache
+def _entry(device: torch.device, size: int, itemsize: int) -> Launches:
+    known = {key[0] for key in TABLE}
+    capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else max(known)
+    if capability not in known:
+        # blocks as small as they come: right before fast
+        log.warning("delta_rule: no launches for compute capability %d, using conservative ones", capability)
+        small = Launch(32, 32, 4, 2)
+        return Launches(small, small._replace(values=16), small._replace(values=16), small, small)
+    return TABLE[min(key for key in TABLE if key[0] == capability and key[1] >= size and key[2] == itemsize)]
+
+
+def spread(
+    wide: Launch, narrow: Launch | None, recurrences: int, V: int, chunks: int, device: torch.device
+) -> tuple[Launch, int]:
+    """The launch of a pass along time, and the number of segments, that keep the device busy.
+
+    Segments cost two more passes, so that a few of them gain nothing, and short ones do not either.
+    """
+    room = multiprocessors(device) // (recurrences * -(-V // wide.values))
+    segments = min(room, chunks // FEWEST_CHUNKS)
+    if segments >= FEWEST_SEGMENTS:
+        # all of them have a chunk
+        return wide, -(-chunks // -(-chunks // segments))
+    return narrow if narrow and room > 1 else wide, 1

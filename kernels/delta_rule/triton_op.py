@@ -1,0 +1,296 @@
+"""The (gated) delta rule in Triton, forward and backward: what is launched, in which order, on which tensors.
+
+Forward: `prepare` for all chunks at once, then `scan_forward` along time. Backward: `scan_backward` along time, then
+the gradients of all chunks at once. Each of the H·E recurrences is computed by itself: subheads read the values of
+their head, and value heads the keys of their group, in place. What several recurrences contribute to is summed
+afterwards, in a fixed order: equal inputs give equal bits.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import op
+from ..arguments import Recurrences
+from . import triton_step
+from .triton_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
+from .triton_launch import Launch, launches, spread
+from .triton_prepare import prepare
+from .triton_scan import combine, scan_backward, scan_forward
+from .triton_tiles import CHUNK
+
+Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+class Call:
+    """The sizes of one call, and its launches: M = H·E recurrences over N sequences, which lie in `slots` chunks."""
+
+    def __init__(self, q: Tensor, v: Tensor, subheads: int, scale: float, cu_seqlens: Tensor | None):
+        (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q.shape, v.shape[2:], subheads
+        self.G = heads // subheads
+        self.R, self.M = self.H // self.G, self.H * subheads
+        self.dtype, self.device, self.scale, self.cu_seqlens = q.dtype, q.device, scale, cu_seqlens
+        self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.chunks = -(-self.T // CHUNK)  # of a sequence
+        self.slots = self.B * self.chunks if cu_seqlens is None else self.T // CHUNK + self.N
+
+    def shapes(self, keep: bool) -> Shapes:
+        """Of the outputs of `compute`: o, the final states, and what the backward pass needs."""
+        B, T, H, V, M, K, slots = self.B, self.T, self.H, self.V, self.M, self.K, self.slots
+        results: Shapes = [((B, T, H, V), self.dtype), ((self.N, M, K, V), torch.float32)]
+        kept: Shapes = [((slots, M, CHUNK, CHUNK), self.dtype)] * 2
+        kept += [((slots, M, 4, CHUNK), torch.float32), ((B, T, M, V), self.dtype), ((slots, M, K, V), self.dtype)]
+        return results + (kept if keep else [((0,), dtype) for _, dtype in kept])
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def states(self, segments: int = 1, columns: int | None = None) -> Tensor:
+        """A state for each segment of each sequence."""
+        return self.new(self.N * segments, self.M, self.K, columns or self.V, dtype=torch.float32)
+
+    def scan(self, name: str) -> tuple[Launch, int]:
+        """The launch of a pass along time, and into how many segments it cuts each sequence."""
+        found = launches(self.device, self.K, self.V, self.dtype)
+        chunks = self.chunks if self.cu_seqlens is None else 1
+        return spread(getattr(found, name), found.narrow, self.N * self.M, self.V, chunks, self.device)
+
+    def over_chunks(self, kernel: Any, launch: Launch, parts: int, *given: Any, **constants: Any) -> None:
+        """A program for each chunk and recurrence, and each of `parts` blocks of keys."""
+        sizes = (self.N, self.T, self.M, self.E, self.R)
+        given = (*given, self.cu_seqlens, self.scale, *sizes)
+        self._run(kernel, launch, self.slots * self.M * parts, given, constants)
+
+    def over_time(self, kernel: Any, launch: Launch, segments: int, *given: Any, **constants: Any) -> None:
+        """A program for each segment and recurrence, and each block of values."""
+        sizes = (self.T, segments, -(-self.chunks // segments), self.M, self.E, self.R)
+        given = (*given, self.cu_seqlens, self.scale, *sizes)
+        constants = {"V": self.V, "BK": block(self.K), "STAGES": launch.stages, **constants}
+        constants["BV"] = BV = min(launch.values, block(constants["V"]))
+        programs = self.N * segments * self.M * triton.cdiv(constants["V"], BV)
+        self._run(kernel, launch, programs, given, constants)
+
+    def _run(self, kernel: Any, launch: Launch, programs: int, given: tuple[Any, ...], constants: dict) -> None:
+        exact = self.dtype == torch.float32
+        # in the interpreter any arithmetic on bf16 is wrong: what is loaded becomes fp32 at once
+        dtype = tl.float32 if exact or INTERPRETED else tl.bfloat16
+        precision = "tf32x3" if exact and not INTERPRETED else "ieee"
+        constants |= {"K": self.K, "PACKED": self.cu_seqlens is not None, "DTYPE": dtype, "PRECISION": precision}
+        with torch.cuda.device_of(given[0]):
+            kernel[(programs,)](*given, **constants, num_warps=launch.warps, num_stages=launch.stages)
+
+    def cuts(self, transition: Tensor, local: Tensor, end: Tensor | None, segments: int, *, reverse: bool) -> Tensor:
+        """The states before all segments, or their gradients after them."""
+        states, BV = self.states(segments), 16
+        precision = "ieee" if INTERPRETED else "tf32x3"
+        given = (transition, local, end, states, segments, self.M)
+        constants = (self.K, self.V, min(64, block(self.K)), BV, reverse, end is not None, precision)
+        with torch.cuda.device_of(states):
+            combine[(self.N * self.M * triton.cdiv(self.V, BV),)](*given, *constants, num_warps=4)
+        return states
+
+
+def block(size: int) -> int:
+    """The block that holds a whole axis: matrix products need a power of two from 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def prepared(call: Call, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Inverse, scores and gates of every chunk."""
+    inverse, scores, gates = (call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(True)[2:5])
+    launch = launches(call.device, call.K, call.V, call.dtype).prepare
+    call.over_chunks(
+        prepare,
+        launch,
+        1,
+        q,
+        k,
+        None if log_decay is None else log_decay.contiguous(),
+        beta,
+        inverse,
+        scores,
+        gates,
+        BK=min(launch.keys, block(call.K)),
+        GATE="none" if log_decay is None else "constant" if log_decay.dim() == 1 else "per step",
+        MERGE="ieee" if INTERPRETED else "tf32x3" if call.dtype == torch.float32 else "tf32",
+    )
+    return inverse, scores, gates
+
+
+def run_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, chunks: tuple[Tensor, ...], initial: Tensor | None, *, save: bool
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o of every recurrence [B,T,H·E,V], the final states, and (if `save`) U and the states before all chunks."""
+    launch, segments = call.scan("forward")
+    initial = None if initial is None else initial.contiguous()
+    if segments > 1:
+        local, transition = call.states(segments), call.states(segments, call.K)
+        flags: dict[str, Any] = {"OUTPUT": False, "SAVE": False}
+        given = (q, k, v, *chunks, None, None, None, None)
+        call.over_time(scan_forward, launch, segments, *given, local, START="zero", **flags)
+        call.over_time(scan_forward, launch, segments, *given, transition, START="one", V=call.K, **flags)
+        initial = call.cuts(transition, local, initial, segments, reverse=False)
+    o, final = call.new(call.B, call.T, call.M, call.V), call.states(segments)
+    kept = [call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(True)[5:]] if save else []
+    u, states = kept or (None, None)
+    given = (q, k, v, *chunks, initial, o, u, states, final)
+    start = "zero" if initial is None else "given"
+    call.over_time(scan_forward, launch, segments, *given, START=start, OUTPUT=True, SAVE=save)
+    if segments > 1:
+        final = final.unflatten(0, (call.N, segments))[:, -1].contiguous()
+    return o, final, kept
+
+
+def run_backward(
+    call: Call, q: Tensor, k: Tensor, do: Tensor, chunks: tuple[Tensor, ...], dfinal: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of v for every recurrence [B,T,H·E,V], of the states after all chunks, and of the initial states."""
+    launch, segments = call.scan("backward")
+    if segments > 1:
+        local, transition = call.states(segments), call.states(segments, call.K)
+        given = (q, k, do, *chunks, None, None, None, local)
+        call.over_time(scan_backward, launch, segments, *given, FINAL=False, OUTPUT=False)
+        given = (q, k, do, *chunks, None, None, None, None, transition)
+        forward, _ = call.scan("forward")
+        flags = {"START": "one", "V": call.K, "OUTPUT": False, "SAVE": False}
+        call.over_time(scan_forward, forward, segments, *given, **flags)
+        dfinal = call.cuts(transition, local, dfinal, segments, reverse=True)
+    dv, dinitial = call.new(call.B, call.T, call.M, call.V), call.states(segments)
+    dstates = call.new(call.slots, call.M, call.K, call.V)
+    given = (q, k, do, *chunks, dfinal, dv, dstates, dinitial)
+    call.over_time(scan_backward, launch, segments, *given, FINAL=dfinal is not None, OUTPUT=True)
+    if segments > 1:
+        dinitial = dinitial.unflatten(0, (call.N, segments))[:, 0]
+    return dv, dstates, dinitial
+
+
+def compute(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    subheads: int,
+    scale: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, the final states, and (if `keep`) what `differentiate` would otherwise have to compute again."""
+    call = Call(q, v, subheads, scale, cu_seqlens)
+    q, k, v, beta = q.contiguous(), k.contiguous(), v.contiguous(), beta.contiguous()
+    chunks = prepared(call, q, k, beta, log_decay)
+    o, final, states = run_forward(call, q, k, v, chunks, initial_state, save=keep)
+    kept = (*chunks, *states) if keep else [call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(False)[2:]]
+    if subheads > 1:
+        o = o.unflatten(2, (call.H, subheads)).sum(3, dtype=o.dtype)
+    return (o, final, *kept)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    needed: Sequence[bool],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    subheads: int,
+    scale: float,
+    keep: bool,
+) -> list[Tensor | None]:
+    """The gradients of all tensors; there is none for `cu_seqlens`."""
+    call = Call(q, v, subheads, scale, cu_seqlens)
+    q, k, v, beta = q.contiguous(), k.contiguous(), v.contiguous(), beta.contiguous()
+    if not keep:
+        again = prepared(call, q, k, beta, log_decay)
+        kept = (*again, *run_forward(call, q, k, v, again, initial_state, save=True)[2])
+    inverse, scores, gates, u, states = kept
+    do, dfinal = (None if x is None else x.contiguous() for x in gradients)
+    do = torch.zeros_like(v) if do is None else do
+    dv, dstates, dinitial = run_backward(call, q, k, do, (inverse, scores, gates), dfinal)
+
+    B, T, M, K, V, gated = call.B, call.T, call.M, call.K, call.V, log_decay is not None
+    table = launches(call.device, K, V, call.dtype)
+    shared: dict[str, Any] = {"V": V, "GATED": gated}
+    (keys, values), parts = _blocks(table.dq, K, V)
+    (keys_k, values_k), parts_k = _blocks(table.dk, K, V)
+    from_queries = from_keys = before_t = across = None
+    if gated:
+        from_queries, from_keys, before_t = (
+            call.new(call.slots, M, n, CHUNK, dtype=torch.float32) for n in (2 * parts, 2 * parts_k, parts_k)
+        )
+        across = call.new(call.slots, M, parts_k, dtype=torch.float32)
+    dq, dk, dbeta = call.new(B, T, M, K), call.new(B, T, M, K), call.new(B, T, M, dtype=torch.float32)
+    given: tuple[Any, ...] = (q, k, u, do, scores, gates, states, dq, from_queries)
+    call.over_chunks(gradient_of_queries, table.dq, parts, *given, BK=keys, BV=values, STAGES=table.dq.stages, **shared)
+    given = (q, k, u, do, dv, beta, gates, states, dstates, dk, dbeta, from_keys, before_t, across)
+    call.over_chunks(
+        gradient_of_keys, table.dk, parts_k, *given, BK=keys_k, BV=values_k, STAGES=table.dk.stages, **shared
+    )
+
+    dlog_decay = None
+    if log_decay is not None:
+        dlog_decay = call.new(B, T, M, dtype=torch.float32)
+        given = (from_queries, from_keys, before_t, across, dlog_decay, cu_seqlens, call.N, T, M)
+        with torch.cuda.device_of(q):
+            gradient_of_log_decay[(call.slots * M,)](*given, parts, parts_k, cu_seqlens is not None)
+        if log_decay.dim() == 1:
+            dlog_decay = dlog_decay.sum((0, 1))
+        dlog_decay = dlog_decay.to(log_decay.dtype)
+    if call.R > 1:
+        shape = (call.G, call.R, subheads)
+        dq, dk = (x.unflatten(2, shape).sum(3, dtype=x.dtype).flatten(2, 3) for x in (dq, dk))
+    if subheads > 1:
+        dv = dv.unflatten(2, (call.H, subheads)).sum(3, dtype=dv.dtype)
+    first = None if initial_state is None else dinitial.to(initial_state.dtype).contiguous()
+    return [dq, dk, dv, dbeta.to(beta.dtype), dlog_decay, first, None]
+
+
+def _blocks(launch: Launch, K: int, V: int) -> tuple[tuple[int, int], int]:
+    """Blocks of keys and of values, and how many of keys there are."""
+    keys, values = min(launch.keys, block(K)), min(launch.values, block(V))
+    return (keys, values), triton.cdiv(K, keys)
+
+
+def fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    subheads: int,
+    scale: float,
+    keep: bool,
+) -> tuple[Tensor, ...]:
+    """The shapes of `compute`."""
+    call = Call(q, v, subheads, scale, cu_seqlens)
+    return tuple(call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(keep))
+
+
+delta_rule = op.register("delta_rule", compute, differentiate, fake, results=2)
+
+
+def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """o [B,T,H,V] and the final states [N,H·E,K,V]."""
+    assert a.beta is not None
+    given = (a.q, a.k, a.v, a.beta, a.log_decay, a.initial_state)
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    if a.v.shape[1] == 1 and a.documents is None and not wanted:
+        return triton_step.forward(a)
+    # With subheads, the states of all chunks are E times as large as at E = 1: there, time is cheaper than memory.
+    keep = wanted and a.subheads == 1
+    # fp16 has not the range for a state, nor for what a small β multiplies
+    q, k, v = (x.float() if x.dtype == torch.float16 else x for x in (a.q, a.k, a.v))
+    o, final = delta_rule(q, k, v, a.beta, a.log_decay, a.initial_state, a.cu_seqlens, a.subheads, a.scale, keep)
+    return o.to(a.v.dtype), final

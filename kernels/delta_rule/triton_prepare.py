@@ -1,0 +1,112 @@
+"""What a chunk of the (gated) delta rule needs before any state is known: one program per chunk and recurrence.
+
+With b the summed log decays, D_ij = exp(b_i − b_j) for j ≤ i and N the strict lower part of D ⊙ K Kᵀ, it writes
+
+    inverse = (I + βN)⁻¹ diag(β)      scores = scale · D ⊙ Q Kᵀ      gates = e^b, e^{b_C − b}, and b in two fp32 parts
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+from .triton_tiles import C, chunk_bounds, load_tokens, pair_decay, store_pairs
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# A gradient of β is found from what β multiplied, by dividing by β²: it must not be zero. This changes no result.
+LEAST_BETA: tl.constexpr = tl.constexpr(2.0**-50)
+
+
+@triton.jit
+def nonzero(beta):
+    return tl.where(tl.abs(beta) < LEAST_BETA, LEAST_BETA, beta)
+
+
+@triton.jit
+def unit_lower_inverse(lower, PRECISION: tl.constexpr):
+    """(I + lower)⁻¹ for a strictly lower matrix [64, 64].
+
+    Substitution inside the four diagonal blocks of 16, in fp32, then two rounds of merging neighbours. A product of
+    powers, (I − L)(I + L²)(I + L⁴)…, would be all matrix products, but its terms reach 1e9 where keys are correlated.
+    """
+    block, r = tl.arange(0, 4), tl.arange(0, 16)
+    diagonal = (block[:, None] == block[None, :])[:, None, :, None]
+    blocks = tl.sum(tl.where(diagonal, tl.reshape(lower, (4, 16, 4, 16)), 0.0), 2)
+    inverse = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, tl.zeros([4, 16, 16], tl.float32))
+    for j in range(15):
+        # row j is final: take it out of the rows below
+        row = tl.sum(tl.where((r == j)[None, :, None], inverse, 0.0), 1)
+        column = tl.sum(tl.where((r == j)[None, None, :], blocks, 0.0), 2)
+        inverse -= column[:, :, None] * row[:, None, :]
+    full = tl.reshape(tl.where(diagonal, inverse[:, :, None, :], 0.0), (64, 64))
+
+    i = tl.arange(0, 64)
+    halves = i[:, None] // 32 != i[None, :] // 32
+    quarters = (i[:, None] // 16 != i[None, :] // 16) & (i[:, None] // 32 == i[None, :] // 32)
+    step = tl.dot(full, tl.where(quarters, lower, 0.0), input_precision=PRECISION)
+    full -= tl.dot(step, full, input_precision=PRECISION)
+    step = tl.dot(full, tl.where(halves, lower, 0.0), input_precision=PRECISION)
+    return full - tl.dot(step, full, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "M", "E", "R"])
+def prepare(
+    q,
+    k,
+    log_decay,
+    beta,
+    inverse,
+    scores,
+    gates,
+    cu_seqlens,
+    scale,
+    sequences,
+    T,
+    M,
+    E,
+    R,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    GATE: tl.constexpr,
+    PACKED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    tile = tl.program_id(0).to(tl.int64)
+    slot, m = tl.program_id(0) // M, tl.program_id(0) % M
+    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, PACKED)
+    if token >= stop:
+        return
+    keys = M // R  # heads of q and k
+    head = (m // (E * R)) * E + m % E
+    r = tl.arange(0, C)
+    valid = r < stop - token
+    per_step = token.to(tl.int64) * M + r * M + m
+
+    if GATE == "none":
+        g = tl.zeros([C], tl.float64)
+    elif GATE == "constant":
+        g = tl.where(valid, tl.load(log_decay + m).to(tl.float64) * LOG2_E, 0.0)
+    else:
+        g = tl.load(log_decay + per_step, mask=valid, other=0.0).to(tl.float64) * LOG2_E
+    b = tl.cumsum(g, 0)
+    high = b.to(tl.float32)
+    low = (b - high.to(tl.float64)).to(tl.float32)
+    at = gates + tile * (4 * C) + r
+    tl.store(at, tl.exp2(high))
+    tl.store(at + C, tl.exp2((tl.sum(g, 0) - b).to(tl.float32)))
+    tl.store(at + 2 * C, high)
+    tl.store(at + 3 * C, low)
+
+    overlap, dots = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for column in tl.static_range(0, K, BK):
+        keys_here = load_tokens(k + head * K, token, stop, keys * K, column, K, BK, DTYPE)
+        queries = load_tokens(q + head * K, token, stop, keys * K, column, K, BK, DTYPE)
+        overlap = tl.dot(keys_here, tl.trans(keys_here), overlap, input_precision=PRECISION)
+        dots = tl.dot(queries, tl.trans(keys_here), dots, input_precision=PRECISION)
+    D = pair_decay(high, low)
+    store_pairs(scores + tile * (C * C), tl.where(r[:, None] >= r[None, :], dots * D * scale, 0.0))
+    write = nonzero(tl.load(beta + per_step, mask=valid, other=0.0).to(tl.float32))
+    lower = tl.where(r[:, None] > r[None, :], overlap * D * write[:, None], 0.0)
+    store_pairs(inverse + tile * (C * C), unit_lower_inverse(lower, MERGE) * write[None, :])

@@ -1,0 +1,225 @@
+"""The passes of the (gated) delta rule that carry a state: one program per segment, recurrence and block of values.
+
+Letters as in `chunk.py` and `triton_prepare.py`. From chunk to chunk, forward and then backward in time:
+
+    U = inverse (V − e^b ⊙ K S)       O = scale · e^b ⊙ Q S + scores U       S ← e^{b_C} S + (e^{b_C − b} K)ᵀ U
+    dU = scoresᵀ dO + e^{b_C − b} ⊙ K dS      dV = inverseᵀ dU      dS ← e^{b_C} dS + (e^b Q)ᵀ dO · scale − (e^b K)ᵀ dV
+
+Where recurrences are too few to fill the device, a sequence is cut into segments that run side by side. A segment maps
+the state before it to transition · S + local. Both come from the same pass without outputs, the local part from S = 0,
+the transition from S = 1 and no values; `combine` then finds the states at the cuts. Backward in time it is the same
+with the transition transposed.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: SIM108
+
+import triton
+import triton.language as tl
+
+from .triton_tiles import C, load_pairs, load_state, load_tokens, segment_bounds, store_state, store_tokens
+
+
+@triton.jit(do_not_specialize=["T", "segments", "length", "M", "E", "R"])
+def scan_forward(
+    q,
+    k,
+    v,
+    inverse,
+    scores,
+    gates,
+    initial,
+    o,
+    u,
+    states,
+    final,
+    cu_seqlens,
+    scale,
+    T,
+    segments,
+    length,
+    M,
+    E,
+    R,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+    START: tl.constexpr,  # given, zero or one
+    OUTPUT: tl.constexpr,
+    SAVE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    column = (tl.program_id(0) % BLOCKS) * BV
+    recurrence = tl.program_id(0) // BLOCKS
+    n, m = recurrence // M, recurrence % M
+    start, stop, first = segment_bounds(n, cu_seqlens, T, segments, length, PACKED)
+    keys, values = M // R, M // E  # heads of q and k, and of v
+    head = (m // (E * R)) * E + m % E
+    q += head * K
+    k += head * K
+    if START != "one":
+        v += (m // E) * V
+    if OUTPUT:
+        o += m * V
+    if SAVE:
+        u += m * V
+    r = tl.arange(0, C)
+
+    state = recurrence.to(tl.int64) * (K * V)
+    if START == "given":
+        S = load_state(initial + state, 0, column, K, V, BK, BV, tl.float32)
+    elif START == "one":
+        S = tl.where(tl.arange(0, BK)[:, None] == (column + tl.arange(0, BV))[None, :], 1.0, 0.0)
+    else:
+        S = tl.zeros([BK, BV], tl.float32)
+    for c in tl.range(0, tl.cdiv(stop - start, C), num_stages=STAGES):
+        token = start + c * C
+        tile = (first + c).to(tl.int64) * M + m
+        at = gates + tile * (4 * C)
+        shrink, keep, total = tl.load(at + r), tl.load(at + C + r), tl.load(at + (C - 1))
+        keys_here = load_tokens(k, token, stop, keys * K, 0, K, BK, DTYPE)
+        solve = load_pairs(inverse + tile * (C * C), DTYPE)
+        before = S.to(DTYPE)
+        if SAVE:
+            store_state(states + tile * (K * V), 0, column, K, V, BK, BV, before)
+        update = tl.dot(keys_here, before, input_precision=PRECISION) * -shrink[:, None]
+        if START != "one":
+            update += load_tokens(v, token, stop, values * V, column, V, BV, DTYPE).to(tl.float32)
+        U = tl.dot(solve, update.to(DTYPE), input_precision=PRECISION)
+        if SAVE:
+            store_tokens(u, token, stop, M * V, column, V, BV, U)
+        if OUTPUT:
+            queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
+            weights = load_pairs(scores + tile * (C * C), DTYPE)
+            O = tl.dot(queries, before, input_precision=PRECISION) * (shrink * scale)[:, None]
+            O = tl.dot(weights, U.to(DTYPE), O, input_precision=PRECISION)
+            store_tokens(o, token, stop, M * V, column, V, BV, O)
+        S = tl.dot(tl.trans(keys_here), (U * keep[:, None]).to(DTYPE), S * total, input_precision=PRECISION)
+    store_state(final + state, 0, column, K, V, BK, BV, S)
+
+
+@triton.jit(do_not_specialize=["T", "segments", "length", "M", "E", "R"])
+def scan_backward(
+    q,
+    k,
+    do,
+    inverse,
+    scores,
+    gates,
+    dfinal,
+    dv,
+    dstates,
+    dinitial,
+    cu_seqlens,
+    scale,
+    T,
+    segments,
+    length,
+    M,
+    E,
+    R,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+    FINAL: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    column = (tl.program_id(0) % BLOCKS) * BV
+    recurrence = tl.program_id(0) // BLOCKS
+    n, m = recurrence // M, recurrence % M
+    start, stop, first = segment_bounds(n, cu_seqlens, T, segments, length, PACKED)
+    keys, values = M // R, M // E  # heads of q and k, and of v
+    head = (m // (E * R)) * E + m % E
+    q += head * K
+    k += head * K
+    do += (m // E) * V
+    if OUTPUT:
+        dv += m * V
+    r = tl.arange(0, C)
+
+    state = recurrence.to(tl.int64) * (K * V)
+    if FINAL:
+        dS = load_state(dfinal + state, 0, column, K, V, BK, BV, tl.float32)
+    else:
+        dS = tl.zeros([BK, BV], tl.float32)
+    chunks = tl.cdiv(stop - start, C)
+    for i in tl.range(0, chunks, num_stages=STAGES):
+        c = chunks - 1 - i
+        token = start + c * C
+        tile = (first + c).to(tl.int64) * M + m
+        at = gates + tile * (4 * C)
+        shrink, keep, total = tl.load(at + r), tl.load(at + C + r), tl.load(at + (C - 1))
+        keys_here = load_tokens(k, token, stop, keys * K, 0, K, BK, DTYPE)
+        weights = load_pairs(scores + tile * (C * C), DTYPE)
+        dO = load_tokens(do, token, stop, values * V, column, V, BV, DTYPE)
+        solve = load_pairs(inverse + tile * (C * C), DTYPE)
+        queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
+        after = dS.to(DTYPE)
+        if OUTPUT:
+            store_state(dstates + tile * (K * V), 0, column, K, V, BK, BV, after)
+        dU = tl.dot(keys_here, after, input_precision=PRECISION) * keep[:, None]
+        dU = tl.dot(tl.trans(weights), dO, dU, input_precision=PRECISION)
+        dV = tl.dot(tl.trans(solve), dU.to(DTYPE), input_precision=PRECISION)
+        if OUTPUT:
+            store_tokens(dv, token, stop, M * V, column, V, BV, dV)
+        read = (dO.to(tl.float32) * (shrink * scale)[:, None]).to(DTYPE)
+        dS = tl.dot(tl.trans(queries), read, dS * total, input_precision=PRECISION)
+        seen = (dV * -shrink[:, None]).to(DTYPE)
+        dS = tl.dot(tl.trans(keys_here), seen, dS, input_precision=PRECISION)
+    store_state(dinitial + state, 0, column, K, V, BK, BV, dS)
+
+
+@triton.jit(do_not_specialize=["segments", "M"])
+def combine(
+    transition,
+    local,
+    end,
+    states,
+    segments,
+    M,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+    GIVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The states before all segments, or in reverse after them, from the one at that end of the sequence."""
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    column = (tl.program_id(0) % BLOCKS) * BV
+    recurrence = tl.program_id(0) // BLOCKS
+    n, m = recurrence // M, recurrence % M
+    first = (n * segments + (segments - 1 if REVERSE else 0)).to(tl.int64) * M + m
+    for row in tl.static_range(0, K, BK):
+        if GIVEN:
+            S = load_state(end + recurrence.to(tl.int64) * (K * V), row, column, K, V, BK, BV, tl.float32)
+        else:
+            S = tl.zeros([BK, BV], tl.float32)
+        store_state(states + first * (K * V), row, column, K, V, BK, BV, S)
+    for i in tl.range(0, segments - 1):
+        tl.debug_barrier()  # other threads wrote what is read here
+        s = segments - 1 - i if REVERSE else i
+        here = (n * segments + s).to(tl.int64) * M + m
+        there = here - M if REVERSE else here + M
+        for row in tl.static_range(0, K, BK):
+            S = load_state(local + here * (K * V), row, column, K, V, BK, BV, tl.float32)
+            for inner in tl.static_range(0, K, BK):
+                if REVERSE:
+                    A = tl.trans(load_state(transition + here * (K * K), inner, row, K, K, BK, BK, tl.float32))
+                else:
+                    A = load_state(transition + here * (K * K), row, inner, K, K, BK, BK, tl.float32)
+                known = load_state(states + here * (K * V), inner, column, K, V, BK, BV, tl.float32)
+                S = tl.dot(A, known, S, input_precision=PRECISION)
+            store_state(states + there * (K * V), row, column, K, V, BK, BV, S)

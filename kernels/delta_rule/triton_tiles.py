@@ -1,0 +1,117 @@
+"""What the kernels of the (gated) delta rule share: where a chunk lies, tiles of tokens, and the decay inside a chunk.
+
+Time is cut into chunks of 64 tokens, sequence by sequence, and every chunk has a slot in the tensors that pass from
+kernel to kernel. Packed document n begins at slot ⌊start / 64⌋ + n: that needs no table, at the price of a few slots
+that stay empty. Pairs of tokens see their decay as a sum of two fp32 numbers, so that the difference of two sums of
+thousands keeps its digits, and never as the exponential of a positive number.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+CHUNK = 64
+C: tl.constexpr = tl.constexpr(CHUNK)
+
+
+@triton.jit
+def sequence_bounds(n, cu_seqlens, T, PACKED: tl.constexpr):
+    """First token of sequence n, one past its last, and its first slot."""
+    if PACKED:
+        start = tl.load(cu_seqlens + n).to(tl.int32)
+        stop = tl.load(cu_seqlens + n + 1).to(tl.int32)
+        slot = start // C + n
+    else:
+        start = n * T
+        stop = start + T
+        slot = n * tl.cdiv(T, C)
+    return start, stop, slot
+
+
+@triton.jit
+def segment_bounds(n, cu_seqlens, T, segments, length, PACKED: tl.constexpr):
+    """The same for a segment: each sequence is cut into so many, of so many chunks."""
+    start, stop, slot = sequence_bounds(n // segments, cu_seqlens, T, PACKED)
+    before = (n % segments) * length
+    start += before * C
+    return start, tl.minimum(start + length * C, stop), slot + before
+
+
+@triton.jit
+def chunk_bounds(slot, cu_seqlens, sequences, T, PACKED: tl.constexpr):
+    """First token of the chunk in a slot and one past the last token of its sequence; an empty slot has none."""
+    if PACKED:
+        n = 0
+        after = sequences
+        while after - n > 1:
+            middle = (n + after) // 2
+            earlier = tl.load(cu_seqlens + middle).to(tl.int32) // C + middle <= slot
+            n = tl.where(earlier, middle, n)
+            after = tl.where(earlier, after, middle)
+    else:
+        n = slot // tl.cdiv(T, C)
+    start, stop, first = sequence_bounds(n, cu_seqlens, T, PACKED)
+    return start + (slot - first) * C, stop
+
+
+@triton.jit
+def tokens_at(x, token, stop, stride, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers and mask of the tile [64, BLOCK] that starts at a token and a column."""
+    r, c = tl.arange(0, C), column + tl.arange(0, BLOCK)
+    mask = (r < stop - token)[:, None]
+    if WIDTH % BLOCK != 0:
+        mask = mask & (c < WIDTH)[None, :]
+    return x + token.to(tl.int64) * stride + (r[:, None] * stride + c[None, :]), mask
+
+
+@triton.jit
+def load_tokens(x, token, stop, stride, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    at, mask = tokens_at(x, token, stop, stride, column, WIDTH, BLOCK)
+    return tl.load(at, mask=mask, other=0.0).to(DTYPE)
+
+
+@triton.jit
+def store_tokens(x, token, stop, stride, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, value):
+    at, mask = tokens_at(x, token, stop, stride, column, WIDTH, BLOCK)
+    tl.store(at, value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_state(
+    x, row, column, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr
+):
+    """The tile [ROWS, COLUMNS] of a state [K, V]."""
+    r, c = (row + tl.arange(0, ROWS))[:, None], (column + tl.arange(0, COLUMNS))[None, :]
+    if K % ROWS == 0 and V % COLUMNS == 0:
+        return tl.load(x + r * V + c).to(DTYPE)
+    return tl.load(x + r * V + c, mask=(r < K) & (c < V), other=0.0).to(DTYPE)
+
+
+@triton.jit
+def store_state(x, row, column, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, value):
+    r, c = (row + tl.arange(0, ROWS))[:, None], (column + tl.arange(0, COLUMNS))[None, :]
+    if K % ROWS == 0 and V % COLUMNS == 0:
+        tl.store(x + r * V + c, value.to(x.dtype.element_ty))
+    else:
+        tl.store(x + r * V + c, value.to(x.dtype.element_ty), mask=(r < K) & (c < V))
+
+
+@triton.jit
+def load_pairs(x, DTYPE: tl.constexpr):
+    """A tile [64, 64] of numbers for pairs of tokens."""
+    r = tl.arange(0, C)
+    return tl.load(x + r[:, None] * C + r[None, :]).to(DTYPE)
+
+
+@triton.jit
+def store_pairs(x, value):
+    r = tl.arange(0, C)
+    tl.store(x + r[:, None] * C + r[None, :], value.to(x.dtype.element_ty))
+
+
+@triton.jit
+def pair_decay(high, low):
+    """exp of minus the decay between two tokens of a chunk, symmetric [64, 64]; high + low [64] is the summed log2."""
+    difference = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    return tl.exp2(-tl.abs(difference))

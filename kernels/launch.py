@@ -1,0 +1,94 @@
+"""How the Triton kernels are launched: block sizes, warps and stages, by architecture, head size and dtype.
+
+A table and no autotuning: the first call costs one compilation, and nothing ever depends on the length. Every entry was
+compiled ahead of time without large spills, and is tested on a device in outputs *and* gradients. Some that look
+harmless are not: on Hopper with Triton 3.6, (32, 4, 1) is silently wrong, and (32, 8, 1) an illegal access.
+"""
+
+import logging
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+log = logging.getLogger(__name__)
+
+HOPPER, OTHER = 9, 0
+
+
+class Launch(NamedTuple):
+    """One entry."""
+
+    block: int  # width of the slice of a state, or of the key channels, that one program holds
+    warps: int
+    stages: int
+
+
+# kernel → (compute capability, largest head size that the entry serves, bytes per element)
+TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
+    "carry": {
+        (HOPPER, 128, 2): Launch(64, 4, 2),
+        (HOPPER, 256, 2): Launch(32, 4, 2),
+        (HOPPER, 64, 4): Launch(16, 4, 2),
+        (OTHER, 64, 2): Launch(32, 4, 2),
+        (OTHER, 32, 4): Launch(16, 4, 2),
+    },
+    "head_scores": {
+        (HOPPER, 256, 2): Launch(256, 4, 2),
+        (HOPPER, 64, 4): Launch(64, 4, 2),
+        (OTHER, 64, 2): Launch(64, 4, 2),
+        (OTHER, 32, 4): Launch(32, 4, 2),
+    },
+    "channel_scores": {
+        (HOPPER, 256, 2): Launch(32, 4, 2),
+        (HOPPER, 64, 4): Launch(32, 4, 2),
+        (OTHER, 64, 2): Launch(16, 4, 2),
+        (OTHER, 32, 4): Launch(16, 4, 2),
+    },
+    "channel_grads": {
+        (HOPPER, 256, 2): Launch(32, 4, 2),
+        (HOPPER, 64, 4): Launch(16, 4, 2),
+        (OTHER, 64, 2): Launch(16, 4, 2),
+        (OTHER, 32, 4): Launch(16, 4, 2),
+    },
+    "step": {
+        (HOPPER, 1 << 30, 2): Launch(64, 4, 2),
+        (HOPPER, 1 << 30, 4): Launch(64, 4, 2),
+        (OTHER, 1 << 30, 2): Launch(32, 4, 2),
+        (OTHER, 1 << 30, 4): Launch(32, 4, 2),
+    },
+}
+
+
+def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    """The entry for a head size (the larger of K and V)."""
+    return _entry(kernel, size, dtype.itemsize, _capability(device))
+
+
+def largest(dtype: torch.dtype, device: torch.device) -> int:
+    """The largest head that one program can hold; longer ones are cut into several."""
+    capability, itemsize = _capability(device), dtype.itemsize
+    return max(key[1] for key in TABLE["carry"] if (key[0], key[2]) == (capability, itemsize))
+
+
+@cache
+def _entry(kernel: str, size: int, itemsize: int, capability: int) -> Launch:
+    fits = [key for key in TABLE[kernel] if key[0] == capability and key[1] >= size and key[2] == itemsize]
+    return TABLE[kernel][min(fits)]
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    if device.type != "cuda":  # the interpreter runs what is tested on the device
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == HOPPER:
+        return HOPPER
+    log.warning("launch: no entries for compute capability %d.%d, using cautious ones", major, minor)
+    return OTHER
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs can run side by side."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

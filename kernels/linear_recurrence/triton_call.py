@@ -1,0 +1,405 @@
+"""One call of the linear recurrence in Triton: its sizes, its workspaces, and the launches that it is made of."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launch import Launch, launch, multiprocessors
+from .layout import BLOCK, CHUNK, Layout, layout
+from .triton_carry import carry, scan
+from .triton_channel import channel_grads, channel_score_grads, channel_scores
+from .triton_head import head_gate_grads, head_scores
+
+# programs of the sequential pass that run at once on one multiprocessor
+RESIDENT = 2
+SCAN_BLOCK = 1024
+FP32 = torch.float32
+
+
+class Tokens:
+    """A tensor [B,T,heads,D] as the kernels see it: tokens of all rows one after another, and two strides."""
+
+    def __init__(self, x: Tensor):
+        B, T = x.shape[:2]
+        if (B > 1 and T > 1 and x.stride(0) != T * x.stride(1)) or x.stride(3) != 1:
+            x = x.contiguous()
+        self.data = x
+        self.strides = (x.stride(1) if T > 1 else x.stride(0), x.stride(2))
+
+
+class Call:
+    """Sizes, workspaces and launches of one call.
+
+    Args:
+        q: Queries [B,T,G·E,K].
+        k: Keys, as q.
+        v: Values [B,T,H,V].
+        log_decay: None, [H·E], [B,T,H·E] or [B,T,H·E,K], in fp32, contiguous.
+        beta: None or [B,T,H·E], in fp32, contiguous.
+        cu_seqlens: Boundaries of packed documents.
+        scale: Factor of the output.
+        subheads: E.
+        grad: In the backward, the gradient of the output.
+        gates: In the backward, whether log_decay or beta needs a gradient.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        cu_seqlens: Tensor | None,
+        scale: float,
+        subheads: int,
+        grad: Tensor | None = None,
+        gates: bool = False,
+    ):
+        self.q, self.k, self.v, self.scale, self.subheads = Tokens(q), Tokens(k), Tokens(v), scale, subheads
+        self.log_decay, self.beta, self.cu_seqlens = log_decay, beta, cu_seqlens
+        self.grad, self.gates = None if grad is None else Tokens(grad), gates
+        self.B, self.T, _, self.K = q.shape
+        self.H, self.V = v.shape[2:]
+        self.heads = self.H * subheads
+        self.groups = self.heads // q.shape[2]  # value heads per key head
+        self.gate = "none" if log_decay is None else {1: "constant", 3: "head", 4: "channel"}[log_decay.dim()]
+        self.channel = self.gate == "channel"
+        self.dtype, self.device = q.dtype, q.device
+        self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
+        self.scores = self.empty(self.heads, self.chunks, CHUNK, CHUNK)
+        if self.channel:
+            self._channel_scores()
+        else:
+            self._head_scores()
+
+    @cached_property
+    def layout(self) -> Layout:
+        slices = -(-self.V // self.launch("carry").block)
+        segments = max(1, RESIDENT * multiprocessors(self.device) // (slices * self.heads))
+        widest = max(self.heads * max(self.K, self.V, CHUNK), *(x.strides[0] for x in (self.q, self.k, self.v)))
+        return layout(self.B, self.T, self.cu_seqlens, segments, (1 << 31) // widest, self.device)
+
+    def launch(self, kernel: str) -> Launch:
+        return launch(kernel, max(self.K, self.V), self.dtype, self.device)
+
+    def options(self, kernel: str) -> Mapping[str, Any]:
+        """What all kernels are compiled with."""
+        entry, fp32 = self.launch(kernel), self.dtype == FP32
+        return {
+            "PRECISION": "tf32x3" if fp32 else "tf32",
+            "num_warps": entry.warps,
+            "num_stages": entry.stages,
+        }
+
+    @property
+    def sums(self) -> Mapping[str, Any]:
+        """How decays are summed, and the dtype of factors that know a reference point: with the range of fp32."""
+        return {"WIDE": self.dtype == FP32, "DOT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32}
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
+
+    def per_token(self, size: int) -> Tensor:
+        """An uninitialised [B,T,H·E,size]."""
+        return self.empty(self.B, self.T, self.heads, size)
+
+    def states(self) -> Tensor:
+        """Uninitialised states [N,H·E,K,V]."""
+        return self.empty(self.layout.sequences.shape[0], self.heads, self.K, self.V, dtype=FP32)
+
+    def _or_unused(self, *tensors: Tensor | None) -> list[Tensor]:
+        """A pointer that a kernel does not follow has to point somewhere."""
+        return [self.scores if x is None else x for x in tensors]
+
+    def _head_scores(self) -> None:
+        per_step = (self.heads, self.chunks, CHUNK)
+        self.enter, self.leave = (self.empty(*per_step, dtype=FP32) for _ in range(2))
+        self.total = self.empty(self.heads, self.chunks, dtype=FP32)
+        self.score_grads = self.scores if self.grad is None else torch.empty_like(self.scores)
+        kept = [torch.empty_like(self.enter) if self.gates else self.enter for _ in range(3)]
+        self.rest, self.rows, self.columns = kept
+        grad = self.grad or self.v
+        tensors = [self.q.data, self.k.data, self.v.data, grad.data, *self._or_unused(self.log_decay, self.beta)]
+        tensors += [self.scores, self.score_grads, self.enter, self.leave, self.rest, self.total, self.rows]
+        head_scores[(self.chunks, self.heads)](
+            *tensors,
+            self.columns,
+            self.layout.chunks,
+            self.scale,
+            *self.q.strides,
+            *self.k.strides,
+            *self.v.strides,
+            *grad.strides,
+            self.heads,
+            self.chunks,
+            self.groups,
+            SUBHEADS=self.subheads,
+            K=self.K,
+            V=self.V,
+            BK=padded(self.K),
+            BV=padded(self.V),
+            GATE=self.gate,
+            BETA=self.beta is not None,
+            BACKWARD=self.grad is not None,
+            GATES=self.gates,
+            WIDE=self.dtype == FP32,
+            **self.options("head_scores"),
+        )
+        self.queries, self.keys = self.q, self.k
+
+    def _channel_scores(self) -> None:
+        entering, leaving = self.per_token(self.K), self.per_token(self.K)
+        self.total = self.empty(self.heads, self.chunks, self.K, dtype=FP32)
+        self.steep = self.empty(self.heads, self.chunks, dtype=torch.int8)
+        for slow in (False, True):
+            channel_scores[(self.chunks, self.heads)](
+                self.q.data,
+                self.k.data,
+                *self._or_unused(self.log_decay, self.beta),
+                self.scores,
+                entering,
+                leaving,
+                self.total,
+                self.steep,
+                self.layout.chunks,
+                self.scale,
+                *self.q.strides,
+                *self.k.strides,
+                self.heads,
+                self.chunks,
+                self.groups,
+                SUBHEADS=self.subheads,
+                K=self.K,
+                BK=min(self.launch("channel_scores").block, padded(self.K)),
+                BETA=self.beta is not None,
+                SLOW=slow,
+                **self.sums,
+                **self.options("channel_scores"),
+            )
+        self.queries, self.keys = Tokens(entering), Tokens(leaving)
+        self.enter = self.leave = self.score_grads = self.scores
+
+    def slices(self, size: int) -> tuple[int, int]:
+        """Width and number of the slices that the output of a pass is cut into."""
+        width = min(self.launch("carry").block, padded(size))
+        return width, -(-size // width)
+
+    def starts(self, mode: str, y: Tokens, z: Tokens, first: Tensor | None, last: Tensor | None) -> Tensor | None:
+        """The states that segments start from, in forward order (mode o) or in reverse (dv); fills `last`."""
+        if not self.layout.segmented:
+            return first
+        count = self.layout.segments.shape[0]
+        local = self.empty(count, self.heads, self.K, self.V, dtype=FP32)
+        shrunk = self.empty(count, self.heads, self.K if self.channel else 1, dtype=FP32)
+        self.carry(mode, y, y, z, last=local, shrunk=shrunk)
+        scan[(triton.cdiv(self.K * self.V, SCAN_BLOCK), self.heads, self.layout.sequences.shape[0])](
+            local,
+            shrunk,
+            *self._or_unused(first, last),
+            self.layout.sequences,
+            self.heads,
+            K=self.K,
+            V=self.V,
+            BLOCK=SCAN_BLOCK,
+            CHANNEL=self.channel,
+            DECAY=self.gate != "none",
+            REVERSE=mode == "dv",
+            FIRST=first is not None,
+            LAST=last is not None,
+            num_warps=4,
+        )
+        return local
+
+    def carry(
+        self,
+        mode: str,
+        x: Tokens,
+        y: Tokens,
+        z: Tokens,
+        out: Tensor | None = None,
+        first: Tensor | None = None,
+        last: Tensor | None = None,
+        *,
+        shrunk: Tensor | None = None,
+        other: Tokens | None = None,
+        products: Tensor | None = None,
+        checkpoints: Tensor | None = None,
+        anchors: Tensor | None = None,
+    ) -> None:
+        """One sequential pass, for the output or, without `out`, for the last state of each segment."""
+        DX, DZ = x.data.shape[3], z.data.shape[3]
+        width, slices = self.slices(DZ)
+        if out is not None and self.layout.segmented:
+            last = None  # that was the scan
+        other, gates = other or z, checkpoints is not None
+        tensors = [x.data, y.data, z.data, other.data, *self._or_unused(out)]
+        tensors += [self.score_grads if mode in ("dq", "dk") else self.scores, self.enter, self.leave, self.total]
+        tensors += self._or_unused(products, checkpoints, anchors, first, last, shrunk)
+        carry[(slices * self.layout.segments.shape[0], self.heads)](
+            *tensors,
+            self.layout.segments,
+            *x.strides,
+            *y.strides,
+            *z.strides,
+            *other.strides,
+            self.heads,
+            self.chunks,
+            self.blocks,
+            BLOCK // CHUNK if gates and not self.channel else 1 << 30,
+            self.groups,
+            SUBHEADS=self.subheads,
+            DX=DX,
+            DZ=DZ,
+            BX=padded(DX),
+            BZ=width,
+            MODE=mode,
+            OUTPUT=out is not None,
+            CHANNEL=self.channel,
+            DECAY=self.gate != "none",
+            GATES=gates,
+            FIRST=first is not None,
+            LAST=last is not None,
+            STAGES=self.launch("carry").stages,
+            **self.options("carry"),
+        )
+
+    def head_grads(
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        first: Tensor | None,
+        last: Tensor | None,
+        decay_grad: bool,
+        beta_grad: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Fills dq and dk; returns the gradients of the gates, which are per head."""
+        assert self.grad
+        if not self.gates:
+            self.carry("dq", self.grad, self.v, self.k, dq, first)
+            self.carry("dk", self.v, self.grad, self.q, dk, last)
+            return None, None
+        slices = self.slices(self.K)[1]
+        read, written = (self.empty(slices, self.heads, self.chunks, CHUNK, dtype=FP32) for _ in range(2))
+        marks: dict[str, Any] = {
+            "checkpoints": self.empty(self.blocks, self.heads, self.K, self.V),
+            "anchors": self.empty(slices, self.heads, self.blocks, dtype=FP32),
+        }
+        self.carry("dq", self.grad, self.v, self.k, dq, first, other=self.q, products=read, **marks)
+        self.carry("dk", self.v, self.grad, self.q, dk, last, other=self.k, products=written, **marks)
+        wanted = (decay_grad, beta_grad)
+        dg, dbeta = (self.empty(self.B, self.T, self.heads, dtype=FP32) if w else None for w in wanted)
+        head_gate_grads[(self.blocks, self.heads)](
+            read,
+            written,
+            self.rows,
+            self.columns,
+            self.enter,
+            self.rest,
+            marks["anchors"],
+            *self._or_unused(self.beta, dg, dbeta),
+            self.layout.blocks,
+            self.heads,
+            self.chunks,
+            self.blocks,
+            SLICES=slices,
+            BLOCK=BLOCK,
+            DECAY=decay_grad,
+            BETA=self.beta is not None,
+            BETA_GRAD=beta_grad,
+            num_warps=4,
+        )
+        return dg.sum((0, 1)) if dg is not None and self.gate == "constant" else dg, dbeta
+
+    def channel_grads(
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        first: Tensor | None,
+        last: Tensor | None,
+        decay_grad: bool,
+        beta_grad: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Fills dq and dk; returns the gradients of the gates, of which the decay is per channel."""
+        assert self.grad
+        read, written = self.per_token(self.K), self.per_token(self.K)
+        marks: dict[str, Any] = {}
+        if decay_grad:
+            marks["checkpoints"] = self.empty(self.chunks, self.heads, self.K, self.V)
+            marks["anchors"] = self.empty(self.heads, self.chunks, self.K, dtype=FP32)
+        self.carry("dq", self.grad, self.v, self.keys, read, first, **marks)
+        self.carry("dk", self.v, self.grad, self.queries, written, last, **marks)
+        score_grads = self.empty(self.H, self.chunks, CHUNK, CHUNK)
+        diagonal = self.empty(self.H, self.chunks, CHUNK, dtype=FP32)
+        channel_score_grads[(self.chunks, self.H)](
+            self.v.data,
+            self.grad.data,
+            score_grads,
+            diagonal,
+            self.layout.chunks,
+            self.scale,
+            *self.v.strides,
+            *self.grad.strides,
+            self.chunks,
+            V=self.V,
+            BV=padded(self.V),
+            **self.options("head_scores"),
+        )
+        width = min(self.launch("channel_grads").block, padded(self.K))
+        slices = -(-self.K // width)
+        dg = self.empty(self.B, self.T, self.heads, self.K, dtype=FP32) if decay_grad else None
+        dbeta = self.empty(slices, self.B, self.T, self.heads, dtype=FP32) if beta_grad else None
+        for slow in (False, True):
+            channel_grads[(self.chunks * slices, self.heads)](
+                self.q.data,
+                self.k.data,
+                score_grads,
+                diagonal,
+                *self._or_unused(self.log_decay, self.beta),
+                read,
+                written,
+                *self._or_unused(marks.get("anchors")),
+                dq,
+                dk,
+                *self._or_unused(dg, dbeta),
+                self.steep,
+                self.layout.chunks,
+                self.scale,
+                *self.q.strides,
+                *self.k.strides,
+                self.B * self.T,
+                self.heads,
+                self.chunks,
+                self.groups,
+                SUBHEADS=self.subheads,
+                K=self.K,
+                BK=width,
+                BETA=self.beta is not None,
+                BETA_GRAD=beta_grad,
+                DECAY_GRAD=decay_grad,
+                SLOW=slow,
+                **self.sums,
+                **self.options("channel_grads"),
+            )
+        return dg, None if dbeta is None else dbeta.sum(0)
+
+    def per_head(self, x: Tensor) -> Tensor:
+        """[B,T,H·E,·] summed over subheads: [B,T,H,·]."""
+        # with a dtype, or autocast would change it
+        return x if self.subheads == 1 else x.unflatten(2, (self.H, self.subheads)).sum(3, dtype=x.dtype)
+
+    def per_key_head(self, x: Tensor) -> Tensor:
+        """[B,T,H·E,·] summed over the value heads of a key head: [B,T,G·E,·]."""
+        if self.groups == 1:
+            return x
+        return x.unflatten(2, (-1, self.groups, self.subheads)).sum(3, dtype=x.dtype).flatten(2, 3)
+
+
+def padded(size: int) -> int:
+    """The power of two that a tile has for `size`: products need 16."""
+    return max(16, 1 << (size - 1).bit_length())

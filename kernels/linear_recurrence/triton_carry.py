@@ -1,0 +1,262 @@
+"""The sequential part of every linear recurrence: one kernel for outputs and for the gradients of q, k and v.
+
+All four are the same pass over the chunks of a sequence, with a state that gathers y ⊗ z and is read by x:
+
+    out = enter ⊙ (X S) + P Z        S ← total · S + Yᵀ (leave ⊙ Z)
+
+| out | x, y, z   | order   | P                | state     |
+|-----|-----------|---------|------------------|-----------|
+| o   | q, k, v   | forward | scores           | S [K,V]   |
+| dq  | do, v, k  | forward | their gradient   | Sᵀ [V,K]  |
+| dk  | v, do, q  | reverse | … transposed     | dSᵀ [V,K] |
+| dv  | k, q, do  | reverse | scores, transp.  | dS [K,V]  |
+
+In reverse order `enter` and `leave` change places. With a decay per channel, q and k come with their decays already
+inside, `total` is a vector over K, and dq, dk are what the state contributes: the rest is done chunk by chunk.
+
+No chunk state is kept, but for the gradient of a decay per channel. Sequences are cut into segments where there are too
+few programs to fill the device: the states at the cuts come from the same kernel without an output, and a scan.
+"""
+
+# kernels: what looks like a function is a program, and branches are taken when it is compiled
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: SIM108
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def load_tile(pointer, rows, stride, columns, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """[rows, columns] of a matrix whose last axis is contiguous; zeros where a row is not valid or beyond WIDTH."""
+    mask = valid[:, None]
+    if WIDTH % BLOCK != 0:
+        mask = mask & (columns < WIDTH)[None, :]
+    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(pointer, rows, stride, columns, valid, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    mask = valid[:, None]
+    if WIDTH % BLOCK != 0:
+        mask = mask & (columns < WIDTH)[None, :]
+    tl.store(pointer + rows[:, None] * stride + columns[None, :], x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["heads", "chunks", "blocks", "per_block", "groups"])
+def carry(
+    x,  # [tokens,·,DX], as y
+    y,
+    z,  # [tokens,·,DZ], as other
+    other,
+    out,  # [tokens,heads,DZ]
+    scores,  # [heads,chunks,64,64]
+    enter,  # [heads,chunks,64], as leave
+    leave,
+    total,  # [heads,chunks], per channel [heads,chunks,K]
+    products,  # [blocks of DZ,heads,chunks,64]: Σ out·other before P Z
+    checkpoints,  # [blocks or chunks,heads,K,V]
+    anchors,  # [blocks of DZ,heads,blocks]: <S,dS> at the end of a block; per channel [heads,chunks,K]
+    first,  # [segments or sequences,heads,K,V]
+    last,
+    shrunk,  # [segments,heads]: how much of a state survives the segment; per channel [segments,heads,K]
+    segments,  # [segments,5]: first token, tokens, first chunk, first block, row of `first` and `last`
+    x_token,
+    x_head,
+    y_token,
+    y_head,
+    z_token,
+    z_head,
+    other_token,
+    other_head,
+    heads,
+    chunks,
+    blocks,
+    per_block,
+    groups,  # value heads per key head
+    SUBHEADS: tl.constexpr,
+    DX: tl.constexpr,
+    DZ: tl.constexpr,
+    BX: tl.constexpr,
+    BZ: tl.constexpr,
+    MODE: tl.constexpr,  # o, dq, dk, dv
+    OUTPUT: tl.constexpr,  # else only the state
+    CHANNEL: tl.constexpr,  # decay per channel
+    DECAY: tl.constexpr,
+    GATES: tl.constexpr,  # what the gradients of the gates need
+    FIRST: tl.constexpr,  # a first state is given, else zeros
+    LAST: tl.constexpr,  # the last state is wanted
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    REVERSE: tl.constexpr = (MODE == "dk") or (MODE == "dv")
+    TRANSPOSED: tl.constexpr = (MODE == "dq") or (MODE == "dk")
+    SCALED: tl.constexpr = not CHANNEL
+    slices = (DZ + BZ - 1) // BZ
+    slice_ = tl.program_id(0) % slices
+    segment = tl.program_id(0) // slices
+    n = tl.program_id(1)
+    start = tl.load(segments + segment * 5).to(tl.int64)
+    length = tl.load(segments + segment * 5 + 1)
+    first_chunk = tl.load(segments + segment * 5 + 2)
+    first_block = tl.load(segments + segment * 5 + 3)
+    state = tl.load(segments + segment * 5 + 4)
+    count = tl.cdiv(length, CHUNK)
+
+    value_head = n // SUBHEADS
+    key_head = n if CHANNEL else (value_head // groups) * SUBHEADS + n % SUBHEADS
+    if TRANSPOSED:
+        x_row, z_row = value_head, key_head
+    else:
+        x_row, z_row = key_head, value_head
+    # 64-bit offsets up to the segment; inside it 32 bits suffice, segments are cut that short
+    x += start * x_token + x_row.to(tl.int64) * x_head
+    y += start * y_token + x_row.to(tl.int64) * y_head
+    z += start * z_token + z_row.to(tl.int64) * z_head
+    out += (start * heads + n) * DZ
+    if GATES and TRANSPOSED and not CHANNEL:
+        other += start * other_token + z_row.to(tl.int64) * other_head
+    place = n.to(tl.int64) * chunks + first_chunk
+    scores += place * (CHUNK * CHUNK)
+    enter += place * CHUNK
+    leave += place * CHUNK
+    products += (slice_.to(tl.int64) * heads * chunks + place) * CHUNK
+
+    r = tl.arange(0, CHUNK)
+    cx = tl.arange(0, BX)
+    cz = slice_ * BZ + tl.arange(0, BZ)
+    if TRANSPOSED:
+        at_state = cz[None, :] * DX + cx[:, None]
+    else:
+        at_state = cx[:, None] * DZ + cz[None, :]
+    in_state = (cx < DX)[:, None] & (cz < DZ)[None, :]
+    if FIRST:
+        S = tl.load(first + (state.to(tl.int64) * heads + n) * (DX * DZ) + at_state, mask=in_state, other=0.0)
+    else:
+        S = tl.zeros([BX, BZ], tl.float32)
+    if CHANNEL:
+        # the decay lies along K, which is z where the state is transposed
+        cd = cz if TRANSPOSED else cx
+        DK: tl.constexpr = DZ if TRANSPOSED else DX
+        total += place * DK
+        survives = tl.full([BZ if TRANSPOSED else BX], 1.0, tl.float32)
+    else:
+        total += place
+        survives = 1.0
+
+    for b in range(0, tl.cdiv(count, per_block)):
+        block = tl.cdiv(count, per_block) - 1 - b if REVERSE else b
+        block_start = block * per_block
+        block_count = tl.minimum(per_block, count - block_start)
+        if GATES and not CHANNEL and MODE == "dk":
+            at = ((first_block + block).to(tl.int64) * heads + n) * (DX * DZ) + at_state
+            checkpoint = tl.load(checkpoints + at, mask=in_state, other=0.0).to(tl.float32)
+            anchor = tl.sum(tl.sum(S * checkpoint, 1), 0)
+            tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
+        if DECAY and not CHANNEL:
+            # one chunk ahead: a scalar that is needed at once would stall every step
+            following = tl.load(total + (block_start + block_count - 1 if REVERSE else block_start))
+        for i in tl.range(0, block_count, num_stages=STAGES):
+            c = block_start + (block_count - 1 - i if REVERSE else i)
+            t = c * CHUNK + r
+            valid = t < length
+            Y = load_tile(y, t, y_token, cx, valid, DX, BX)
+            Z = load_tile(z, t, z_token, cz, valid, DZ, BZ)
+            if OUTPUT:
+                X = load_tile(x, t, x_token, cx, valid, DX, BX)
+            if SCALED:
+                into = tl.load((leave if REVERSE else enter) + t)
+                rest = tl.load((enter if REVERSE else leave) + t)
+            if DECAY:
+                if CHANNEL:
+                    keep = tl.load(total + c * DK + cd, mask=cd < DK, other=0.0)
+                else:
+                    keep = following
+                    ahead = tl.maximum(c - 1, 0) if REVERSE else tl.minimum(c + 1, count - 1)
+                    following = tl.load(total + ahead)
+            if GATES and CHANNEL:
+                at = ((first_chunk + c).to(tl.int64) * heads + n) * (DX * DZ) + at_state
+                if MODE == "dq":
+                    tl.store(checkpoints + at, S.to(checkpoints.dtype.element_ty), mask=in_state)
+                if MODE == "dk":
+                    before = tl.load(checkpoints + at, mask=in_state, other=0.0).to(tl.float32)
+                    tl.store(anchors + (place + c) * DZ + cz, tl.sum(S * before, 0), mask=cz < DZ)
+            if OUTPUT:
+                O = tl.dot(X, S.to(X.dtype), input_precision=PRECISION)
+                if GATES and TRANSPOSED and not CHANNEL:
+                    W = load_tile(other, t, other_token, cz, valid, DZ, BZ)
+                    tl.store(products + t, tl.sum(O * W.to(tl.float32), 1))
+                if SCALED:
+                    O = O * into[:, None]
+                if not (CHANNEL and TRANSPOSED):
+                    P = tl.load(scores + t[:, None] * CHUNK + r[None, :])
+                    if REVERSE:
+                        O = tl.dot(tl.trans(P), Z, O, input_precision=PRECISION)
+                    else:
+                        O = tl.dot(P, Z, O, input_precision=PRECISION)
+                store_tile(out, t, heads * DZ, cz, valid, O, DZ, BZ)
+            if SCALED:
+                Z = (Z.to(tl.float32) * rest[:, None]).to(Y.dtype)
+            if DECAY:
+                if CHANNEL:
+                    S = S * (keep[None, :] if TRANSPOSED else keep[:, None])
+                else:
+                    S = S * keep
+                if not OUTPUT:
+                    survives = survives * keep
+            S = tl.dot(tl.trans(Y), Z, S, input_precision=PRECISION)
+        if GATES and not CHANNEL and MODE == "dq":
+            at = ((first_block + block).to(tl.int64) * heads + n) * (DX * DZ) + at_state
+            tl.store(checkpoints + at, S.to(checkpoints.dtype.element_ty), mask=in_state)
+    if LAST:
+        tl.store(last + (state.to(tl.int64) * heads + n) * (DX * DZ) + at_state, S, mask=in_state)
+    if DECAY and not OUTPUT:
+        at_segment = segment.to(tl.int64) * heads + n
+        if CHANNEL:
+            tl.store(shrunk + at_segment * DK + cd, survives, mask=cd < DK)
+        else:
+            tl.store(shrunk + at_segment, survives)
+
+
+@triton.jit(do_not_specialize=["heads"])
+def scan(
+    local,  # [segments,heads,K,V]: what each segment adds to the state; becomes the state before it (in its order)
+    shrunk,
+    first,  # [sequences,heads,K,V], as last
+    last,
+    sequences,  # [sequences,2]: first segment, segments
+    heads,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    DECAY: tl.constexpr,
+    REVERSE: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    n, sequence = tl.program_id(1), tl.program_id(2)
+    inside = at < K * V
+    begin = tl.load(sequences + sequence * 2)
+    count = tl.load(sequences + sequence * 2 + 1)
+    whole = (sequence.to(tl.int64) * heads + n) * (K * V) + at
+    if FIRST:
+        S = tl.load(first + whole, mask=inside, other=0.0)
+    else:
+        S = tl.zeros([BLOCK], tl.float32)
+    for i in range(0, count):
+        segment = begin + (count - 1 - i if REVERSE else i)
+        row = segment.to(tl.int64) * heads + n
+        added = tl.load(local + row * (K * V) + at, mask=inside, other=0.0)
+        tl.store(local + row * (K * V) + at, S, mask=inside)
+        if DECAY:
+            if CHANNEL:
+                S = S * tl.load(shrunk + row * K + at // V, mask=inside, other=0.0)
+            else:
+                S = S * tl.load(shrunk + row)
+        S += added
+    if LAST:
+        tl.store(last + whole, S, mask=inside)

@@ -1,0 +1,172 @@
+"""Decays per head (or none): the scores inside the chunks, and the gradients of the gates.
+
+With b the log decays summed inside a chunk, D_ij = exp(b_i − b_j) for j ≤ i:
+
+    P = scale · Q Kᵀ ⊙ D · diag(β)        dP = scale · dO Vᵀ ⊙ D · diag(β)
+
+The gradient of b_i inside a chunk is the i-th row sum minus the i-th column sum of dO Vᵀ ⊙ P in fp32, so that what has
+to cancel cancels; between chunks it is q·dq − k·dk of the parts that go through the state.
+"""
+
+# kernels: what looks like a function is a program, and branches are taken when it is compiled
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+from .triton_carry import CHUNK, load_tile
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# 2^-100 is nothing in fp32 already, and a sum of 64 of them still has digits left for its differences
+LEAST = tl.constexpr(-100.0)
+
+
+@triton.jit
+def log2_decay(log_decay, n, tokens, heads, valid, GATE: tl.constexpr):
+    """Decays of a chunk in log2 units, 0 (no decay) where there is no token."""
+    if GATE == "constant":
+        g = tl.load(log_decay + n + tokens * 0, mask=valid, other=0.0)
+    else:
+        g = tl.load(log_decay + tokens * heads + n, mask=valid, other=0.0)
+    return tl.maximum(g * LOG2E, LEAST)
+
+
+@triton.jit(do_not_specialize=["heads", "chunks", "groups"])
+def head_scores(
+    q,  # [tokens,·,K], as k
+    k,
+    v,  # [tokens,·,V], as grad
+    grad,  # of o
+    log_decay,  # [heads] or [tokens,heads]
+    beta,  # [tokens,heads]
+    scores,  # [heads,chunks,64,64]
+    score_grads,
+    enter,  # [heads,chunks,64]: scale · e^b
+    leave,  # β e^{b_C − b}
+    rest,  # e^{b_C − b}
+    total,  # [heads,chunks]: e^{b_C}
+    rows,  # [heads,chunks,64]: row sums of dO Vᵀ ⊙ P
+    columns,  # its column sums, without β
+    table,  # [chunks,2]: first token, tokens
+    scale,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    grad_token,
+    grad_head,
+    heads,
+    chunks,
+    groups,
+    SUBHEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GATE: tl.constexpr,  # none, constant, head
+    BETA: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    GATES: tl.constexpr,
+    WIDE: tl.constexpr,  # sum decays in fp64
+    PRECISION: tl.constexpr,
+):
+    c, n = tl.program_id(0), tl.program_id(1)
+    start = tl.load(table + c * 2).to(tl.int64)
+    count = tl.load(table + c * 2 + 1)
+    value_head = n // SUBHEADS
+    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    place = n.to(tl.int64) * chunks + c
+    r = tl.arange(0, CHUNK)
+    valid = r < count
+    ck = tl.arange(0, BK)
+    Q = load_tile(q + start * q_token + key_head.to(tl.int64) * q_head, r, q_token, ck, valid, K, BK)
+    Kk = load_tile(k + start * k_token + key_head.to(tl.int64) * k_head, r, k_token, ck, valid, K, BK)
+    P = tl.dot(Q, tl.trans(Kk), input_precision=PRECISION)
+    lower = r[:, None] >= r[None, :]
+    if GATE == "none":
+        D = tl.where(lower, scale, 0.0)
+        e = tl.full([CHUNK], 1.0, tl.float32)
+        w = e
+    else:
+        g = log2_decay(log_decay, n, start + r, heads, valid, GATE)
+        if WIDE:
+            g = g.to(tl.float64)
+        b = tl.cumsum(g, 0)
+        last = tl.sum(g, 0)
+        between = tl.minimum((b[:, None] - b[None, :]).to(tl.float32), 0.0)
+        D = tl.where(lower, tl.exp2(between) * scale, 0.0)
+        e = tl.exp2(b.to(tl.float32))
+        w = tl.exp2(tl.minimum((last - b).to(tl.float32), 0.0))
+        tl.store(total + place, tl.exp2(last.to(tl.float32)))
+    if BETA:
+        input_gate = tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
+    else:
+        input_gate = tl.full([CHUNK], 1.0, tl.float32)
+    P = P * D
+    tile = place * (CHUNK * CHUNK) + r[:, None] * CHUNK + r[None, :]
+    tl.store(scores + tile, (P * input_gate[None, :]).to(scores.dtype.element_ty))
+    tl.store(enter + place * CHUNK + r, e * scale)
+    tl.store(leave + place * CHUNK + r, w * input_gate)
+    if BACKWARD:
+        cv = tl.arange(0, BV)
+        dO = load_tile(grad + start * grad_token + value_head.to(tl.int64) * grad_head, r, grad_token, cv, valid, V, BV)
+        Vv = load_tile(v + start * v_token + value_head.to(tl.int64) * v_head, r, v_token, cv, valid, V, BV)
+        dP = tl.dot(dO, tl.trans(Vv), input_precision=PRECISION)
+        tl.store(score_grads + tile, (dP * D * input_gate[None, :]).to(scores.dtype.element_ty))
+        if GATES:
+            G = dP * P
+            tl.store(rest + place * CHUNK + r, w)
+            tl.store(rows + place * CHUNK + r, tl.sum(G * input_gate[None, :], 1))
+            tl.store(columns + place * CHUNK + r, tl.sum(G, 0))
+
+
+@triton.jit(do_not_specialize=["heads", "chunks", "blocks"])
+def head_gate_grads(
+    read,  # [key slices,heads,chunks,64]: Σ q · (what q reads from the state)
+    written,  # Σ k · (what the gradient of the state reads)
+    rows,
+    columns,
+    enter,
+    rest,
+    anchors,  # [key slices,heads,blocks]
+    beta,
+    log_decay_grad,  # [tokens,heads]
+    beta_grad,
+    table,  # [blocks,3]: first token, tokens, first chunk
+    heads,
+    chunks,
+    blocks,
+    SLICES: tl.constexpr,
+    BLOCK: tl.constexpr,  # tokens of a block
+    DECAY: tl.constexpr,  # whether its gradient is wanted
+    BETA: tl.constexpr,
+    BETA_GRAD: tl.constexpr,
+):
+    block, n = tl.program_id(0), tl.program_id(1)
+    start = tl.load(table + block * 3).to(tl.int64)
+    count = tl.load(table + block * 3 + 1)
+    first_chunk = tl.load(table + block * 3 + 2)
+    t = tl.arange(0, BLOCK)
+    valid = t < count
+    at = (n.to(tl.int64) * chunks + first_chunk) * CHUNK + t
+    x = tl.zeros([BLOCK], tl.float32)
+    y = tl.zeros([BLOCK], tl.float32)
+    anchor = 0.0
+    for i in tl.static_range(SLICES):
+        shift = i * heads.to(tl.int64) * chunks * CHUNK
+        x += tl.load(read + shift + at, mask=valid, other=0.0)
+        y += tl.load(written + shift + at, mask=valid, other=0.0)
+        if DECAY:
+            anchor += tl.load(anchors + (i * heads + n) * blocks + block)
+    y = y * tl.load(rest + at, mask=valid, other=0.0) + tl.load(columns + at, mask=valid, other=0.0)
+    tokens = (start + t) * heads + n
+    if BETA_GRAD:
+        tl.store(beta_grad + tokens, y, mask=valid)
+    if BETA:
+        y = y * tl.load(beta + tokens, mask=valid, other=0.0)
+    if DECAY:
+        x = x * tl.load(enter + at, mask=valid, other=0.0) + tl.load(rows + at, mask=valid, other=0.0)
+        d = x - y
+        tl.store(log_decay_grad + tokens, tl.cumsum(d, 0, reverse=True) + anchor, mask=valid)

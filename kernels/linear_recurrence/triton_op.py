@@ -1,0 +1,140 @@
+"""The linear recurrence in Triton, forward and backward.
+
+Forward: scores inside the chunks, then one pass. Backward: the scores again with their gradients, then three passes,
+and one kernel for the gradients of the gates. Nothing but the arguments is kept for the backward. There are no
+atomics: results repeat bitwise.
+
+Results per recurrence are summed over the subheads of a head (o, dv) or the value heads of a key head (dq, dk) at the
+end, in tensors of the inputs' dtype.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..arguments import Recurrences
+from ..launch import largest
+from ..op import register
+from .triton_call import Call
+from .triton_step import step
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    subheads: int,
+) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device_of(q):
+        call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads)
+        o, final = call.per_token(call.V), call.states()
+        first = call.starts("o", call.keys, call.v, initial_state, final)
+        call.carry("o", call.queries, call.keys, call.v, o, first, final)
+        return call.per_head(o), final
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    subheads: int,
+) -> tuple[Tensor, Tensor]:
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (sequences, v.shape[2] * subheads, q.shape[3], v.shape[3])
+    return v.new_empty(v.shape), v.new_empty(state, dtype=torch.float32)
+
+
+def _backward(
+    gradients: Sequence[Tensor | None],
+    residuals: Sequence[Tensor],
+    needed: Sequence[bool],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    subheads: int,
+) -> Sequence[Tensor | None]:
+    o_grad, state_grad = gradients
+    grad = torch.zeros_like(v) if o_grad is None else o_grad.contiguous()
+    state_grad = None if state_grad is None else state_grad.contiguous()
+    decay_grad, beta_grad = log_decay is not None and needed[3], beta is not None and needed[4]
+    with torch.cuda.device_of(q):
+        call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads, grad, decay_grad or beta_grad)
+        assert call.grad
+        first_grad = call.states() if initial_state is not None and needed[5] else None
+        dq, dk, dv = (call.per_token(size) for size in (call.K, call.K, call.V))
+        first = call.starts("o", call.keys, call.v, initial_state, None)
+        last = call.starts("dv", call.queries, call.grad, state_grad, first_grad)
+        call.carry("dv", call.keys, call.queries, call.grad, dv, last, first_grad)
+        finish = call.channel_grads if call.channel else call.head_grads
+        dg, dbeta = finish(dq, dk, first, last, decay_grad, beta_grad)
+        return call.per_key_head(dq), call.per_key_head(dk), call.per_head(dv), dg, dbeta, first_grad, None
+
+
+_op = register("linear_recurrence", _forward, _backward, _fake, results=2)
+
+
+def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """o [B,T,H,V] and the final states [N,H·E,K,V]."""
+    q, k, v, E = a.q, a.k, a.v, a.subheads
+    if not q.is_cuda:  # bf16 arithmetic is garbage under the interpreter
+        q, k, v = q.float(), k.float(), v.float()
+    g = None if a.log_decay is None else a.log_decay.float().contiguous()
+    beta = None if a.beta is None else a.beta.float().contiguous()
+    state = None if a.initial_state is None else a.initial_state.float().contiguous()
+    if v.shape[1] == 1 and a.cu_seqlens is None and not _differentiated(q, k, v, g, beta, state):
+        o, final = step(q, k, v, g, beta, state, a.scale, E)
+        return o.to(a.v.dtype), final
+    keys, values = (_parts(x.shape[3], largest(q.dtype, q.device)) for x in (q, v))
+    if keys > 1:  # blocks of a long key are subheads under one gate
+        q, k = (x.unflatten(3, (keys, -1)).flatten(2, 3) for x in (q, k))
+        if g is not None:
+            g = g.unflatten(3, (keys, -1)).flatten(2, 3) if g.dim() == 4 else g.repeat_interleave(keys, -1)
+        beta = None if beta is None else beta.repeat_interleave(keys, -1)
+        state = None if state is None else state.unflatten(2, (keys, -1)).flatten(1, 2)
+    if values > 1:  # blocks of a long value are heads under one gate
+        v = v.unflatten(3, (values, -1)).flatten(2, 3)
+        g, beta = (None if x is None else _repeat_heads(x, E * keys, values) for x in (g, beta))
+        if state is not None:
+            state = state.unflatten(3, (values, -1)).unflatten(1, (-1, E * keys))
+            state = state.permute(0, 1, 4, 2, 3, 5).flatten(1, 3).contiguous()
+    o, final = _op(q, k, v, g, beta, state, a.cu_seqlens, a.scale, E * keys)
+    if values > 1:
+        o = o.unflatten(2, (-1, values)).flatten(3)
+        final = final.unflatten(1, (-1, values, E * keys)).permute(0, 1, 3, 4, 2, 5).flatten(4).flatten(1, 2)
+    if keys > 1:
+        final = final.unflatten(1, (-1, keys)).flatten(2, 3)
+    return o.to(a.v.dtype), final
+
+
+def _differentiated(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _parts(size: int, largest: int) -> int:
+    """Into how many equal parts of at most `largest` a head is cut."""
+    parts = -(-size // largest)
+    while size % parts:
+        parts += 1
+    return parts
+
+
+def _repeat_heads(x: Tensor, subheads: int, times: int) -> Tensor:
+    """Gates [H·E] or [B,T,H·E,…] with every head, its subheads together, repeated."""
+    dim = 0 if x.dim() == 1 else 2
+    return x.unflatten(dim, (-1, subheads)).repeat_interleave(times, dim).flatten(dim, dim + 1)

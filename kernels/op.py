@@ -1,0 +1,80 @@
+"""The one place that spells autograd: an op with a hand-written backward, known to `torch.library`.
+
+`torch.compile` then sees one node forward and one backward, never a graph break, and nothing of what they launch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "token_mixer_zoo"
+Forward = Callable[..., tuple[Tensor, ...]]
+Backward = Callable[..., Sequence[Tensor | None]]
+
+
+def register(name: str, forward: Forward, backward: Backward | None, fake: Forward, *, results: int) -> Forward:
+    """Register an op and its gradient.
+
+    Args:
+        name: Of the op; its gradient is `<name>_backward`.
+        forward: Plain function of positional arguments, annotated with `Tensor`, `Tensor | None`, `int`, `float`,
+            `bool` …, that returns a tuple of fresh contiguous tensors. The annotations become the schema.
+        backward: `backward(gradients, residuals, needed, *arguments)`: the gradients of the results (None where none
+            arrives), the outputs of `forward` that are no results, and for each argument whether its gradient is
+            wanted. It returns, for each *tensor* argument, a contiguous gradient of its shape and dtype, or None.
+            None if the op has no gradient.
+        fake: `forward` with empty tensors: shapes and dtypes only.
+        results: How many of the outputs are results; the others are kept for `backward` and nobody else sees them.
+
+    Returns:
+        A function like `forward` that returns the results only, with gradients.
+    """
+    schema = torch.library.infer_schema(forward, mutates_args=())
+    op = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    if backward is None:
+        return lambda *given: op(*given)[:results]
+    arguments, outputs = schema[1:].split(") -> (")
+    kinds = [argument.startswith("Tensor") for argument in arguments.split(", ")]
+    first = len(outputs.split(","))  # before it the gradient takes gradients and kept outputs, from it on the arguments
+    given_first = [f"Tensor? gradient{i}" for i in range(results)] + [f"Tensor kept{i}" for i in range(first - results)]
+    signature = f"({', '.join([*given_first, 'bool[] needed', arguments])}) -> ({', '.join(['Tensor'] * sum(kinds))})"
+
+    def tensors(x: Sequence[Any]) -> list[Any]:
+        return [value for value, is_tensor in zip(x, kinds, strict=True) if is_tensor]
+
+    def run_backward(*values: Any) -> tuple[Tensor, ...]:
+        needed, *given = values[first:]
+        found = backward(values[:results], values[results:first], needed, *given)
+        wanted = zip(found, tensors(needed), strict=True)
+        # a schema has no optional results: nothing is an empty tensor
+        return tuple(g if g is not None and want else tensors(given)[0].new_empty(0) for g, want in wanted)
+
+    def fake_backward(*values: Any) -> tuple[Tensor, ...]:
+        needed, *given = values[first:]
+        wanted = list(zip(tensors(given), tensors(needed), strict=True))
+        return tuple(
+            x.new_empty(x.shape) if x is not None and want else wanted[0][0].new_empty(0) for x, want in wanted
+        )
+
+    gradient = torch.library.custom_op(f"{NAMESPACE}::{name}_backward", run_backward, mutates_args=(), schema=signature)
+    gradient.register_fake(fake_backward)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[results:])
+        ctx.save_for_backward(*tensors(inputs), *output[results:])
+        ctx.options = [x for x, is_tensor in zip(inputs, kinds, strict=True) if not is_tensor]
+
+    def differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved, options = iter(ctx.saved_tensors), iter(ctx.options)
+        given = [next(saved) if is_tensor else next(options) for is_tensor in kinds]
+        needed = [n and x is not None for n, x in zip(ctx.needs_input_grad, given, strict=False)]
+        found = iter(gradient(*gradients[:results], *saved, needed, *given))
+        every = [next(found) if is_tensor else None for is_tensor in kinds]
+        return tuple(g if want else None for g, want in zip(every, needed, strict=True))
+
+    op.register_autograd(differentiate, setup_context=setup_context)
+    return lambda *given: op(*given)[:results]

@@ -1,0 +1,8 @@
+"""Without a GPU, Triton kernels run under the interpreter. It has to be asked for before Triton is imported."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -1,0 +1,280 @@
+"""The Triton kernels of the delta rule: small cases in the interpreter, real sizes on a device."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+from .recurrences import assert_same, inputs, results
+
+pytest.importorskip("triton")
+from kernels.delta_rule import triton_launch, triton_op
+
+GATES = ("none", "constant", "head")
+PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
+ENTRIES = [(size, itemsize) for _, size, itemsize in triton_launch.TABLE]
+
+# what is small and quick there would be a compilation each on a device
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote must not be read."""
+    allocate = triton_op.Call.new
+    monkeypatch.setattr(triton_op.Call, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+
+
+def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: Any) -> dict[str, Tensor]:
+    """The results on Triton, after they have been compared with the loop in fp32."""
+    found = results(kernels.delta_rule, a, backend="triton", **options)
+    exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
+    expected = results(kernels.delta_rule, exact, backend="reference", **options)
+    assert_same(found, {name: x.to(found[name].dtype) for name, x in expected.items()}, tolerance)
+    return found
+
+
+def small(T: int, **options: Any) -> dict[str, Tensor]:
+    return inputs(T, **{"B": 1, "G": 1, "K": 16, "V": 16, "dtype": torch.float32, **options})
+
+
+@interpreted
+@pytest.mark.parametrize(("length", "gate"), [(1, "head"), (63, "none"), (65, "constant"), (130, "head")])
+def test_lengths(length: int, gate: str):
+    agree(small(length, gate=gate))
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["constant", "head"])
+def test_subheads_and_shared_keys(gate: str):
+    # with V ≠ K and a first state: what is mixed up in one of them shows
+    agree(small(66, gate=gate, decay="mixed", G=2, R=2, E=2, V=20), subheads=2)
+
+
+@interpreted
+def test_rows():
+    agree(small(65, B=3))
+
+
+@interpreted
+@pytest.mark.parametrize(("gate", "state"), [("none", True), ("constant", False), ("head", True)])
+def test_packed_documents(gate: str, state: bool):
+    a = small(130, gate=gate, decay="mixed", R=2, documents=PACKED, state=state)
+    found = agree(a)
+    if state:
+        assert torch.equal(found["state"][3], a["initial_state"][3])  # an empty document changes nothing
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("gate", "decay"), [("constant", "strong"), ("head", "strong"), ("head", "mixed"), ("head", "zero")]
+)
+def test_any_decay(gate: str, decay: str):
+    agree(small(130, gate=gate, decay=decay))
+
+
+@interpreted
+@pytest.mark.parametrize("correlated", [False, True])
+@pytest.mark.parametrize("beta", [1, 2])
+def test_large_beta(beta: float, correlated: bool):
+    agree(small(100, beta=beta, correlated=correlated, gate="none", K=32))
+
+
+@interpreted
+def test_beta_of_zero_has_a_gradient():
+    a = small(70, beta=0)
+    found = results(kernels.delta_rule, a, backend="triton")
+    expected = results(kernels.delta_rule, a, backend="reference")
+    for name in ("k", "v"):  # nothing is written: only β can change that
+        assert not expected.pop(f"gradient of {name}").any()
+        assert found.pop(f"gradient of {name}").abs().max() < 1e-12
+    assert expected["gradient of beta"].any()
+    assert_same(found, expected)
+
+
+@interpreted
+def test_one_key_repeated():
+    # the hardest triangular system of all
+    a = small(130, beta=1)
+    a["k"] = a["k"][:, :1].expand_as(a["k"]).contiguous()
+    agree(a)
+
+
+@interpreted
+@pytest.mark.parametrize(("K", "V"), [(8, 6), (24, 40), (144, 16), (16, 130)])
+def test_sizes(K: int, V: int):
+    agree(small(66, K=K, V=V))
+
+
+@interpreted
+@pytest.mark.parametrize("through", ["o", "state"])
+def test_gradient_through_one_result(through: str):
+    found = agree(small(66), through=(through,))
+    assert bool(found["gradient of q"].any()) == (through == "o")
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 1e-3)])
+def test_half_precision(dtype: torch.dtype, tolerance: float):
+    # Gates and states stay in fp32, as mixers make them. The interpreter cuts bf16 off, where a device rounds.
+    a = small(66, E=2)
+    a.update({name: a[name].to(dtype) for name in "qkv"})
+    assert agree(a, tolerance, subheads=2)["o"].dtype == dtype
+
+
+@interpreted
+def test_everything_in_bf16():
+    agree(small(66, dtype=torch.bfloat16), tolerance=3e-2)
+
+
+@interpreted
+@pytest.mark.parametrize(("gate", "state"), [("head", True), ("none", False)])
+def test_segments(gate: str, state: bool, monkeypatch: pytest.MonkeyPatch):
+    # as where few and long sequences would leave a device idle; the last segment is shorter
+    monkeypatch.setattr(triton_op, "spread", lambda wide, narrow, recurrences, V, chunks, device: (wide, 3))
+    a = small(300, K=24, V=20, gate=gate, decay="mixed", correlated=True, state=state)
+    agree(a)
+
+
+@interpreted
+@pytest.mark.parametrize("gate", GATES)
+def test_one_token_without_gradient(gate: str):
+    a = small(1, B=2, G=2, R=2, E=3, K=24, V=40, gate=gate, state=gate != "constant")
+    found = []
+    for backend in ("triton", "reference"):
+        with torch.no_grad(), kernels.backend(backend):
+            found.append(kernels.delta_rule(**a, subheads=3, return_state=True))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@interpreted
+@pytest.mark.parametrize("length", [1, 66])
+def test_views_of_one_projection(length: int):
+    fused = torch.rand(2, length, 50) / 4
+    q, v, k = (x.unflatten(-1, (-1, 16)) for x in fused[..., :48].split(16, -1))
+    beta, decay = fused[..., 48:].split(1, -1)
+    views = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": -decay}
+    copies = {name: x.contiguous() for name, x in views.items()}
+    found, expected = (results(kernels.delta_rule, x, backend="triton") for x in (views, copies))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with torch.no_grad(), kernels.backend("triton"):  # at one token, another kernel
+        assert torch.equal(kernels.delta_rule(**views)[0], kernels.delta_rule(**copies)[0])
+
+
+@interpreted
+def test_arguments_stay_as_they_were():
+    a = small(66, E=2)
+    before = {name: x.clone() for name, x in a.items()}
+    results(kernels.delta_rule, a, backend="triton", subheads=2)
+    assert all(torch.equal(a[name], before[name]) for name in a)
+
+
+@interpreted
+@pytest.mark.parametrize(("change", "reason"), [({"dtype": torch.float64}, "fp64"), ({"K": 257}, "longer than 256")])
+def test_what_the_kernels_cannot_take(change: dict[str, Any], reason: str):
+    a = small(3, **change)
+    kernels.delta_rule(**a)
+    with kernels.backend("triton"), pytest.raises(kernels.UserError, match=reason):
+        kernels.delta_rule(**a)
+
+
+@interpreted
+def test_the_ops_are_registered_properly():
+    a = small(3)
+    given = [a[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*given, None, 1, 0.25, True))
+    one = [x.detach() if x is given[-1] else x.detach()[:, :1] for x in given]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule_step, (*one, 1, 0.25))
+
+
+@interpreted
+@pytest.mark.parametrize("documents", [None, PACKED])
+def test_compiles_as_one_graph(documents: list[int] | None):
+    a = small(130, documents=documents)
+    leaves = [x.requires_grad_() for x in a.values() if x.is_floating_point()]
+    with kernels.backend("triton"):
+        compiled = torch.compile(kernels.delta_rule, fullgraph=True, backend="aot_eager")
+        for run in (compiled, kernels.delta_rule):
+            o, state = run(**a, return_state=True)
+            gradients = torch.autograd.grad(o.sum() + state.sum(), leaves)
+            if run is compiled:
+                expected = (o, state, *gradients)
+    assert all(torch.equal(x, y) for x, y in zip((o, state, *gradients), expected, strict=True))
+
+
+def on_device(T: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> dict[str, Tensor]:
+    """As mixers make them: gates and states in fp32."""
+    a = {name: x.cuda() for name, x in small(T, **options).items()}
+    return {name: x.to(dtype) if name in "qkv" else x for name, x in a.items()}
+
+
+def agree_on_device(a: dict[str, Tensor], dtype: torch.dtype, **options: Any) -> None:
+    found = results(kernels.delta_rule, a, backend="triton", **options)
+    exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
+    expected = results(kernels.delta_rule, exact, backend="torch", **options)
+    for name, x in expected.items():
+        error = float((found[name].double() - x.double()).norm() / x.double().norm())
+        bf16 = 5e-3 if name in ("o", "state") else 1e-2
+        assert error <= (1e-5 if dtype == torch.float32 else bf16), f"{name}: {error:.2g}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(("size", "itemsize"), ENTRIES)
+def test_every_launch(size: int, itemsize: int, narrow: bool, monkeypatch: pytest.MonkeyPatch):
+    entry = triton_launch.TABLE[9, size, itemsize]
+    if narrow and entry.narrow is None:
+        pytest.skip("there is no narrow launch")
+    pick = entry.narrow if narrow else None
+    monkeypatch.setattr(triton_op, "spread", lambda wide, *rest: (pick or wide, 1))
+    dtype = torch.bfloat16 if itemsize == 2 else torch.float32
+    a = on_device(1000, dtype, G=4, K=size, V=size, correlated=True)
+    agree_on_device(a, dtype)
+    expected = results(kernels.delta_rule, a, backend="triton")
+    for _ in range(50):  # no atomics: a difference would be a race
+        found = results(kernels.delta_rule, a, backend="triton")
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"T": 1000, "B": 2, "G": 2, "R": 3, "K": 128, "V": 128},
+        {"T": 1000, "G": 2, "R": 2, "E": 4, "K": 128, "V": 128},
+        {"T": 700, "G": 2, "K": 96, "V": 192},
+        {"T": 8192, "G": 2, "K": 128, "V": 128},  # in segments
+        {"T": 1500, "G": 2, "K": 128, "V": 128, "documents": [0, 0, 5, 700, 700, 1500]},
+        {"T": 500, "G": 2, "K": 128, "V": 128, "decay": "mixed", "correlated": True},
+    ],
+)
+def test_real_sizes(options: dict[str, Any], gate: str):
+    a = on_device(**options, gate=gate)
+    agree_on_device(a, torch.bfloat16, subheads=options.get("E", 1))
+
+
+@pytest.mark.gpu
+def test_on_device_the_ops_are_registered_properly_and_compile():
+    a = on_device(130, G=2, K=64, V=64)
+    given = [a[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*given, None, 1, 0.25, True))
+    compiled = torch.compile(kernels.delta_rule, fullgraph=True)
+    for x, y in zip(compiled(**a, return_state=True), kernels.delta_rule(**a, return_state=True), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("subheads", [1, 4])
+def test_decoding_on_device(subheads: int):
+    a = on_device(1, B=8, G=4, E=subheads, K=128, V=128)
+    with torch.no_grad():
+        o, state = kernels.delta_rule(**a, subheads=subheads, return_state=True)
+        with kernels.backend("reference"):
+            expected_o, expected = kernels.delta_rule(**a, subheads=subheads, return_state=True)
+    torch.testing.assert_close(state, expected)
+    torch.testing.assert_close(o, expected_o, atol=2e-2, rtol=2e-2)

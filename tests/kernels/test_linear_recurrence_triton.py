@@ -1,0 +1,243 @@
+"""The Triton kernels: under the interpreter without a GPU (fp32, small), on a GPU as they are."""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.documents import Documents
+from kernels.linear_recurrence import layout
+
+from .recurrences import PACKED, inputs, results
+
+pytest.importorskip("triton")
+from kernels.linear_recurrence import triton_call, triton_op
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# the fast way for decays per channel overflows where the slow one takes over
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+GATES = ("none", "constant", "head", "channel")
+run = partial(results, kernels.linear_recurrence)
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Memory that nobody wrote is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Segments of two chunks instead of sixteen."""
+    for module in (layout, triton_call):
+        monkeypatch.setattr(module, "BLOCK", 128)
+    monkeypatch.setattr(triton_call, "RESIDENT", 1000)
+    layout._rows.cache_clear()
+    yield
+    layout._rows.cache_clear()
+
+
+def compare(a: dict[str, Tensor], tolerance: float = 1e-5, reference: str = "reference", **options: object) -> None:
+    """Outputs, states and all gradients against the fp32 loop, relative to the norm of each result."""
+    a = {name: x.to(DEVICE) for name, x in a.items()}
+    exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
+    found, expected = run(a, backend="triton", **options), run(exact, backend=reference, **options)
+    for name, x in expected.items():
+        y = found[name]
+        assert y.shape == x.shape, name
+        assert y.dtype == (a["v"].dtype if name == "o" else a.get(name.removeprefix("gradient of "), x).dtype), name
+        assert y.isfinite().all(), f"{name} is not finite"
+        error, norm = float((y.double() - x.double()).norm()), float(x.double().norm())
+        scale = norm
+        if name == "gradient of log_decay":
+            # a difference of terms like <S, dS>, a constant one over all tokens; where it is far smaller, it is zero
+            scale = max(norm, float(expected["state"].norm()) * (x.dim() > 1 or len(a["v"][0])))
+        assert error <= tolerance * scale, f"{name}: error {error:.2g} at norm {norm:.2g}"
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("length", "E"), [(1, 2), (63, 2), (65, 1), (130, 1)])
+def test_subheads_and_shared_keys(length: int, E: int, gate: str):
+    # V ≠ K, neither a power of two; gates from nothing to e^-50 a step
+    a = inputs(length, gate=gate, decay="mixed", B=1, G=1, R=2, E=E, K=24, V=17, dtype=torch.float32)
+    compare(a, subheads=E)
+
+
+@pytest.mark.parametrize("decay", ["mild", "zero", "strong"])
+@pytest.mark.parametrize("gate", GATES[1:])
+def test_any_decay(gate: str, decay: str):
+    compare(inputs(70, gate=gate, decay=decay, B=1, G=1, K=48, V=16, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_packed_documents(gate: str):
+    a = inputs(200, gate=gate, decay="mixed", G=1, K=16, V=16, documents=PACKED, dtype=torch.float32)
+    compare(a)
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_packed_documents_without_states(gate: str):
+    a = inputs(9, gate=gate, G=1, K=16, V=16, state=False, beta=None, documents=[0, 4, 4, 9], dtype=torch.float32)
+    compare(a)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("gate", GATES)
+def test_segments(gate: str, packed: bool, short_segments: None):
+    documents = [0, 0, 5, 300, 320, 320] if packed else None
+    compare(inputs(320, gate=gate, B=1, G=1, K=16, V=16, documents=documents, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("beta", [None, 0])
+@pytest.mark.parametrize("gate", GATES)
+def test_beta_at_its_ends(gate: str, beta: float | None):
+    compare(inputs(20, gate=gate, beta=beta, state=False, B=1, G=1, K=16, V=16, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("through", ["o", "state"])
+def test_a_gradient_of_one_result_alone(gate: str, through: str):
+    compare(inputs(20, gate=gate, B=1, G=1, K=16, V=16, dtype=torch.float32), through=(through,))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_long_heads_are_cut(gate: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_op, "largest", lambda dtype, device: 16)
+    compare(inputs(9, gate=gate, B=2, G=1, E=2, K=32, V=32, dtype=torch.float32), subheads=2)
+
+
+def test_views_of_one_projection():
+    widths = {"q": 2 * 16, "k": 2 * 16, "v": 4 * 16, "log_decay": 4, "beta": 4}
+    fused = torch.randn(2, 70, sum(widths.values()))
+    parts = dict(zip(widths, fused.split(list(widths.values()), -1), strict=True))
+    views = {name: x.unflatten(-1, (2 if name in "qk" else 4, -1)) for name, x in parts.items()}
+    views["log_decay"], views["beta"] = -parts["log_decay"].abs(), parts["beta"]
+    compare(views)
+
+
+def test_only_what_is_needed_is_computed():
+    a = inputs(20, gate="channel", B=1, G=1, K=16, V=16, dtype=torch.float32)
+    a = {name: x.to(DEVICE) for name, x in a.items()}
+    a["v"].requires_grad_()
+    gradients = []
+    for backend in ("triton", "reference"):
+        with kernels.backend(backend):
+            o, _ = kernels.linear_recurrence(**a)
+        gradients += torch.autograd.grad(o.square().sum(), a["v"])
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("E", [1, 2])
+def test_token_by_token(gate: str, E: int):
+    a = {n: x.to(DEVICE) for n, x in inputs(5, gate=gate, G=1, R=2, E=E, K=24, V=17, dtype=torch.float32).items()}
+    with kernels.backend("reference"):
+        whole, final = kernels.linear_recurrence(**a, subheads=E, return_state=True)
+    state, outputs = a.pop("initial_state"), []
+    with kernels.backend("triton"), torch.no_grad():
+        for i, j in pairwise(range(6)):
+            piece = {name: x if x.dim() == 1 else x[:, i:j] for name, x in a.items()}
+            o, state = kernels.linear_recurrence(**piece, initial_state=state, subheads=E, return_state=True)
+            outputs.append(o)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state, final, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_registered_as_it_should_be(gate: str):
+    a = inputs(3, gate=gate, B=1, G=1, K=16, V=16, dtype=torch.float32)
+    tensors = [a.get(name) for name in ("q", "k", "v", "log_decay", "beta", "initial_state")]
+    tensors = [x if x is None else x.to(DEVICE).requires_grad_() for x in tensors]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1))
+
+
+@pytest.mark.parametrize("documents", [None, [0, 1, 3]])
+@pytest.mark.parametrize("gate", ["constant", "channel"])
+def test_one_graph(gate: str, documents: list[int] | None):
+    a = inputs(3, gate=gate, B=1, G=1, K=16, V=16, documents=documents, dtype=torch.float32)
+    boundaries = a.pop("cu_seqlens").to(DEVICE) if documents else None
+    a = {name: x.to(DEVICE).requires_grad_() for name, x in a.items()}
+
+    def loss(**arguments: Tensor) -> Tensor:
+        o, state = kernels.linear_recurrence(**arguments, return_state=True, cu_seqlens=boundaries)
+        return o.sin().sum() + state.cos().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
+    with kernels.backend("triton"):
+        found, expected = (torch.autograd.grad(f(**a), list(a.values())) for f in (compiled, loss))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+
+
+def test_boundaries_are_read_once(monkeypatch: pytest.MonkeyPatch):
+    a = inputs(8, gate="head", G=1, K=16, V=16, documents=[0, 3, 8], dtype=torch.float32)
+    a = {name: x.to(DEVICE).requires_grad_(x.is_floating_point()) for name, x in a.items()}
+    made = []
+    create = Documents.__init__
+    monkeypatch.setattr(Documents, "__init__", lambda self, cu_seqlens: made.append(create(self, cu_seqlens)))
+    with kernels.backend("triton"):
+        for _ in range(2):
+            kernels.linear_recurrence(**a)[0].sum().backward()
+    assert len(made) == 1
+
+
+def test_fp64_names_another_backend():
+    a = {name: x.to(DEVICE) for name, x in inputs(3, K=16, V=16).items()}
+    with kernels.backend("triton"), pytest.raises(kernels.UserError, match=r"^backend: .*'triton'.*fp64.*torch"):
+        kernels.linear_recurrence(**a)
+
+
+# on the device: sizes and dtypes of every entry of the launch table
+SIZES = [(torch.bfloat16, 128, 128, gate) for gate in GATES]
+for _gate in ("head", "channel"):
+    SIZES += [(torch.bfloat16, K, V, _gate) for K, V in ((64, 64), (256, 256), (256, 512), (1024, 128), (80, 48))]
+    SIZES += [(torch.float16, 128, 128, _gate), (torch.float32, 64, 64, _gate), (torch.float32, 128, 128, _gate)]
+
+
+def realistic(T: int, gate: str, dtype: torch.dtype, **sizes: int) -> dict[str, Tensor]:
+    a = inputs(T, gate=gate, decay="mild", dtype=torch.float32, **sizes)
+    return {name: x.to(dtype) if name in "qkv" else x for name, x in a.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "K", "V", "gate"), SIZES)
+def test_device(dtype: torch.dtype, K: int, V: int, gate: str):
+    a = realistic(2500, gate, dtype, B=1, G=2, K=K, V=V)
+    compare(a, tolerance=2e-5 if dtype == torch.float32 else 1e-2, reference="torch")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", GATES)
+def test_device_outputs_are_closer_than_gradients(gate: str):
+    a = {n: x.cuda() for n, x in realistic(2500, gate, torch.bfloat16, B=2, G=4, K=128, V=128).items()}
+    with torch.no_grad(), kernels.backend("triton"):
+        o, state = kernels.linear_recurrence(**a, return_state=True)
+    with torch.no_grad(), kernels.backend("torch"):
+        expected = kernels.linear_recurrence(**{n: x.float() for n, x in a.items()}, return_state=True)
+    for x, y in zip((o, state), expected, strict=True):
+        assert float((x.float() - y).norm() / y.norm()) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", ["mixed", "strong", "zero"])
+@pytest.mark.parametrize("gate", GATES[1:])
+def test_device_extreme_decays(gate: str, decay: str):
+    a = inputs(1100, gate=gate, decay=decay, B=1, G=2, K=128, V=128, dtype=torch.float32)
+    compare({n: x.bfloat16() if n in "qkv" else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "K", "V", "gate"), SIZES)
+def test_device_repeats_bitwise(dtype: torch.dtype, K: int, V: int, gate: str):
+    # no atomics: a difference would be a race
+    a = {n: x.cuda() for n, x in realistic(3000, gate, dtype, B=2, G=8, K=K, V=V).items()}
+    first = run(a, backend="triton")
+    for _ in range(50):
+        again = run(a, backend="triton")
+        assert all(torch.equal(first[name], again[name]) for name in first)

@@ -1,0 +1,68 @@
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import op
+
+SEEN: list[tuple[Sequence[bool], Sequence[Tensor | None]]] = []
+
+
+def forward(a: Tensor, b: Tensor | None, index: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    y = a * scale if b is None else a * b * scale
+    return y, y.sum(0), a + 1
+
+
+def backward(gradients, kept, needed, a, b, index, scale):
+    SEEN.append((needed, gradients))
+    assert torch.equal(kept[0], a + 1)
+    whole = sum((g.expand_as(a) for g in gradients if g is not None), torch.zeros_like(a)) * scale
+    return whole if b is None else whole * b, None if b is None else whole * a, None
+
+
+def fake(a: Tensor, b: Tensor | None, index: Tensor | None, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(a), a.new_empty(a.shape[1:]), torch.empty_like(a)
+
+
+toy = op.register("toy", forward, backward, fake, results=2)
+
+
+def leaf(*needs: bool) -> list[Tensor]:
+    return [torch.randn(3, 4, dtype=torch.float64, requires_grad=need) for need in needs]
+
+
+def test_gradients():
+    torch.autograd.gradcheck(lambda a, b: toy(a, b, None, 2.0), leaf(True, True))
+    torch.autograd.gradcheck(lambda a: toy(a, None, torch.arange(3), 2.0), leaf(True))
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
+def test_opcheck(needs: tuple[bool, bool]):
+    torch.library.opcheck(torch.ops.token_mixer_zoo.toy.default, (*leaf(*needs), torch.arange(3), 2.0))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.toy.default, (leaf(needs[0])[0], None, None, 2.0))
+
+
+def test_only_what_arrives_and_what_is_wanted():
+    a, b = leaf(False, True)
+    SEEN.clear()
+    toy(a, b, torch.arange(3), 2.0)[1].sum().backward()
+    ((needed, gradients),) = SEEN
+    assert list(needed) == [False, True, False, False]
+    assert gradients[0] is None
+    assert a.grad is None
+    torch.testing.assert_close(b.grad, 2 * a.detach())
+
+
+@pytest.mark.parametrize("needs", [(True, True), (False, True)])
+def test_one_graph(needs: tuple[bool, bool]):
+    given = leaf(*needs)
+    wanted = [x for x in given if x.requires_grad]
+
+    def f(a: Tensor, b: Tensor) -> Tensor:
+        return toy(a, b, None, 2.0)[0].sin().sum()
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(g(*given), wanted) for g in (compiled, f))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
