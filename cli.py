@@ -14,10 +14,17 @@ from pathlib import Path
 from typing import Any
 
 # these speak to library authors, not to the person at the terminal
-warnings.filterwarnings(
-    "ignore",
-    message=".*(isinstance.treespec|LeafSpec|many workers|pynvml|infer the batch indices|callbacks used to create).*",
-)
+for words in (
+    "isinstance.treespec",
+    "LeafSpec",
+    "many workers",
+    "pynvml",
+    "infer the batch indices",
+    "callbacks used to create",
+    "CLI's args parameter",  # the processes that a strategy starts repeat our command line, so it stays in sys.argv
+    "sync_dist=True",  # the metrics are of all processes already
+):
+    warnings.filterwarnings("ignore", message=f".*{words}.*")
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 import lightning as L  # noqa: E402
@@ -211,7 +218,6 @@ def lightning(verb: str, arguments: list[str]) -> int:
             path = Path(folder) / (find_run(saved).name + ".yaml" if verb == "fit" else "checkpoint.yaml")
             path.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
             arguments = ["--config", str(path), *arguments]
-        sys.argv = [sys.argv[0]]  # LightningCLI warns of arguments in two places
         usage = f"cli.py {verb} --config NAME [--config OVERLAY …] [--key=value …]"
         CLI(
             Pretraining,

@@ -36,7 +36,7 @@ def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
             f"{row['state_size'] / 1e3:.0f} k",
             f"{row['tokens_seen'] / 1e6:.2f} M",
             f"{row['val_loss']:.3f}",
-            f"{row['val_loss_by_position'][-1]:.3f}",
+            "" if row["val_loss_by_position"][-1] is None else f"{row['val_loss_by_position'][-1]:.3f}",
             f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else "",
             f"{row['wall_seconds'] / 60:.1f}",
         )
