@@ -1,7 +1,8 @@
 """Which implementation runs: ``auto``, ``triton``, ``torch`` (chunkwise PyTorch) or ``reference`` (fp32 loops).
 
 ``auto`` takes the fastest that an op has for the tensor's device. An explicit choice that an op cannot honour is an
-error, never a silent fallback. Each op names its implementations in a dict and asks :func:`choose`.
+error, never a silent fallback. Each op names its implementations in a dict and asks :func:`choose`. The environment
+variable ``ZOO_BACKEND`` chooses for a whole process; :func:`backend` inside it goes first.
 """
 
 import os
@@ -18,7 +19,7 @@ from torch import Tensor
 from .errors import UserError
 
 BACKENDS = ("auto", "triton", "torch", "reference")
-_chosen: ContextVar[str] = ContextVar("backend", default="auto")
+_chosen: ContextVar[str] = ContextVar("backend", default=os.environ.get("ZOO_BACKEND", "auto"))
 
 
 @contextmanager
@@ -44,6 +45,8 @@ def choose(op: str, implementations: Mapping[str, Callable[..., Any]], x: Tensor
 
 def _name(op: str, known: tuple[str, ...], device: str, fp64: bool) -> str:
     name = _chosen.get()
+    if name not in BACKENDS:
+        raise UserError(f"ZOO_BACKEND: {name!r} is not one of {', '.join(BACKENDS)}")
     reason = _no_triton(device, fp64)
     if name == "auto":
         return "triton" if "triton" in known and device == "cuda" and not reason else "torch"

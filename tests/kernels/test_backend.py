@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -77,3 +80,23 @@ def test_nesting_restores():
 def test_other_threads_are_not_affected():
     with kernels.backend("reference"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(ran, "").result() == "torch"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("reference", "the loop ran"), ("tritn", "ZOO_BACKEND: 'tritn' is not one of auto")]
+)
+def test_the_environment_chooses_for_a_process(value: str, said: str):
+    script = """
+import sys, torch, kernels
+op = sys.modules["kernels.linear_recurrence"]
+loop = op.IMPLEMENTATIONS["reference"]
+op.IMPLEMENTATIONS["reference"] = lambda a: sys.stdout.write("the loop ran") and loop(a)
+x = torch.ones(1, 2, 1, 4)
+try:
+    kernels.linear_recurrence(x, x, x)
+except kernels.UserError as error:
+    sys.stdout.write(str(error))
+"""
+    environment = {**os.environ, "ZOO_BACKEND": value, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    assert said in done.stdout, done.stderr

@@ -92,15 +92,16 @@ def table(sweep: Sweep, found: Sequence[Outcome]) -> Table:
     columns = [*sweep.axes, *([CONTROL] if sweep.controls else [])]
     for column in columns:
         shown.add_column(column.split(".")[-1])
-    for column in ("params", "state", "lr", "median", "mean", "all seeds"):
-        shown.add_column(column, justify="right", no_wrap=column != "all seeds")
+    rates = len(sweep.learning_rates) > 1
+    for column in ("params", "state", *(["lr"] if rates else []), "median", "mean", "all seeds"):
+        shown.add_column(column, justify="right", no_wrap=True)
     for cell in cells(sweep, found):
         row = cell.rows[0] if cell.rows else {}
         shown.add_row(
             *(cell.labels.get(column, "") for column in columns),
             _short(row.get("parameters")),
             _short(row.get("state_size")),
-            "" if cell.learning_rate is None else f"{cell.learning_rate:g}",
+            *([f"{cell.learning_rate:g}"] if rates else []),
             f"{cell.median:.3f}" if cell.values else "",
             _mean(cell.values),
             " ".join(f"{value:.3f}" for value in sorted(cell.values)),

@@ -1,0 +1,167 @@
+"""`bench kernels`: forward and backward times of the ops, beside the limits of the device and beside others."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from kernels import BACKENDS, UserError
+from mixers import did_you_mean
+
+from . import peers as others
+from .cases import OPS, Case, Shape, Tensors
+from .device import described, pick_device, pick_dtype, roofline_ms
+from .gate import relative_error
+from .report import Report
+from .timing import Call, medians
+
+ON_GPU = [(4, 8, 4096, 128), (4, 64, 4096, 128), (1, 8, 65536, 128)]
+WINDOW_ON_GPU = [(4, 8, 8192, 128)]
+ON_CPU = [(1, 4, 1024, 64)]
+LENGTHS_ON_GPU = [1 << n for n in range(10, 17)]
+LENGTHS_ON_CPU = [256, 512, 1024, 2048]
+OURS = "ours"
+
+
+def bench_kernels(
+    ops: list[str] | str | None = None,
+    shapes: list[tuple[int, int, int, int]] | None = None,
+    lengths: list[int] | None = None,
+    dtype: str | None = None,
+    backend: str = "auto",
+    device: str | None = None,
+    window_size: int | None = None,
+    seconds: float = 0.3,
+    peers: bool = False,
+    folder: str = "runs/bench-kernels",
+) -> Report:
+    """Time the ops, forward and with their backward pass, after a check that their results are right.
+
+    Args:
+        ops: Some of delta_rule, linear_head, linear_channel, linear_constant (by the kind of decay) and
+            window_attention; all by default.
+        shapes: [B, H, T, D] of the table, batch, heads, tokens and key size; null for some that suit the device.
+        lengths: T of the picture, at the B, H and D of the last shape; [] for no picture, null for some that suit the
+            device.
+        dtype: bf16, fp16 or fp32; null for bf16 on a GPU and fp32 on a processor.
+        backend: Of the kernels: auto, triton, torch or reference.
+        device: cpu or cuda; null for the GPU if there is one.
+        window_size: Of window_attention; null for 2048 on a GPU and 256 on a processor.
+        seconds: Time to spend on each measurement.
+        peers: Whether to time flash-linear-attention, SDPA and FlexAttention too, in turn with ours.
+        folder: Where bench.json and bench.png go.
+
+    Raises:
+        UserError: An argument is wrong.
+    """
+    where = pick_device(device)
+    on_gpu = where.type == "cuda"
+    names = _ops(ops)
+    precision = pick_dtype(dtype, where)
+    if backend not in BACKENDS:
+        raise UserError(
+            f"backend: {backend!r} is not one of {', '.join(BACKENDS)}{did_you_mean(backend, list(BACKENDS))}"
+        )
+    window = window_size or (2048 if on_gpu else 256)
+    for argument, sizes in (("shapes", shapes or []), ("lengths", [lengths or []]), ("window_size", [[window]])):
+        if any(number < 1 for given in sizes for number in given):
+            raise UserError(f"{argument}: all sizes must be at least 1")
+    if peers:
+        others.require_for(names, where)
+
+    table: list[tuple[str, Shape]] = []
+    for name in names:
+        default = ON_CPU if not on_gpu else WINDOW_ON_GPU if name == "window_attention" else ON_GPU
+        table += [(name, Shape(*shape)) for shape in (default if shapes is None else shapes)]
+    if lengths is None:
+        lengths = LENGTHS_ON_GPU if on_gpu else LENGTHS_ON_CPU
+    base = Shape(*(shapes or (ON_GPU if on_gpu else ON_CPU))[-1])
+    curve = [(name, base._replace(T=length)) for name in names for length in lengths]
+
+    for name in names:  # a backend that an op does not have should not wait for its turn
+        Case(name, Shape(1, 1, 1, base.D), precision, where, backend, window)
+    report = Report("kernels", Path(folder), {**described(where), "dtype": precision, "peers": peers})
+    wanted = list(dict.fromkeys([*table, *curve]))
+    for name, shape in (bar := tqdm(wanted, desc="kernels", unit=" calls", dynamic_ncols=True)):
+        bar.set_postfix_str(f"{name} {'×'.join(map(str, shape))}")
+        row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "dtype": precision}
+        row["in_table"], row["in_curve"] = (name, shape) in table, (name, shape) in curve
+        try:
+            case = Case(name, shape, precision, where, backend, window)
+            row |= measured(case, seconds, peers and row["in_table"])
+        except torch.OutOfMemoryError:
+            row["note"] = "does not fit into memory"
+        case = None  # type: ignore[assignment]
+        if on_gpu:
+            torch.cuda.empty_cache()
+        report.rows.append(row)
+    return report
+
+
+def _ops(given: list[str] | str | None) -> list[str]:
+    if given is None:
+        return list(OPS)
+    names = [name.strip() for name in (given.strip("[]").split(",") if isinstance(given, str) else given)]
+    for name in names:
+        if name not in OPS:
+            raise UserError(f"ops: {name!r} is not one of {', '.join(OPS)}{did_you_mean(name, list(OPS))}")
+    return list(dict.fromkeys(names))
+
+
+def measured(case: Case, seconds: float, peers: bool) -> dict[str, Any]:
+    """The row of a case: its check, then its times if it passed."""
+    gate = case.check()
+    row: dict[str, Any] = {"implementation": case.implementation, "window_size": case.window, "gate": gate.record()}
+    if not gate.passed:
+        return {**row, "note": gate.says}
+    device = case.do.device
+    calls: dict[str, Any] = {OURS: case.call}
+    row["peers"] = {}
+    if peers:
+        for name, peer in others.kernel_peers(case).items():
+            row["peers"][name] = found = _tried(case, peer)
+            if "note" not in found:
+                calls[name] = peer
+    fwd = medians({name: _forward(call, case.inputs) for name, call in calls.items()}, device, seconds)
+    both = medians({name: _both(case, call) for name, call in calls.items()}, device, seconds)
+    row |= {"fwd_ms": fwd[OURS], "fwd_bwd_ms": both[OURS]}
+    for key, ms, products, moved in (
+        ("fwd", fwd[OURS], 1, case.moved[0]),
+        ("fwd_bwd", both[OURS], 3, case.moved[1]),  # two products backward for each one forward
+    ):
+        row[f"{key}_tflops"] = products * case.flops / ms / 1e9
+        least = roofline_ms(device, case.dtype, products * case.flops, moved)
+        row[f"{key}_roofline"] = None if least is None else least / ms
+    for name in list(calls)[1:]:
+        row["peers"][name] |= {
+            "fwd_ms": fwd[name],
+            "fwd_bwd_ms": both[name],
+            "fwd_ratio": fwd[name] / fwd[OURS],
+            "fwd_bwd_ratio": both[name] / both[OURS],
+        }
+    return row
+
+
+def _tried(case: Case, peer: Any) -> dict[str, Any]:
+    """How far a peer's output is from ours, or why it does not run."""
+    try:
+        found = case.differentiated(peer, case.inputs, case.do)["o"]
+        with torch.no_grad():
+            return {"output_difference": relative_error(found, case.call(case.inputs))}
+    except Exception as error:  # whatever another library raises is a remark in our table
+        return {"note": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+def _forward(call: Any, inputs: Tensors) -> Call:
+    def run() -> None:
+        with torch.no_grad():
+            call(inputs)
+
+    return run
+
+
+def _both(case: Case, call: Any) -> Call:
+    leaves = {n: x.detach().requires_grad_(n in case.learned) for n, x in case.inputs.items()}
+    learned = [leaves[n] for n in case.learned]
+    return lambda: torch.autograd.grad(call(leaves), learned, case.do)

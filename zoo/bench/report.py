@@ -1,0 +1,189 @@
+"""What a benchmark leaves: a table in the terminal, bench.json and, over the length, bench.png."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+from ..atomic import atomic_write
+
+
+@dataclass
+class Report:
+    """The rows of one benchmark.
+
+    Args:
+        kind: kernels, training or decode.
+        folder: Where the files go.
+        about: Device, versions and settings.
+        rows: One for each measurement.
+    """
+
+    kind: str
+    folder: Path
+    about: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a result was wrong."""
+        return any(not row["gate"]["passed"] for row in self.rows if "gate" in row)
+
+    def write(self) -> None:
+        """Write the files."""
+        record = {"kind": self.kind, **self.about, "rows": self.rows}
+        with atomic_write(self.folder / "bench.json") as file:
+            file.write(json.dumps(record, indent=1, allow_nan=False).encode())
+        if any(row.get("in_curve") and "fwd_bwd_ms" in row for row in self.rows):
+            with atomic_write(self.folder / "bench.png") as file:
+                figure(self).savefig(file, format="png")
+
+    def table(self) -> Table:
+        """The rows for the terminal."""
+        return TABLES[self.kind](self)
+
+
+def kernels_table(report: Report) -> Table:
+    """One row for each op and shape, the peers' times and how many times ours below."""
+    table = _table(
+        report,
+        ["op", "B×H×T×D", "by", "fwd ms", "fwd+bwd ms", "TFLOP/s", "of limit"],
+        "TFLOP/s and the fraction of what FLOPs and bytes allow: forward / forward and backward",
+    )
+    if report.about["peers"]:
+        table.add_column("peer ÷ ours", justify="right", no_wrap=True)
+    for row in report.rows:
+        if not row["in_table"]:
+            if "fwd_ms" not in row:
+                _remark(table, [row["op"], "×".join(map(str, row["shape"].values()))], row)
+            continue
+        shape = "×".join(map(str, row["shape"].values()))
+        if "fwd_ms" not in row:
+            _remark(table, [row["op"], shape], row)
+            continue
+        table.add_row(
+            row["op"],
+            shape,
+            row["implementation"],
+            f"{row['fwd_ms']:.3f}",
+            f"{row['fwd_bwd_ms']:.3f}",
+            f"{row['fwd_tflops']:.2f} / {row['fwd_bwd_tflops']:.2f}",
+            _pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
+        )
+        for name, peer in row["peers"].items():
+            if "note" in peer:
+                table.add_row(f"  {name}", peer["note"])
+                continue
+            ratio = _pair(peer["fwd_ratio"], peer["fwd_bwd_ratio"], "{:.2f}×")
+            table.add_row(f"  {name}", "", "", f"{peer['fwd_ms']:.3f}", f"{peer['fwd_bwd_ms']:.3f}", "", "", ratio)
+    return table
+
+
+def training_table(report: Report) -> Table:
+    """One row for each model."""
+    about = report.about
+    table = _table(
+        report,
+        ["model", "params", "tok/s", "step ms", "forward", "backward", "optimiser", "GiB", "MFU", "first step s", "ready"],
+        f"batch {about['batch_size']} × {about['length']}, {about['precision']}; ready: seconds from the start of the "
+        "process to the end of the first step",
+    )
+    for row in report.rows:
+        if "step_ms" not in row:
+            _remark(table, [row["model"]], row)
+            continue
+        table.add_row(
+            row["model"],
+            f"{row['parameters'] / 1e6:.1f} M",
+            f"{row['tokens_per_second']:,.0f}",
+            *(f"{row[key]:.1f}" for key in ("step_ms", "forward_ms", "backward_ms", "optimiser_ms")),
+            _given(row["peak_gib"], "{:.1f}"),
+            _given(row["mfu"], "{:.1%}"),
+            f"{row['first_step_s']:.1f}",
+            _given(row["ready_s"], "{:.1f}"),
+        )
+    return table
+
+
+def decode_table(report: Report) -> Table:
+    """One row for each batch size and position."""
+    table = _table(report, ["model", "batch", "position", "how", "ms/token", "tok/s", "state MB"], "")
+    for row in report.rows:
+        head = [row["model"], str(row["batch_size"]), str(row["position"]), row["how"]]
+        if "ms" not in row:
+            _remark(table, head, row)
+            continue
+        state = _given(row["state_bytes"] and row["state_bytes"] / 1e6, "{:.1f}")
+        table.add_row(*head, f"{row['ms']:.3f}", f"{row['tokens_per_second']:,.0f}", state)
+        if "note" in row:
+            table.add_row("", "", "", "", row["note"])
+    return table
+
+
+def figure(report: Report) -> Figure:
+    """Time of forward and backward over the length, one line for each op."""
+    picture = Figure(figsize=(7, 4.5), dpi=110, layout="constrained")
+    FigureCanvasAgg(picture)
+    rows = [row for row in report.rows if row.get("in_curve") and "fwd_bwd_ms" in row]
+    B, H, _, D = rows[0]["shape"].values()
+    axes = picture.add_subplot(
+        xlabel="tokens",
+        ylabel="forward + backward, ms",
+        xscale="log",
+        yscale="log",
+        title=f"B = {B}, H = {H}, D = {D}, {report.about['dtype']}, {report.about['device']}",
+    )
+    lengths = sorted({row["shape"]["T"] for row in rows})
+    for op in dict.fromkeys(row["op"] for row in rows):
+        line = sorted((row["shape"]["T"], row["fwd_bwd_ms"]) for row in rows if row["op"] == op)
+        axes.plot([T for T, _ in line], [ms for _, ms in line], marker=".", label=op)
+    axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    axes.title.set_fontsize("small")
+    return picture
+
+
+def _table(report: Report, columns: Iterable[str], caption: str) -> Table:
+    about = report.about
+    triton = f", triton {about['triton']}" if about["triton"] else ""
+    title = f"{about['device']}, torch {about['torch']}{triton}, {about.get('dtype') or about['precision']}"
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption or None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+    )
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
+    return table
+
+
+def _remark(table: Table, head: list[str], row: dict[str, Any]) -> None:
+    """A row without a result."""
+    wrong = "gate" in row and not row["gate"]["passed"]
+    table.add_row(*head, row["note"], style="red" if wrong else None)
+
+
+def _given(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _pair(first: float | None, second: float | None, form: str) -> str:
+    return "" if first is None or second is None else f"{form.format(first)} / {form.format(second)}"
+
+
+TABLES: dict[str, Callable[[Report], Table]] = {
+    "kernels": kernels_table,
+    "training": training_table,
+    "decode": decode_table,
+}
