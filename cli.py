@@ -38,6 +38,7 @@ import mixers  # noqa: E402
 import zoo  # noqa: E402
 from kernels import UserError  # noqa: E402
 from zoo import config as configs  # noqa: E402
+from zoo.bench import bench  # noqa: E402
 from zoo.callbacks import FinalValidation, StepSeeds, Throughput  # noqa: E402
 from zoo.catalogue import catalogue, page  # noqa: E402
 from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
@@ -68,6 +69,7 @@ Train and compare language models of pluggable token mixers.
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml --trainer.max_steps=300
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
              python cli.py sweep --config sweep/heads.yaml [--dry-run]
+  bench      how fast it is here: python cli.py bench kernels|training|decode
   mixers     a table of the token mixers, or everything about one: python cli.py mixers GatedDeltaNet
 
 Configs are found in configs/ by name. Give several --config to overlay them, and --key=value to override:
@@ -379,9 +381,11 @@ def run(arguments: list[str]) -> int:
         return compare(arguments[1:])
     if verb == "sweep":
         return sweep(arguments[1:])
+    if verb == "bench":
+        return bench(arguments[1:])
     if verb == "mixers":
         return function(show_mixers, arguments[1:], positional="name")
-    known = [*LightningCLI.subcommands(), "generate", "compare", "sweep", "mixers"]
+    known = [*LightningCLI.subcommands(), "generate", "compare", "sweep", "bench", "mixers"]
     raise UserError(f"{verb!r} is no verb{mixers.did_you_mean(verb, known)} (verbs: {', '.join(known)})")
 
 

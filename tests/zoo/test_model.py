@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import zoo
 from kernels import UserError
 from mixers import GatedDeltaNet, Site, TokenMixer
+from mixers.base import dense_flops
 from zoo.stack import Uniform
 
 VOCAB, HIDDEN, LENGTH = 61, 32, 23
@@ -233,3 +234,17 @@ def test_published_sizes(key: tuple[str, str, int | None]):
 def test_published_alternatives_to_expansion(config: str, overrides: list[str], expected: tuple[int, int]):
     model = zoo.build("gated_deltanet.yaml", config, *overrides, device="meta")
     assert (model.num_parameters(), model.state_size()) == expected
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("config", "per_state", "shared"), [("gla.yaml", 5, 1), ("gated_deltanet.yaml", 10, 0)])
+def test_flops_of_an_expanded_recurrence(config: str, per_state: int, shared: int, factor: int):
+    """Table 10 of paper 000 counts 6HLD² for GLA and 8HLD² for Gated DeltaNet.
+
+    Ours is 6 and 10 (6 for the state, 2 for the scores of keys and queries, 1 each for the solve and the values), and
+    everything repeats for each subhead but GLA's product of scores and values.
+    """
+    model = zoo.build(f"paper000/{config}", "size/400m.yaml", f"model.stack.mixer.factor={factor}", device="meta")
+    mixer, length = model.mixers[0], 4096
+    recurrence = mixer.flops(length) - dense_flops(mixer, length)
+    assert recurrence == (per_state * factor + shared) * 8 * length * 128**2

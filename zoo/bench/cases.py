@@ -72,7 +72,7 @@ class Case:
         """The name of the implementation that runs."""
         package = importlib.import_module(f"kernels.{self.op.function}")
         known: Mapping[str, Callable[..., Any]] = package.IMPLEMENTATIONS
-        if self.shape.D > getattr(package, "LARGEST", self.shape.D):
+        if getattr(package, "LARGEST", self.shape.D) < self.shape.D:
             known = {name: found for name, found in known.items() if name != "triton"}
         with kernels.backend(self.backend):
             chosen = choose(self.op.function, known, self.inputs["v"])
@@ -81,9 +81,9 @@ class Case:
     def call(self, inputs: Tensors, backend: str | None = None) -> Tensor:
         """Outputs [B,T,H,D]."""
         with kernels.backend(self.backend if backend is None else backend):
+            function: Callable[..., Any] = getattr(kernels, self.op.function)
             if self.window is not None:
-                return kernels.window_attention(**inputs, window_size=self.window)
-            function = kernels.delta_rule if self.op.function == "delta_rule" else kernels.linear_recurrence
+                return function(**inputs, window_size=self.window)
             return function(**inputs)[0]
 
     def differentiated(self, call: Callable[[Tensors], Tensor], inputs: Tensors, do: Tensor) -> Tensors:
@@ -120,9 +120,8 @@ class Case:
         B, H, T, D = self.shape
         if self.window is not None:
             return B * kernels.attention_flops(T, heads=H, head_dim=D, window_size=self.window)
-        function = kernels.delta_rule if self.op.function == "delta_rule" else kernels.linear_recurrence
         return B * kernels.recurrence_flops(
-            function,
+            getattr(kernels, self.op.function),
             T,
             heads=H,
             key_heads=H,
@@ -158,4 +157,3 @@ def _inputs(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device, gene
     if op.function == "delta_rule":
         tensors["beta"] = draw(B, T, H).sigmoid()
     return tensors
-

@@ -27,8 +27,8 @@ def require(device: torch.device) -> None:
         raise UserError(
             "peers: flash-linear-attention is not installed; pip install flash-linear-attention, or leave --peers out"
         )
-    # FLA refuses its gated backward on Hopper under Triton >= 3.4.0 and < 3.7.1, where its gradients come out wrong. Its
-    # time is wanted here and never its numbers.
+    # FLA refuses its gated backward on Hopper under Triton >= 3.4.0 and < 3.7.1, where its gradients come out wrong.
+    # Its time is wanted here, and never its numbers.
     importlib.import_module("fla.ops.common.chunk_o").IS_NVIDIA_HOPPER = False  # type: ignore[attr-defined]
 
 
@@ -58,11 +58,12 @@ def kernel_peers(case: Case) -> dict[str, Peer]:
 def _attention(case: Case) -> dict[str, Peer]:
     """Causal SDPA, which sees everything, and on a GPU FlexAttention with the window."""
 
-    def heads_first(x: Tensors) -> list[Tensor]:
-        return [x[name].transpose(1, 2) for name in ("q", "k", "v")]
+    def heads_first(x: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        return x["q"].transpose(1, 2), x["k"].transpose(1, 2), x["v"].transpose(1, 2)
 
     def sdpa(x: Tensors) -> Tensor:
-        return F.scaled_dot_product_attention(*heads_first(x), is_causal=True).transpose(1, 2)
+        q, k, v = heads_first(x)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     found: dict[str, Peer] = {"sdpa causal": sdpa}
     if case.do.is_cuda:

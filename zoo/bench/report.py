@@ -90,7 +90,19 @@ def training_table(report: Report) -> Table:
     about = report.about
     table = _table(
         report,
-        ["model", "params", "tok/s", "step ms", "forward", "backward", "optimiser", "GiB", "MFU", "first step s", "ready"],
+        [
+            "model",
+            "params",
+            "tok/s",
+            "step ms",
+            "forward",
+            "backward",
+            "optimiser",
+            "GiB",
+            "MFU",
+            "first step s",
+            "ready",
+        ],
         f"batch {about['batch_size']} × {about['length']}, {about['precision']}; ready: seconds from the start of the "
         "process to the end of the first step",
     )

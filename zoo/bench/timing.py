@@ -1,5 +1,6 @@
 """Medians of calls that take turns, on a GPU by events and on a processor by the clock."""
 
+import itertools
 import os
 import statistics
 import time
@@ -41,8 +42,8 @@ class Clock:
         synchronize(self.device)
         marks, self._marks = self._marks, []
         if self.device.type == "cuda":
-            return [start.elapsed_time(end) for start, end in zip(marks, marks[1:])]
-        return [(end - start) * 1e3 for start, end in zip(marks, marks[1:])]
+            return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
 
 
 def medians(

@@ -161,11 +161,15 @@ def figure(sweep: Sweep, found: Sequence[Outcome]) -> Figure:
         name = ", ".join(cell.labels[axis] for axis in apart)
         lines.setdefault(name, []).append(cell)
     names = list(dict.fromkeys(cell.labels[x] for cell in drawn)) if x in sweep.axes else []
+    ordered = all(map(_is_number, names))  # also where x is a number of the results
     for number, (name, group) in enumerate(lines.items()):
         at = [names.index(cell.labels[x]) if names else _number(cell.rows[0], x, "x") for cell in group]
         order = sorted(range(len(group)), key=lambda i: at[i])
         color = f"C{number % 10}"
-        axes.plot([at[i] for i in order], [group[i].median for i in order], color=color, marker="_", label=name or None)
+        medians = [group[i].median for i in order]
+        line = "-" if ordered else "none"  # names have no order to draw
+        drawing: dict[str, Any] = {"linestyle": line, "marker": "_", "markersize": 18, "markeredgewidth": 2}
+        axes.plot([at[i] for i in order], medians, color=color, label=name or None, **drawing)
         for i in order:
             axes.plot([at[i]] * len(group[i].values), group[i].values, "o", color=color, alpha=0.5, markersize=4)
     for number, cell in enumerate(cell for cell in every if CONTROL in cell.labels):
@@ -179,6 +183,14 @@ def figure(sweep: Sweep, found: Sequence[Outcome]) -> Figure:
         picture.legend(loc="outside right center", fontsize="small")
     axes.grid(alpha=0.3)
     return picture
+
+
+def _is_number(label: str) -> bool:
+    try:
+        float(label)
+    except ValueError:
+        return False
+    return True
 
 
 def write(sweep: Sweep, found: Sequence[Outcome], folder: Path) -> Table:

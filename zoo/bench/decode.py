@@ -1,0 +1,204 @@
+"""`bench decode`: time of a token from a state at some position, eager and as a captured CUDA graph."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from tqdm import tqdm
+
+from .. import config as configs
+from ..model import LanguageModel
+from . import model as models
+from . import peers as others
+from .device import described, pick_device
+from .report import Report
+from .timing import medians
+
+PEER_POSITION = 1024  # farther prefills of a peer tell nothing new: the size of its state is constant too
+
+
+def bench_decode(
+    config: Sequence[str],
+    batch_sizes: list[int] | None = None,
+    positions: list[int] | None = None,
+    precision: str | None = None,
+    backend: str = "auto",
+    device: str | None = None,
+    seconds: float = 1.0,
+    peers: bool = False,
+    folder: str = "runs/bench-decode",
+) -> Report:
+    """Time the next token of a model, after a check that its steps continue what it reads at once.
+
+    The state at a position is random, of the size that it has there; each step feeds the likeliest token and the new
+    state to the next one.
+
+    Args:
+        config: Configs and `key=value` overrides, in order.
+        batch_sizes: Sequences at a time; null for 1 and 64.
+        positions: Tokens that came before; null for 1024 and 65536.
+        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a processor.
+        backend: Of the kernels: auto, triton, torch or reference.
+        device: cpu or cuda; null for the GPU if there is one.
+        seconds: Time to spend on each measurement.
+        peers: Whether to time flash-linear-attention's Gated DeltaNet of the same sizes too.
+        folder: Where bench.json goes.
+
+    Raises:
+        UserError: An argument is wrong.
+    """
+    where = pick_device(device)
+    if peers:
+        others.require(where)
+    batch_sizes = [1, 64] if batch_sizes is None else batch_sizes
+    positions = [1024, 65536] if positions is None else positions
+    precision = precision or ("bf16-true" if where.type == "cuda" else "32-true")
+    models.check_names(backend, precision)
+    for argument, sizes in (("batch_sizes", batch_sizes), ("positions", positions)):
+        for size in sizes:
+            models.check_sizes(**{argument: size})
+    found = models.read(config)
+    name = Path(str(next((item for item in config if "=" not in item), "model"))).stem
+    about = {
+        **described(where),
+        "model": configs.to_dict(found)["model"],
+        "precision": precision,
+        "peers": peers,
+    }
+    report = Report("decode", Path(folder), about)
+    model = models.build(found, precision, where).eval()
+    gate = models.compared(model, precision, backend, models.continuing, models.at_once)
+    peer = others.language_model(about["model"], where).to(models.PRECISIONS[precision]).eval() if peers else None
+    places = [(batch, position) for batch in batch_sizes for position in positions]
+    for batch, position in tqdm(places, desc="decode", unit=" places", dynamic_ncols=True):
+        row = {"model": name, "batch_size": batch, "position": position, "gate": gate.record()}
+        if not gate.passed:
+            report.rows.append({**row, "how": "", "note": gate.says})
+            continue
+        with torch.no_grad(), models.running(precision, where, backend):
+            report.rows += _measured(row, model, seconds)
+        if peer is not None:
+            other = {"model": "fla gated delta rule", "batch_size": batch, "position": min(position, PEER_POSITION)}
+            with torch.no_grad(), models.running(precision, where):
+                report.rows.append(_timed({**other, "how": "eager"}, seconds, partial(Peer, peer, batch), where))
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+    return report
+
+
+def _measured(row: dict[str, Any], model: LanguageModel, seconds: float) -> list[dict[str, Any]]:
+    """Rows for one batch size and position: eager, and on a GPU a captured graph."""
+    device = next(model.parameters()).device
+    place = row["batch_size"], row["position"]
+    eager = _timed({**row, "how": "eager"}, seconds, lambda: Eager(model, *place), device)
+    if device.type != "cuda" or "ms" not in eager:
+        return [eager]
+    if grows(model):
+        eager["note"] = "no CUDA graph: the state grows with every token"
+        return [eager]
+    try:
+        return [eager, _timed({**row, "how": "CUDA graph"}, seconds, lambda: Captured(model, *place), device)]
+    except RuntimeError as error:
+        torch.cuda.synchronize(device)
+        eager["note"] = f"no CUDA graph: {' '.join(str(error).split())[:120]}"
+        return [eager]
+
+
+def _timed(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    try:
+        step = make()
+        row["ms"] = medians({"step": step}, device, seconds)["step"]
+    except torch.OutOfMemoryError:
+        return {**row, "note": "does not fit into memory"}
+    row["tokens_per_second"] = row["batch_size"] / row["ms"] * 1e3
+    row["state_bytes"] = step.state_bytes
+    return row
+
+
+class Eager:
+    """Steps of the model as they are written."""
+
+    def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
+        self.model, device = model, next(model.parameters()).device
+        self.tokens = torch.randint(model.vocab_size, (batch_size, 1), device=device)
+        self.state = state_at(model, batch_size, position)
+        self.state_bytes = sum(leaf.nbytes for leaf in tree_leaves(self.state))
+
+    def __call__(self) -> None:
+        logits, self.state = self.model(self.tokens, self.state)
+        self.tokens = logits[:, -1:].argmax(-1)
+
+
+class Captured(Eager):
+    """The same as one CUDA graph, over tensors that stay where they are."""
+
+    def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
+        super().__init__(model, batch_size, position)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+
+    def _step(self) -> None:
+        logits, following = self.model(self.tokens, self.state)
+        for old, new in zip(tree_leaves(self.state), tree_leaves(following), strict=True):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+        self.tokens.copy_(logits[:, -1:].argmax(-1))
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+class Peer:
+    """Steps of a Hugging Face model with its cache, after a prefill."""
+
+    state_bytes = None
+
+    def __init__(self, model: Any, batch_size: int) -> None:
+        self.model = model
+        prompt = torch.randint(model.config.vocab_size, (batch_size, PEER_POSITION), device=model.device)
+        out = model(input_ids=prompt, use_cache=True)
+        self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+    def __call__(self) -> None:
+        out = self.model(input_ids=self.tokens, past_key_values=self.past, use_cache=True)
+        self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+
+def growing(model: LanguageModel) -> list[bool]:
+    """For each tensor of a state, whether it has one entry more after each token."""
+    before = model.init_state(1)
+    shapes = [leaf.shape for leaf in tree_leaves(before)]
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    with torch.no_grad():
+        _, after = model(token, before)
+    return [shape != leaf.shape for shape, leaf in zip(shapes, tree_leaves(after), strict=True)]
+
+
+def grows(model: LanguageModel) -> bool:
+    """Whether the state of the model grows with every token."""
+    return any(growing(model))
+
+
+def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
+    """A random state of the size that it has after `position` tokens."""
+    more = iter(growing(model))
+
+    def fill(leaf: Tensor) -> Tensor:
+        grown = next(more)
+        if not leaf.is_floating_point():
+            return torch.full_like(leaf, position)
+        size = (batch_size, position, *leaf.shape[2:]) if grown else leaf.shape
+        return 0.1 * torch.randn(size, dtype=leaf.dtype, device=leaf.device)
+
+    return tree_map(fill, model.init_state(batch_size))
