@@ -19,7 +19,8 @@ from torch import Tensor
 from .errors import UserError
 
 BACKENDS = ("auto", "triton", "torch", "reference")
-_chosen: ContextVar[str] = ContextVar("backend", default=os.environ.get("ZOO_BACKEND", "auto"))
+_default = os.environ.get("ZOO_BACKEND", "auto")
+_chosen: ContextVar[str] = ContextVar("backend", default=_default)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import cli
 import mixers
 import zoo
 from kernels import UserError
+from zoo.results import COLUMNS
 
 from .commands import FIT, Command, start
 
@@ -87,6 +88,7 @@ def test_fit_leaves_a_run(finished: Path):
         *contents(run)
     }
     results = json.loads((run / "results.json").read_text())
+    assert set(COLUMNS) < results.keys()
     assert (results["status"], results["steps"], results["tokens_seen"]) == ("complete", 4, 4 * 2 * 32)
     for name in ("val_loss", "bigram_loss", "val_loss_mixers_zeroed", "forward_flops_per_token"):
         assert results[name] > 0

@@ -35,14 +35,14 @@ def test_a_sweep_and_the_same_again(command, small) -> None:
     folder = small / "runs" / "small"
     with (folder / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [(row["name"], row["steps"]) for row in rows] == [("factor=1", "2"), ("factor=2", "2")]
+    assert [(row["name"], row["steps"]) for row in rows] == [("factor=1,seed=0", "2"), ("factor=2,seed=0", "2")]
     assert int(rows[1]["state_size"]) == 2 * int(rows[0]["state_size"])
     assert rows[0]["val_loss"][:5] in first.out
     assert (folder / "sweep.png").stat().st_size > 5000
-    before = (folder / "factor=1" / "metrics.jsonl").stat().st_mtime_ns
+    before = (folder / "factor=1,seed=0" / "metrics.jsonl").stat().st_mtime_ns
     again = command("sweep", "--config", "small.yaml", "--trainer.max_steps=2", "--trainer.val_check_interval=2")
     assert again.code == 0
-    assert (folder / "factor=1" / "metrics.jsonl").stat().st_mtime_ns == before
+    assert (folder / "factor=1,seed=0" / "metrics.jsonl").stat().st_mtime_ns == before
     other = command("sweep", "--config", "small.yaml", "--trainer.max_steps=3", "--trainer.val_check_interval=2")
     assert other.code == 2
     assert "is a run with trainer.max_steps: 2, and now it is 3" in other.err

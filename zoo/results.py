@@ -23,6 +23,26 @@ from zoo.curves import bigram_loss, finite
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.metrics import token_losses
 
+# The numbers of a results row, or groups of numbers.
+COLUMNS = (
+    "steps",
+    "tokens_seen",
+    "parameters",
+    "context_length",
+    "state_size",
+    "forward_flops_per_token",
+    "val_loss",
+    "val_perplexity",
+    "val_loss_by_position",
+    "val_accuracy",
+    "val_accuracy_by_task",
+    "val_loss_same_batches",
+    "val_loss_mixers_zeroed",
+    "bigram_loss",
+    "tokens_per_second",
+    "wall_seconds",
+)
+
 
 class ResultRow(Callback):
     """Writes `results.json`, all that is to be known about a run in one row, and a short table on the terminal.

@@ -51,8 +51,10 @@ def bench(arguments: list[str]) -> int:
         raise UserError(f"bench: {kind!r} is not one of {', '.join(KINDS)}{did_you_mean(kind, list(KINDS))}")
     report = KINDS[kind](**_options(kind, arguments[1:]))
     report.write()
+    if not console.is_terminal:  # a log file has room for all columns
+        console = Console(width=max(console.width, 120))
     console.print(report.table())
-    console.print(f"written to {report.folder}", highlight=False)
+    console.out(f"written to {report.folder}", highlight=False)
     return int(report.failed)
 
 

@@ -14,7 +14,7 @@ from .. import config as configs
 from ..model import LanguageModel
 from . import model as models
 from . import peers as others
-from .device import described, pick_device
+from .device import described, pick_backend, pick_device
 from .report import Report
 from .timing import medians
 
@@ -26,7 +26,7 @@ def bench_decode(
     batch_sizes: list[int] | None = None,
     positions: list[int] | None = None,
     precision: str | None = None,
-    backend: str = "auto",
+    backend: str | None = None,
     device: str | None = None,
     seconds: float = 1.0,
     peers: bool = False,
@@ -42,7 +42,7 @@ def bench_decode(
         batch_sizes: Sequences at a time; null for 1 and 64.
         positions: Tokens that came before; null for 1024 and 65536.
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a processor.
-        backend: Of the kernels: auto, triton, torch or reference.
+        backend: Of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if there is one.
         seconds: Time to spend on each measurement.
         peers: Whether to time flash-linear-attention's Gated DeltaNet of the same sizes too.
@@ -57,7 +57,8 @@ def bench_decode(
     batch_sizes = [1, 64] if batch_sizes is None else batch_sizes
     positions = [1024, 65536] if positions is None else positions
     precision = precision or ("bf16-true" if where.type == "cuda" else "32-true")
-    models.check_names(backend, precision)
+    backend = pick_backend(backend)
+    models.check_precision(precision)
     for argument, sizes in (("batch_sizes", batch_sizes), ("positions", positions)):
         for size in sizes:
             models.check_sizes(**{argument: size})
@@ -84,7 +85,9 @@ def bench_decode(
         if peer is not None:
             other = {"model": "fla gated delta rule", "batch_size": batch, "position": min(position, PEER_POSITION)}
             with torch.no_grad(), models.running(precision, where):
-                report.rows.append(_timed({**other, "how": "eager"}, seconds, partial(Peer, peer, batch), where))
+                report.rows.append(
+                    _peer({**other, "how": "eager"}, seconds, partial(Peer, peer, batch, other["position"]), where)
+                )
         if where.type == "cuda":
             torch.cuda.empty_cache()
     return report
@@ -117,6 +120,13 @@ def _timed(row: dict[str, Any], seconds: float, make: Callable[[], Any], device:
     row["tokens_per_second"] = row["batch_size"] / row["ms"] * 1e3
     row["state_bytes"] = step.state_bytes
     return row
+
+
+def _peer(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    try:
+        return _timed(row, seconds, make, device)
+    except Exception as error:  # whatever another library raises is a remark in our table
+        return {**row, "note": others.complaint(error)}
 
 
 class Eager:
@@ -164,10 +174,10 @@ class Peer:
 
     state_bytes = None
 
-    def __init__(self, model: Any, batch_size: int) -> None:
+    def __init__(self, model: Any, batch_size: int, position: int) -> None:
         self.model = model
-        prompt = torch.randint(model.config.vocab_size, (batch_size, PEER_POSITION), device=model.device)
-        out = model(input_ids=prompt, use_cache=True)
+        prompt = torch.randint(model.config.vocab_size, (batch_size, position), device=model.device)
+        out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
         self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
     def __call__(self) -> None:

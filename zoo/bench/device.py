@@ -1,12 +1,13 @@
 """What is known of the device that a benchmark runs on."""
 
 import importlib.metadata
+import os
 import platform
 from typing import Any
 
 import torch
 
-from kernels import UserError
+from kernels import BACKENDS, UserError
 from mixers import did_you_mean
 
 from ..callbacks import peak_flops
@@ -51,6 +52,14 @@ def pick_dtype(name: str | None, device: torch.device) -> str:
         return "bf16" if device.type == "cuda" else "fp32"
     if name not in DTYPES:
         raise UserError(f"dtype: {name!r} is not one of {', '.join(DTYPES)}{did_you_mean(name, list(DTYPES))}")
+    return name
+
+
+def pick_backend(name: str | None) -> str:
+    """The named backend, by default that of the process."""
+    name = name or os.environ.get("ZOO_BACKEND", "auto")
+    if name not in BACKENDS:
+        raise UserError(f"backend: {name!r} is not one of {', '.join(BACKENDS)}{did_you_mean(name, list(BACKENDS))}")
     return name
 
 

@@ -32,7 +32,7 @@ class Gate:
             for name, error in self.errors.items()
             if not error <= self.limits[name]
         ]
-        return "FAILED: " + ", ".join(wrong) if wrong else "passed"
+        return ", ".join(wrong) if wrong else "passed"
 
     def record(self) -> dict[str, bool | Mapping[str, float | None]]:
         """For the JSON file; an error that is no number is null."""

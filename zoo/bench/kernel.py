@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kernels import BACKENDS, UserError
+from kernels import UserError
 from mixers import did_you_mean
 
 from . import peers as others
 from .cases import OPS, Case, Shape, Tensors
-from .device import described, pick_device, pick_dtype, roofline_ms
+from .device import described, pick_backend, pick_device, pick_dtype, roofline_ms
 from .gate import relative_error
 from .report import Report
 from .timing import Call, medians
@@ -19,7 +19,7 @@ from .timing import Call, medians
 ON_GPU = [(4, 8, 4096, 128), (4, 64, 4096, 128), (1, 8, 65536, 128)]
 WINDOW_ON_GPU = [(4, 8, 8192, 128)]
 ON_CPU = [(1, 4, 1024, 64)]
-LENGTHS_ON_GPU = [1 << n for n in range(10, 17)]
+LENGTHS_ON_GPU = [1 << n for n in (10, 12, 14, 16)]
 LENGTHS_ON_CPU = [256, 512, 1024, 2048]
 OURS = "ours"
 
@@ -29,7 +29,7 @@ def bench_kernels(
     shapes: list[tuple[int, int, int, int]] | None = None,
     lengths: list[int] | None = None,
     dtype: str | None = None,
-    backend: str = "auto",
+    backend: str | None = None,
     device: str | None = None,
     window_size: int | None = None,
     seconds: float = 0.3,
@@ -45,7 +45,7 @@ def bench_kernels(
         lengths: T of the picture, at the B, H and D of the last shape; [] for no picture, null for some that suit the
             device.
         dtype: bf16, fp16 or fp32; null for bf16 on a GPU and fp32 on a processor.
-        backend: Of the kernels: auto, triton, torch or reference.
+        backend: Of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if there is one.
         window_size: Of window_attention; null for 2048 on a GPU and 256 on a processor.
         seconds: Time to spend on each measurement.
@@ -59,10 +59,7 @@ def bench_kernels(
     on_gpu = where.type == "cuda"
     names = _ops(ops)
     precision = pick_dtype(dtype, where)
-    if backend not in BACKENDS:
-        raise UserError(
-            f"backend: {backend!r} is not one of {', '.join(BACKENDS)}{did_you_mean(backend, list(BACKENDS))}"
-        )
+    backend = pick_backend(backend)
     window = window_size or (2048 if on_gpu else 256)
     for argument, sizes in (("shapes", shapes or []), ("lengths", [lengths or []]), ("window_size", [[window]])):
         if any(number < 1 for given in sizes for number in given):
@@ -123,8 +120,11 @@ def measured(case: Case, seconds: float, peers: bool) -> dict[str, Any]:
             row["peers"][name] = found = _tried(case, peer)
             if "note" not in found:
                 calls[name] = peer
-    fwd = medians({name: _forward(call, case.inputs) for name, call in calls.items()}, device, seconds)
-    both = medians({name: _both(case, call) for name, call in calls.items()}, device, seconds)
+    timed = {f"forward of {name}": _forward(call, case.inputs) for name, call in calls.items()}
+    timed |= {f"both of {name}": _both(case, call) for name, call in calls.items()}
+    times = medians(timed, device, seconds)
+    fwd = {name: times[f"forward of {name}"] for name in calls}
+    both = {name: times[f"both of {name}"] for name in calls}
     row |= {"fwd_ms": fwd[OURS], "fwd_bwd_ms": both[OURS]}
     for key, ms, products, moved in (
         ("fwd", fwd[OURS], 1, case.moved[0]),
@@ -150,7 +150,7 @@ def _tried(case: Case, peer: Any) -> dict[str, Any]:
         with torch.no_grad():
             return {"output_difference": relative_error(found, case.call(case.inputs))}
     except Exception as error:  # whatever another library raises is a remark in our table
-        return {"note": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        return {"note": others.complaint(error)}
 
 
 def _forward(call: Any, inputs: Tensors) -> Call:

@@ -27,9 +27,13 @@ def require(device: torch.device) -> None:
         raise UserError(
             "peers: flash-linear-attention is not installed; pip install flash-linear-attention, or leave --peers out"
         )
+    try:
+        chunks: Any = importlib.import_module("fla.ops.common.chunk_o")
+    except ImportError as error:
+        raise UserError(f"peers: flash-linear-attention cannot be imported ({error}); leave --peers out") from None
     # FLA refuses its gated backward on Hopper under Triton >= 3.4.0 and < 3.7.1, where its gradients come out wrong.
     # Its time is wanted here, and never its numbers.
-    importlib.import_module("fla.ops.common.chunk_o").IS_NVIDIA_HOPPER = False  # type: ignore[attr-defined]
+    chunks.IS_NVIDIA_HOPPER = False
 
 
 def require_for(ops: Iterable[str], device: torch.device) -> None:
@@ -74,6 +78,11 @@ def _attention(case: Case) -> dict[str, Peer]:
         compiled: Any = torch.compile(flex_attention)
         found["flex_attention window"] = lambda x: compiled(*heads_first(x), block_mask=mask).transpose(1, 2)
     return found
+
+
+def complaint(error: Exception) -> str:
+    """What another library raised, as a remark."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def language_model(sizes: dict[str, Any], device: torch.device) -> nn.Module:

@@ -51,91 +51,73 @@ class Report:
 
 def kernels_table(report: Report) -> Table:
     """One row for each op and shape, the peers' times and how many times ours below."""
-    table = _table(
-        report,
-        ["op", "B×H×T×D", "by", "fwd ms", "fwd+bwd ms", "TFLOP/s", "of limit"],
-        "TFLOP/s and the fraction of what FLOPs and bytes allow: forward / forward and backward",
-    )
+    table = _table(report, ["op", "B×H×T×D", "fwd ms", "+ bwd ms", "TFLOP/s", "of limit"])
     if report.about["peers"]:
         table.add_column("peer ÷ ours", justify="right", no_wrap=True)
+    remarks = ["TFLOP/s and the part of what FLOPs and bytes allow: forward / forward and backward"]
+    by = sorted({row["implementation"] for row in report.rows if "implementation" in row})
+    remarks += [f"implementation: {', '.join(by)}"] if by else []
     for row in report.rows:
-        if not row["in_table"]:
-            if "fwd_ms" not in row:
-                _remark(table, [row["op"], "×".join(map(str, row["shape"].values()))], row)
-            continue
-        shape = "×".join(map(str, row["shape"].values()))
+        head = [row["op"], "×".join(map(str, row["shape"].values()))]
         if "fwd_ms" not in row:
-            _remark(table, [row["op"], shape], row)
-            continue
-        table.add_row(
-            row["op"],
-            shape,
-            row["implementation"],
-            f"{row['fwd_ms']:.3f}",
-            f"{row['fwd_bwd_ms']:.3f}",
-            f"{row['fwd_tflops']:.2f} / {row['fwd_bwd_tflops']:.2f}",
-            _pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
-        )
-        for name, peer in row["peers"].items():
-            if "note" in peer:
-                table.add_row(f"  {name}", peer["note"])
-                continue
-            ratio = _pair(peer["fwd_ratio"], peer["fwd_bwd_ratio"], "{:.2f}×")
-            table.add_row(f"  {name}", "", "", f"{peer['fwd_ms']:.3f}", f"{peer['fwd_bwd_ms']:.3f}", "", "", ratio)
-    return table
+            _without(table, remarks, head, row)
+        elif row["in_table"]:
+            table.add_row(
+                *head,
+                f"{row['fwd_ms']:.3f}",
+                f"{row['fwd_bwd_ms']:.3f}",
+                f"{row['fwd_tflops']:.3g} / {row['fwd_bwd_tflops']:.3g}",
+                _pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
+            )
+            for name, peer in row["peers"].items():
+                if "note" in peer:
+                    remarks.append(f"{name}: {peer['note']}")
+                    continue
+                ratio = _pair(peer["fwd_ratio"], peer["fwd_bwd_ratio"], "{:.2f}×")
+                table.add_row(f"  {name}", "", f"{peer['fwd_ms']:.3f}", f"{peer['fwd_bwd_ms']:.3f}", "", "", ratio)
+    return _captioned(table, remarks)
 
 
 def training_table(report: Report) -> Table:
     """One row for each model."""
     about = report.about
-    table = _table(
-        report,
-        [
-            "model",
-            "params",
-            "tok/s",
-            "step ms",
-            "forward",
-            "backward",
-            "optimiser",
-            "GiB",
-            "MFU",
-            "first step s",
-            "ready",
-        ],
-        f"batch {about['batch_size']} × {about['length']}, {about['precision']}; ready: seconds from the start of the "
-        "process to the end of the first step",
-    )
+    milliseconds = ("step_ms", "forward_ms", "backward_ms", "optimiser_ms")
+    columns = ["model", "params", "tok/s", "step ms", "fwd", "bwd", "optim", "GiB", "MFU", "first s", "ready s"]
+    table = _table(report, columns)
+    remarks = [
+        f"batch {about['batch_size']} × {about['length']} tokens{', compiled' if about['compiled'] else ''}",
+        "first: seconds of the first step; ready: from the start of the process to its end",
+    ]
     for row in report.rows:
         if "step_ms" not in row:
-            _remark(table, [row["model"]], row)
+            _without(table, remarks, [row["model"]], row)
             continue
         table.add_row(
             row["model"],
             f"{row['parameters'] / 1e6:.1f} M",
             f"{row['tokens_per_second']:,.0f}",
-            *(f"{row[key]:.1f}" for key in ("step_ms", "forward_ms", "backward_ms", "optimiser_ms")),
+            *(f"{row[key]:.1f}" for key in milliseconds),
             _given(row["peak_gib"], "{:.1f}"),
             _given(row["mfu"], "{:.1%}"),
             f"{row['first_step_s']:.1f}",
             _given(row["ready_s"], "{:.1f}"),
         )
-    return table
+    return _captioned(table, remarks)
 
 
 def decode_table(report: Report) -> Table:
     """One row for each batch size and position."""
-    table = _table(report, ["model", "batch", "position", "how", "ms/token", "tok/s", "state MB"], "")
+    table = _table(report, ["model", "batch", "position", "how", "ms/token", "tok/s", "state MB"])
+    remarks: list[str] = []
     for row in report.rows:
         head = [row["model"], str(row["batch_size"]), str(row["position"]), row["how"]]
         if "ms" not in row:
-            _remark(table, head, row)
+            _without(table, remarks, head, row)
             continue
-        state = _given(row["state_bytes"] and row["state_bytes"] / 1e6, "{:.1f}")
-        table.add_row(*head, f"{row['ms']:.3f}", f"{row['tokens_per_second']:,.0f}", state)
-        if "note" in row:
-            table.add_row("", "", "", "", row["note"])
-    return table
+        state = None if row["state_bytes"] is None else row["state_bytes"] / 1e6
+        table.add_row(*head, f"{row['ms']:.3f}", f"{row['tokens_per_second']:,.0f}", _given(state, "{:.1f}"))
+        remarks += [row["note"]] if "note" in row else []
+    return _captioned(table, remarks)
 
 
 def figure(report: Report) -> Figure:
@@ -156,6 +138,7 @@ def figure(report: Report) -> Figure:
         line = sorted((row["shape"]["T"], row["fwd_bwd_ms"]) for row in rows if row["op"] == op)
         axes.plot([T for T, _ in line], [ms for _, ms in line], marker=".", label=op)
     axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -163,27 +146,26 @@ def figure(report: Report) -> Figure:
     return picture
 
 
-def _table(report: Report, columns: Iterable[str], caption: str) -> Table:
+def _table(report: Report, columns: Iterable[str]) -> Table:
     about = report.about
     triton = f", triton {about['triton']}" if about["triton"] else ""
     title = f"{about['device']}, torch {about['torch']}{triton}, {about.get('dtype') or about['precision']}"
-    table = Table(
-        title=title,
-        title_justify="left",
-        caption=caption or None,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-    )
+    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
     return table
 
 
-def _remark(table: Table, head: list[str], row: dict[str, Any]) -> None:
-    """A row without a result."""
+def _captioned(table: Table, remarks: Iterable[str]) -> Table:
+    table.caption = "\n".join(dict.fromkeys(remarks)) or None
+    return table
+
+
+def _without(table: Table, remarks: list[str], head: list[str], row: dict[str, Any]) -> None:
+    """A row without a result: the reason is a remark."""
     wrong = "gate" in row and not row["gate"]["passed"]
-    table.add_row(*head, row["note"], style="red" if wrong else None)
+    table.add_row(*head, "WRONG" if wrong else "–", style="red" if wrong else None)
+    remarks.append(f"{' '.join(part for part in head if part)}: {row['note']}")
 
 
 def _given(value: float | None, form: str) -> str:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import kernels
 from kernels import UserError
 
 from .. import config as configs
@@ -19,7 +18,7 @@ from ..optim import Optimisation, build_optimizer
 from ..training import best_precision
 from . import model as models
 from . import peers as others
-from .device import described, pick_device
+from .device import described, pick_backend, pick_device
 from .report import Report
 from .timing import Clock, process_age, synchronize
 
@@ -32,7 +31,7 @@ def bench_training(
     length: int | None = None,
     steps: int = 8,
     precision: str | None = None,
-    backend: str = "auto",
+    backend: str | None = None,
     device: str | None = None,
     compile: bool = False,
     peers: bool = False,
@@ -47,7 +46,7 @@ def bench_training(
         steps: How many to time, after a few to warm up.
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for the config's, or for bf16-mixed on a GPU and
             32-true on a processor.
-        backend: Of the kernels: auto, triton, torch or reference.
+        backend: Of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if there is one.
         compile: Whether to compile the model with torch.compile.
         peers: Whether to time flash-linear-attention's Gated DeltaNet of the same sizes too, in turn with ours.
@@ -64,7 +63,8 @@ def bench_training(
     batch_size = batch_size if batch_size is not None else data.get("batch_size", 8)
     length = length if length is not None else data.get("sequence_length", 1024)
     precision = precision or found.trainer.precision or best_precision("gpu" if where.type == "cuda" else "cpu")
-    models.check_names(backend, precision)
+    backend = pick_backend(backend)
+    models.check_precision(precision)
     models.check_sizes(batch_size=batch_size, length=length, steps=steps)
     name = Path(str(next((item for item in config if "=" not in item), "model"))).stem
     about = {
@@ -82,17 +82,19 @@ def bench_training(
 
     with tqdm(total=1 + (1 + peers) * (1 + WARM_UP + steps), desc="training", unit=" steps", dynamic_ncols=True) as bar:
         model = models.build(found, precision, where)
-        gate = models.compared(model, precision, backend, models.learning)
-        bar.update()
-        row: dict[str, Any] = {"model": name, "parameters": model.num_parameters(), "gate": gate.record()}
+        row: dict[str, Any] = {"model": name, "parameters": model.num_parameters()}
         report.rows.append(row)
-        if not gate.passed:
-            row["note"] = gate.says
-            return report
         if compile:
             model.compile()
         learner = Learner(model, optim, precision, backend, lambda: models.mean_loss(model, tokens))
         learners = [(row, learner)] if _warmed(row, learner, bar) else []
+        # after the first step, whose time includes what is compiled
+        gate = models.compared(models.build(found, precision, where), precision, backend, models.learning)
+        bar.update()
+        row["gate"] = gate.record()
+        if not gate.passed:
+            row["note"] = gate.says
+            return report
         if peers:
             row = {"model": "fla gated delta rule"}
             report.rows.append(row)
@@ -130,8 +132,7 @@ class Learner:
         with models.running(self.precision, self.device, self.backend):
             loss = self.loss()
         clock.mark()
-        with kernels.backend(self.backend):
-            loss.backward()
+        loss.backward()
         clock.mark()
         if self.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -178,7 +179,7 @@ def _peer(
     except UserError:
         raise
     except Exception as error:  # whatever another library raises is a remark in our table
-        row["note"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        row["note"] = others.complaint(error)
         return []
     row["ready_s"] = None  # the process did other things before
     return [(row, learner)] if done else []

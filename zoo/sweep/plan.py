@@ -14,6 +14,7 @@ import mixers
 from kernels import UserError
 
 from ..config import KEYS, find_config, from_config, instantiate, read
+from ..results import COLUMNS
 
 CONTROL = "control"  # in the place of an axis
 
@@ -70,7 +71,7 @@ class Sweep:
         base: A config, or a list of it and overlays: files, inline overlays, `key=value`.
         axes: What varies; all combinations are run. A dotted key with a list of its values
             (`model.stack.mixer.factor: [1, 2, 4]`), or a name of your own with labelled overlays: a file, an inline
-            overlay, or a list of these (`features: {relu: ablate/feature_relu.yaml, wide: {model: {num_heads: 1}}}`).
+            overlay, or a list of these (`features: {relu: ablate/l2_relu.yaml, wide: {model: {num_heads: 1}}}`).
         controls: Labelled overlays to compare with, outside the grid of the axes; horizontal lines in the picture.
         seeds: Values of `seed_everything`; each cell is run with every one.
         learning_rates: Values of `optim.learning_rate`, the best of which stands for its cell; empty: the base's.
@@ -98,6 +99,13 @@ class Sweep:
             values = getattr(self, name)
             if len(set(values)) < len(values):
                 raise UserError(f"{name}: {values} has a value twice")
+        named = {"metric": self.metric, **({} if self.x is None or self.x in self.axes else {"x": self.x})}
+        for name, number in named.items():
+            if number.split(".")[0] not in COLUMNS:
+                raise UserError(
+                    f"{name}: {number!r} is no number of results.json{mixers.did_you_mean(number, [*COLUMNS])} "
+                    f"({', '.join(COLUMNS)})"
+                )
         for axis in self.lines or []:
             if axis not in self.axes:
                 raise UserError(f"lines: {axis!r} is none of the axes{mixers.did_you_mean(axis, list(self.axes))}")
@@ -124,12 +132,9 @@ class Sweep:
             Run("cell", sources + overrides, cell).check()
             for rate, seed in itertools.product(self.learning_rates or [None], self.seeds):  # type: ignore[list-item]
                 own = [f"seed_everything={seed}"] + ([] if rate is None else [f"optim.learning_rate={rate}"])
-                varied = [
-                    (short.get(name, name), label) for name, label in cell if name == CONTROL or len(axes[name]) > 1
-                ]
-                varied += [("lr", f"{rate:g}")] if rate is not None and len(self.learning_rates) > 1 else []
-                varied += [("seed", str(seed))] if len(self.seeds) > 1 else []
-                name = ",".join(f"{key}={_slug(value)}" for key, value in varied) or "run"
+                place = [(short.get(name, name), label) for name, label in cell]
+                place += ([] if rate is None else [("lr", f"{rate:g}")]) + [("seed", str(seed))]
+                name = ",".join(f"{key}={_slug(value)}" for key, value in place)
                 runs.append(Run(name, (*sources, *own, *overrides), cell, rate, seed))
         if len({run.name for run in runs}) < len(runs):
             raise UserError("axes: two values have the same name; label them: {name: {label: overlay, …}}")
