@@ -60,10 +60,14 @@ def bench(arguments: list[str]) -> int:
 
 def _options(kind: str, arguments: list[str]) -> dict[str, Any]:
     """The arguments of a benchmark out of its command line; what has a dot or is a key of configs overrides those."""
-    parser = configs.Parser(prog=f"cli.py bench {kind}", description=KINDS[kind].__doc__)
+    with_config = kind != "kernels"
+    usage = f"cli.py bench {kind}{' --config NAME [--config OVERLAY …]' if with_config else ''} [--key=value …]"
+    says = (KINDS[kind].__doc__ or "").partition("\n\n")[0]
+    parser = configs.Parser(prog=f"cli.py bench {kind}", usage=usage, description=says)
+    if with_config:  # read before all else; named here for the help
+        parser.add_argument("-c", "--config", type=str | None, help="A file, or a name in configs/; several overlay.")
     parser.add_function_arguments(KINDS[kind], as_positional=False, skip={"config"})
     names = [name for name in parser.options() if not name.startswith(("help", "print_"))]
-    with_config = kind != "kernels"
     options, items = [], []
     rest = iter(arguments)
     for argument in rest:

@@ -85,9 +85,8 @@ def bench_decode(
         if peer is not None:
             other = {"model": "fla gated delta rule", "batch_size": batch, "position": min(position, PEER_POSITION)}
             with torch.no_grad(), models.running(precision, where):
-                report.rows.append(
-                    _peer({**other, "how": "eager"}, seconds, partial(Peer, peer, batch, other["position"]), where)
-                )
+                make = partial(Peer, peer, batch, other["position"])
+                report.rows.append(_peer({**other, "how": "eager"}, seconds, make, where))
         if where.type == "cuda":
             torch.cuda.empty_cache()
     return report

@@ -32,7 +32,7 @@ def bench_kernels(
     backend: str | None = None,
     device: str | None = None,
     window_size: int | None = None,
-    seconds: float = 0.3,
+    seconds: float = 0.8,
     peers: bool = False,
     folder: str = "runs/bench-kernels",
 ) -> Report:
