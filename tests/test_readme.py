@@ -32,7 +32,9 @@ def test_there_are_commands():
 
 
 @pytest.mark.parametrize("line", commands())
-def test_a_command_of_the_readme_parses(line: str, command: Command, finished, monkeypatch: pytest.MonkeyPatch):
+def test_a_command_of_the_readme_parses(
+    line: str, command: Command, finished, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
     _, _, *arguments = shlex.split(line, comments=True)
     named = [argument for argument in arguments if re.match(r"(.*=)?runs/", argument)]
     if named:  # of a run that the reader has by then; here there is another one
@@ -46,6 +48,10 @@ def test_a_command_of_the_readme_parses(line: str, command: Command, finished, m
         return
     if arguments and arguments[0] in ("fit", "validate", "test", "predict"):
         arguments.append("--print_config")  # all of it is parsed, and nothing is run
+    elif arguments and arguments[0] == "sweep":
+        arguments.append("--dry-run")
+    elif arguments and arguments[0] == "bench":
+        arguments += ["--lengths=[]", "--shapes=[[1,1,64,16]]", "--seconds=0.01", f"--folder={tmp_path}"]
     elif arguments and arguments[0] == "generate":
         arguments.append("--max_new_tokens=1")
     shown = command(*arguments)
