@@ -332,6 +332,8 @@ def sweep(arguments: list[str]) -> int:
     own, unknown, overrides = _split(arguments, (*names, "-c"))
     if unknown:
         raise UserError(f"sweep: {unknown[0]!r} is no option; the sweep is named by --config")
+    if not any(argument.split("=")[0] in ("-c", "--config", "--base", "-h", "--help") for argument in own):
+        raise UserError("sweep: which one? --config sweep/heads.yaml, or a file of your own (tutorial 06)")
     with configs.explained(parser):
         values = parser.parse_args(own)
     given = values.config[-1] if values.config else None
