@@ -62,23 +62,24 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
 
 def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch:
     """The entry for a head size (the larger of K and V)."""
-    return _entry(kernel, size, dtype.itemsize, _capability(device))
+    return _entry(kernel, size, dtype.itemsize, capability(device))
 
 
 def largest(dtype: torch.dtype, device: torch.device) -> int:
     """The largest head that one program can hold; longer ones are cut into several."""
-    capability, itemsize = _capability(device), dtype.itemsize
-    return max(key[1] for key in TABLE["carry"] if (key[0], key[2]) == (capability, itemsize))
+    kind = (capability(device), dtype.itemsize)
+    return max(key[1] for key in TABLE["carry"] if (key[0], key[2]) == kind)
 
 
 @cache
-def _entry(kernel: str, size: int, itemsize: int, capability: int) -> Launch:
-    fits = [key for key in TABLE[kernel] if key[0] == capability and key[1] >= size and key[2] == itemsize]
+def _entry(kernel: str, size: int, itemsize: int, architecture: int) -> Launch:
+    fits = [key for key in TABLE[kernel] if key[0] == architecture and key[1] >= size and key[2] == itemsize]
     return TABLE[kernel][min(fits)]
 
 
 @cache
-def _capability(device: torch.device) -> int:
+def capability(device: torch.device) -> int:
+    """The architecture that the tables know, or OTHER."""
     if device.type != "cuda":  # the interpreter runs what is tested on the device
         return HOPPER
     major, minor = torch.cuda.get_device_capability(device)

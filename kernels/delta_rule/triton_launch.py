@@ -4,15 +4,12 @@ Every entry is tested on the device it names, outputs and gradients: some that a
 nonsense (H200, triton 3.6: 32 values, 4 warps, 1 stage; 16 values, 3 stages).
 """
 
-import logging
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from ..launch import multiprocessors
-
-log = logging.getLogger(__name__)
+from ..launch import HOPPER, OTHER, capability, multiprocessors
 
 
 class Launch(NamedTuple):
@@ -37,7 +34,7 @@ class Launches(NamedTuple):
 
 # (compute capability, largest head size it serves, bytes per element)
 TABLE: dict[tuple[int, int, int], Launches] = {
-    (9, 64, 2): Launches(
+    (HOPPER, 64, 2): Launches(
         prepare=Launch(64, 0, 4, 2),
         forward=Launch(0, 64, 4, 2),
         backward=Launch(0, 64, 4, 2),
@@ -45,7 +42,7 @@ TABLE: dict[tuple[int, int, int], Launches] = {
         dk=Launch(64, 64, 4, 2),
         narrow=Launch(0, 32, 4, 2),
     ),
-    (9, 128, 2): Launches(
+    (HOPPER, 128, 2): Launches(
         prepare=Launch(128, 0, 4, 2),
         forward=Launch(0, 64, 4, 3),
         backward=Launch(0, 64, 4, 3),
@@ -53,28 +50,28 @@ TABLE: dict[tuple[int, int, int], Launches] = {
         dk=Launch(64, 64, 4, 2),
         narrow=Launch(0, 32, 4, 3),
     ),
-    (9, 256, 2): Launches(
+    (HOPPER, 256, 2): Launches(
         prepare=Launch(128, 0, 4, 2),
         forward=Launch(0, 32, 4, 2),
         backward=Launch(0, 32, 4, 2),
         dq=Launch(128, 64, 4, 2),
         dk=Launch(64, 64, 4, 2),
     ),
-    (9, 64, 4): Launches(
+    (HOPPER, 64, 4): Launches(
         prepare=Launch(64, 0, 4, 2),
         forward=Launch(0, 32, 4, 2),
         backward=Launch(0, 32, 4, 2),
         dq=Launch(64, 32, 4, 2),
         dk=Launch(32, 32, 4, 2),
     ),
-    (9, 128, 4): Launches(
+    (HOPPER, 128, 4): Launches(
         prepare=Launch(64, 0, 4, 2),
         forward=Launch(0, 16, 4, 2),
         backward=Launch(0, 16, 4, 2),
         dq=Launch(64, 32, 4, 2),
         dk=Launch(32, 32, 4, 2),
     ),
-    (9, 256, 4): Launches(
+    (HOPPER, 256, 4): Launches(
         prepare=Launch(64, 0, 4, 2),
         forward=Launch(0, 16, 4, 1),
         backward=Launch(0, 16, 4, 1),
@@ -92,14 +89,12 @@ def launches(device: torch.device, K: int, V: int, dtype: torch.dtype) -> Launch
 
 @cache
 def _entry(device: torch.device, size: int, itemsize: int) -> Launches:
-    known = {key[0] for key in TABLE}
-    capability = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else max(known)
-    if capability not in known:
+    architecture = capability(device)
+    if architecture == OTHER:
         # blocks as small as they come: right before fast
-        log.warning("delta_rule: no launches for compute capability %d, using conservative ones", capability)
         small = Launch(32, 32, 4, 2)
         return Launches(small, small._replace(values=16), small._replace(values=16), small, small)
-    return TABLE[min(key for key in TABLE if key[0] == capability and key[1] >= size and key[2] == itemsize)]
+    return TABLE[min(key for key in TABLE if key[0] == architecture and key[1] >= size and key[2] == itemsize)]
 
 
 def spread(
