@@ -1,13 +1,16 @@
 """The one place that spells autograd: an op with a hand-written backward, known to `torch.library`.
 
-`torch.compile` then sees one node forward and one backward, never a graph break, and nothing of what they launch.
+`torch.compile` then sees one node forward and one backward, never a graph break, and nothing of what they launch. Where
+nothing is compiled, the same functions are called without the dispatcher in between.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 NAMESPACE = "token_mixer_zoo"
 Forward = Callable[..., tuple[Tensor, ...]]
@@ -35,7 +38,7 @@ def register(name: str, forward: Forward, backward: Backward | None, fake: Forwa
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, mutates_args=(), schema=schema)
     op.register_fake(fake)
     if backward is None:
-        return lambda *given: op(*given)[:results]
+        return lambda *given: (forward if _plain(given) else op)(*given)[:results]
     arguments, outputs = schema[1:].split(") -> (")
     kinds = [argument.startswith("Tensor") for argument in arguments.split(", ")]
     first = len(outputs.split(","))  # before it the gradient takes gradients and kept outputs, from it on the arguments
@@ -68,13 +71,35 @@ def register(name: str, forward: Forward, backward: Backward | None, fake: Forwa
         ctx.save_for_backward(*tensors(inputs), *output[results:])
         ctx.options = [x for x, is_tensor in zip(inputs, kinds, strict=True) if not is_tensor]
 
-    def differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def differentiate(run: Callable[..., tuple[Tensor, ...]], ctx: Any, *gradients: Tensor | None) -> Any:
         saved, options = iter(ctx.saved_tensors), iter(ctx.options)
         given = [next(saved) if is_tensor else next(options) for is_tensor in kinds]
         needed = [n and x is not None for n, x in zip(ctx.needs_input_grad, given, strict=False)]
-        found = iter(gradient(*gradients[:results], *saved, needed, *given))
+        found = iter(run(*gradients[:results], *saved, needed, *given))
         every = [next(found) if is_tensor else None for is_tensor in kinds]
         return tuple(g if want else None for g, want in zip(every, needed, strict=True))
 
-    op.register_autograd(differentiate, setup_context=setup_context)
-    return lambda *given: op(*given)[:results]
+    op.register_autograd(partial(differentiate, gradient), setup_context=setup_context)
+
+    class Direct(torch.autograd.Function):
+        """The same past the dispatcher, which takes as long as some kernels."""
+
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+            output = forward(*given)
+            setup_context(ctx, given, output)
+            return output
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+            return differentiate(run_backward, ctx, *gradients)
+
+    return lambda *given: (Direct.apply if _plain(given) else op)(*given)[:results]
+
+
+def _plain(given: Sequence[Any]) -> bool:
+    """Whether these are tensors with numbers in them, and nobody compiles or traces what happens to them."""
+    return not torch.compiler.is_compiling() and all(
+        type(x) in (Tensor, torch.nn.Parameter) for x in given if isinstance(x, Tensor)
+    )

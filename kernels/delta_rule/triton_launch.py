@@ -44,10 +44,10 @@ TABLE: dict[tuple[int, int, int], Launches] = {
     ),
     (HOPPER, 128, 2): Launches(
         prepare=Launch(128, 0, 4, 2),
-        forward=Launch(0, 64, 4, 3),
+        forward=Launch(0, 64, 4, 2),
         backward=Launch(0, 64, 4, 3),
         dq=Launch(128, 64, 4, 2),
-        dk=Launch(64, 64, 4, 2),
+        dk=Launch(64, 32, 4, 3),
         narrow=Launch(0, 32, 4, 3),
     ),
     (HOPPER, 256, 2): Launches(

@@ -23,6 +23,7 @@ from .triton_prepare import prepare
 from .triton_scan import combine, scan_backward, scan_forward
 from .triton_tiles import CHUNK
 
+SHORT = 16  # keys of so few channels are computed in fp32
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -70,7 +71,7 @@ class Call:
         """A program for each segment and recurrence, and each block of values."""
         sizes = (self.T, segments, -(-self.chunks // segments), self.M, self.E, self.R)
         given = (*given, self.cu_seqlens, self.scale, *sizes)
-        constants = {"V": self.V, "BK": block(self.K), "STAGES": launch.stages, **constants}
+        constants = {"V": self.V, "BK": key_block(self.K), "STAGES": launch.stages, **constants}
         constants["BV"] = BV = min(launch.values, block(constants["V"]))
         programs = self.N * segments * self.M * triton.cdiv(constants["V"], BV)
         self._run(kernel, launch, programs, given, constants)
@@ -89,7 +90,7 @@ class Call:
         states, BV = self.states(segments), 16
         precision = "ieee" if INTERPRETED else "tf32x3"
         given = (transition, local, end, states, segments, self.M)
-        constants = (self.K, self.V, min(64, block(self.K)), BV, reverse, end is not None, precision)
+        constants = (self.K, self.V, 64, BV, reverse, end is not None, precision)
         with torch.cuda.device_of(states):
             combine[(self.N * self.M * triton.cdiv(self.V, BV),)](*given, *constants, num_warps=4)
         return states
@@ -98,6 +99,11 @@ class Call:
 def block(size: int) -> int:
     """The block that holds a whole axis: matrix products need a power of two from 16."""
     return max(16, triton.next_power_of_2(size))
+
+
+def key_block(size: int) -> int:
+    """The same for keys. Blocks of 16 and 32 beside 64 values give wrong gradients on Hopper with triton 3.6."""
+    return max(64, block(size))
 
 
 def prepared(call: Call, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +121,7 @@ def prepared(call: Call, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor |
         inverse,
         scores,
         gates,
-        BK=min(launch.keys, block(call.K)),
+        BK=min(launch.keys, key_block(call.K)),
         GATE="none" if log_decay is None else "constant" if log_decay.dim() == 1 else "per step",
         MERGE="ieee" if INTERPRETED else "tf32x3" if call.dtype == torch.float32 else "tf32",
     )
@@ -226,13 +232,15 @@ def differentiate(
     from_queries = from_keys = before_t = across = None
     if gated:
         from_queries, from_keys, before_t = (
-            call.new(call.slots, M, n, CHUNK, dtype=torch.float32) for n in (2 * parts, 2 * parts_k, parts_k)
+            call.new(call.slots, M, n, CHUNK, dtype=torch.float32) for n in (parts, parts_k, parts_k)
         )
         across = call.new(call.slots, M, parts_k, dtype=torch.float32)
+    reads, writes = call.new(*inverse.shape), call.new(*inverse.shape)
+    diagonal = call.new(call.slots, M, CHUNK, dtype=torch.float32)
     dq, dk, dbeta = call.new(B, T, M, K), call.new(B, T, M, K), call.new(B, T, M, dtype=torch.float32)
-    given: tuple[Any, ...] = (q, k, u, do, scores, gates, states, dq, from_queries)
+    given: tuple[Any, ...] = (q, k, u, do, dv, beta, gates, states, dq, dbeta, reads, writes, diagonal, from_queries)
     call.over_chunks(gradient_of_queries, table.dq, parts, *given, BK=keys, BV=values, STAGES=table.dq.stages, **shared)
-    given = (q, k, u, do, dv, beta, gates, states, dstates, dk, dbeta, from_keys, before_t, across)
+    given = (q, k, u, dv, gates, states, dstates, reads, writes, diagonal, dk, from_keys, before_t, across)
     call.over_chunks(
         gradient_of_keys, table.dk, parts_k, *given, BK=keys_k, BV=values_k, STAGES=table.dk.stages, **shared
     )
@@ -257,7 +265,7 @@ def differentiate(
 
 def _blocks(launch: Launch, K: int, V: int) -> tuple[tuple[int, int], int]:
     """Blocks of keys and of values, and how many of keys there are."""
-    keys, values = min(launch.keys, block(K)), min(launch.values, block(V))
+    keys, values = min(launch.keys, key_block(K)), min(launch.values, block(V))
     return (keys, values), triton.cdiv(K, keys)
 
 
@@ -290,7 +298,11 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         return triton_step.forward(a)
     # With subheads, the states of all chunks are E times as large as at E = 1: there, time is cheaper than memory.
     keep = wanted and a.subheads == 1
-    # fp16 has not the range for a state, nor for what a small β multiplies
-    q, k, v = (x.float() if x.dtype == torch.float16 else x for x in (a.q, a.k, a.v))
+    # fp16 has not the range for a state, nor for what a small β multiplies. And two cases would pass the error that bf16
+    # is allowed: a chunk of tokens far more than its keys can tell apart, and the gradient of a constant decay, a sum of
+    # what all steps contribute, of either sign.
+    learned_constant = wanted and a.log_decay is not None and a.log_decay.dim() == 1 and a.log_decay.requires_grad
+    exact = a.q.dtype == torch.float16 or a.q.shape[3] <= SHORT or learned_constant
+    q, k, v = (x.float() if exact else x for x in (a.q, a.k, a.v))
     o, final = delta_rule(q, k, v, a.beta, a.log_decay, a.initial_state, a.cu_seqlens, a.subheads, a.scale, keep)
     return o.to(a.v.dtype), final

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..documents import documents
 
 CHUNK = 64
-BLOCK = 1024  # tokens between two anchors of the gradients of the gates; segments are whole blocks
+BLOCK = 512  # tokens between two anchors of the gradients of the gates; segments are whole blocks
 
 
 @dataclass(frozen=True)

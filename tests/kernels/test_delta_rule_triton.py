@@ -251,6 +251,9 @@ def test_every_launch(size: int, itemsize: int, narrow: bool, monkeypatch: pytes
         {"T": 8192, "G": 2, "K": 128, "V": 128},  # in segments
         {"T": 1500, "G": 2, "K": 128, "V": 128, "documents": [0, 0, 5, 700, 700, 1500]},
         {"T": 500, "G": 2, "K": 128, "V": 128, "decay": "mixed", "correlated": True},
+        # key blocks of 16 and 32 beside values of 64 gave wrong gradients, and NaN after some steps of training
+        *({"T": 300, "B": 2, "G": 4, "K": K, "V": V} for K in (16, 32, 48) for V in (16, 32, 64, 128)),
+        {"T": 300, "B": 8, "G": 4, "E": 4, "K": 16, "V": 64},
     ],
 )
 def test_real_sizes(options: dict[str, Any], gate: str):

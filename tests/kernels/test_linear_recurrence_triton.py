@@ -196,7 +196,10 @@ def test_fp64_names_another_backend():
 # on the device: sizes and dtypes of every entry of the launch table
 SIZES = [(torch.bfloat16, 128, 128, gate) for gate in GATES]
 for _gate in ("head", "channel"):
-    SIZES += [(torch.bfloat16, K, V, _gate) for K, V in ((64, 64), (256, 256), (256, 512), (1024, 128), (80, 48))]
+    SIZES += [
+        (torch.bfloat16, K, V, _gate)
+        for K, V in ((64, 64), (256, 256), (256, 512), (1024, 128), (80, 48), (16, 64), (32, 64), (64, 16))
+    ]
     SIZES += [(torch.float16, 128, 128, _gate), (torch.float32, 64, 64, _gate), (torch.float32, 128, 128, _gate)]
 
 

@@ -14,7 +14,7 @@ from .cases import OPS, Case, Shape, Tensors
 from .device import described, pick_backend, pick_device, pick_dtype, roofline_ms
 from .gate import relative_error
 from .report import Report
-from .timing import Call, medians
+from .timing import Call, as_graph, medians
 
 ON_GPU = [(4, 8, 4096, 128), (4, 64, 4096, 128), (1, 8, 65536, 128)]
 WINDOW_ON_GPU = [(4, 8, 8192, 128)]
@@ -120,27 +120,45 @@ def measured(case: Case, seconds: float, peers: bool) -> dict[str, Any]:
             row["peers"][name] = found = _tried(case, peer)
             if "note" not in found:
                 calls[name] = peer
-    timed = {f"forward of {name}": _forward(call, case.inputs) for name, call in calls.items()}
-    timed |= {f"both of {name}": _both(case, call) for name, call in calls.items()}
-    times = medians(timed, device, seconds)
-    fwd = {name: times[f"forward of {name}"] for name in calls}
-    both = {name: times[f"both of {name}"] for name in calls}
-    row |= {"fwd_ms": fwd[OURS], "fwd_bwd_ms": both[OURS]}
-    for key, ms, products, moved in (
-        ("fwd", fwd[OURS], 1, case.moved[0]),
-        ("fwd_bwd", both[OURS], 3, case.moved[1]),  # two products backward for each one forward
+    times: dict[str, dict[str, float]] = {"fwd": {}, "fwd_bwd": {}, "fwd_graph": {}, "fwd_bwd_graph": {}}
+    runs = {"fwd": {name: _forward(call, case.inputs) for name, call in calls.items()}}
+    runs["fwd_bwd"] = {name: _both(case, call) for name, call in calls.items()}
+    for key, timed in runs.items():
+        times[key] = medians(timed, device, seconds / 2)
+    if device.type == "cuda":
+        for key, timed in runs.items():
+            graphs, refused = _graphs(timed)
+            times[f"{key}_graph"] = medians(graphs, device, seconds / 2)
+            for name, reason in refused.items():
+                (row if name == OURS else row["peers"][name])["graph_note"] = reason
+    row |= {f"{key}_ms": found[OURS] for key, found in times.items() if OURS in found}
+    for key, products, moved in (
+        ("fwd", 1, case.moved[0]),
+        ("fwd_bwd", 3, case.moved[1]),  # two products backward for each one forward
     ):
+        ms = row.get(f"{key}_graph_ms", row[f"{key}_ms"])
         row[f"{key}_tflops"] = products * case.flops / ms / 1e9
         least = roofline_ms(device, case.dtype, products * case.flops, moved)
         row[f"{key}_roofline"] = None if least is None else least / ms
     for name in list(calls)[1:]:
-        row["peers"][name] |= {
-            "fwd_ms": fwd[name],
-            "fwd_bwd_ms": both[name],
-            "fwd_ratio": fwd[name] / fwd[OURS],
-            "fwd_bwd_ratio": both[name] / both[OURS],
-        }
+        for key, found in times.items():
+            if name in found and OURS in found:
+                row["peers"][name] |= {f"{key}_ms": found[name], f"{key}_ratio": found[name] / found[OURS]}
     return row
+
+
+def _graphs(calls: dict[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
+    """The calls as CUDA graphs, and why some cannot be."""
+    graphs, refused = {}, {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = as_graph(call)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            refused[name] = others.complaint(error)
+    return graphs, refused
 
 
 def _tried(case: Case, peer: Any) -> dict[str, Any]:

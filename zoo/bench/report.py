@@ -14,6 +14,9 @@ from rich.table import Table
 
 from ..atomic import atomic_write
 
+# times of a call, and of its kernels alone, when a CUDA graph launches them
+KINDS = {"": "called ms", "_graph": "as graph ms"}
+
 
 @dataclass
 class Report:
@@ -52,10 +55,12 @@ class Report:
 
 def kernels_table(report: Report) -> Table:
     """One row for each op and shape, the peers' times and how many times ours below."""
-    table = _table(report, ["op", "B×H×T×D", "fwd ms", "+ bwd ms", "TFLOP/s", "of limit"])
+    kinds = [kind for kind in KINDS if any(f"fwd{kind}_ms" in row for row in report.rows)]
+    columns = ["op", "B×H×T×D", *(KINDS[kind] for kind in kinds), "TFLOP/s", "of limit"]
     if report.about["peers"]:
-        table.add_column("peer ÷ ours", justify="right", no_wrap=True)
-    remarks = ["TFLOP/s and the part of what FLOPs and bytes allow: forward / forward and backward"]
+        columns += [f"peer ÷ ours {KINDS[kind].removesuffix(' ms')}" for kind in kinds]
+    table = _table(report, columns)
+    remarks = ["all: forward / forward and backward; TFLOP/s and part of what FLOPs and bytes allow: of the last time"]
     by = sorted({row["implementation"] for row in report.rows if "implementation" in row})
     remarks += [f"implementation: {', '.join(by)}"] if by else []
     for row in report.rows:
@@ -65,18 +70,23 @@ def kernels_table(report: Report) -> Table:
         elif row["in_table"]:
             table.add_row(
                 *head,
-                f"{row['fwd_ms']:.3f}",
-                f"{row['fwd_bwd_ms']:.3f}",
+                *_times(row, kinds),
                 f"{row['fwd_tflops']:.3g} / {row['fwd_bwd_tflops']:.3g}",
                 _pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
             )
+            remarks += [f"{row['op']}: no graph, {row['graph_note']}"] if "graph_note" in row else []
             for name, peer in row["peers"].items():
                 if "note" in peer:
                     remarks.append(f"{name}: {peer['note']}")
                     continue
-                ratio = _pair(peer["fwd_ratio"], peer["fwd_bwd_ratio"], "{:.2f}×")
-                table.add_row(f"  {name}", "", f"{peer['fwd_ms']:.3f}", f"{peer['fwd_bwd_ms']:.3f}", "", "", ratio)
+                remarks += [f"{name}: no graph, {peer['graph_note']}"] if "graph_note" in peer else []
+                ratios = [_pair(peer.get(f"fwd{k}_ratio"), peer.get(f"fwd_bwd{k}_ratio"), "{:.2f}×") for k in kinds]
+                table.add_row(f"  {name}", "", *_times(peer, kinds), "", "", *ratios)
     return _captioned(table, remarks)
+
+
+def _times(row: dict[str, Any], kinds: Iterable[str]) -> list[str]:
+    return [_pair(row.get(f"fwd{kind}_ms"), row.get(f"fwd_bwd{kind}_ms"), "{:.3f}") for kind in kinds]
 
 
 def training_table(report: Report) -> Table:

@@ -81,6 +81,24 @@ def medians(
     return {name: statistics.median(times[i :: len(calls)]) for i, name in enumerate(calls)}
 
 
+def as_graph(call: Call) -> Call:
+    """A call on a GPU recorded as a CUDA graph: what its kernels take, without the time to launch them.
+
+    Raises:
+        RuntimeError: The call cannot be recorded; it waits for the device, say.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def process_age() -> float:
     """Seconds since this process started, imports included; where the system does not say, since this import."""
     try:
