@@ -43,6 +43,7 @@ from zoo.callbacks import FinalValidation, StepSeeds, Throughput  # noqa: E402
 from zoo.catalogue import catalogue, page  # noqa: E402
 from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
 from zoo.comparison import compare as compare_configs  # noqa: E402
+from zoo.compilation import CompiledBlocks  # noqa: E402
 from zoo.curves import MetricsFile  # noqa: E402
 from zoo.generate import generate as generate_text  # noqa: E402
 from zoo.loading import checkpoint_of  # noqa: E402
@@ -166,6 +167,7 @@ class CLI(LightningCLI):
             FinalValidation(),
             StepSeeds(),
             Throughput(),
+            *([CompiledBlocks()] if config.compile else []),
             *(configs.instantiate(key, config) for key in ("checkpoints", "samples", "loss_curve")),
             ResultRow(),
         ]

@@ -9,7 +9,9 @@ from .backend import BACKENDS, backend
 from .delta_rule import delta_rule
 from .documents import documents
 from .errors import UserError
+from .features import ACTIVATIONS, NORMS, features
 from .flops import attention_flops, recurrence_flops
+from .linear_cross_entropy import linear_cross_entropy
 from .linear_recurrence import linear_recurrence
 from .norm import gated_rms_norm, rms_norm
 from .selective_scan import selective_scan
@@ -20,14 +22,18 @@ from .window_attention import window_attention
 __version__ = "0.1.0"
 
 __all__ = [
+    "ACTIVATIONS",
     "BACKENDS",
+    "NORMS",
     "UserError",
     "at_least_fp32",
     "attention_flops",
     "backend",
     "delta_rule",
     "documents",
+    "features",
     "gated_rms_norm",
+    "linear_cross_entropy",
     "linear_recurrence",
     "recurrence_flops",
     "rms_norm",

@@ -31,6 +31,7 @@ class Recurrences:
     scale: float
     initial_state: Tensor | None  # [N,H·E,K,V]
     cu_seqlens: Tensor | None  # [N+1]
+    consume_state: bool = False  # whether what `first_state` gives may be overwritten; never where autograd may need it
 
     @property
     def documents(self) -> Documents | None:
@@ -60,6 +61,11 @@ class Recurrences:
             return at_least_fp32(self.initial_state)
         return self.v.new_zeros(self.state_shape, dtype=torch.promote_types(self.v.dtype, torch.float32))
 
+    def own_state(self) -> Tensor:
+        """The first state, contiguous, to be overwritten: the given one if it may be, else a copy."""
+        first = self.first_state().contiguous()
+        return first.clone() if first is self.initial_state and not self.consume_state else first
+
 
 def check(
     q: Tensor,
@@ -73,6 +79,7 @@ def check(
     cu_seqlens: Tensor | None,
     *,
     per_channel: bool,
+    consume_state: bool = False,
 ) -> Recurrences:
     """Check shapes, dtypes and devices; every message starts with the argument's name.
 
@@ -105,7 +112,8 @@ def check(
     if beta is not None and beta.shape != (B, T, count):
         raise ValueError(f"beta: expected [{B},{T},{count}], got shape {tuple(beta.shape)}")
     scale = K**-0.5 if scale is None else scale
-    result = Recurrences(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
+    consume_state = consume_state and _may_change(q, k, v, log_decay, beta, initial_state)
+    result = Recurrences(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens, consume_state)
     if cu_seqlens is not None and not torch.compiler.is_compiling():  # a graph knows no values
         documents(cu_seqlens, T, B, q.device)
     if initial_state is not None and tuple(initial_state.shape) != result.state_shape:
@@ -123,6 +131,18 @@ def check(
         if name in ("k", "v") and x.dtype != q.dtype:
             raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
     return result
+
+
+def _may_change(*tensors: Tensor | None) -> bool:
+    """Whether the last tensor can be written to while the others are used."""
+    state = tensors[-1]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return False
+    if state is None:
+        return True
+    # outside of inference mode its tensors are for reading; compiled code cannot ask
+    inside = torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not state.is_inference()
+    return inside and state.is_contiguous()
 
 
 # Values are read once per tensor object, not with a device synchronisation on every call.

@@ -68,6 +68,16 @@ class Chunks:
         self.token, self.valid, self.place = token.clamp(min=0).to(device), (token >= 0).to(device), place.to(device)
 
 
+def places(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """The document of each token [T] and the token's position in it [T], without the host where code is compiled."""
+    if not torch.compiler.is_compiling():
+        found = documents(cu_seqlens, length)
+        return found.owner, found.positions
+    time = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    owner = torch.searchsorted(cu_seqlens, time, right=True) - 1
+    return owner, (time - cu_seqlens[owner]).long()
+
+
 _memo = WeakTensorKeyDictionary()
 
 

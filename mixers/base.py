@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from kernels.documents import places
 
 from .features import FeaturePath, Features
 
@@ -63,7 +64,8 @@ class TokenMixer(nn.Module):
 
         Args:
             x: [B,T,hidden].
-            state: None to train (nothing is stored), else the state to continue, which is consumed.
+            state: None to train (nothing is stored), else the state to continue, which is consumed: a single token may
+                write the next state into its tensors.
             cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
 
         Returns:
@@ -198,6 +200,7 @@ class LinearMixer(TokenMixer):
             initial_state=None if state is None else state.matrix,
             return_state=state is not None,
             cu_seqlens=cu_seqlens,
+            consume_state=True,
         )
         return self.readout(o, s), None if matrix is None else LinearState(matrix, histories, position)
 
@@ -286,10 +289,10 @@ def positions(x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None) -> tu
     """
     length = x.shape[1]
     if cu_seqlens is not None:
-        packed = kernels.documents(cu_seqlens, length, x.shape[0], x.device)
+        owner, place = places(cu_seqlens, length)
         counts = cu_seqlens.diff().to(torch.int64)
         start = torch.zeros_like(counts) if offset is None else offset
-        return (packed.positions + start[packed.owner])[None], start + counts
+        return (place + start[owner])[None], start + counts
     time = torch.arange(length, device=x.device)
     if offset is None:
         return time[None], torch.full((x.shape[0],), length, device=x.device)

@@ -5,25 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
+from kernels import ACTIVATIONS, NORMS
 
 Activation = Literal["identity", "silu", "relu", "elu1"]
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x,
-    "silu": F.silu,
-    "relu": F.relu,
-    "elu1": lambda x: 1 + F.elu(x),
-}
-# eps stands inside the root, as in the published models
-NORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x,
-    "l2": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
-    "l1": lambda x: x / (x.abs().sum(-1, keepdim=True) + 1e-6),
-}
 
 
 class FeatureMap(nn.Module):
@@ -92,19 +79,17 @@ class FeaturePath(nn.Module):
         self, x: Tensor, history: Tensor | None, positions: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """x [B,T,heads,size] → [B,T,heads,out_size], and the continued history if one was given."""
-        if self.weight is not None:
-            y, history = kernels.short_conv(
-                x.flatten(2),
-                self.weight,
-                self.bias,
-                history=history,
-                return_history=history is not None,
-                cu_seqlens=cu_seqlens,
-            )
-            x = y.unflatten(-1, x.shape[2:])
-        y = NORMS[self.spec.norm](ACTIVATIONS[self.spec.activation](x))
-        y = y if self.map is None else self.map(y, positions)
-        return y.to(x.dtype), history  # autocast takes norms to fp32
+        y, history = kernels.features(
+            x,
+            self.weight,
+            self.bias,
+            activation=self.spec.activation,
+            norm=self.spec.norm,
+            history=history,
+            return_history=history is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        return y if self.map is None else self.map(y, positions).to(y.dtype), history
 
 
 class Rotary(FeatureMap):

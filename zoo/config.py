@@ -37,7 +37,7 @@ CLASSES = {
     "samples": Samples,
     "loss_curve": LossCurve,
 }
-KEYS = ("seed_everything", "data", *CLASSES)
+KEYS = ("seed_everything", "compile", "data", *CLASSES)
 
 _PACKAGE = Path(__file__).parent
 # beside the package in a checkout, inside it in a wheel
@@ -106,6 +106,12 @@ def explained(parser: Parser) -> Iterator[None]:
 def add_arguments(parser: LightningArgumentParser) -> None:
     """The keys of a run, the same for every verb."""
     mixers.names()  # plug-ins register before anything is parsed
+    parser.add_argument(
+        "--compile",
+        type=bool,
+        default=False,
+        help="Compile the blocks for the steps of training; needs a C++ compiler.",
+    )
     parser.add_class_arguments(LanguageModel, "model", fail_untyped=False)
     parser.add_class_arguments(Optimisation, "optim")
     parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=True)

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from kernels.errors import UserError
 
+from .decoder import Decoder
+
+WORTH_CAPTURING = 8  # tokens: making a CUDA graph takes as long as a few steps without one
 _INCOMPLETE = "\ufffd"  # what decoders put where bytes are not, or not yet, a character
 
 
@@ -139,17 +142,17 @@ def _tokens(
     training = model.training
     model.eval()
     try:
-        state = drawn = None
+        decoder = drawn = None
+        capture = None if max_new_tokens > WORTH_CAPTURING else False
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts[0].device)
         for _ in range(max_new_tokens):
             with torch.no_grad():  # closed before the yield: a generator's contexts leak into its caller
-                if drawn is None:
+                if decoder is None or drawn is None:
                     logits, state = _read(model, prompts)
+                    decoder = Decoder(model, state, capture=capture)
                 else:
-                    logits, state = model(drawn[:, None], state)
-                    logits = logits[:, -1]
-                probabilities = sampling_probabilities(logits, temperature, top_k, top_p)  # [B, vocab]
-                drawn = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+                    logits = decoder(drawn[:, None])[:, -1]
+                drawn = _draw(logits, temperature, top_k, top_p, generator)
             if eos_id is not None:
                 drawn = drawn.masked_fill(ended, eos_id)
                 ended = ended | (drawn == eos_id)
@@ -158,6 +161,17 @@ def _tokens(
                 return
     finally:
         model.train(training)
+
+
+def _draw(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    """Tokens [B] from logits [B, vocab], without waiting for the device."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities = sampling_probabilities(logits, temperature, top_k, top_p)
+    # the first of exponential clocks with these rates: what `multinomial` does too, but that waits to check its input
+    return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
 
 
 def sampling_probabilities(
@@ -177,7 +191,10 @@ def sampling_probabilities(
     logits = logits.float()
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    probabilities, order = (logits / temperature).softmax(-1).sort(stable=True, descending=True)
+    probabilities = (logits / temperature).softmax(-1)
+    if top_k is None and top_p is None:
+        return probabilities
+    probabilities, order = probabilities.sort(stable=True, descending=True)
     if top_k is not None:
         probabilities[:, top_k:] = 0
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)

@@ -1,6 +1,7 @@
 """What evaluation measures: the loss over all tokens and by the position in the context, and the accuracy by task."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,32 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=NO_LOSS, reduction="none")
     return losses.view_as(labels)
+
+
+@runtime_checkable
+class HasLoss(Protocol):
+    """A model that has a better way to its loss than through the logits of all tokens."""
+
+    def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The sum of the losses of all labels."""
+        ...
+
+
+def total_loss(model: Callable[..., Any], tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Sum of the cross entropies of all labels in nats, as training computes it: the model's own `loss` if it has one.
+
+    Args:
+        model: tokens [B, T] → (logits [B, T, vocab], state).
+        tokens: [B, T] int.
+        labels: [B, T] int, already shifted; -100 has no loss.
+        cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
+
+    Returns:
+        A scalar in fp32.
+    """
+    if isinstance(model, HasLoss):
+        return model.loss(tokens, labels, cu_seqlens)
+    return token_losses(model(tokens, cu_seqlens=cu_seqlens)[0], labels).sum()
 
 
 def positions(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import UserError
+from kernels import UserError, linear_cross_entropy
 from mixers import RMSNorm, Site, TokenMixer
 
 from .mlp import ChannelMixer, SwiGLU
@@ -105,14 +105,22 @@ class LanguageModel(nn.Module):
                 reset()
 
     def forward(
-        self, tokens: Tensor, state: tuple[Any, ...] | None = None, *, cu_seqlens: Tensor | None = None
+        self,
+        tokens: Tensor,
+        state: tuple[Any, ...] | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
         """tokens [B,T] int → logits [B,T,vocab_size], and the continued state if one was given (it is consumed).
+
+        With labels it is the sum of their losses instead of the logits, which then need not be in memory all at once.
 
         Args:
             tokens: [B,T].
             state: From `init_state` or an earlier call; None to train.
             cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
+            labels: [B,T] int64, already shifted; -100 has no loss.
         """
         x, states = self.embeddings(tokens), []
         given = iter(state) if state is not None else itertools.repeat(None)
@@ -123,8 +131,16 @@ class LanguageModel(nn.Module):
             x, following = block(x, next(given), cu_seqlens)
             states.append(following)
         x = self.norm(x)
-        logits = self.lm_head(x) if self.lm_head is not None else F.linear(x, self.embeddings.weight)
-        return logits, None if state is None else tuple(states)
+        if labels is not None:
+            head = self.embeddings if self.lm_head is None else self.lm_head
+            found = linear_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten())
+        else:
+            found = self.lm_head(x) if self.lm_head is not None else F.linear(x, self.embeddings.weight)
+        return found, None if state is None else tuple(states)
+
+    def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Sum of the losses of all labels in nats, a scalar in fp32; the arguments are those of `forward`."""
+        return self(tokens, cu_seqlens=cu_seqlens, labels=labels)[0]
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

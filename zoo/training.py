@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kernels.errors import UserError
 from zoo.checkpoint import FORMAT, KEY, check_format, check_weights, load_weights
 from zoo.data.batch import NO_LOSS, Batch
-from zoo.metrics import ContextLoss, TaskAccuracy, token_losses
+from zoo.metrics import ContextLoss, TaskAccuracy, token_losses, total_loss
 from zoo.optim import Optimisation, build_optimizer, build_schedule
 
 
@@ -39,7 +39,7 @@ class Pretraining(L.LightningModule):
     """Next-token prediction with any language model of the zoo.
 
     Args:
-        model: tokens [B, T] → (logits [B, T, vocab], state).
+        model: tokens [B, T] → (logits [B, T, vocab], state); it may have a `loss` of its own to be trained by.
         optim: Optimiser and schedule.
         tokenizer: Travels in the checkpoint, and lets callbacks write samples.
         config: The resolved config as plain containers; travels in the checkpoint, so that it can be built again.
@@ -86,8 +86,8 @@ class Pretraining(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss over the labelled tokens of the batch, in nats."""
-        losses = token_losses(self(batch.tokens, batch.cu_seqlens), batch.labels)
-        loss = losses.sum() / (batch.labels != NO_LOSS).sum().clamp(min=1)
+        loss = total_loss(self.model, batch.tokens, batch.labels, batch.cu_seqlens)
+        loss = loss / (batch.labels != NO_LOSS).sum().clamp(min=1)
         self.tokens_seen += batch.tokens.numel() * self.trainer.world_size
         self.log("train_loss", loss, prog_bar=True)
         self.log("tokens", float(self.tokens_seen))

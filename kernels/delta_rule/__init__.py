@@ -30,6 +30,7 @@ def delta_rule(
     initial_state: Tensor | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    consume_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Run S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ and read o_t = scale · S_tᵀ q_t (arXiv 2412.06464).
 
@@ -48,6 +49,8 @@ def delta_rule(
         initial_state: S_0 [B,H·E,K,V], or [N,…] with `cu_seqlens`; zeros by default.
         return_state: Whether to return the final states.
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
+        consume_state: Whether a single step (T = 1) may write the final states into `initial_state`, which saves a
+            copy; what that holds afterwards is then undefined. Ignored where a gradient is wanted.
 
     Returns:
         o [B,T,H,V] in the dtype of v, and the final states (as `initial_state`, at least fp32) or None.
@@ -55,7 +58,8 @@ def delta_rule(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    a = check(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens, per_channel=False)
+    given = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
+    a = check(*given, per_channel=False, consume_state=consume_state)
     if a.beta is None:
         raise ValueError("beta: the delta rule needs it")
     if max(q.shape[3], v.shape[3]) <= LARGEST:

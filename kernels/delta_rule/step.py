@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..arguments import Recurrences, at_least_fp32
 from ..linear_recurrence.reference import per_recurrence
-from ..linear_recurrence.step import decayed, read
+from ..linear_recurrence.step import decayed, read, reused
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
@@ -16,5 +16,5 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         q, k, v = per_recurrence(a)
         seen = (k[:, 0, :, None, :] @ S)[:, :, 0]
         u = at_least_fp32(a.beta)[:, 0, :, None] * (v[:, 0] - seen)
-        S = S + k[:, 0, :, :, None] * u[:, :, None, :]
+        S = torch.addcmul(S, k[:, 0, :, :, None], u[:, :, None, :], out=reused(a, S))
         return read(a, q, S), S

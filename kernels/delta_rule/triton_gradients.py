@@ -8,11 +8,11 @@ Letters as in `triton_scan.py`; S is the state before the chunk, dS the gradient
 
 A log decay g_t scales whatever goes past t: pairs j < t ≤ i inside the chunk (what row i has of X K and M K along q and
 k, minus what column j has of Xᵀ Q and Mᵀ K along k, from t on), what tokens i ≥ t read from S, what tokens j < t left
-for dS, and the way from S to dS. None of the four is a difference of large numbers, so gradients stay right when a decay
-erases nearly everything; the diagonal of X, which no decay scales, is kept apart for that reason. Their sums over t have
-a kernel of their own: on Hopper with triton 3.6, a draft that took them beside the products was wrong. X and M pass
-from the first kernel to the second through memory for the same reason: that compiler multiplies a transposed product
-wrongly, and a transposed tile that was just loaded rightly.
+for dS, and the way from S to dS. None of the four is a difference of large numbers, so gradients stay right when a
+decay erases nearly everything; the diagonal of X, which no decay scales, is kept apart for that reason. Their sums over
+t have a kernel of their own: on Hopper with triton 3.6, a draft that took them beside the products was wrong. X and M
+pass from the first kernel to the second through memory for the same reason: that compiler multiplies a transposed
+product wrongly, and a transposed tile that was just loaded rightly.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -298,9 +298,9 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         return triton_step.forward(a)
     # With subheads, the states of all chunks are E times as large as at E = 1: there, time is cheaper than memory.
     keep = wanted and a.subheads == 1
-    # fp16 has not the range for a state, nor for what a small β multiplies. And two cases would pass the error that bf16
-    # is allowed: a chunk of tokens far more than its keys can tell apart, and the gradient of a constant decay, a sum of
-    # what all steps contribute, of either sign.
+    # fp16 has not the range for a state, nor for what a small β multiplies. And two cases would pass the error that
+    # bf16 is allowed: a chunk of tokens far more than its keys can tell apart, and the gradient of a constant decay, a
+    # sum of what all steps contribute, of either sign.
     learned_constant = wanted and a.log_decay is not None and a.log_decay.dim() == 1 and a.log_decay.requires_grad
     exact = a.q.dtype == torch.float16 or a.q.shape[3] <= SHORT or learned_constant
     q, k, v = (x.float() if exact else x for x in (a.q, a.k, a.v))

@@ -1,7 +1,6 @@
-"""One token of the (gated) delta rule in one launch: what decoding does. There is no gradient."""
+"""One token of the (gated) delta rule in one launch, the state in place: what decoding does. There is no gradient."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM108
 
 import torch
 import triton
@@ -21,9 +20,8 @@ def advance(
     v,
     beta,
     log_decay,
-    initial,
+    state,
     o,
-    final,
     scale,
     q_row,
     q_head,
@@ -39,7 +37,6 @@ def advance(
     BK: tl.constexpr,
     BV: tl.constexpr,
     GATE: tl.constexpr,
-    INITIAL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     c = (tl.program_id(0) % BLOCKS) * BV + tl.arange(0, BV)
@@ -55,62 +52,45 @@ def advance(
         query = tl.load(q + row.to(tl.int64) * q_row + head * q_head + r, mask=r < K, other=0.0).to(tl.float32)
         at = n.to(tl.int64) * (K * V) + r[:, None] * V + c[None, :]
         inside = (r < K)[:, None] & (c < V)[None, :]
-        if INITIAL:
-            S = tl.load(initial + at, mask=inside, other=0.0).to(tl.float32)
-        else:
-            S = tl.zeros([BK, BV], tl.float32)
+        S = tl.load(state + at, mask=inside, other=0.0)
         if GATE == "constant":
             S *= tl.exp(tl.load(log_decay + m).to(tl.float32))
         elif GATE == "per step":
             S *= tl.exp(tl.load(log_decay + n).to(tl.float32))
         update = tl.load(beta + n).to(tl.float32) * (values - tl.sum(key[:, None] * S, 0))
         S += key[:, None] * update[None, :]
-        tl.store(final + at, S, mask=inside)
+        tl.store(state + at, S, mask=inside)
         out += tl.sum(query[:, None] * S, 0)
     tl.store(o + (row * H + h) * V + c, (out * scale).to(o.dtype.element_ty), mask=c < V)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::delta_rule_step", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::delta_rule_step", mutates_args={"state"})
 def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    subheads: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """o [B,1,H,V] and the next states [B,H·E,K,V]."""
-    o, final = fake(q, k, v, beta, log_decay, initial_state, subheads, scale)
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor, subheads: int, scale: float
+) -> Tensor:
+    """o [B,1,H,V]; `state` [B,H·E,K,V], fp32 and contiguous, becomes the next one."""
     (B, _, heads, K), (H, V) = q.shape, v.shape[2:]
+    o = v.new_empty(B, 1, H, V)
     gate = "none" if log_decay is None else "constant" if log_decay.dim() == 1 else "per step"
-    optional = (None if x is None else x.contiguous() for x in (beta, log_decay, initial_state))
+    gates = (beta.contiguous(), None if log_decay is None else log_decay.contiguous())
     strides = (x.stride(axis) for x in (q, k, v) for axis in (0, 2))
     sizes = (H, subheads, H // (heads // subheads))
-    constants = (K, V, triton.next_power_of_2(K), VALUES, gate, initial_state is not None)
+    constants = (K, V, triton.next_power_of_2(K), VALUES, gate)
     with torch.cuda.device_of(q):
-        advance[(B * H * triton.cdiv(V, VALUES),)](q, k, v, *optional, o, final, scale, *strides, *sizes, *constants)
-    return o, final
+        advance[(B * H * triton.cdiv(V, VALUES),)](q, k, v, *gates, state, o, scale, *strides, *sizes, *constants)
+    return o
 
 
 @step.register_fake
 def fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    subheads: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The shapes of `step`."""
-    (B, _, _, K), (H, V) = q.shape, v.shape[2:]
-    return v.new_empty(B, 1, H, V), v.new_empty(B, H * subheads, K, V, dtype=torch.float32)
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor, subheads: int, scale: float
+) -> Tensor:
+    """The shape of `step`."""
+    return v.new_empty(v.shape)
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents."""
     assert a.beta is not None
-    return step(a.q, a.k, a.v, a.beta, a.log_decay, a.initial_state, a.subheads, a.scale)
+    state = a.own_state()
+    return step(a.q, a.k, a.v, a.beta, a.log_decay, state, a.subheads, a.scale), state

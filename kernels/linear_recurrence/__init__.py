@@ -9,8 +9,10 @@ from . import chunk, reference, step
 
 def triton(a: Recurrences) -> tuple[Tensor, Tensor]:
     """The Triton implementation, imported when it is first needed: not every platform has Triton."""
-    from .triton_op import forward
-
+    if a.consume_state and a.v.shape[1] == 1 and a.cu_seqlens is None:
+        from .triton_step import forward
+    else:
+        from .triton_op import forward
     return forward(a)
 
 
@@ -29,6 +31,7 @@ def linear_recurrence(
     initial_state: Tensor | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    consume_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Run S_t = diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ and read o_t = scale · S_tᵀ q_t.
 
@@ -47,6 +50,8 @@ def linear_recurrence(
         initial_state: S_0 [B,H·E,K,V], or [N,…] with `cu_seqlens`; zeros by default.
         return_state: Whether to return the final states.
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
+        consume_state: Whether a single step (T = 1) may write the final states into `initial_state`, which saves a
+            copy; what that holds afterwards is then undefined. Ignored where a gradient is wanted.
 
     Returns:
         o [B,T,H,V] in the dtype of v, and the final states (as `initial_state`, at least fp32) or None.
@@ -54,7 +59,8 @@ def linear_recurrence(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    a = check(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens, per_channel=True)
+    given = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
+    a = check(*given, per_channel=True, consume_state=consume_state)
     run = choose("linear_recurrence", IMPLEMENTATIONS, v)
     if run is chunk.forward and v.shape[1] == 1 and cu_seqlens is None:
         run = step.forward

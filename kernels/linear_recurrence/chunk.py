@@ -78,9 +78,10 @@ def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
     The exponential does not factor into q and k without a reference point. Where the decay over a chunk is moderate,
     one point in its middle serves all pairs. Else rows are taken in blocks: against earlier blocks the reference is
     the row before the block, so that both factors are ≤ 1, and inside the block the difference itself is taken.
+    Compiled code, which knows no values, always does the latter.
     """
     dtype = q.dtype
-    if b.is_meta or float(-b.detach()[..., -1, :].min()) <= SAFE_RANGE:
+    if not torch.compiler.is_compiling() and (b.is_meta or float(-b.detach()[..., -1, :].min()) <= SAFE_RANGE):
         middle = b[..., -1:, :] / 2
         return ((q * (b - middle).to(dtype).exp()) @ (k * (middle - b).to(dtype).exp()).mT).tril()
     q, k = torch.broadcast_tensors(q, b)[0], torch.broadcast_tensors(k, b)[0]

@@ -14,7 +14,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         q, k, _ = per_recurrence(a)
         if beta is not None:
             v = v * at_least_fp32(beta)[:, 0, :, None]
-        S = S + k[:, 0, :, :, None] * v[:, :, None, :]
+        S = torch.addcmul(S, k[:, 0, :, :, None], v[:, :, None, :], out=reused(a, S))
         return read(a, q, S), S
 
 
@@ -24,7 +24,13 @@ def decayed(a: Recurrences) -> Tensor:
     if g is None:
         return S
     g = at_least_fp32(g).exp()
-    return S * (g[:, None, None] if g.dim() == 1 else g[:, 0, :, None, None] if g.dim() == 3 else g[:, 0, :, :, None])
+    g = g[:, None, None] if g.dim() == 1 else g[:, 0, :, None, None] if g.dim() == 3 else g[:, 0, :, :, None]
+    return torch.mul(S, g, out=reused(a, S))
+
+
+def reused(a: Recurrences, S: Tensor) -> Tensor | None:
+    """The state itself where the next one may overwrite it."""
+    return S if a.consume_state else None
 
 
 def read(a: Recurrences, q: Tensor, S: Tensor) -> Tensor:

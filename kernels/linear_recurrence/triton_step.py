@@ -1,4 +1,4 @@
-"""One token of the linear recurrence in one launch: every state is read once and written once."""
+"""One token of the linear recurrence in one launch: every state is read once, and written where it was."""
 
 # kernels: what looks like a function is a program, and branches are taken when it is compiled
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..arguments import Recurrences
 from ..launch import launch
-from ..op import register
+from ..op import NAMESPACE
 
 
 @triton.jit(do_not_specialize=["H", "groups"])
@@ -19,9 +20,8 @@ def advance(
     v,  # [B,H,V]
     log_decay,  # [heads], [B,heads] or [B,heads,K]
     beta,  # [B,heads]
-    before,  # [B,heads,K,V]
+    state,  # [B,heads,K,V]
     out,  # [B,H,V]
-    after,
     scale,
     q_row,
     q_head,
@@ -38,7 +38,6 @@ def advance(
     BV: tl.constexpr,
     GATE: tl.constexpr,
     BETA: tl.constexpr,
-    FIRST: tl.constexpr,
 ):
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     cv = tl.program_id(0) * BV + tl.arange(0, BV)
@@ -60,35 +59,34 @@ def advance(
             at_q, at_k = b.to(tl.int64) * q_row + key_head * q_head, b.to(tl.int64) * k_row + key_head * k_head
             Q = tl.load(q + at_q + ck, mask=in_key, other=0.0).to(tl.float32)
             Kk = tl.load(k + at_k + ck, mask=in_key, other=0.0).to(tl.float32)
-            S = Kk[:, None] * written[None, :]
-            if FIRST:
-                kept = tl.load(before + tile, mask=inside, other=0.0)
-                if GATE == "constant":
-                    kept *= tl.exp(tl.load(log_decay + n))
-                if GATE == "head":
-                    kept *= tl.exp(tl.load(log_decay + own))
-                if GATE == "channel":
-                    kept *= tl.exp(tl.load(log_decay + own * K + ck, mask=in_key, other=0.0))[:, None]
-                S += kept
-            tl.store(after + tile, S, mask=inside)
+            S = tl.load(state + tile, mask=inside, other=0.0)
+            if GATE == "constant":
+                S *= tl.exp(tl.load(log_decay + n))
+            if GATE == "head":
+                S *= tl.exp(tl.load(log_decay + own))
+            if GATE == "channel":
+                S *= tl.exp(tl.load(log_decay + own * K + ck, mask=in_key, other=0.0))[:, None]
+            S += Kk[:, None] * written[None, :]
+            tl.store(state + tile, S, mask=inside)
             o += tl.sum(Q[:, None] * S, 0)
     tl.store(out + (b * H + h).to(tl.int64) * V + cv, (o * scale).to(out.dtype.element_ty), mask=cv < V)
 
 
-def _step(
+@torch.library.custom_op(f"{NAMESPACE}::linear_recurrence_step", mutates_args={"state"})
+def advanced(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
     beta: Tensor | None,
-    initial_state: Tensor | None,
+    state: Tensor,
     scale: float,
     subheads: int,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
+    """o [B,1,H,V]; `state` [B,H·E,K,V], fp32 and contiguous, becomes the next one. Gates are fp32 and contiguous."""
     B, _, H, V = v.shape
     K, heads = q.shape[3], H * subheads
     o = torch.empty((B, 1, H, V), device=v.device, dtype=v.dtype)
-    after = torch.empty((B, heads, K, V), device=v.device, dtype=torch.float32)
     gate = "none" if log_decay is None else {1: "constant", 3: "head", 4: "channel"}[log_decay.dim()]
     entry = launch("step", max(K, V), v.dtype, v.device)
     keys, values = (min(entry.block, triton.next_power_of_2(size)) for size in (K, V))
@@ -99,9 +97,8 @@ def _step(
             v,
             log_decay if log_decay is not None else o,
             beta if beta is not None else o,
-            initial_state if initial_state is not None else after,
+            state,
             o,
-            after,
             scale,
             q.stride(0),
             q.stride(2),
@@ -118,14 +115,28 @@ def _step(
             BV=values,
             GATE=gate,
             BETA=beta is not None,
-            FIRST=initial_state is not None,
             num_warps=entry.warps,
             num_stages=entry.stages,
         )
-    return o, after
+    return o
 
 
-def _fake(
+@advanced.register_fake
+def fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    scale: float,
+    subheads: int,
+) -> Tensor:
+    """The shape of `advanced`."""
+    return v.new_empty(v.shape)
+
+
+def step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -135,8 +146,21 @@ def _fake(
     scale: float,
     subheads: int,
 ) -> tuple[Tensor, Tensor]:
-    state = (v.shape[0], v.shape[2] * subheads, q.shape[3], v.shape[3])
-    return v.new_empty(v.shape), v.new_empty(state, dtype=torch.float32)
+    """o [B,1,H,V] and the next states, in a tensor of their own."""
+    if initial_state is None:
+        shape = (v.shape[0], v.shape[2] * subheads, q.shape[3], v.shape[3])
+        state = v.new_zeros(shape, dtype=torch.float32)
+    else:
+        state = initial_state.clone()
+    return advanced(q, k, v, log_decay, beta, state, scale, subheads), state
 
 
-step = register("linear_recurrence_step", _step, None, _fake, results=2)
+def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents; the given ones in place."""
+    q, k, v = a.q, a.k, a.v
+    if not q.is_cuda:  # bf16 arithmetic is garbage under the interpreter
+        q, k, v = q.float(), k.float(), v.float()
+    log_decay, beta = (None if x is None else x.float().contiguous() for x in (a.log_decay, a.beta))
+    state = a.own_state()
+    o = advanced(q, k, v, log_decay, beta, state, a.scale, a.subheads)
+    return o.to(a.v.dtype), state

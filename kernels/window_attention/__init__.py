@@ -3,10 +3,13 @@
 from torch import Tensor
 
 from ..backend import choose
-from . import chunk, reference
+from . import candidates, reference
 from .arguments import check
+from .candidates import CANDIDATES
 
-IMPLEMENTATIONS = {"torch": chunk.forward, "reference": reference.forward}
+IMPLEMENTATIONS = {"torch": candidates.forward, "reference": reference.forward}
+
+__all__ = ["CANDIDATES", "IMPLEMENTATIONS", "window_attention"]
 
 
 def window_attention(

@@ -19,6 +19,7 @@ class Attention:
     first_key: Tensor | None  # [B]
     scale: float
     documents: Documents | None
+    cu_seqlens: Tensor | None  # [N+1]
 
 
 def check(
@@ -57,4 +58,4 @@ def check(
             raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
     docs = documents(cu_seqlens, T, B, q.device) if cu_seqlens is not None else None
     window = None if window_size is None or window_size >= k.shape[1] else window_size
-    return Attention(q, k, v, window, first_key, D**-0.5 if scale is None else scale, docs)
+    return Attention(q, k, v, window, first_key, D**-0.5 if scale is None else scale, docs, cu_seqlens)

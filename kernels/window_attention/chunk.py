@@ -1,4 +1,4 @@
-"""Window attention through PyTorch's scaled dot product attention: the CPU path.
+"""Window attention through PyTorch's scaled dot product attention: the CPU path, which serves every call.
 
 A window shorter than the sequence is cut into blocks of queries, each against its own stretch of keys, so that the
 work grows with T · window and not with T².
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import Attention
+from .sdpa import dot_product
 
 BLOCK = 64
 
@@ -27,17 +28,17 @@ def _attend(a: Attention, q: Tensor, k: Tensor, v: Tensor, first_key: Tensor | N
     if window is not None and T == S and first_key is None:
         return _blocks(a, q, k, v, window)
     if window is None and T == S and first_key is None:
-        return _sdpa(a, q, k, v, None, causal=True)
+        return dot_product(a, q, k, v, None, causal=True)
     query, key = torch.arange(S - T, S, device=q.device)[:, None], torch.arange(S, device=q.device)
     mask = key <= query
     if window is not None:
         mask = mask & (key > query - window)
     if first_key is None:
-        return _sdpa(a, q, k, v, mask)
+        return dot_product(a, q, k, v, mask)
     mask = mask & (key >= first_key[:, None, None])  # [B,T,S]
     # a row without a key is 0: softmax over nothing would be NaN
     some = mask.any(-1)
-    o = _sdpa(a, q, k, v, (mask | ~some[..., None])[:, None])
+    o = dot_product(a, q, k, v, (mask | ~some[..., None])[:, None])
     return o.masked_fill(~some[:, :, None, None], 0)
 
 
@@ -55,14 +56,7 @@ def _blocks(a: Attention, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tenso
     inside = (key <= query) & (key > query - window)
     real = key >= before - torch.arange(count, device=q.device)[:, None] * BLOCK  # padding before the first key
     mask = (inside & real[:, None]).repeat(B, 1, 1).unsqueeze(1)
-    return _sdpa(a, q, k, v, mask).unflatten(0, (B, count)).flatten(1, 2)[:, :T]
-
-
-def _sdpa(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=a.scale, enable_gqa=grouped)
-    return o.transpose(1, 2)
+    return dot_product(a, q, k, v, mask).unflatten(0, (B, count)).flatten(1, 2)[:, :T]
 
 
 def padded(keys: int) -> int:

@@ -10,22 +10,26 @@ def by_hand(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return y if weight is None else y * weight
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
-def test_rms_norm(eps: float, weighted: bool):
+def test_rms_norm(eps: float, weighted: bool, backend: str):
     x = torch.randn(2, 3, 7, dtype=torch.float64)
     weight = torch.randn(7, dtype=torch.float64) if weighted else None
-    torch.testing.assert_close(kernels.rms_norm(x, weight, eps), by_hand(x, weight, eps))
+    with kernels.backend(backend):
+        torch.testing.assert_close(kernels.rms_norm(x, weight, eps), by_hand(x, weight, eps))
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_gated_rms_norm(gate_first: bool, weighted: bool):
+def test_gated_rms_norm(gate_first: bool, weighted: bool, backend: str):
     x, gate = torch.randn(2, 2, 3, 7, dtype=torch.float64)
     weight = torch.randn(7, dtype=torch.float64) if weighted else None
     opened = gate * torch.sigmoid(gate)
     expected = by_hand(x * opened, weight, 0.1) if gate_first else by_hand(x, weight, 0.1) * opened
-    torch.testing.assert_close(kernels.gated_rms_norm(x, gate, weight, 0.1, gate_first=gate_first), expected)
+    with kernels.backend(backend):
+        torch.testing.assert_close(kernels.gated_rms_norm(x, gate, weight, 0.1, gate_first=gate_first), expected)
 
 
 @pytest.mark.parametrize("gate_first", [True, False])
@@ -59,3 +63,25 @@ def test_zeros_stay_zero():
     y.sum().backward()
     assert not y.any()
     assert x.grad.isfinite().all()
+
+
+def test_errors_name_the_argument():
+    x = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match=r"^weight: "):
+        kernels.rms_norm(x, torch.ones(1))
+    with pytest.raises(ValueError, match=r"^weight: "):
+        kernels.gated_rms_norm(x, x, torch.ones(2, 8))
+    with pytest.raises(ValueError, match=r"^gate: "):
+        kernels.gated_rms_norm(x, x[0])
+
+
+def test_one_graph():
+    x, gate, weight = torch.randn(2, 3, 8), torch.randn(2, 3, 8), torch.randn(8)
+    leaves = [t.requires_grad_() for t in (x, gate, weight)]
+
+    def f(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return kernels.gated_rms_norm(x, gate, weight).sin().sum()
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(g(*leaves), leaves) for g in (compiled, f))
+    torch.testing.assert_close(found, expected)

@@ -1,11 +1,18 @@
+import dataclasses
+import itertools
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import kernels
+from kernels.documents import documents
+from kernels.window_attention import CANDIDATES, candidates, flash, flex
+from kernels.window_attention.arguments import Attention, check
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PACKED = [0, 0, 5, 70, 70, 135, 150, 150]
 
 
@@ -166,3 +173,207 @@ def test_documents_cannot_be_continued():
         kernels.window_attention(**inputs(10, 12, B=1), cu_seqlens=bounds)
     with pytest.raises(ValueError, match=r"^cu_seqlens: "):
         kernels.window_attention(**inputs(10, B=1), cu_seqlens=bounds, first_key=torch.tensor([0]))
+
+
+# Several ways inside the backend `torch`. Most of them need a GPU; what can be compared here, is.
+
+HALF = {"B": 2, "H": 4, "Hkv": 4, "D": 16, "dtype": torch.bfloat16}
+
+
+def call(T: int, S: int | None = None, *, window: int | None = None, documents: list[int] | None = None, **options):
+    """The checked arguments of a call."""
+    options = {**options, "B": 1} if documents else options
+    bounds = None if documents is None else torch.tensor(documents, dtype=torch.int32, device=DEVICE)
+    a = {name: x.to(DEVICE) for name, x in inputs(T, S, **options).items()}
+    return check(**a, window_size=window, first_key=None, scale=None, cu_seqlens=bounds)
+
+
+def on_gpu(a: Attention) -> Attention:
+    """The same call, which says of itself that it is on a GPU."""
+
+    class Elsewhere(torch.Tensor):
+        is_cuda = True
+
+    return dataclasses.replace(a, **{name: getattr(a, name).as_subclass(Elsewhere) for name in "qkv"})
+
+
+def test_on_a_processor_and_in_fp32_nothing_new_is_tried():
+    assert candidates.chosen(call(300, window=20, **HALF)) == ("chunk" if DEVICE == "cpu" else "flash")
+    assert candidates.chosen(on_gpu(call(300, window=20, **{**HALF, "dtype": torch.float32}))) == "chunk"
+    assert candidates.chosen(call(300, dtype=torch.float32)) == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "a"),
+    [
+        ("sdpa", {"T": 300}),
+        ("flex", {"T": 300, "window": 20}),
+        ("flash", {"T": 300, "window": 20, "D": 24}),
+        ("flash", {"T": 300, "window": 20, "documents": [0, 100, 300]}),
+        ("flash", {"T": 300, "documents": [0, 100, 300]}),
+        ("chunk", {"T": 300, "window": 20, "D": 12}),  # no size for any kernel
+        ("chunk", {"T": 30, "S": 60}),
+        ("step", {"T": 1, "S": 60}),
+    ],
+)
+def test_choice_on_a_gpu(name: str, a: dict):
+    assert candidates.chosen(on_gpu(call(**{**HALF, **a}))) == name
+
+
+def test_every_kind_of_call_has_a_rule_and_somebody_who_serves_it():
+    assert {*candidates.RULES} == {*itertools.product([False, True], repeat=2)}
+    assert all(names[-1] == "chunk" and {*names} <= {*CANDIDATES} for names in candidates.RULES.values())
+
+
+def same_as_blocks_of_scores(name: str, a: Attention, tolerance: float = 1e-5):
+    """Output, and gradients if it has some, of a candidate and of `chunk`."""
+    learning = a.q.requires_grad
+    assert CANDIDATES[name].serves(a)
+    o, expected = (CANDIDATES[n].forward(a) for n in (name, "chunk"))
+    found = [o]
+    if learning:
+        arriving = torch.randn_like(o)
+        found += torch.autograd.grad(o, (a.q, a.k, a.v), arriving)
+        expected = [expected, *torch.autograd.grad(expected, (a.q, a.k, a.v), arriving)]
+    for x, y in zip(found, expected if learning else [expected], strict=True):
+        assert (x - y).norm() <= tolerance * (1 + y.norm())
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="it is compiled there")
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("documents", [None, [0, 0, 5, 130, 131, 131, 300]])
+@pytest.mark.parametrize("window", [None, 1, 50, 128, 257])
+def test_flex(window: int | None, documents: list[int] | None):
+    a = call(300, window=window, documents=documents, D=16, dtype=torch.float32)
+    same_as_blocks_of_scores("flex", a)
+    blocks = flex.mask(a)
+    assert flex.mask(a) is blocks
+    usual = create_block_mask(blocks.mask_mod, None, None, 300, 300, device=DEVICE)  # looks at every score
+    assert torch.equal(blocks.kv_num_blocks, usual.kv_num_blocks)
+    assert torch.equal(blocks.full_kv_num_blocks, usual.full_kv_num_blocks)
+    assert torch.equal(blocks.to_dense(), usual.to_dense())
+
+
+def test_a_mask_from_an_evaluation_serves_training():
+    bounds = torch.tensor([0, 200, 400], dtype=torch.int32)
+    packed = dataclasses.replace(call(400, B=1), cu_seqlens=bounds, documents=documents(bounds, 400))
+    for a in (call(400, window=77), packed):
+        with torch.inference_mode():
+            mask = flex.mask(a)
+        assert not mask.kv_indices.is_inference()
+        assert flex.mask(a) is mask
+
+
+@pytest.mark.parametrize("documents", [None, PACKED])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_flash_is_asked_for_the_right_thing(heads, window, documents, monkeypatch: pytest.MonkeyPatch):
+    """PyTorch's kernel is not there on a processor: the definition of what it computes takes its place."""
+
+    def attention(q, k, v, bounds, bounds_k, longest, longest_k, *, scale, window_size, enable_gqa=False):
+        assert torch.equal(bounds, bounds_k)
+        assert bounds.dtype == torch.int32
+        assert longest == longest_k == int(bounds.diff().max())
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        owner = torch.searchsorted(bounds, torch.arange(len(q)), right=True)
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        left, right = window_size
+        seen = (distance >= -right) & (owner[:, None] == owner)
+        if left >= 0:
+            seen &= distance <= left
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("thd,shd->hts", q, k).float() * scale
+        return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype), v)
+
+    monkeypatch.setattr(flash, "attention", lambda: attention)
+    a = call(150, window=window, documents=documents, **{**HALF, "H": heads[0], "Hkv": heads[1]})
+    same_as_blocks_of_scores("flash", a, 1e-2)
+
+
+def test_flash_knows_which_options_pytorch_has():
+    assert flash.has("window_size")
+    assert not flash.has("windw_size")
+
+
+def test_where_pytorch_has_no_windows_yet_another_way_is_taken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(flash, "has", lambda option: option != "window_size")
+    assert candidates.chosen(on_gpu(call(300, window=20, **HALF))) == "flex"
+
+
+def leaves(a: Attention) -> Attention:
+    """The same call, whose gradients are wanted."""
+    return dataclasses.replace(a, **{name: getattr(a, name).detach().requires_grad_() for name in "qkv"})
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 12])
+@pytest.mark.parametrize("first_key", [None, [0, 5, 11, 12]])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
+def test_a_step_is_a_row_of_scores(heads: tuple[int, int], first_key: list[int] | None, window: int | None):
+    H, Hkv = heads
+    a = leaves(call(1, 12, B=4, window=window, H=H, Hkv=Hkv, dtype=torch.float32))
+    a = dataclasses.replace(a, first_key=None if first_key is None else torch.tensor(first_key, device=DEVICE))
+    same_as_blocks_of_scores("step", a)
+
+
+@pytest.mark.parametrize("name", ["step", "flash", "chunk"])
+def test_the_choice_and_the_chosen_compile_as_one_graph(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(flash, "attention", lambda: lambda q, k, v, bounds, *rest, **options: q * v + bounds[-1])
+    monkeypatch.setattr(candidates, "chosen", lambda a: name if CANDIDATES[name].serves(a) else "")
+    a = {key: x.to(DEVICE) for key, x in inputs(64, **HALF).items()}
+    a["q"] = a["q"][:, -1:] if name == "step" else a["q"]
+    expected = kernels.window_attention(**a, window_size=32)
+    torch._dynamo.reset()
+    compiled = torch.compile(kernels.window_attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**a, window_size=32), expected)
+
+
+# On a device: each candidate against fp32 at the sizes it is for.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sdpa", "flash", "flex", "chunk"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"T": 4096, "window": 1024, "D": 128},
+        {"T": 4096, "window": 1024, "D": 64, "H": 8, "Hkv": 2},
+        {"T": 3001, "window": 777, "D": 128},
+        {"T": 3001, "D": 128},
+        {"T": 4000, "window": 300, "D": 64, "documents": [0, 0, 1, 130, 1000, 1000, 3999, 4000]},
+        {"T": 4000, "D": 128, "documents": [0, 0, 1, 130, 1000, 1000, 3999, 4000], "H": 8, "Hkv": 2},
+    ],
+    ids=str,
+)
+def test_on_device(name: str, options: dict):
+    a = leaves(call(**{**HALF, **options}))
+    if not CANDIDATES[name].serves(a):
+        pytest.skip("does not serve this call")
+    o = CANDIDATES[name].forward(a)
+    arriving = torch.randn_like(o)
+    exact = leaves(dataclasses.replace(a, **{x: getattr(a, x).float() for x in "qkv"}))
+    expected = CANDIDATES["chunk"].forward(exact)
+    found = [o, *torch.autograd.grad(o, (a.q, a.k, a.v), arriving)]
+    expected = [expected, *torch.autograd.grad(expected, (exact.q, exact.k, exact.v), arriving.float())]
+    for x, y in zip(found, expected, strict=True):
+        assert x.isfinite().all()
+        assert (x - y).norm() <= 1e-2 * y.norm()
+
+
+@pytest.mark.gpu
+def test_on_device_the_whole_op_compiles_and_repeats():
+    a = {name: x.cuda() for name, x in inputs(2048, D=64, dtype=torch.bfloat16).items()}
+    o = kernels.window_attention(**a, window_size=300)
+    compiled = torch.compile(kernels.window_attention, fullgraph=True)
+    torch.testing.assert_close(compiled(**a, window_size=300), o, rtol=2e-2, atol=2e-2)
+    for _ in range(20):
+        assert torch.equal(kernels.window_attention(**a, window_size=300), o)
+
+
+@pytest.mark.gpu
+def test_on_device_decoding_in_bf16():
+    a = {name: x.cuda() for name, x in inputs(1, 2048, B=8, H=8, D=128, dtype=torch.bfloat16).items()}
+    first = torch.arange(8, device="cuda") * 250
+    o = kernels.window_attention(**a, first_key=first)
+    with kernels.backend("reference"):
+        expected = kernels.window_attention(**{name: x.float() for name, x in a.items()}, first_key=first)
+    assert (o - expected).norm() <= 1e-2 * expected.norm()

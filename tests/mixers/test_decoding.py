@@ -34,3 +34,33 @@ def test_two_rows_of_different_age(name: str):
         whole, _ = mixer(sequence)
         torch.testing.assert_close(prompt, whole[:, :start])
         torch.testing.assert_close(decoded[row : row + 1], whole[:, start:])
+
+
+MATRICES = [name for name, factory in FACTORIES.items() if isinstance(factory(Site(64, 2)), LinearMixer)]
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_the_matrix_of_a_state_stays_where_it_is(name: str):
+    mixer, x = FACTORIES[name](Site(64, 2, layer=1, num_layers=3)), torch.randn(2, 4, 64)
+    with torch.no_grad():
+        whole, _ = mixer(x)
+        state = mixer.init_state(2)
+        place, outputs = state.matrix.data_ptr(), []
+        for t in range(4):
+            y, state = mixer(x[:, t : t + 1], state)
+            outputs.append(y)
+            assert state.matrix.data_ptr() == place
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_gradients_flow_through_steps(name: str):
+    mixer, x = FACTORIES[name](Site(64, 2, layer=1, num_layers=3)).double(), torch.randn(2, 3, 64, dtype=torch.float64)
+    state, outputs = mixer.init_state(2), []
+    for t in range(3):
+        y, state = mixer(x[:, t : t + 1], state)
+        outputs.append(y)
+    leaves = list(mixer.parameters())
+    found, expected = (torch.autograd.grad(y.square().sum(), leaves) for y in (torch.cat(outputs, 1), mixer(x)[0]))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

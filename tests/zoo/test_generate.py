@@ -1,10 +1,14 @@
+import importlib
+
 import pytest
 import torch
 from tiny import ByteTokenizer, TinyModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 
+import zoo
 from kernels.errors import UserError
+from zoo.decoder import Decoder
 from zoo.generate import generate, generate_tokens, sampling_probabilities, stream_text
 
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
@@ -108,6 +112,31 @@ def test_a_seed_repeats_and_the_global_generator_is_not_touched():
     assert draw(1) != draw(2)
     assert draw(None) != draw(None)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("tokens", "capture"), [(2, False), (40, None)])
+def test_a_graph_is_for_longer_texts(tokens: int, capture: bool | None, monkeypatch: pytest.MonkeyPatch):
+    made = []
+
+    class Spied(Decoder):
+        def __init__(self, model, state, *, capture=None):
+            made.append(capture)
+            super().__init__(model, state, capture=capture)
+
+    monkeypatch.setattr(importlib.import_module("zoo.generate"), "Decoder", Spied)
+    list(generate_tokens(TinyModel(), torch.tensor([[1]]), max_new_tokens=tokens))
+    assert made == [capture]
+
+
+def test_no_state_is_shared_with_the_one_before():
+    model = zoo.build("gated_deltanet.yaml", "model.vocab_size=11", "model.num_layers=2")
+    prompt = torch.tensor([[1, 2, 3]])
+    first, second = (torch.cat(list(generate_tokens(model, prompt, max_new_tokens=9, temperature=0))) for _ in "ab")
+    assert torch.equal(first, second)
+    tokens = prompt
+    for _ in range(9):
+        tokens = torch.cat([tokens, model(tokens)[0][:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(first, tokens[0, 3:])
 
 
 def test_characters_of_several_tokens_come_in_one_piece():

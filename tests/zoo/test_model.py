@@ -10,6 +10,7 @@ import zoo
 from kernels import UserError
 from mixers import GatedDeltaNet, Site, TokenMixer
 from mixers.base import dense_flops
+from zoo.metrics import token_losses
 from zoo.stack import Uniform
 
 VOCAB, HIDDEN, LENGTH = 61, 32, 23
@@ -98,6 +99,35 @@ def test_a_tied_head_is_the_embedding_matrix(tokens: Tensor):
     torch.testing.assert_close(logits, untied(tokens % 9)[0])
     logits.logsumexp(-1).sum().backward()
     assert tied.embeddings.weight.grad[9:].abs().sum() > 0  # tokens that were not in the input are learned as well
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_its_loss_is_that_of_its_logits_bitwise(tied: bool, packed: bool):
+    model = build(f"model.tie_embeddings={str(tied).lower()}")
+    bounds = torch.tensor([0, 4, LENGTH]) if packed else None
+    tokens, labels = torch.randint(VOCAB, (2, 1 if packed else 2, LENGTH))
+    labels[0, 3:6] = -100
+    found, expected = (
+        (loss, torch.autograd.grad(loss, list(model.parameters())))
+        for loss in (
+            model.loss(tokens, labels, bounds),
+            token_losses(model(tokens, cu_seqlens=bounds)[0], labels).sum(),
+        )
+    )
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(x, y) for x, y in zip(found[1], expected[1], strict=True))
+
+
+def test_its_loss_goes_through_forward(model: zoo.LanguageModel, tokens: Tensor):
+    """What wraps or compiles the model, or waits for its parameters, hooks into that."""
+    calls = []
+    with model.register_forward_hook(lambda *given: calls.append(given[-1][0].shape)):
+        loss = model.loss(tokens, tokens)
+        assert calls == [torch.Size([])]
+        continued, state = model(tokens[:, 10:], model(tokens[:, :10], model.init_state(2))[1], labels=tokens[:, 10:])
+    assert len(state) == 3
+    torch.testing.assert_close(continued + model.loss(tokens[:, :10], tokens[:, :10]), loss)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from tiny import (
 
 from kernels.errors import UserError
 from zoo.data.batch import Batch
-from zoo.metrics import ContextLoss, TaskAccuracy, positions, token_losses
+from zoo.metrics import ContextLoss, TaskAccuracy, positions, token_losses, total_loss
 from zoo.saving import Checkpoints
 from zoo.training import best_precision
 
@@ -262,3 +262,34 @@ def test_what_is_not_a_checkpoint_of_this_project(tmp_path, what):
         trainer(tmp_path / "new", max_steps=5).fit(
             pretraining(), ResumableLoader(7), validation_loader(), ckpt_path=path
         )
+
+
+class Lossy(Uniform):
+    """The same, with a loss of its own: none but that is asked of it in training."""
+
+    def loss(self, tokens, labels, cu_seqlens=None):
+        return self.table[tokens.flatten(), labels.clamp(min=0).flatten()].mul(labels.flatten() >= 0).sum()
+
+    def forward(self, tokens, state=None, *, cu_seqlens=None):
+        assert not self.training
+        return super().forward(tokens, state, cu_seqlens=cu_seqlens)
+
+
+def test_a_model_with_a_loss_of_its_own_is_trained_by_it(tmp_path):
+    tokens, labels = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[2, -100, 4, 5]])
+    given = Batch(tokens, labels, None)
+    module = pretraining(learning_rate=1e-9)
+    module.model = Lossy()
+    table = module.model.table.detach()
+    run = trainer(tmp_path, [log := LossLog()], max_steps=4)
+    run.fit(module, Batches(given, given, given, given), Batches(given))
+    assert log.losses[1] == pytest.approx((table[1, 2] + table[3, 4] + table[4, 5]).item() / 3, rel=1e-6)
+    usual = torch.nn.functional.cross_entropy(table[tokens[0]], labels[0])
+    assert run.callback_metrics["val_loss"].item() == pytest.approx(usual.item(), rel=1e-5)
+
+
+def test_without_one_it_is_trained_by_its_logits():
+    tokens, labels = torch.tensor([[1, 2, 3]]), torch.tensor([[2, -100, 4]])
+    model = Uniform()
+    expected = token_losses(model(tokens)[0], labels).sum()
+    assert torch.equal(total_loss(model, tokens, labels), expected)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from .. import config as configs
+from ..decoder import Decoder
 from ..model import LanguageModel
 from . import model as models
 from . import peers as others
@@ -99,13 +100,9 @@ def _measured(row: dict[str, Any], model: LanguageModel, seconds: float) -> list
     eager = _timed({**row, "how": "eager"}, seconds, lambda: Eager(model, *place), device)
     if device.type != "cuda" or "ms" not in eager:
         return [eager]
-    if grows(model):
-        eager["note"] = "no CUDA graph: the state grows with every token"
-        return [eager]
     try:
         return [eager, _timed({**row, "how": "CUDA graph"}, seconds, lambda: Captured(model, *place), device)]
     except RuntimeError as error:
-        torch.cuda.synchronize(device)
         eager["note"] = f"no CUDA graph: {' '.join(str(error).split())[:120]}"
         return [eager]
 
@@ -129,43 +126,30 @@ def _peer(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: 
 
 
 class Eager:
-    """Steps of the model as they are written."""
+    """Steps of the model as they are written, each with the likeliest token of the one before."""
+
+    capture: bool | None = False
 
     def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
-        self.model, device = model, next(model.parameters()).device
-        self.tokens = torch.randint(model.vocab_size, (batch_size, 1), device=device)
-        self.state = state_at(model, batch_size, position)
-        self.state_bytes = sum(leaf.nbytes for leaf in tree_leaves(self.state))
+        self.tokens = torch.randint(model.vocab_size, (batch_size, 1), device=next(model.parameters()).device)
+        state = state_at(model, batch_size, position)
+        self.state_bytes = sum(leaf.nbytes for leaf in tree_leaves(state))
+        self.decoder = Decoder(model, state, capture=self.capture)
 
     def __call__(self) -> None:
-        logits, self.state = self.model(self.tokens, self.state)
-        self.tokens = logits[:, -1:].argmax(-1)
+        self.tokens = self.decoder(self.tokens)[:, -1:].argmax(-1)
 
 
 class Captured(Eager):
-    """The same as one CUDA graph, over tensors that stay where they are."""
+    """The same as `generate` runs them on a GPU."""
+
+    capture = True
 
     def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
         super().__init__(model, batch_size, position)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._step()
-
-    def _step(self) -> None:
-        logits, following = self.model(self.tokens, self.state)
-        for old, new in zip(tree_leaves(self.state), tree_leaves(following), strict=True):
-            if old.data_ptr() != new.data_ptr():
-                old.copy_(new)
-        self.tokens.copy_(logits[:, -1:].argmax(-1))
-
-    def __call__(self) -> None:
-        self.graph.replay()
+        self()
+        if self.decoder.refused:
+            raise RuntimeError(self.decoder.refused)
 
 
 class Peer:
@@ -186,12 +170,11 @@ class Peer:
 
 def growing(model: LanguageModel) -> list[bool]:
     """For each tensor of a state, whether it has one entry more after each token."""
-    before = model.init_state(1)
-    shapes = [leaf.shape for leaf in tree_leaves(before)]
     token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad():
-        _, after = model(token, before)
-    return [shape != leaf.shape for shape, leaf in zip(shapes, tree_leaves(after), strict=True)]
+        _, after = model(token, model.init_state(1))
+    pairs = zip(tree_leaves(model.init_state(1)), tree_leaves(after), strict=True)
+    return [old.shape != new.shape for old, new in pairs]
 
 
 def grows(model: LanguageModel) -> bool:

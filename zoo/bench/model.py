@@ -13,7 +13,7 @@ from kernels import UserError
 from mixers import did_you_mean
 
 from .. import config as configs
-from ..metrics import token_losses
+from ..metrics import total_loss
 from ..model import LanguageModel
 from .gate import Gate
 
@@ -64,9 +64,9 @@ def running(precision: str, device: torch.device, backend: str = "auto") -> Iter
         yield
 
 
-def mean_loss(model: Callable[..., Any], tokens: Tensor) -> Tensor:
+def mean_loss(model: LanguageModel, tokens: Tensor) -> Tensor:
     """Mean loss of the next token, as training computes it; tokens [B,T+1]."""
-    return token_losses(model(tokens[:, :-1])[0], tokens[:, 1:]).mean()
+    return total_loss(model, tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
 
 
 def compared(model: LanguageModel, precision: str, backend: str, run: Run, slow: Run | None = None) -> Gate:

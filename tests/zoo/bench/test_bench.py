@@ -211,12 +211,14 @@ def test_a_captured_graph_says_what_the_model_says():
     with torch.no_grad():
         captured = Captured(model, 2, 10)
         eager = Eager(model, 2, 10)
-        eager.state = torch.utils._pytree.tree_map(torch.clone, captured.state)
+        eager.decoder.state = torch.utils._pytree.tree_map(torch.clone, captured.decoder.state)
         eager.tokens = captured.tokens.clone()
         for _ in range(5):
             captured()
             eager()
-    for one, other in zip(*map(torch.utils._pytree.tree_leaves, (captured.state, eager.state)), strict=True):
+    for one, other in zip(
+        *map(torch.utils._pytree.tree_leaves, (captured.decoder.state, eager.decoder.state)), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 

@@ -1,0 +1,62 @@
+"""Short causal depthwise convolution → activation → norm, of every head of a stream."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from ..backend import choose
+from . import composition, reference
+from .arguments import Stream, check
+from .stages import ACTIVATIONS, NORMS
+
+__all__ = ["ACTIVATIONS", "NORMS", "features"]
+
+
+def triton(stream: Stream) -> tuple[Tensor, Tensor | None]:
+    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    from . import triton_op
+
+    return triton_op.forward(stream)
+
+
+IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": reference.forward}
+LARGEST, MOST_TAPS = 256, 8  # the kernels hold heads, and their last inputs, in the registers of one warp
+
+
+def features(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    activation: Literal["identity", "silu", "relu", "elu1"] = "identity",
+    norm: Literal["none", "l2", "l1"] = "none",
+    history: Tensor | None = None,
+    return_history: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """norm(activation(bias + Σ_j weight_j · x_{t−W+1+j})): the convolution by channel, the norm over each head.
+
+    l2 is z / √(Σ z² + 1e-6) and l1 is z / (Σ |z| + 1e-6).
+
+    Args:
+        x: Inputs [B,T,heads,size].
+        weight: Taps [heads·size,1,W]; the last meets the current token. None for no convolution (W = 1).
+        bias: [heads·size], or None.
+        activation: identity, silu, relu or elu1 (1 + ELU).
+        norm: none, l2 or l1.
+        history: The W − 1 inputs before x [B,W−1,heads·size], or [N,…] with `cu_seqlens`; zeros by default.
+        return_history: Whether to return the last W − 1 inputs.
+        cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
+
+    Returns:
+        y [B,T,heads,size] in the dtype of x, and the history to continue with, in the dtype of the one given, or None.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    stream = check(x, weight, bias, activation, norm, history, return_history, cu_seqlens)
+    if stream.taps <= MOST_TAPS and (norm == "none" or x.shape[3] <= LARGEST):
+        return choose("features", IMPLEMENTATIONS, x)(stream)
+    fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
+    what = f"features of more than {MOST_TAPS} taps or with norms of heads larger than {LARGEST}"
+    return choose(what, fitting, x)(stream)

@@ -1,0 +1,75 @@
+"""The arguments of `features`, checked once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..documents import documents
+from .stages import ACTIVATIONS, NORMS
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Checked arguments: a stream of heads, and what is done to it."""
+
+    x: Tensor  # [B,T,heads,size]
+    weight: Tensor | None  # [C,1,W], C = heads·size
+    bias: Tensor | None  # [C]
+    activation: str
+    norm: str
+    history: Tensor | None  # [N,W−1,C]; N = B without cu_seqlens
+    return_history: bool
+    cu_seqlens: Tensor | None  # [N+1]
+
+    @property
+    def taps(self) -> int:
+        return 1 if self.weight is None else self.weight.shape[2]
+
+    @property
+    def channels(self) -> int:
+        return self.x.shape[2] * self.x.shape[3]
+
+    @property
+    def sequences(self) -> int:
+        return self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    def past(self) -> Tensor:
+        """The inputs before the first token [N,W−1,C] in the dtype of x: the history, or zeros."""
+        if self.history is not None:
+            return self.history.to(self.x.dtype)
+        return self.x.new_zeros(self.sequences, self.taps - 1, self.channels)
+
+
+def check(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    norm: str,
+    history: Tensor | None,
+    return_history: bool,
+    cu_seqlens: Tensor | None,
+) -> Stream:
+    """Check names and shapes; every message starts with the argument's name.
+
+    Raises:
+        ValueError: An argument does not fit the others.
+    """
+    if x.dim() != 4:
+        raise ValueError(f"x: expected [B,T,heads,size], got shape {tuple(x.shape)}")
+    stream = Stream(x, weight, bias, activation, norm, history, return_history, cu_seqlens)
+    C = stream.channels
+    if weight is not None and (weight.dim() != 3 or weight.shape[:2] != (C, 1)):
+        raise ValueError(f"weight: expected [{C},1,W], got shape {tuple(weight.shape)}")
+    if bias is not None and (weight is None or bias.shape != (C,)):
+        raise ValueError(f"bias: expected [{C}] and a weight, got shape {tuple(bias.shape)}")
+    for name, value, known in (("activation", activation, ACTIVATIONS), ("norm", norm, NORMS)):
+        if value not in known:
+            raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
+    if cu_seqlens is not None and not torch.compiler.is_compiling():  # a graph knows no values
+        documents(cu_seqlens, x.shape[1], x.shape[0], x.device)
+    wanted = (stream.sequences, stream.taps - 1, C)
+    if history is not None and tuple(history.shape) != wanted:
+        raise ValueError(f"history: expected {list(wanted)}, got shape {tuple(history.shape)}")
+    return stream

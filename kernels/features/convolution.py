@@ -1,0 +1,55 @@
+"""The short causal depthwise convolution in PyTorch, and the history that it leaves behind."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..documents import documents
+from .arguments import Stream
+
+
+def convolve(stream: Stream) -> Tensor:
+    """y_t = bias + Σ_j weight_j · x_{t−W+1+j} for every channel, [B,T,C]."""
+    x, past, W = stream.x.flatten(2), stream.past(), stream.taps
+    if stream.cu_seqlens is None:
+        return _slide(torch.cat([past, x], 1), stream)
+    # one line of all documents, each behind its own history, so that no tap reaches into another
+    packed = documents(stream.cu_seqlens, x.shape[1], x.shape[0], x.device)
+    rows, starts = stream.sequences, torch.tensor(packed.bounds[:-1], device=x.device)
+    ahead = torch.arange(rows, device=x.device) * (W - 1)
+    taps = torch.arange(W - 1, device=x.device)
+    token = torch.arange(x.shape[1], device=x.device) + ahead[packed.owner]
+    line = x.new_zeros(x.shape[1] + rows * (W - 1), x.shape[2]).index_copy(0, token + W - 1, x[0])
+    line = line.index_copy(0, ((starts + ahead)[:, None] + taps).flatten(), past.flatten(0, 1))
+    return _slide(line[None], stream)[:, token]
+
+
+def _slide(line: Tensor, stream: Stream) -> Tensor:
+    """[B,W−1+T,C] → [B,T,C]. As a picture of one row with channels last: three times faster on CPUs than conv1d."""
+    assert stream.weight is not None
+    weight, bias = stream.weight.to(line.dtype), None if stream.bias is None else stream.bias.to(line.dtype)
+    if line.dtype == torch.float64 and not line.is_cuda:
+        # PyTorch opens a parallel region per channel here: seconds on a busy machine
+        T = line.shape[1] - weight.shape[2] + 1
+        y = sum((line[:, j : j + T] * weight[:, 0, j] for j in range(weight.shape[2])), line.new_zeros(()))
+        return y if bias is None else y + bias
+    y = F.conv2d(line.mT.unsqueeze(2), weight.unsqueeze(2), bias, groups=line.shape[2])
+    return y.squeeze(2).mT.contiguous()
+
+
+def continued(stream: Stream) -> Tensor:
+    """The last W − 1 inputs of every sequence [N,W−1,C], in the dtype of the history given, or of x."""
+    x, past, keep = stream.x.flatten(2), stream.past(), stream.taps - 1
+    if not keep:
+        return past if stream.history is None else stream.history
+    if stream.cu_seqlens is None:
+        tail = torch.cat([past, x[:, max(x.shape[1] - keep, 0) :]], 1)
+        tail = tail[:, tail.shape[1] - keep :]
+    else:
+        # place −W+1+j of a document, counted from its end: one of its tokens, or of the history before them
+        lengths, places = stream.cu_seqlens.diff()[:, None], torch.arange(keep, device=x.device) - keep
+        token = (stream.cu_seqlens[1:, None] + places).clamp(min=0)
+        older = (lengths + places + keep).clamp(max=keep - 1)
+        rows = torch.arange(stream.sequences, device=x.device)[:, None]
+        tail = torch.where((lengths + places >= 0)[..., None], x[0, token], past[rows, older])
+    return tail.to(x.dtype if stream.history is None else stream.history.dtype)

@@ -1,0 +1,22 @@
+"""The activations and norms that features are made of, in PyTorch."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS = 1e-6
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "silu": F.silu,
+    "relu": F.relu,
+    "elu1": lambda x: 1 + F.elu(x),
+}
+# that of l2 stands inside the root, as in the published models
+NORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "l2": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS),
+    "l1": lambda x: x / (x.abs().sum(-1, keepdim=True) + EPS),
+}

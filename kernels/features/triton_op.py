@@ -1,0 +1,263 @@
+"""Features in Triton: one launch forward, one backward, which keeps nothing but the arguments and repeats bitwise."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import op
+from ..launch import multiprocessors
+from . import triton_kernels
+from .arguments import Stream
+from .convolution import continued
+from .stages import EPS
+
+# Channels of a warp. They take 80 to 96 registers a thread, and backward, where gradients are in flight as well, 96 to
+# 128: so many warps run side by side on a multiprocessor.
+CHANNELS, CHANNELS_BACKWARD = 256, 128
+WARPS, WARPS_BACKWARD = 20, 16
+SHORTEST = 16  # run of tokens: the W − 1 before or after it are read as well
+
+
+class Plan(NamedTuple):
+    """How the work is cut: `runs` of `length` tokens in each row, by blocks of `heads` heads of `size` channels."""
+
+    heads: int
+    size: int
+    block: int  # the power of two that holds a head
+    length: int
+    runs: int
+    programs: int
+    warps: int  # of a program
+
+
+def plan(x: Tensor, heads: int, norm: str, channels: int, warps: int) -> Plan:
+    """Cut x [B,T,C] for warps of so many channels, so many per multiprocessor if there is enough to do."""
+    B, T, C = x.shape
+    if norm == "none":  # then nothing knows of heads
+        together, size = 1, min(channels, triton.next_power_of_2(C))
+    else:
+        size = C // heads
+        together = max(1, min(channels // triton.next_power_of_2(size), triton.next_power_of_2(heads)))
+    block, blocks = triton.next_power_of_2(size), triton.cdiv(C, together * size)
+    each = max(1, together * block // channels)
+    runs = triton.cdiv(multiprocessors(x.device) * warps, B * blocks * each)
+    length = max(SHORTEST, triton.cdiv(T, runs))
+    runs = triton.cdiv(T, length)
+    return Plan(together, size, block, length, runs, B * runs * blocks, each)
+
+
+def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor that a kernel will fill."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def strided(x: Tensor) -> tuple[Tensor, int, int]:
+    """x [B,T,C] with its channels side by side, and the strides of rows and tokens."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    return x, x.stride(0), x.stride(1)
+
+
+def constants(
+    x: Tensor, cut: Plan, weight: Tensor | None, bias: Tensor | None, history: Tensor | None, cu_seqlens: Tensor | None
+) -> dict[str, int | float | bool]:
+    """What both kernels are compiled for."""
+    return {
+        "C": x.shape[2],
+        "W": 1 if weight is None else weight.shape[2],
+        "HEADS": cut.heads,
+        "SIZE": cut.size,
+        "BLOCK": cut.block,
+        "EPS": EPS,
+        "WEIGHT": weight is not None,
+        "BIAS": bias is not None,
+        "HISTORY": history is not None,
+        "PACKED": cu_seqlens is not None,
+        "num_warps": cut.warps,
+    }
+
+
+def parameters(
+    weight: Tensor | None, bias: Tensor | None, history: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The same, dense; a convolution of one tap has no history."""
+    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
+    return weight, bias, None if history is None or not history.shape[1] else history.contiguous()
+
+
+def run(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    history: Tensor | None,
+    cu_seqlens: Tensor | None,
+    tail: Tensor | None,
+    heads: int,
+    activation: str,
+    norm: str,
+) -> Tensor:
+    """y [B,T,C]; writes the last W − 1 inputs into `tail` [B,W−1,C]."""
+    weight, bias, history = parameters(weight, bias, history)
+    x, *strides = strided(x)
+    cut = plan(x, heads, norm, CHANNELS, WARPS)
+    y = new(x, *x.shape)
+    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    with torch.cuda.device_of(x):
+        triton_kernels.forward[(cut.programs,)](
+            x,
+            weight,
+            bias,
+            history,
+            cu_seqlens,
+            y,
+            tail,
+            x.shape[1],
+            cut.length,
+            documents,
+            *strides,
+            ACTIVATION=activation,
+            NORM=norm,
+            TAIL=tail is not None,
+            **constants(x, cut, weight, bias, history, cu_seqlens),
+        )
+    return y
+
+
+def compute(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    history: Tensor | None,
+    cu_seqlens: Tensor | None,
+    heads: int,
+    activation: str,
+    norm: str,
+) -> tuple[Tensor]:
+    """y [B,T,C]."""
+    return (run(x, weight, bias, history, cu_seqlens, None, heads, activation, norm),)
+
+
+def fake(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    history: Tensor | None,
+    cu_seqlens: Tensor | None,
+    heads: int,
+    activation: str,
+    norm: str,
+) -> tuple[Tensor]:
+    """The shape of `compute`."""
+    return (x.new_empty(x.shape),)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    needed: Sequence[bool],
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    history: Tensor | None,
+    cu_seqlens: Tensor | None,
+    heads: int,
+    activation: str,
+    norm: str,
+) -> list[Tensor | None]:
+    """The gradients of all tensors; there is none for `cu_seqlens`."""
+    assert gradients[0] is not None
+    given, kinds = history, [None if p is None else p.dtype for p in (weight, bias)]
+    weight, bias, history = parameters(weight, bias, history)
+    (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
+    cut = plan(x, heads, norm, CHANNELS_BACKWARD, WARPS_BACKWARD)
+    (B, T, C), W = x.shape, 1 if weight is None else weight.shape[2]
+    dx = new(x, *x.shape)
+    dtaps = dhistory = None
+    if weight is not None:
+        dtaps = new(x, B * cut.runs, W + (bias is not None), C, dtype=torch.float32)
+    if history is not None and needed[3]:
+        # only so many tokens meet it, fewer in short documents
+        dhistory = torch.zeros(len(history), W - 1, W - 1, C, dtype=torch.float32, device=x.device)
+    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    with torch.cuda.device_of(x):
+        triton_kernels.backward[(cut.programs,)](
+            x,
+            weight,
+            bias,
+            history,
+            cu_seqlens,
+            dy,
+            dx,
+            dtaps,
+            dhistory,
+            T,
+            cut.length,
+            documents,
+            *strides,
+            *dy_strides,
+            ACTIVATION=activation,
+            NORM=norm,
+            DHISTORY=dhistory is not None,
+            **constants(x, cut, weight, bias, history, cu_seqlens),
+        )
+    dweight = dbias = None
+    if dtaps is not None:
+        total = dtaps.sum(0)
+        dweight = total[:W].T.unsqueeze(1).to(kinds[0]).contiguous()
+        # a copy, as two results must not share memory
+        dbias = total[W].to(kinds[1], copy=True) if bias is not None else None
+    past = None
+    if given is not None:
+        past = torch.zeros_like(given) if dhistory is None else dhistory.sum(1).to(given.dtype)
+    return [dx, dweight, dbias, past, None]
+
+
+features = op.register("features", compute, differentiate, fake, results=1)
+
+
+def compute_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor | None,
+    heads: int,
+    activation: str,
+    norm: str,
+) -> tuple[Tensor, Tensor]:
+    """y [B,T,C] and the last W − 1 inputs [B,W−1,C], in one launch."""
+    kind = x.dtype if history is None else history.dtype
+    tail = new(x, x.shape[0], weight.shape[2] - 1, x.shape[2], dtype=kind)
+    return run(x, weight, bias, history, None, tail, heads, activation, norm), tail
+
+
+def fake_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    history: Tensor | None,
+    heads: int,
+    activation: str,
+    norm: str,
+) -> tuple[Tensor, Tensor]:
+    """The shapes of `compute_step`."""
+    kind = x.dtype if history is None else history.dtype
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[2] - 1, x.shape[2], dtype=kind)
+
+
+step = op.register("features_step", compute_step, None, fake_step, results=2)
+
+
+def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
+    """y [B,T,heads,size], and the continued history if it is wanted."""
+    x, weight, bias, history = stream.x, stream.weight, stream.bias, stream.history
+    if weight is None and stream.activation == "identity" and stream.norm == "none":
+        return x, continued(stream) if stream.return_history else None
+    flat, how = x.flatten(2), (x.shape[2], stream.activation, stream.norm)
+    wanted = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, weight, bias, history))
+    if stream.return_history and weight is not None and stream.cu_seqlens is None and not wanted:
+        y, tail = step(flat, weight, bias, history, *how)
+        return y.view(x.shape), tail
+    (y,) = features(flat, weight, bias, history, stream.cu_seqlens, *how)
+    return y.view(x.shape), continued(stream) if stream.return_history else None

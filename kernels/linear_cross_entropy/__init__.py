@@ -1,0 +1,60 @@
+"""The loss of a vocabulary: −log softmax(x Wᵀ) at the labels, without the logits of all tokens in memory."""
+
+import torch
+from torch import Tensor
+
+from ..backend import choose
+from . import logits, reference
+
+
+def triton(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    from . import triton_op
+
+    return triton_op.forward(x, weight, labels, ignore_index)
+
+
+IMPLEMENTATIONS = {"triton": triton, "torch": logits.forward, "reference": reference.forward}
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
+    """Sum over tokens of −log softmax(x_n Wᵀ) at label n, in nats.
+
+    On a GPU, the logits live for some thousand tokens at a time, and the gradients are computed along with the loss,
+    if `x` or `weight` asks for them: the backward pass only multiplies.
+
+    Under autocast the product is computed in its dtype, as in a linear layer, but the gradient of `weight` is summed in
+    fp32.
+
+    Args:
+        x: What the head sees [N,D].
+        weight: The head [V,D], in the dtype of x unless autocast is on.
+        labels: [N] int64; each is in [0, V), or `ignore_index`. Any other is an error on the CPU; on a GPU, which would
+            have to be waited for, it makes the loss and the gradients nan.
+        ignore_index: The label of tokens without a loss.
+
+    Returns:
+        The sum, a scalar in fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+        IndexError: A label is outside of the vocabulary (CPU).
+    """
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x: expected a floating [N,D], got {x.dtype} {tuple(x.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        raise ValueError(f"weight: expected [V,{x.shape[1]}], got shape {tuple(weight.shape)}")
+    if labels.shape != x.shape[:1] or labels.dtype != torch.int64:
+        raise ValueError(f"labels: expected an int64 [{x.shape[0]}], got {labels.dtype} {tuple(labels.shape)}")
+    for name, y in dict(weight=weight, labels=labels).items():
+        if y.device != x.device:
+            raise ValueError(f"{name}: is on {y.device}, but x is on {x.device}")
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"weight: is {weight.dtype}, but x is {x.dtype}")
+    kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    if kind != torch.float16:
+        run = choose("linear_cross_entropy", IMPLEMENTATIONS, x)
+    else:  # it has not the range for the probabilities of rare tokens, unless a scaled loss lifts them
+        fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
+        run = choose("linear_cross_entropy in fp16", fitting, x)
+    return run(x, weight, labels, ignore_index)

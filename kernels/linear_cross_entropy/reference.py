@@ -1,0 +1,14 @@
+"""The loss of a vocabulary from its definition, in fp32."""
+
+import torch
+from torch import Tensor
+
+from ..arguments import at_least_fp32
+
+
+def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Sum of the losses."""
+    counted = labels != ignore_index
+    with torch.autocast(x.device.type, enabled=False):
+        logits = at_least_fp32(x[counted]) @ at_least_fp32(weight).T
+        return (logits.logsumexp(-1) - logits.gather(-1, labels[counted, None])[:, 0]).sum()

@@ -1,0 +1,109 @@
+"""The loss of a vocabulary and its gradients, some thousand tokens at a time."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import op
+from .triton_rows import BLOCK, WARPS, softmax_loss
+
+LOGITS = 2**28  # so many live at once, 0.5 GB in bf16: those of 8192 tokens at 32,000 words, products of full speed
+ALIGNED = 64  # rows of logits begin at multiples of so many elements
+
+
+def compute(
+    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, x_learns: bool, weight_learns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses, and the gradients of x and of the weight that are wanted; the others are empty."""
+    with torch.autocast(x.device.type, enabled=False):
+        return _compute(x.contiguous(), weight, labels.contiguous(), ignore_index, x_learns, weight_learns)
+
+
+def _compute(
+    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, x_learns: bool, weight_learns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    (N, D), V = x.shape, weight.shape[0]
+    head = weight.to(x.dtype).contiguous()
+    losses = new(x, N, dtype=torch.float32)
+    dx = new(x, *((N, D) if x_learns else (0,)))
+    dweight = new(x, *((V, D) if weight_learns else (0,)), dtype=torch.float32)
+    if not N:
+        dweight.zero_()
+    rows = triton.cdiv(N, max(1, triton.cdiv(N * V, LOGITS)))
+    buffer = new(x, rows, triton.cdiv(V, ALIGNED) * ALIGNED)[:, :V]
+    for first in range(0, N, max(1, rows)):
+        some = slice(first, min(first + rows, N))
+        logits = torch.mm(x[some], head.T, out=buffer[: some.stop - first])
+        with torch.cuda.device_of(x):
+            softmax_loss[(len(logits),)](
+                *(logits, labels[some], losses[some], ignore_index, logits.stride(0), V),
+                BLOCK=min(BLOCK, triton.next_power_of_2(V)),
+                GRADIENT=x_learns or weight_learns,
+                num_warps=WARPS,
+            )
+        if x_learns:
+            torch.mm(logits, head, out=dx[some])
+        if weight_learns:
+            add_product(dweight, logits, x[some], first > 0)
+    return losses.sum(), dx, dweight.to(weight.dtype)
+
+
+def new(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor on the device of x."""
+    return x.new_empty(shape, dtype=dtype)
+
+
+def add_product(total: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
+    """`total` [V,D] in fp32 becomes dlogitsᵀ x, or that is added to it; nothing is rounded to the dtype of x."""
+    left = dlogits.T
+    if x.dtype != torch.float32 and x.device.type != "cuda":  # the CPU has no product of such an output
+        left, x = left.float(), x.float()
+    if x.dtype == torch.float32:
+        torch.addmm(total, left, x, beta=int(add), out=total)
+    elif add:
+        torch.addmm(total, left, x, out_dtype=torch.float32, out=total)
+    else:
+        torch.mm(left, x, out_dtype=torch.float32, out=total)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    needed: Sequence[bool],
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    x_learns: bool,
+    weight_learns: bool,
+) -> list[Tensor | None]:
+    """What `compute` has found, times the gradient of the sum."""
+    (gradient,) = gradients
+    if gradient is None:
+        return [None, None, None]
+    dx, dweight = (k * gradient if need else None for k, need in zip(kept, needed, strict=False))
+    return [dx, dweight, None]
+
+
+def fake(
+    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, x_learns: bool, weight_learns: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The shapes of `compute`."""
+    dx, dweight = (y.new_empty(y.shape if learns else 0) for y, learns in ((x, x_learns), (weight, weight_learns)))
+    return x.new_empty((), dtype=torch.float32), dx, dweight
+
+
+linear_cross_entropy = op.register("linear_cross_entropy", compute, differentiate, fake, results=1)
+
+
+def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Sum of the losses."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    learning = torch.is_grad_enabled()
+    (total,) = linear_cross_entropy(
+        x, weight, labels, ignore_index, learning and x.requires_grad, learning and weight.requires_grad
+    )
+    return total

@@ -1,0 +1,73 @@
+"""Root-mean-square normalisation, alone and with an output gate."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..backend import choose
+from . import composition, reference
+
+
+def triton(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
+    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    from . import triton_op
+
+    return triton_op.forward(x, gate, weight, eps, gate_first)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
+    "triton": triton,
+    "torch": composition.forward,
+    "reference": reference.forward,
+}
+LARGEST = 8192  # the kernels hold whole rows in registers
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """x / √(mean x² + eps) · weight over the last axis, computed in at least fp32.
+
+    Args:
+        x: Any shape […,D].
+        weight: [D], or None for no scale.
+        eps: Added inside the root.
+
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    return _run("rms_norm", x, None, weight, eps, False)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, gate_first: bool = False
+) -> Tensor:
+    """rms_norm(x) · SiLU(gate), or rms_norm(x · SiLU(gate)) with `gate_first` (Mamba2).
+
+    Args:
+        x: Any shape […,D].
+        gate: The shape of x, before the activation.
+        weight: [D], or None for no scale.
+        eps: Added inside the root.
+        gate_first: Whether the gate enters before the norm.
+
+    Returns:
+        The shape and dtype of x.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    if gate.shape != x.shape:
+        raise ValueError(f"gate: expected the shape of x, {tuple(x.shape)}, got {tuple(gate.shape)}")
+    return _run("gated_rms_norm", x, gate, weight, eps, gate_first)
+
+
+def _run(op: str, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
+    size = x.shape[-1]
+    if weight is not None and weight.shape != (size,):
+        raise ValueError(f"weight: expected [{size}], got shape {tuple(weight.shape)}")
+    if size <= LARGEST:
+        return choose(op, IMPLEMENTATIONS, x)(x, gate, weight, eps, gate_first)
+    fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
+    return choose(f"{op} of rows longer than {LARGEST}", fitting, x)(x, gate, weight, eps, gate_first)

@@ -1,0 +1,115 @@
+"""RMS normalisation with an optional gate: tiles of whole rows, everything in fp32 between one load and one store."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_of(
+    first, x_outer, gate_outer, rows, INNER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Places [ROWS, BLOCK] of the rows from `first` on: in x, in the gate, in dense tensors; and which exist."""
+    r, c = (first + tl.arange(0, ROWS))[:, None].to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    outer, within = r // INNER, r % INNER * D + c
+    return outer * x_outer + within, outer * gate_outer + within, r * D + c, (r < rows) & (c < D)
+
+
+@triton.jit
+def load(x, at, inside):
+    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def inverse_root(u, eps, D: tl.constexpr):
+    """1 / √(mean u² + eps) of every row [ROWS, 1]."""
+    return tl.rsqrt(tl.sum(u * u, 1) / D + eps)[:, None]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def forward(
+    x,  # [outer, INNER, D], as the gate: rows of INNER · D numbers side by side
+    gate,
+    weight,  # [D]
+    y,  # [rows, D]
+    rows,
+    x_outer,
+    gate_outer,
+    eps,
+    INNER: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+):
+    in_x, in_gate, dense, inside = tile_of(tl.program_id(0) * ROWS, x_outer, gate_outer, rows, INNER, D, ROWS, BLOCK)
+    u = load(x, in_x, inside)
+    if GATE != "none":
+        g = load(gate, in_gate, inside)
+        opened = g * tl.sigmoid(g)
+    if GATE == "first":
+        u *= opened
+    h = u * inverse_root(u, eps, D)
+    if WEIGHT:
+        c = tl.arange(0, BLOCK)
+        h *= load(weight, c, c < D)[None, :]
+    if GATE == "last":
+        h *= opened
+    tl.store(y + dense, h.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def backward(
+    x,
+    gate,
+    weight,
+    dy,  # [rows, D]
+    dx,  # [rows, D]
+    dgate,  # [rows, D]
+    dweight,  # [programs, D]: to be summed over the programs
+    rows,
+    x_outer,
+    gate_outer,
+    eps,
+    INNER: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+):
+    c = tl.arange(0, BLOCK)
+    if WEIGHT:
+        scale = load(weight, c, c < D)[None, :]
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        in_x, in_gate, dense, inside = tile_of(first, x_outer, gate_outer, rows, INNER, D, ROWS, BLOCK)
+        u, dh = load(x, in_x, inside), load(dy, dense, inside)
+        if GATE != "none":
+            g = load(gate, in_gate, inside)
+            s = tl.sigmoid(g)
+            opened, slope = g * s, s * (1 + g * (1 - s))
+        if GATE == "first":
+            ungated = u
+            u *= opened
+        r = inverse_root(u, eps, D)
+        h = u * r
+        if GATE == "last":
+            dopened = dh * h
+            dh *= opened
+        if WEIGHT:
+            total += dh * h
+            dh *= scale
+        du = r * (dh - h * (tl.sum(dh * h, 1) / D)[:, None])
+        if GATE == "last" and WEIGHT:
+            dopened *= scale
+        if GATE == "first":
+            dopened = du * ungated
+            du *= opened
+        tl.store(dx + dense, du.to(dx.dtype.element_ty), mask=inside)
+        if GATE != "none":
+            tl.store(dgate + dense, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
+    if WEIGHT:
+        tl.store(dweight + tl.program_id(0) * D + c, tl.sum(total, 0), mask=c < D)

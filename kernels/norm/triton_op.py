@@ -1,0 +1,99 @@
+"""RMS normalisation in Triton: one launch forward, one backward, which keeps nothing but the arguments."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from .. import op
+from ..launch import multiprocessors
+from . import triton_kernels
+
+ELEMENTS = 2048  # of a tile of short rows
+PER_WARP, MOST_WARPS = 512, 16
+# Backward, each program walks over many rows, as it leaves a part of the weight's gradient. 3, 4 or 6 run side by side
+# on a multiprocessor: 12 are done by all of them at the same time.
+PROGRAMS = 12
+
+
+def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor that a kernel will fill."""
+    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def strided(x: Tensor) -> Tensor:
+    """x […,D] as [outer, inner, D], where only the outer axis may have gaps: heads of a view of a projection."""
+    if x.dim() < 2:
+        return x.contiguous().view(1, 1, -1)
+    x = x.flatten(0, -3) if x.dim() > 3 else x.flatten(0, -2).unsqueeze(1)
+    dense = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+    return x if dense else x.contiguous()
+
+
+def tile(size: int) -> dict[str, int]:
+    """Rows and columns of a tile, and its warps."""
+    block = triton.next_power_of_2(size)
+    rows = max(1, ELEMENTS // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(rows * block // PER_WARP, MOST_WARPS))}
+
+
+def constants(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool) -> dict[str, int | str | bool]:
+    """What both kernels are compiled for, x being [outer, inner, D]."""
+    order = "none" if gate is None else "first" if gate_first else "last"
+    size = x.shape[2]
+    return {"INNER": x.shape[1], "D": size, "GATE": order, "WEIGHT": weight is not None, **tile(size)}
+
+
+def compute(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> tuple[Tensor]:
+    """y of the shape of x."""
+    y, rows = new(x, *x.shape), x.numel() // max(x.shape[-1], 1)
+    weight = None if weight is None else weight.contiguous()
+    x, gate = strided(x), None if gate is None else strided(gate)
+    gate_outer = 0 if gate is None else gate.stride(0)
+    fixed = constants(x, gate, weight, gate_first)
+    with torch.cuda.device_of(x):
+        triton_kernels.forward[(triton.cdiv(rows, int(fixed["ROWS"])),)](
+            x, gate, weight, y, rows, x.stride(0), gate_outer, eps, **fixed
+        )
+    return (y,)
+
+
+def fake(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> tuple[Tensor]:
+    """The shape of `compute`."""
+    return (x.new_empty(x.shape),)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    needed: Sequence[bool],
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    gate_first: bool,
+) -> list[Tensor | None]:
+    """The gradients of x, the gate and the weight."""
+    assert gradients[0] is not None
+    dy, rows = gradients[0].contiguous(), x.numel() // max(x.shape[-1], 1)
+    dx, dgate = new(x, *x.shape), None if gate is None else new(gate, *gate.shape)
+    weight = None if weight is None else weight.contiguous()
+    x, gate = strided(x), None if gate is None else strided(gate)
+    gate_outer = 0 if gate is None else gate.stride(0)
+    fixed = constants(x, gate, weight, gate_first)
+    programs = min(triton.cdiv(rows, int(fixed["ROWS"])), multiprocessors(x.device) * PROGRAMS)
+    parts = None if weight is None else new(x, programs, x.shape[2], dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        triton_kernels.backward[(programs,)](
+            x, gate, weight, dy, dx, dgate, parts, rows, x.stride(0), gate_outer, eps, **fixed
+        )
+    return [dx, dgate, None if parts is None or weight is None else parts.sum(0).to(weight.dtype)]
+
+
+rms_norm = op.register("rms_norm", compute, differentiate, fake, results=1)
+
+
+def forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
+    """The shape and dtype of x; see `gated_rms_norm`."""
+    return rms_norm(x, gate, weight, eps, gate_first)[0]

@@ -1,0 +1,54 @@
+"""Which of several ways computes an attention: the choice inside the backend `torch`."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import chunk, flash, flex, sdpa, step
+from .arguments import Attention
+
+
+class Candidate(NamedTuple):
+    """One way."""
+
+    forward: Callable[[Attention], Tensor]
+    serves: Callable[[Attention], bool]  # whether it can compute a call, on a GPU
+
+
+CANDIDATES = {
+    "step": Candidate(step.forward, step.serves),
+    "sdpa": Candidate(sdpa.forward, sdpa.serves),
+    "flash": Candidate(flash.forward, flash.serves),
+    "flex": Candidate(flex.forward, flex.serves),
+    "chunk": Candidate(chunk.forward, lambda a: True),
+}
+
+
+# On a GPU in half precision, for calls with packed documents or not, and a window shorter than the keys or not: from
+# the fastest on, the first one that serves the call runs. FlashAttention's gradient of q is not bitwise repeatable,
+# unless PyTorch is told to use deterministic algorithms; all the others are.
+RULES = {
+    (False, False): ("sdpa", "chunk"),
+    (False, True): ("flex", "flash", "chunk"),
+    (True, False): ("flash", "flex", "chunk"),
+    (True, True): ("flash", "flex", "chunk"),
+}
+EXACT: tuple[str, ...] = ("sdpa", "chunk")  # in fp32, on a processor, and for more keys than queries
+
+
+def chosen(a: Attention) -> str:
+    """The name of the candidate for a call."""
+    if step.serves(a):
+        return "step"
+    T, S = a.q.shape[1], a.k.shape[1]
+    names = EXACT
+    if a.q.is_cuda and a.q.dtype in (torch.bfloat16, torch.float16) and T == S and a.first_key is None:
+        names = RULES[a.documents is not None, a.window_size is not None]
+    return next(name for name in names if CANDIDATES[name].serves(a))
+
+
+def forward(a: Attention) -> Tensor:
+    """o [B,T,H,D]."""
+    return CANDIDATES[chosen(a)].forward(a)

@@ -1,0 +1,289 @@
+"""The Triton kernels of `features`: small cases in the interpreter, real sizes on a device."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import kernels
+
+from .test_features import PACKED, STAGES, Arguments, agree, assert_same, inputs, results
+
+pytest.importorskip("triton")
+from kernels.features import triton_op
+
+# what is small and quick there would be a compilation each on a device
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote must not be read."""
+    allocate = triton_op.new
+    monkeypatch.setattr(triton_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+
+
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several runs in few tokens, and several blocks in few channels."""
+    for name, value in (("SHORTEST", 4), ("CHANNELS", 16), ("CHANNELS_BACKWARD", 8)):
+        monkeypatch.setattr(triton_op, name, value)
+
+
+def single(T: int, **options: Any) -> Arguments:
+    return inputs(T, **{"B": 2, "heads": 2, "size": 3, "dtype": torch.float32, **options})
+
+
+@interpreted
+@pytest.mark.usefixtures("short_runs")
+@pytest.mark.parametrize(("activation", "norm"), STAGES)
+def test_stages(activation: str, norm: str):
+    agree(single(5, B=1), "triton", activation=activation, norm=norm)
+
+
+@interpreted
+@pytest.mark.usefixtures("short_runs")
+@pytest.mark.parametrize(("T", "W"), [(1, 4), (2, 4), (11, 1), (11, 2), (9, 8), (6, 0)])
+def test_lengths_and_taps(T: int, W: int):
+    agree(single(T, W=W), "triton", activation="silu", norm="l2")
+
+
+@interpreted
+@pytest.mark.usefixtures("short_runs")
+@pytest.mark.parametrize(("bias", "history"), [(True, False), (False, True), (False, False)])
+def test_without_bias_or_history(bias: bool, history: bool):
+    agree(single(10, bias=bias, history=history), "triton", activation="silu", norm="l2")
+
+
+@interpreted
+@pytest.mark.usefixtures("short_runs")
+@pytest.mark.parametrize("W", [1, 2, 4])
+@pytest.mark.parametrize("history", [True, False])
+def test_packed_documents(W: int, history: bool):
+    a = single(20, W=W, history=history, documents=PACKED)
+    found = agree(a, "triton", activation="silu", norm="l2")
+    if history:
+        assert torch.equal(found["history"][0], a["history"][0])  # an empty document changes nothing
+
+
+@interpreted
+@pytest.mark.usefixtures("short_runs")
+@pytest.mark.parametrize("documents", [[0, 4, 8], [0, 3, 5, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
+def test_documents_against_runs(documents: list[int]):
+    # they end with a run, or cross it, or several of them meet in the tokens behind it
+    agree(single(8, documents=documents), "triton", activation="silu")
+
+
+@interpreted
+@pytest.mark.parametrize(("heads", "size", "norm"), [(3, 5, "l1"), (5, 4, "l2"), (1, 256, "l2"), (7, 1, "none")])
+def test_sizes(heads: int, size: int, norm: str):
+    agree(single(3, heads=heads, size=size, B=1), "triton", activation="elu1", norm=norm)
+
+
+@interpreted
+def test_many_channels_without_a_norm():
+    agree(single(3, heads=1, size=300, B=1), "triton", activation="silu")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype):
+    a = single(9, heads=2, size=16)
+    a["x"], a["history"] = a["x"].to(dtype), a["history"].to(dtype)  # and weights in fp32, as under autocast
+    found = agree(a, "triton", 5e-3, 1e-2, activation="silu", norm="l2")
+    assert found["history"].dtype == found["gradient of x"].dtype == dtype
+    assert found["gradient of weight"].dtype == torch.float32
+
+
+@interpreted
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_history_keeps_its_dtype(wanted: bool):
+    a = single(5)
+    a["x"], a["history"] = a["x"].bfloat16(), a["history"].bfloat16().float()
+    found = []
+    for history in (a["history"], a["history"].bfloat16()):
+        with torch.set_grad_enabled(wanted), kernels.backend("triton"):
+            given = {**a, "history": history.requires_grad_(wanted)}
+            found.append(kernels.features(**given, activation="silu", return_history=True))
+            assert found[-1][1].dtype == history.dtype
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1].float())
+
+
+@interpreted
+@pytest.mark.usefixtures("short_runs")
+@pytest.mark.parametrize("norm", ["none", "l2"])
+def test_views_of_one_projection(norm: str):
+    fused, a = torch.randn(2, 9, 20), single(9)
+    every_fourth, apart = fused.unflatten(-1, (2, 10))[..., ::4], fused.unflatten(-1, (4, 5))[:, :, 1:3, 1:4]
+    for x in (fused[..., 5:11].unflatten(-1, (2, 3)), every_fourth, apart):
+        given = {**a, "x": x}
+        found = results(given, "triton", activation="silu", norm=norm)
+        expected = results({**given, "x": x.contiguous()}, "triton", activation="silu", norm=norm)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # a gradient may be a view as well
+    x = a.pop("x").requires_grad_()
+    given = []
+    for strided in (True, False):
+        with kernels.backend("triton"):
+            y, _ = kernels.features(x, **a, norm=norm)
+        arriving = fused[..., 5:11].unflatten(-1, (2, 3))
+        given.append(torch.autograd.grad(y, x, arriving if strided else arriving.contiguous())[0])
+    assert torch.equal(*given)
+
+
+@interpreted
+@pytest.mark.parametrize("T", [1, 2, 9])
+@pytest.mark.parametrize("history", [True, False])
+def test_continuing_without_gradient_is_one_launch(T: int, history: bool, monkeypatch: pytest.MonkeyPatch):
+    a = single(T, history=history)
+    with torch.no_grad():
+        with kernels.backend("reference"):
+            expected = kernels.features(**a, activation="silu", norm="l2", return_history=True)
+        monkeypatch.setattr(triton_op, "continued", None)
+        with kernels.backend("triton"):
+            found = kernels.features(**a, activation="silu", norm="l2", return_history=True)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found[1], expected[1])
+
+
+@interpreted
+def test_whole_is_pieces():
+    a = single(9)
+    x, history, pieces = a.pop("x"), a.pop("history"), []
+    with torch.no_grad(), kernels.backend("triton"):
+        whole, last = kernels.features(x, history=history, return_history=True, norm="l2", **a)
+        for piece in x.split([1, 2, 5, 1], 1):
+            y, history = kernels.features(piece, history=history, return_history=True, norm="l2", **a)
+            pieces.append(y)
+    assert torch.equal(torch.cat(pieces, 1), whole)
+    assert torch.equal(history, last)
+
+
+@interpreted
+def test_arguments_stay_as_they_were():
+    a = single(20, documents=PACKED)
+    before = {name: x.clone() for name, x in a.items()}
+    results(a, "triton", activation="silu", norm="l2")
+    assert all(torch.equal(a[name], before[name]) for name in a)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("change", "norm", "reason"),
+    [
+        ({"dtype": torch.float64}, "none", "fp64"),
+        ({"W": 9}, "none", "8 taps"),
+        ({"size": 257}, "l2", "larger than 256"),
+    ],
+)
+def test_what_the_kernels_cannot_take(change: dict[str, Any], norm: Any, reason: str):
+    a = single(3, **change)
+    kernels.features(**a, norm=norm)
+    with kernels.backend("triton"), pytest.raises(kernels.UserError, match=reason):
+        kernels.features(**a, norm=norm)
+
+
+@interpreted
+@pytest.mark.usefixtures("short_runs")
+def test_a_short_convolution_alone():
+    a = single(10)
+    a["x"] = a["x"].flatten(2)
+    y, history = [], []
+    for backend in ("triton", "reference"):
+        with kernels.backend(backend):
+            found = kernels.short_conv(**a, return_history=True)
+        y.append(found[0])
+        history.append(found[1])
+    torch.testing.assert_close(*y)
+    assert torch.equal(*history)
+
+
+def registered(a: Arguments) -> None:
+    """The checks of PyTorch for both ops."""
+    given = [a["x"].flatten(2), a["weight"], a["bias"], a["history"]]
+    leaves = [x.detach().requires_grad_() for x in given]
+    how = (a["x"].shape[2], "silu", "l2")
+    torch.library.opcheck(torch.ops.token_mixer_zoo.features, (*leaves, None, *how))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.features, (leaves[0], None, None, None, None, *how))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, *how))
+
+
+@interpreted
+def test_the_ops_are_registered_properly(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()  # opcheck runs them on tensors without values
+    registered(single(2))
+
+
+@interpreted
+@pytest.mark.parametrize("documents", [None, [0, 0, 3, 6]])
+def test_compiles_as_one_graph(documents: list[int] | None):
+    a = single(6, documents=documents)
+    leaves = [x.requires_grad_() for x in a.values() if x.is_floating_point()]
+    with kernels.backend("triton"):
+        compiled = torch.compile(kernels.features, fullgraph=True, backend="aot_eager")
+        found = []
+        for run in (compiled, kernels.features):
+            y, history = run(**a, activation="silu", norm="l2", return_history=True)
+            found.append((y, history, *torch.autograd.grad(y.sum() + history.sum(), leaves)))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def on_device(T: int, dtype: torch.dtype = torch.bfloat16, *, view: bool = True, **options: Any) -> Arguments:
+    """As mixers make them: weights in fp32, x a view of a projection."""
+    a = {name: x.cuda() for name, x in single(T, **options).items()}
+    if view:
+        B, T, heads, size = a["x"].shape
+        a["x"] = torch.cat([a["x"].flatten(2)] * 3, -1)[..., heads * size : 2 * heads * size]
+        a["x"] = a["x"].to(dtype).unflatten(-1, (heads, size))
+    return {name: x.to(dtype) if name in ("x", "history") else x for name, x in a.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ({"T": 4096, "B": 8, "heads": 8, "size": 128, "history": False, "bias": False}, ("silu", "l2")),
+        ({"T": 1001, "B": 3, "heads": 8, "size": 128}, ("silu", "l2")),
+        ({"T": 1001, "heads": 6, "size": 96}, ("elu1", "l1")),
+        ({"T": 1001, "heads": 4, "size": 256}, ("relu", "l2")),
+        ({"T": 1001, "heads": 5, "size": 64, "W": 8}, ("silu", "l2")),
+        ({"T": 1001, "heads": 5, "size": 24, "W": 3}, ("silu", "l1")),
+        ({"T": 1001, "heads": 2048, "size": 1}, ("silu", "none")),
+        ({"T": 1001, "heads": 8, "size": 128, "W": 0}, ("silu", "l2")),
+        ({"T": 4000, "heads": 8, "size": 128, "documents": [0, 0, 1, 3, 700, 700, 2048, 4000, 4000]}, ("silu", "l2")),
+        ({"T": 3, "B": 64, "heads": 8, "size": 128}, ("silu", "l2")),
+    ],
+)
+def test_real_sizes(options: dict[str, Any], stages: tuple[str, str], dtype: torch.dtype):
+    a, (activation, norm) = on_device(**options, dtype=dtype), stages
+    found = results(a, "triton", activation=activation, norm=norm)
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in a.items()}
+    expected = results(exact, "torch", activation=activation, norm=norm)
+    assert_same(found, expected, *((1e-5, 1e-5) if dtype == torch.float32 else (5e-3, 1e-2)))
+    for _ in range(10):  # no atomics: a difference would be a race
+        again = results(a, "triton", activation=activation, norm=norm)
+        assert all(torch.equal(again[name], found[name]) for name in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("T", "B"), [(1, 1), (1, 64), (1001, 2)])
+def test_continuing_on_device(T: int, B: int):
+    a = on_device(T, B=B, heads=8, size=128)
+    found = []
+    for backend in ("triton", "torch"):
+        with torch.no_grad(), kernels.backend(backend):
+            found.append(kernels.features(**a, activation="silu", norm="l2", return_history=True))
+    torch.testing.assert_close(found[0][0], found[1][0], atol=3e-2, rtol=3e-2)
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.gpu
+def test_on_device_the_ops_are_registered_properly_and_compile(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    a = on_device(130, heads=4, size=64)
+    registered(a)
+    compiled = torch.compile(kernels.features, fullgraph=True)
+    for x, y in zip(*(f(**a, norm="l2", return_history=True) for f in (compiled, kernels.features)), strict=True):
+        assert torch.equal(x, y)

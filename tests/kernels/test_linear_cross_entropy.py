@@ -1,0 +1,286 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+
+IGNORED = -100
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def inputs(N: int, D: int = 24, V: int = 61, dtype: torch.dtype = torch.float32, scale: float = 1) -> list[Tensor]:
+    """x, weight and labels, of which a third is ignored."""
+    generator = torch.Generator().manual_seed(0)
+    x = scale * torch.randn(N, D, generator=generator)
+    weight, labels = torch.randn(V, D, generator=generator), torch.randint(V, (N,), generator=generator)
+    labels[torch.rand(N, generator=generator) < 0.3] = IGNORED
+    return [x.to(DEVICE, dtype), weight.to(DEVICE, dtype), labels.to(DEVICE)]
+
+
+def results(x: Tensor, weight: Tensor, labels: Tensor, backend: str = "torch", **options: int) -> dict[str, Tensor]:
+    """The loss, and the gradients of 0.1 · loss."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    with kernels.backend(backend):
+        loss = kernels.linear_cross_entropy(x, weight, labels, **options)
+    dx, dweight = torch.autograd.grad(0.1 * loss, (x, weight))
+    return {"loss": loss.detach(), "dx": dx, "dweight": dweight}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5):
+    for name, y in expected.items():
+        difference = (found[name].double() - y.double()).norm()
+        assert difference <= tolerance * y.double().norm(), f"{name} is off by {difference / y.double().norm():.1e}"
+
+
+def exact(a: list[Tensor]) -> dict[str, Tensor]:
+    return results(*(y.double() if y.is_floating_point() else y for y in a), backend="reference")
+
+
+def test_by_hand():
+    # softmax (1/4, 3/4) and (1/2, 1/2)
+    x = torch.tensor([[0.0, 1.0], [0.0, 0.0], [5.0, 7.0]])
+    weight, labels = torch.tensor([[0.0, 0.0], [0.0, 3.0]]).log1p(), torch.tensor([1, 0, IGNORED])
+    weight[1, 1] = torch.tensor(3.0).log()
+    for backend in ("torch", "reference"):
+        with kernels.backend(backend):
+            loss = kernels.linear_cross_entropy(x, weight, labels)
+        torch.testing.assert_close(loss, torch.tensor([4 / 3, 2]).log().sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("N", [0, 1, 50])
+def test_backends_agree(N: int, dtype: torch.dtype):
+    a = inputs(N, dtype=dtype)
+    found = results(*a)
+    assert found["loss"].dtype == dtype
+    assert_same(found, exact(a))
+
+
+def test_gradients():
+    x, weight, labels = inputs(7, D=3, V=5, dtype=torch.float64)
+    x.requires_grad_()
+    weight.requires_grad_()
+    torch.autograd.gradcheck(lambda *given: kernels.linear_cross_entropy(*given, labels), (x, weight))
+
+
+def test_the_torch_backend_is_the_loss_of_the_logits_bitwise():
+    x, weight, labels = inputs(90)
+    usual = F.cross_entropy(F.linear(x, weight), labels, reduction="none").sum()
+    with kernels.backend("torch"):
+        assert torch.equal(kernels.linear_cross_entropy(x, weight, labels), usual)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_another_ignored_label(backend: str):
+    x, weight, labels = inputs(40)
+    expected = results(x, weight, labels, backend)
+    moved = labels.masked_fill(labels == IGNORED, 70)
+    assert_same(results(x, weight, moved, backend, ignore_index=70), expected, 0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_under_autocast_the_dtypes_may_differ(backend: str):
+    x, weight, labels = inputs(40)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = results(x.bfloat16(), weight, labels, backend)
+    assert found["loss"].dtype == found["dweight"].dtype == torch.float32
+    assert found["dx"].dtype == torch.bfloat16
+    assert_same(found, exact([x, weight, labels]), 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x", lambda y: y[None]),
+        ("x", lambda y: y.long()),
+        ("weight", lambda y: y[:, :-1]),
+        ("weight", lambda y: y.bfloat16()),
+        ("weight", lambda y: y.to("meta")),
+        ("labels", lambda y: y[1:]),
+        ("labels", lambda y: y.int()),
+    ],
+)
+def test_errors_name_the_argument(name: str, change: Callable[[Tensor], Tensor]):
+    a = dict(zip(("x", "weight", "labels"), inputs(10), strict=True))
+    kernels.linear_cross_entropy(**a)  # right as they are
+    a[name] = change(a[name])
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        kernels.linear_cross_entropy(**a)
+
+
+@pytest.mark.parametrize("label", [-1, 61])
+def test_a_label_outside_of_the_vocabulary(label: int):
+    x, weight, labels = (y.cpu() for y in inputs(10))
+    labels[3] = label
+    with kernels.backend("torch"), pytest.raises(IndexError):
+        kernels.linear_cross_entropy(x, weight, labels)
+
+
+# The kernels: small cases in the interpreter, real sizes on a device.
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture
+def op(monkeypatch: pytest.MonkeyPatch):
+    """The Triton op, where what nobody wrote is not a number."""
+    pytest.importorskip("triton")
+    from kernels.linear_cross_entropy import triton_op
+
+    allocate = triton_op.new
+    monkeypatch.setattr(triton_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    return triton_op
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("N", "V"), [(0, 61), (1, 61), (7, 61), (23, 61), (16, 64), (6, 4096 + 70)])
+def test_kernels(N: int, V: int, dtype: torch.dtype, op, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(op, "LOGITS", 8 * V)  # 23 rows: three unequal parts
+    a = inputs(N, V=V, dtype=dtype)
+    found = results(*a, backend="triton")
+    assert found["loss"].dtype == torch.float32
+    assert_same(found, exact(a), 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@interpreted
+def test_large_logits_in_kernels(op):
+    a = inputs(12, scale=1000)
+    assert_same(results(*a, backend="triton"), exact(a))
+
+
+@interpreted
+def test_columns_of_x_and_of_the_weight_may_be_strided(op):
+    x, weight, labels = inputs(12)
+    expected = results(x, weight, labels, backend="triton")
+    strided = (x.T.contiguous().T, weight.T.contiguous().T, labels.repeat_interleave(2)[::2])
+    assert_same(results(*strided, backend="triton"), expected)
+
+
+@interpreted
+def test_nothing_is_ignored_and_everything_is(op):
+    x, weight, labels = inputs(12)
+    some = labels.clamp(min=0)
+    assert_same(results(x, weight, some, backend="triton"), exact([x, weight, some]))
+    none = results(x, weight, torch.full_like(labels, IGNORED), backend="triton")
+    assert not any(y.any() for y in none.values())
+
+
+@interpreted
+@pytest.mark.parametrize("label", [-1, 61, 2**40])
+def test_kernels_make_a_wrong_label_visible(label: int, op):
+    x, weight, labels = inputs(12)
+    labels[3] = label
+    found = results(x, weight, labels, backend="triton")
+    assert found["loss"].isnan()
+    assert found["dx"][3].isnan().all()
+    assert found["dweight"].isnan().all()
+
+
+@interpreted
+def test_what_is_not_wanted_is_not_computed(op, monkeypatch: pytest.MonkeyPatch):
+    x, weight, labels = inputs(12)
+    whole = results(x, weight, labels, backend="triton")
+    called = []
+    monkeypatch.setattr(op, "add_product", lambda *given, f=op.add_product: called.append(1) or f(*given))
+    with kernels.backend("triton"):
+        loss = kernels.linear_cross_entropy(x.requires_grad_(), weight, labels)
+        (dx,) = torch.autograd.grad(0.1 * loss, x)
+        assert not called
+        assert torch.equal(dx, whole["dx"])
+        with torch.no_grad():
+            assert torch.equal(kernels.linear_cross_entropy(x, weight.requires_grad_(), labels), whole["loss"])
+        assert not called
+        loss = kernels.linear_cross_entropy(x.detach(), weight, labels)
+        (dweight,) = torch.autograd.grad(0.1 * loss, weight)
+    assert called
+    assert torch.equal(dweight, whole["dweight"])
+
+
+@interpreted
+def test_the_gradient_of_fp32_weights_is_summed_in_fp32(op, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(op, "LOGITS", 8 * 61)
+    x, weight, labels = inputs(64, dtype=torch.bfloat16)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = results(x, weight.float(), labels, backend="triton")["dweight"]
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, found.bfloat16().float())  # the product of bf16 tensors was not rounded to bf16
+    assert_same({"dweight": found}, {"dweight": exact([x, weight, labels])["dweight"]}, 1e-2)
+
+
+@interpreted
+def test_half_precision_has_another_implementation(op):
+    x, weight, labels = inputs(12, dtype=torch.float16)
+    with pytest.raises(kernels.UserError, match="linear_cross_entropy in fp16"):
+        results(x, weight, labels, backend="triton")
+
+
+@interpreted
+@pytest.mark.parametrize("learns", [(True, True), (True, False), (False, True), (False, False)])
+def test_opcheck(learns: tuple[bool, bool], op):
+    x, weight, labels = inputs(5, D=4, V=9)
+    given = (x.requires_grad_(learns[0]), weight.requires_grad_(learns[1]), labels, IGNORED, *learns)
+    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_cross_entropy.default, given)
+
+
+@interpreted
+def test_one_graph(op):
+    a = inputs(9)
+    expected = results(*a, backend="triton")
+    compiled = torch.compile(kernels.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    with kernels.backend("triton"):
+        x, weight = (y.detach().requires_grad_() for y in a[:2])
+        loss = compiled(x, weight, a[2])
+        dx, dweight = torch.autograd.grad(0.1 * loss, (x, weight))
+    assert_same({"loss": loss.detach(), "dx": dx, "dweight": dweight}, expected, 1e-6)
+
+
+@interpreted
+def test_one_graph_under_autocast(op):
+    x, weight, labels = inputs(9)
+    compiled = torch.compile(kernels.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    with kernels.backend("triton"), torch.autocast(DEVICE, torch.bfloat16):
+        found = [
+            f(x.requires_grad_(), weight.requires_grad_(), labels) for f in (compiled, kernels.linear_cross_entropy)
+        ]
+    assert torch.equal(*found)
+    (dx,), (dx_usual,) = (torch.autograd.grad(loss, x) for loss in found)
+    assert torch.equal(dx, dx_usual)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("N", "D", "V"), [(20000, 1024, 32000), (1000, 256, 50257), (333, 128, 61)])
+def test_on_device(N: int, D: int, V: int, dtype: torch.dtype):
+    a = inputs(N, D, V, dtype, scale=D**-0.5)
+    found = results(*a, backend="triton")
+    expected = results(*(y.float() if y.is_floating_point() else y for y in a), backend="reference")
+    assert_same(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-4)
+    for _ in range(20):
+        again = results(*a, backend="triton")
+        assert all(torch.equal(again[name], y) for name, y in found.items())
+
+
+@pytest.mark.gpu
+def test_on_device_under_autocast_the_memory_is_one_part_of_the_logits():
+    x, weight, labels = inputs(32768, 1024, 32000)
+    x.requires_grad_()
+    weight.requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16):
+        kernels.linear_cross_entropy(x, weight, labels).backward()
+    assert torch.cuda.max_memory_allocated() - before < 1.6e9  # all logits in bf16 are 2.1 GB, in fp32 4.2
+    assert weight.grad.dtype == x.grad.dtype == torch.float32
+
+
+@pytest.mark.gpu
+def test_on_device_a_wrong_label_is_visible():
+    x, weight, labels = inputs(50, dtype=torch.bfloat16)
+    labels[7] = 61
+    found = results(x, weight, labels, "auto")
+    assert found["loss"].isnan()
+    assert found["dx"][7].isnan().all()

@@ -1,0 +1,192 @@
+"""The Triton kernels of RMS normalisation: small cases in the interpreter, real sizes on a device."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+pytest.importorskip("triton")
+from kernels.norm import triton_op
+
+GATES = ("none", "last", "first")
+Arguments = dict[str, Tensor]
+
+# what is small and quick there would be a compilation each on a device
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote must not be read."""
+    allocate = triton_op.new
+    monkeypatch.setattr(triton_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+
+
+def inputs(*shape: int, gate: str = "last", weight: bool = True) -> Arguments:
+    a = {"x": torch.randn(shape)}
+    if gate != "none":
+        a["gate"] = torch.randn(shape)
+    if weight:
+        a["weight"] = torch.randn(shape[-1])
+    return a
+
+
+def results(a: Arguments, backend: str, gate: str = "last", eps: float = 1e-5) -> Arguments:
+    """y and the gradients of all arguments."""
+    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
+    with kernels.backend(backend):
+        if gate == "none":
+            y = kernels.rms_norm(**leaves, eps=eps)
+        else:
+            y = kernels.gated_rms_norm(**leaves, eps=eps, gate_first=gate == "first")
+    generator = torch.Generator(y.device).manual_seed(1)
+    arriving = torch.randn(y.shape, generator=generator, device=y.device).bfloat16().to(y)
+    gradients = torch.autograd.grad(y, list(leaves.values()), arriving)
+    return {"y": y.detach(), **{f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)}}
+
+
+def agree(
+    a: Arguments, output: float = 1e-5, gradient: float = 1e-5, *, backend: str = "reference", **options: Any
+) -> Arguments:
+    """The results on Triton, after they have been compared in fp64, relative to their norms."""
+    found = results(a, "triton", **options)
+    expected = results({name: x.double() for name, x in a.items()}, backend, **options)
+    for name, x in expected.items():
+        assert found[name].dtype == a[name.rpartition(" ")[2] if name != "y" else "x"].dtype
+        assert found[name].isfinite().all(), f"{name} is not finite"
+        error = float((found[name].double() - x.double()).norm() / x.double().norm())
+        assert error <= (output if name == "y" else gradient), f"{name}: {error:.2g}"
+    return found
+
+
+@interpreted
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_gates(gate: str, weight: bool, eps: float):
+    agree(inputs(2, 3, 7, gate=gate, weight=weight), gate=gate, eps=eps)
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(5,), (1, 2), (3, 64), (2, 5, 3, 24), (300, 128), (3, 2, 2050), (1, 8192)])
+def test_shapes(shape: tuple[int, ...]):
+    # 300 rows are more than all programs take at once
+    agree(inputs(*shape))
+
+
+@interpreted
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, gate: str):
+    a = inputs(4, 9, 64, gate=gate)
+    agree({name: x if name == "weight" else x.to(dtype) for name, x in a.items()}, 5e-3, 1e-2, gate=gate)
+
+
+@interpreted
+def test_everything_in_bf16():
+    agree({name: x.bfloat16() for name, x in inputs(4, 9, 64).items()}, 5e-3, 1e-2)
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["last", "first"])
+def test_views_of_one_projection(gate: str):
+    fused, x, weight = torch.randn(2, 5, 50), torch.randn(2, 5, 3, 8), torch.randn(8)
+    heads = fused[..., 10:34].unflatten(-1, (3, 8))
+    views = {
+        "heads": (x, heads),
+        "both": (fused[..., 26:].unflatten(-1, (3, 8)), heads),
+        "rows": (x[:, :, 0], fused[..., 3:11]),
+        "transposed": (x.transpose(1, 2), heads.transpose(1, 2)),
+        "every other": (x, fused[..., :48].unflatten(-1, (3, 16))[..., ::2]),
+        "one row": (x[0, 0, 0], fused[0, 0, 5:13]),
+    }
+    for name, (given, gates) in views.items():
+        found = results({"x": given, "gate": gates, "weight": weight}, "triton", gate)
+        expected = results({"x": given.contiguous(), "gate": gates.contiguous(), "weight": weight}, "triton", gate)
+        assert all(torch.equal(found[n], expected[n]) for n in expected), name
+
+
+@interpreted
+def test_gradients_may_be_views():
+    x = torch.randn(4, 8, requires_grad=True)
+    with kernels.backend("triton"):
+        y = kernels.rms_norm(x)
+    arriving = torch.randn(8, 4).T
+    found = [torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in (arriving, arriving.contiguous())]
+    assert torch.equal(*found)
+
+
+@interpreted
+def test_zeros_stay_zero():
+    found = results({"x": torch.zeros(2, 8), "gate": torch.randn(2, 8)}, "triton")
+    assert not found["y"].any()
+    assert all(x.isfinite().all() for x in found.values())
+
+
+@interpreted
+def test_what_the_kernels_cannot_take():
+    for x, reason in ((torch.zeros(1, 8193), "longer than 8192"), (torch.zeros(1, 8, dtype=torch.float64), "fp64")):
+        kernels.rms_norm(x)
+        with kernels.backend("triton"), pytest.raises(kernels.UserError, match=reason):
+            kernels.rms_norm(x)
+
+
+def registered(a: Arguments) -> None:
+    x, gate, weight = (p.requires_grad_() for p in a.values())
+    for given in ((x, gate, weight), (x, None, None)):
+        for gate_first in (True, False):
+            torch.library.opcheck(torch.ops.token_mixer_zoo.rms_norm, (*given, 1e-5, gate_first))
+
+
+@interpreted
+def test_the_op_is_registered_properly(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()  # opcheck runs it on tensors without values
+    registered(inputs(2, 3, 8))
+
+
+@interpreted
+def test_compiles_as_one_graph():
+    a = {name: x.requires_grad_() for name, x in inputs(2, 3, 8).items()}
+    with kernels.backend("triton"):
+        compiled = torch.compile(kernels.gated_rms_norm, fullgraph=True, backend="aot_eager")
+        found = []
+        for run in (compiled, kernels.gated_rms_norm):
+            y = run(**a)
+            found.append((y, *torch.autograd.grad(y.sum(), list(a.values()))))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16, gate: str = "last") -> Arguments:
+    """As mixers make them: the weight in fp32, the gate a view of a projection."""
+    a = {name: x.cuda() for name, x in inputs(*shape, gate=gate).items()}
+    a["x"] = a["x"].to(dtype)
+    if gate != "none":
+        wide = torch.cat([a["gate"].flatten(2)] * 3, -1).to(dtype)
+        a["gate"] = wide.chunk(3, -1)[1].unflatten(-1, shape[2:])
+    return a
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(
+    "shape", [(8, 4096, 8, 128), (3, 1001, 5, 64), (3, 1001, 2, 256), (8, 4096, 1024), (2, 1001, 2048), (1, 501, 8192)]
+)
+def test_real_sizes(shape: tuple[int, ...], gate: str, dtype: torch.dtype):
+    a, limits = on_device(*shape, dtype=dtype, gate=gate), (1e-5, 1e-5) if dtype == torch.float32 else (5e-3, 1e-2)
+    found = agree(a, *limits, backend="torch", gate=gate)
+    for _ in range(20):  # no atomics: a difference would be a race
+        again = results(a, "triton", gate)
+        assert all(torch.equal(again[name], found[name]) for name in found)
+
+
+@pytest.mark.gpu
+def test_on_device_the_op_is_registered_properly_and_compiles(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    a = on_device(2, 33, 4, 64)
+    registered({**a, "gate": a["gate"].contiguous()})
+    compiled = torch.compile(kernels.gated_rms_norm, fullgraph=True)
+    assert torch.equal(compiled(**a), kernels.gated_rms_norm(**a))

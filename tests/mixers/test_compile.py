@@ -1,0 +1,88 @@
+"""`torch.compile` takes a layer of every mixer as one graph, and it computes what the layer does as it is written."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import mixers
+from kernels.documents import documents, places
+from mixers import LinearMixer, Site, TokenMixer
+from mixers.base import positions
+
+FACTORIES = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in mixers.names()}
+FACTORIES["TPE"] = mixers.TPE
+MATRICES = [name for name, factory in FACTORIES.items() if isinstance(factory(Site(64, 2)), LinearMixer)]
+BACKEND = "aot_eager_decomp_partition"  # all of the default one but the code that it generates
+
+
+def build(name: str) -> TokenMixer:
+    return FACTORIES[name](Site(64, 2, layer=1, num_layers=3))
+
+
+def compiled(f, **options):
+    torch._dynamo.reset()
+    return torch.compile(f, backend=BACKEND, **options)
+
+
+@pytest.mark.parametrize("name", list(FACTORIES))
+def test_a_layer_is_one_graph(name: str):
+    mixer, x = build(name), torch.randn(2, 21, 64, requires_grad=True)
+    leaves, weight = [x, *mixer.parameters()], torch.randn(2, 21, 64)
+    graph = compiled(mixer, fullgraph=True)
+    (y, state), (z, _) = graph(x), mixer(x)
+    assert state is None
+    torch.testing.assert_close(y, z)
+    found, expected = (torch.autograd.grad((o * weight).sum(), leaves) for o in (y, z))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "SlidingWindowAttention"])
+def test_packed_documents_may_break_the_graph_but_not_the_result(name: str):
+    mixer, x = build(name), torch.randn(1, 21, 64)
+    graph = compiled(mixer)
+    for bounds in ([0, 5, 5, 21], [0, 1, 12, 21]):
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        torch.testing.assert_close(graph(x, cu_seqlens=cu_seqlens)[0], mixer(x, cu_seqlens=cu_seqlens)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_where_packed_tokens_stand_needs_no_host(dtype: torch.dtype):
+    x, offset = torch.zeros(1, 12, 4), torch.tensor([3, 0, 7, 1, 0])
+    graph = compiled(positions, fullgraph=True)
+    for bounds in ([0, 0, 4, 4, 11, 12], [0, 1, 2, 3, 12, 12]):
+        cu_seqlens = torch.tensor(bounds, dtype=dtype)
+        for found, expected in zip(graph(x, offset, cu_seqlens), positions(x, offset, cu_seqlens), strict=True):
+            assert torch.equal(found, expected)
+            assert found.dtype == torch.int64
+        owner, place = compiled(places, fullgraph=True)(cu_seqlens, 12)
+        assert torch.equal(owner, documents(cu_seqlens, 12).owner)
+        assert torch.equal(place, documents(cu_seqlens, 12).positions)
+
+
+def test_a_step_of_decoding_is_one_graph():
+    mixer, x = build("GatedDeltaNet"), torch.randn(2, 3, 64)
+    with torch.no_grad():
+        graph, state, other = compiled(mixer, fullgraph=True), mixer.init_state(2), mixer.init_state(2)
+        for t in range(3):
+            y, state = graph(x[:, t : t + 1], state)
+            z, other = mixer(x[:, t : t + 1], other)
+            torch.testing.assert_close(y, z)
+    torch.testing.assert_close(state, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", MATRICES)
+def test_on_a_device_packed_documents_are_part_of_the_graph(name: str, packed: bool):
+    mixer, x = build(name).cuda(), torch.randn(1 if packed else 2, 150, 64, device="cuda", requires_grad=True)
+    cu_seqlens = torch.tensor([0, 5, 5, 90, 150], dtype=torch.int32, device="cuda") if packed else None
+    leaves, weight = [x, *mixer.parameters()], torch.randn_like(x)
+    torch._dynamo.reset()
+    graph = torch.compile(mixer, fullgraph=True)
+    y, z = graph(x, cu_seqlens=cu_seqlens)[0], mixer(x, cu_seqlens=cu_seqlens)[0]
+    torch.testing.assert_close(y, z, rtol=1e-3, atol=1e-3)
+    found, expected = (torch.autograd.grad((o * weight).sum(), leaves) for o in (y, z))
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).norm() / other.norm()) < 5e-3

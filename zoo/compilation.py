@@ -1,0 +1,56 @@
+"""`compile: true`: torch.compile for the steps of training."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+
+class CompiledBlocks(Callback):
+    """Compiles each block of the model by itself: blocks of a kind share the code, so that the first step comes soon.
+
+    Only steps of training run it. Validation has other shapes, samples have states, and both would be compiled anew; a
+    checkpoint does not show how its run was computed.
+
+    Args:
+        backend: Of torch.compile.
+    """
+
+    def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        self.backend = backend
+        self._compiled: list[tuple[nn.Module, Callable[..., Any]]] = []
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Prepare; what is compiled is compiled at the first step."""
+        blocks = list(pl_module.model.layers)
+        # what depends on the depth, such as a constant decay, is compiled for each layer; the usual limit is 8
+        dynamo = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(blocks))
+        # batches have one shape; a graph for any length would be slower, and chunks cannot be cut in it
+        self._compiled = [
+            (block, torch.compile(block.forward, dynamic=False, backend=self.backend)) for block in blocks
+        ]
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Let the blocks run compiled."""
+        for block, compiled in self._compiled:
+            block.forward = compiled
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Let them run as they are written."""
+        self._restore()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """The same."""
+        self._restore()
+
+    def _restore(self) -> None:
+        for block, _ in self._compiled:
+            block.__dict__.pop("forward", None)
