@@ -11,6 +11,7 @@ from .documents import documents
 from .errors import UserError
 from .features import ACTIVATIONS, NORMS, features
 from .flops import attention_flops, recurrence_flops
+from .gated_linear import gated_linear
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_recurrence import linear_recurrence
 from .norm import gated_rms_norm, rms_norm
@@ -32,6 +33,7 @@ __all__ = [
     "delta_rule",
     "documents",
     "features",
+    "gated_linear",
     "gated_rms_norm",
     "linear_cross_entropy",
     "linear_recurrence",

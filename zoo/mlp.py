@@ -1,9 +1,11 @@
 """Channel mixers: what happens to each token by itself between two token mixers."""
 
 import math
+from typing import ClassVar, Literal
 
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+import kernels
 
 
 class ChannelMixer(nn.Module):
@@ -22,6 +24,8 @@ class GLU(ChannelMixer):
         intermediate_size: Size between; null for 8/3 · hidden_size, rounded up to a multiple of 256.
     """
 
+    activation: ClassVar[Literal["identity", "silu"]] = "identity"  # what the gate passes through
+
     def __init__(self, hidden_size: int, intermediate_size: int | None = None):
         super().__init__()
         size = intermediate_size or 256 * math.ceil(hidden_size * 8 / 3 / 256)
@@ -29,12 +33,9 @@ class GLU(ChannelMixer):
         self.up_proj = nn.Linear(hidden_size, size, bias=False)
         self.down_proj = nn.Linear(size, hidden_size, bias=False)
 
-    def activation(self, gate: Tensor) -> Tensor:
-        """What the gate passes through."""
-        return gate
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return kernels.gated_linear(gate, up, self.down_proj.weight, activation=self.activation)
 
 
 class SwiGLU(GLU):
@@ -45,5 +46,4 @@ class SwiGLU(GLU):
         intermediate_size: Size between; null for 8/3 · hidden_size, rounded up to a multiple of 256.
     """
 
-    def activation(self, gate: Tensor) -> Tensor:
-        return F.silu(gate)
+    activation = "silu"

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..backend import choose
 from . import composition, reference
 
 
-def triton(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
+def triton(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
+) -> Tensor:
     """The Triton implementation, imported when it is first needed: not every platform has Triton."""
     from . import triton_op
 
-    return triton_op.forward(x, gate, weight, eps, gate_first)
+    return triton_op.rms_norm(x, gate, weight, eps, gate_first, dtype)[0]
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
@@ -32,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
         eps: Added inside the root.
 
     Returns:
-        The shape and dtype of x.
+        The shape and dtype of x; under autocast that of its products, in which the next layer would cast it anyway.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
@@ -53,7 +56,7 @@ def gated_rms_norm(
         gate_first: Whether the gate enters before the norm.
 
     Returns:
-        The shape and dtype of x.
+        The shape and dtype of x; under autocast that of its products, in which the next layer would cast it anyway.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
@@ -67,7 +70,10 @@ def _run(op: str, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: fl
     size = x.shape[-1]
     if weight is not None and weight.shape != (size,):
         raise ValueError(f"weight: expected [{size}], got shape {tuple(weight.shape)}")
+    kind = x.device.type
+    mixed = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    given = (x, gate, weight, eps, gate_first, torch.get_autocast_dtype(kind) if mixed else x.dtype)
     if size <= LARGEST:
-        return choose(op, IMPLEMENTATIONS, x)(x, gate, weight, eps, gate_first)
+        return choose(op, IMPLEMENTATIONS, x)(*given)
     fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
-    return choose(f"{op} of rows longer than {LARGEST}", fitting, x)(x, gate, weight, eps, gate_first)
+    return choose(f"{op} of rows longer than {LARGEST}", fitting, x)(*given)

@@ -1,12 +1,15 @@
 """Root-mean-square normalisation by its formula, in at least fp32."""
 
+import torch
 from torch import Tensor
 
 from ..arguments import at_least_fp32
 
 
-def forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
-    """The shape and dtype of x; see `gated_rms_norm`."""
+def forward(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
+) -> Tensor:
+    """The shape of x; see `gated_rms_norm`."""
     y, opened = at_least_fp32(x), None if gate is None else at_least_fp32(gate) * at_least_fp32(gate).sigmoid()
     if opened is not None and gate_first:
         y = y * opened
@@ -15,4 +18,4 @@ def forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, g
         y = y * at_least_fp32(weight)
     if opened is not None and not gate_first:
         y = y * opened
-    return y.to(x.dtype)
+    return y.to(dtype)

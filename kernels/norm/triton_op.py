@@ -45,9 +45,11 @@ def constants(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first:
     return {"INNER": x.shape[1], "D": size, "GATE": order, "WEIGHT": weight is not None, **tile(size)}
 
 
-def compute(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> tuple[Tensor]:
+def compute(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
+) -> tuple[Tensor]:
     """y of the shape of x."""
-    y, rows = new(x, *x.shape), x.numel() // max(x.shape[-1], 1)
+    y, rows = new(x, *x.shape, dtype=dtype), x.numel() // max(x.shape[-1], 1)
     weight = None if weight is None else weight.contiguous()
     x, gate = strided(x), None if gate is None else strided(gate)
     gate_outer = 0 if gate is None else gate.stride(0)
@@ -59,9 +61,11 @@ def compute(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, g
     return (y,)
 
 
-def fake(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> tuple[Tensor]:
+def fake(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
+) -> tuple[Tensor]:
     """The shape of `compute`."""
-    return (x.new_empty(x.shape),)
+    return (x.new_empty(x.shape, dtype=dtype),)
 
 
 def differentiate(
@@ -73,6 +77,7 @@ def differentiate(
     weight: Tensor | None,
     eps: float,
     gate_first: bool,
+    dtype: torch.dtype,
 ) -> list[Tensor | None]:
     """The gradients of x, the gate and the weight."""
     assert gradients[0] is not None
@@ -92,8 +97,3 @@ def differentiate(
 
 
 rms_norm = op.register("rms_norm", compute, differentiate, fake, results=1)
-
-
-def forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
-    """The shape and dtype of x; see `gated_rms_norm`."""
-    return rms_norm(x, gate, weight, eps, gate_first)[0]

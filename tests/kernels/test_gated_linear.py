@@ -1,0 +1,125 @@
+"""The gated product with its linear map: by hand, and in Triton against fp32."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+def inputs(*shape: int, outputs: int = 6, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    a = {"gate": torch.randn(shape), "up": torch.randn(shape), "weight": torch.randn(outputs, shape[-1])}
+    return {name: x.to(DEVICE, dtype) for name, x in a.items()}
+
+
+def results(a: dict[str, Tensor], backend: str, activation: Any = "silu") -> dict[str, Tensor]:
+    """y and all gradients."""
+    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
+    with kernels.backend(backend):
+        y = kernels.gated_linear(**leaves, activation=activation)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).bfloat16().to(y)
+    gradients = torch.autograd.grad(y, list(leaves.values()), dy)
+    return {"y": y.detach(), **dict(zip(a, gradients, strict=True))}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+    for name, x in expected.items():
+        assert found[name].shape == x.shape
+        error = float((found[name].double() - x.double()).norm() / x.double().norm())
+        assert error <= limit, f"{name}: {error:.2g}"
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_by_hand(backend: str):
+    gate, up = torch.tensor([[1.0, -2.0]]), torch.tensor([[3.0, 5.0]])
+    weight = torch.tensor([[1.0, 10.0]])
+    with kernels.backend(backend):
+        assert float(kernels.gated_linear(gate, up, weight, activation="identity")) == 3 - 100
+        expected = 3 / (1 + 2.718281828**-1) - 100 / (1 + 2.718281828**2)
+        assert float(kernels.gated_linear(gate, up, weight)) == pytest.approx(expected)
+
+
+@interpreted
+@pytest.mark.parametrize("activation", ["silu", "identity"])
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 700)])
+def test_triton(shape: tuple[int, ...], activation: str):
+    pytest.importorskip("triton")
+    a = inputs(*shape)
+    assert_close(results(a, "triton", activation), results(a, "reference", activation), 1e-5)
+
+
+@interpreted
+def test_views_and_parts():
+    pytest.importorskip("triton")
+    both = torch.randn(4, 5, 24)
+    views = dict(zip(("gate", "up"), both.split(12, -1), strict=True), weight=torch.randn(12, 3).T)
+    assert_close(results(views, "triton"), results(views, "reference"), 1e-5)
+
+
+@interpreted
+def test_a_frozen_weight():
+    pytest.importorskip("triton")
+    a, found = inputs(4, 5), {}
+    for backend in ("triton", "reference"):
+        gate = a["gate"].detach().requires_grad_()
+        with kernels.backend(backend):
+            kernels.gated_linear(gate, a["up"], a["weight"]).sum().backward()
+        found[backend] = {"gate": gate.grad}
+    assert_close(found["triton"], found["reference"], 1e-5)
+
+
+@interpreted
+def test_the_op_is_registered_properly():
+    pytest.importorskip("triton")
+    results(inputs(2, 3), "triton")
+    given = [x.requires_grad_() for x in inputs(3, 4).values()]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.gated_linear, (*given, "silu"))
+
+
+def test_the_product_is_not_kept():
+    pytest.importorskip("triton")
+    a = {name: x.requires_grad_() for name, x in inputs(3, 40).items()}
+    kept: list[int] = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x)
+    with keep, kernels.backend("triton"):
+        kernels.gated_linear(**a)
+    assert kept == [x.numel() for x in a.values()]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"up": torch.zeros(2, 4)}, "^up: expected .*2, 3"),
+        ({"up": torch.zeros(2, 3).double()}, "^up: expected torch.float32"),
+        ({"weight": torch.zeros(3, 2)}, "^weight: expected"),
+        ({"activation": "relu"}, "^activation: 'relu' is not one of identity, silu"),
+    ],
+)
+def test_misfits(change: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        kernels.gated_linear(
+            **{"gate": torch.zeros(2, 3), "up": torch.zeros(2, 3), "weight": torch.zeros(5, 3)} | change
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "identity"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_on_device(activation: str, mixed: bool):
+    a = inputs(2, 1000, 2816, outputs=1024, dtype=torch.bfloat16)
+    expected = results({name: x.float() for name, x in a.items()}, "reference", activation)
+    if mixed:
+        a["weight"] = a["weight"].float()
+    with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
+        found = results(a, "triton", activation)
+    assert found["weight"].dtype == a["weight"].dtype
+    assert_close({"y": found["y"]}, {"y": expected["y"]}, 5e-3)
+    assert_close(found, expected, 1e-2)
+    with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
+        again = results(a, "triton", activation)
+    assert all(torch.equal(found[name], again[name]) for name in found)
