@@ -15,6 +15,7 @@ from .gated_linear import gated_linear
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_recurrence import linear_recurrence
 from .norm import gated_rms_norm, rms_norm
+from .recompute import recomputing
 from .selective_scan import selective_scan
 from .short_conv import short_conv
 from .window_attention import window_attention
@@ -37,6 +38,7 @@ __all__ = [
     "gated_rms_norm",
     "linear_cross_entropy",
     "linear_recurrence",
+    "recomputing",
     "recurrence_flops",
     "rms_norm",
     "selective_scan",

@@ -25,7 +25,11 @@ class Projection(nn.Linear):
         self.register_state_dict_post_hook(_split)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return super().forward(x).split(list(self.widths.values()), -1)
+        return self.together(x).split(list(self.widths.values()), -1)
+
+    def together(self, x: Tensor) -> Tensor:
+        """All outputs side by side."""
+        return super().forward(x)
 
 
 def _names(module: Projection, prefix: str) -> list[str]:

@@ -96,12 +96,15 @@ def capture(rehearse: Callable[[], None], step: Callable[[], Tensor], device: to
         with torch.cuda.stream(stream):
             rehearse()
         torch.cuda.current_stream().wait_stream(stream)
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        draws = generator.clone_state()
         try:
             # other threads, such as those that pin batches, may go on with what they do
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 result = step()
         except RuntimeError:
             torch.cuda.synchronize()
+            generator.graphsafe_set_state(draws)  # else it stays in the capture, and nobody can draw from it
             raise
 
     def replay() -> Tensor:

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 import kernels
+from mixers import Projection
 
 
 class ChannelMixer(nn.Module):
@@ -29,13 +30,11 @@ class GLU(ChannelMixer):
     def __init__(self, hidden_size: int, intermediate_size: int | None = None):
         super().__init__()
         size = intermediate_size or 256 * math.ceil(hidden_size * 8 / 3 / 256)
-        self.gate_proj = nn.Linear(hidden_size, size, bias=False)
-        self.up_proj = nn.Linear(hidden_size, size, bias=False)
+        self.in_proj = Projection(hidden_size, {"gate": size, "up": size})
         self.down_proj = nn.Linear(size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        return kernels.gated_linear(gate, up, self.down_proj.weight, activation=self.activation)
+        return kernels.gated_linear(self.in_proj.together(x), self.down_proj.weight, activation=self.activation)
 
 
 class SwiGLU(GLU):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import UserError, linear_cross_entropy
+from kernels import UserError, linear_cross_entropy, recomputing
 from mixers import RMSNorm, Site, TokenMixer
 
 from .mlp import ChannelMixer, SwiGLU
@@ -26,6 +26,12 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
+        if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compilers do so themselves
+            with recomputing():
+                return self._forward(x, state, cu_seqlens)
+        return self._forward(x, state, cu_seqlens)
+
+    def _forward(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
         y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens=cu_seqlens)
         x = x + y
         if self.mlp is not None and self.mlp_norm is not None:

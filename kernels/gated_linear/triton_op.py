@@ -11,90 +11,92 @@ from torch import Tensor
 
 from .. import op
 
-BLOCK, WARPS = 2048, 8
+BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
-def gated(g, u, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        g = g * tl.sigmoid(g)
-    return g * u
+def load(x, at, inside):
+    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["count"])
-def multiply(gate, up, h, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(h + at, gated(g, u, ACTIVATION).to(h.dtype.element_ty), mask=inside)
+@triton.jit
+def places(SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a program's part of a row lies among rows of SIZE, and of two times SIZE."""
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    row, c = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    return row.to(tl.int64) * SIZE + c, row.to(tl.int64) * (2 * SIZE) + c, c < SIZE
 
 
-@triton.jit(do_not_specialize=["count"])
-def differentiate_product(gate, up, dh, h, dgate, dup, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Gradients of gate and up, and the product once more."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    d = tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(h + at, gated(g, u, ACTIVATION).to(h.dtype.element_ty), mask=inside)
-    if ACTIVATION == "silu":
-        s = tl.sigmoid(g)
-        opened, slope = g * s, s * (1 + g * (1 - s))
-    else:
-        opened, slope = g, 1.0
-    tl.store(dup + at, (d * opened).to(dup.dtype.element_ty), mask=inside)
-    tl.store(dgate + at, (d * u * slope).to(dgate.dtype.element_ty), mask=inside)
+@triton.jit
+def multiply(gate_up, h, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+    at, at_gate, inside = places(SIZE, BLOCK)
+    gate, up = load(gate_up, at_gate, inside), load(gate_up, at_gate + SIZE, inside)
+    if SILU:
+        gate *= tl.sigmoid(gate)
+    tl.store(h + at, (gate * up).to(h.dtype.element_ty), mask=inside)
 
 
-def compute(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
-    """y [N,O] of gate and up [N,I]."""
-    with torch.autocast(gate.device.type, enabled=False):
-        h = torch.empty_like(gate)
-        with torch.cuda.device_of(gate):
-            multiply[(triton.cdiv(gate.numel(), BLOCK),)](
-                gate, up, h, gate.numel(), ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
-            )
-        return (h @ weight.to(gate.dtype).T,)
+@triton.jit
+def differentiate_product(gate_up, dh, h, dgate_up, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradients of gate and up, and the product once more."""
+    at, at_gate, inside = places(SIZE, BLOCK)
+    gate, up, d = load(gate_up, at_gate, inside), load(gate_up, at_gate + SIZE, inside), load(dh, at, inside)
+    opened, dgate = gate, d * up
+    if SILU:
+        s = tl.sigmoid(gate)
+        opened = gate * s
+        dgate *= s * (1 + gate * (1 - s))
+    tl.store(h + at, (opened * up).to(h.dtype.element_ty), mask=inside)
+    tl.store(dgate_up + at_gate, dgate.to(h.dtype.element_ty), mask=inside)
+    tl.store(dgate_up + at_gate + SIZE, (d * opened).to(h.dtype.element_ty), mask=inside)
 
 
-def fake(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
+def new(like: Tensor, *shape: int) -> Tensor:
+    """A tensor that a kernel will fill."""
+    return like.new_empty(shape)
+
+
+def compute(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
+    """y [N,O] of gate and up [N,2·I]."""
+    size = gate_up.shape[1] // 2
+    with torch.autocast(gate_up.device.type, enabled=False), torch.cuda.device_of(gate_up):
+        h = new(gate_up, gate_up.shape[0], size)
+        grid = (gate_up.shape[0] * triton.cdiv(size, BLOCK),)
+        multiply[grid](gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, num_warps=WARPS)
+        return (h @ weight.to(gate_up.dtype).T,)
+
+
+def fake(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
     """The shape of `compute`."""
-    return (gate.new_empty(gate.shape[0], weight.shape[0]),)
+    return (gate_up.new_empty(gate_up.shape[0], weight.shape[0]),)
 
 
 def differentiate(
     gradients: Sequence[Tensor | None],
     kept: Sequence[Tensor],
     needed: Sequence[bool],
-    gate: Tensor,
-    up: Tensor,
+    gate_up: Tensor,
     weight: Tensor,
     activation: str,
 ) -> list[Tensor | None]:
-    """The gradients of gate, up and the weight."""
-    (dy,) = gradients
+    """The gradients of gate and up, and of the weight."""
+    (dy,), size = gradients, weight.shape[1]
     assert dy is not None
-    with torch.autocast(gate.device.type, enabled=False):
-        dh = dy @ weight.to(gate.dtype)
-        h, dgate, dup = (torch.empty_like(gate) for _ in range(3))
-        with torch.cuda.device_of(gate):
-            differentiate_product[(triton.cdiv(gate.numel(), BLOCK),)](
-                *(gate, up, dh, h, dgate, dup, gate.numel()), ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS
-            )
-        dweight = (dy.T @ h).to(weight.dtype) if needed[2] else None
-        return [dgate, dup, dweight]
+    with torch.autocast(gate_up.device.type, enabled=False), torch.cuda.device_of(gate_up):
+        dh = dy @ weight.to(gate_up.dtype)
+        h, dgate_up = new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
+        grid = (gate_up.shape[0] * triton.cdiv(size, BLOCK),)
+        constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
+        differentiate_product[grid](gate_up, dh, h, dgate_up, **constants, num_warps=WARPS)
+        return [dgate_up, (dy.T @ h).to(weight.dtype) if needed[1] else None]
 
 
 gated_linear = op.register("gated_linear", compute, differentiate, fake, results=1)
 
 
-def forward(gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
+def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """[…,O]; see `gated_linear`."""
-    if torch.is_autocast_enabled(gate.device.type):
-        kind = torch.get_autocast_dtype(gate.device.type)
-        gate, up = gate.to(kind), up.to(kind)
-    size = gate.shape[-1]
-    (y,) = gated_linear(gate.reshape(-1, size).contiguous(), up.reshape(-1, size).contiguous(), weight, activation)
-    return y.view(*gate.shape[:-1], weight.shape[0])
+    if torch.is_autocast_enabled(gate_up.device.type):
+        gate_up = gate_up.to(torch.get_autocast_dtype(gate_up.device.type))
+    (y,) = gated_linear(gate_up.reshape(-1, gate_up.shape[-1]).contiguous(), weight, activation)
+    return y.view(*gate_up.shape[:-1], weight.shape[0])

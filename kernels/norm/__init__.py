@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..backend import choose
+from ..recompute import remake
 from . import composition, reference
 
 
@@ -72,8 +73,11 @@ def _run(op: str, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: fl
         raise ValueError(f"weight: expected [{size}], got shape {tuple(weight.shape)}")
     kind = x.device.type
     mixed = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
-    given = (x, gate, weight, eps, gate_first, torch.get_autocast_dtype(kind) if mixed else x.dtype)
+    options = (eps, gate_first, torch.get_autocast_dtype(kind) if mixed else x.dtype)
     if size <= LARGEST:
-        return choose(op, IMPLEMENTATIONS, x)(*given)
-    fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
-    return choose(f"{op} of rows longer than {LARGEST}", fitting, x)(*given)
+        run = choose(op, IMPLEMENTATIONS, x)
+    else:
+        fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
+        run = choose(f"{op} of rows longer than {LARGEST}", fitting, x)
+    kept = [None if p is None else p.detach() for p in (x, gate, weight)]
+    return remake(run(x, gate, weight, *options), lambda: run(*kept, *options))

@@ -20,18 +20,21 @@ def serves(a: Attention) -> bool:
 
 def forward(a: Attention) -> Tensor:
     """o [B,T,H,D]."""
+    from torch.nn.attention.flex_attention import flex_attention
+
     q, k, v = (x.transpose(1, 2) for x in (a.q, a.k, a.v))
     grouped = q.shape[1] != k.shape[1]
-    o = _attention(q.is_cuda)(q, k, v, block_mask=mask(a), scale=a.scale, enable_gqa=grouped)
+    # what is not compiled, by us or by whoever compiles us, has all scores in memory
+    attention = _compiled() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+    o = attention(q, k, v, block_mask=mask(a), scale=a.scale, enable_gqa=grouped)
     return o.transpose(1, 2)
 
 
 @cache
-def _attention(compiled: bool) -> Any:
-    """The function, compiled when it is first needed; what is not compiled has all scores in memory."""
+def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention) if compiled else flex_attention
+    return torch.compile(flex_attention)
 
 
 _of_documents = WeakTensorKeyDictionary()  # cu_seqlens → {window: mask}

@@ -127,7 +127,7 @@ def measured(case: Case, seconds: float, peers: bool) -> dict[str, Any]:
         times[key] = medians(timed, device, seconds / 2)
     if device.type == "cuda":
         for key, timed in runs.items():
-            graphs, refused = _graphs(timed)
+            graphs, refused = _graphs(timed, device)
             times[f"{key}_graph"] = medians(graphs, device, seconds / 2)
             for name, reason in refused.items():
                 (row if name == OURS else row["peers"][name])["graph_note"] = reason
@@ -147,16 +147,15 @@ def measured(case: Case, seconds: float, peers: bool) -> dict[str, Any]:
     return row
 
 
-def _graphs(calls: dict[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
+def _graphs(calls: dict[str, Call], device: torch.device) -> tuple[dict[str, Call], dict[str, str]]:
     """The calls as CUDA graphs, and why some cannot be."""
     graphs, refused = {}, {}
     for name, call in calls.items():
         try:
-            graphs[name] = as_graph(call)
+            graphs[name] = as_graph(call, device)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            torch.cuda.synchronize()
             refused[name] = others.complaint(error)
     return graphs, refused
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..decoder import capture
+
 Call = Callable[[], object]
 CACHE = 256 << 20  # bytes to overwrite between calls on a GPU: more than any second-level cache
 _IMPORTED = time.perf_counter()
@@ -81,22 +83,21 @@ def medians(
     return {name: statistics.median(times[i :: len(calls)]) for i, name in enumerate(calls)}
 
 
-def as_graph(call: Call) -> Call:
+def as_graph(call: Call, device: torch.device) -> Call:
     """A call on a GPU recorded as a CUDA graph: what its kernels take, without the time to launch them.
 
     Raises:
         RuntimeError: The call cannot be recorded; it waits for the device, say.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+
+    def rehearse() -> None:
         for _ in range(2):
             call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+
+    def step() -> Any:
+        return call()
+
+    return capture(rehearse, step, device)
 
 
 def process_age() -> float:

@@ -1,0 +1,82 @@
+"""What is cheap to compute again is not kept for the backward pass.
+
+The result of a norm is as large as its input, and both would be kept: the input by the norm, the result by the product
+that follows. Inside `recomputing()` such an op notes how its result is made; whoever saves that result for its backward
+pass then saves the note instead.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Note:
+    """One result that can be made again."""
+
+    def __init__(self, y: Tensor, make: Callable[[], Tensor]):
+        # held, as long as results are noted, so that no other tensor comes to lie at its address
+        self.y: Tensor | None = y
+        self.version, self.make = y._version, make
+        self.users = self.waiting = 0
+        self.value: Tensor | None = None
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether x is the result, or a view of all of it."""
+        y = self.y
+        return (
+            y is not None
+            and x.data_ptr() == y.data_ptr()
+            and (x.numel(), x.dtype, x._version) == (y.numel(), y.dtype, self.version)
+        )
+
+    def again(self) -> Tensor:
+        """The result; made once for all users, and forgotten when each has had it."""
+        if self.value is None:
+            self.value, self.waiting = self.make(), self.users
+        value, self.waiting = self.value, self.waiting - 1
+        if not self.waiting:
+            self.value = None
+        return value
+
+
+_notes: ContextVar[dict[int, _Note] | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Inside the ``with`` block, results of norms are computed again in the backward pass. Gradients stay bitwise."""
+    notes: dict[int, _Note] = {}
+
+    def pack(x: Tensor) -> Any:
+        note = notes.get(x.data_ptr())
+        if note is None or not note.is_of(x):
+            return x
+        note.users += 1
+        return note, x.shape, x.stride()
+
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        note, shape, stride = kept
+        return note.again().as_strided(shape, stride)
+
+    token = _notes.set(notes)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        _notes.reset(token)
+        for note in notes.values():
+            note.y = None
+
+
+def remake(y: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """y, after a note of how it is made; `make` must give the same bits and hold no more than is kept anyway."""
+    notes = None if torch.compiler.is_compiling() else _notes.get()
+    if notes is not None and y.requires_grad and y.is_contiguous() and y.numel():
+        notes[y.data_ptr()] = _Note(y, make)
+    return y
