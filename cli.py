@@ -22,6 +22,7 @@ for words in (
     "infer the batch indices",
     "callbacks used to create",
     "CLI's args parameter",  # the processes that a strategy starts repeat our command line, so it stays in sys.argv
+    "is deprecated. Please use `torch.distributed",  # DeepSpeed's calls
     "sync_dist=True",  # the metrics are of all processes already
 ):
     warnings.filterwarnings("ignore", message=f".*{words}.*")
@@ -38,7 +39,9 @@ import mixers  # noqa: E402
 import zoo  # noqa: E402
 from kernels import UserError  # noqa: E402
 from zoo import config as configs  # noqa: E402
+from zoo import saving  # noqa: E402
 from zoo.bench import bench  # noqa: E402
+from zoo.bench.tune import tune  # noqa: E402
 from zoo.callbacks import FinalValidation, StepSeeds, Throughput  # noqa: E402
 from zoo.catalogue import catalogue, page  # noqa: E402
 from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
@@ -71,6 +74,7 @@ Train and compare language models of pluggable token mixers.
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
              python cli.py sweep --config sweep/heads.yaml [--dry-run]
   bench      how fast it is here: python cli.py bench kernels|training|decode
+  tune       launches of the kernels that suit this GPU, to a file: python cli.py tune [--kernels=delta_rule]
   mixers     a table of the token mixers, or everything about one: python cli.py mixers GatedDeltaNet
 
 Configs are found in configs/ by name. Give several --config to overlay them, and --key=value to override:
@@ -149,6 +153,7 @@ class CLI(LightningCLI):
             self.trainer = L.Trainer(**trainer)
         except (MisconfigurationException, ValueError) as error:  # Lightning's words for a wrong trainer key
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
+        saving.install(self.trainer)
         self.config_init = self.config
 
     def _prepare_run(self, config: Any, tokenizer: Any, trainer: dict[str, Any]) -> None:
@@ -387,9 +392,11 @@ def run(arguments: list[str]) -> int:
         return sweep(arguments[1:])
     if verb == "bench":
         return bench(arguments[1:])
+    if verb == "tune":
+        return function(tune, arguments[1:])
     if verb == "mixers":
         return function(show_mixers, arguments[1:], positional="name")
-    known = [*LightningCLI.subcommands(), "generate", "compare", "sweep", "bench", "mixers"]
+    known = [*LightningCLI.subcommands(), "generate", "compare", "sweep", "bench", "tune", "mixers"]
     raise UserError(f"{verb!r} is no verb{mixers.did_you_mean(verb, known)} (verbs: {', '.join(known)})")
 
 

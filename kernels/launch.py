@@ -3,6 +3,7 @@
 A table and no autotuning: the first call costs one compilation, and nothing ever depends on the length. Every entry was
 compiled ahead of time without large spills, and is tested on a device in outputs *and* gradients. Some that look
 harmless are not: on Hopper with Triton 3.6, (32, 4, 1) is silently wrong, and (32, 8, 1) an illegal access.
+Entries of a file go before these (`launch_file.py`).
 """
 
 import logging
@@ -10,6 +11,8 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+
+from . import launch_file
 
 log = logging.getLogger(__name__)
 
@@ -62,19 +65,35 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
 
 def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch:
     """The entry for a head size (the larger of K and V)."""
-    return _entry(kernel, size, dtype.itemsize, capability(device))
+    file, gpu = launch_file.current(), launch_file.version(device)
+    return _entry(kernel, size, dtype.itemsize, capability(device), file, gpu)
 
 
 def largest(dtype: torch.dtype, device: torch.device) -> int:
-    """The largest head that one program can hold; longer ones are cut into several."""
-    kind = (capability(device), dtype.itemsize)
-    return max(key[1] for key in TABLE["carry"] if (key[0], key[2]) == kind)
+    """The largest head that one program of every kernel can hold; longer ones are cut into several."""
+    file, gpu = launch_file.current(), launch_file.version(device)
+    return min(max(entries(kernel, dtype.itemsize, capability(device), file, gpu)) for kernel in TABLE)
+
+
+# as in `backend.py`: the compiler need not look into files
+largest._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def entries(
+    kernel: str, itemsize: int, architecture: int, file: str | None, gpu: tuple[int, int] | None
+) -> dict[int, Launch]:
+    """The entries of a kernel by the largest head that they serve, those of a file before the built-in ones."""
+    known = {key[1]: entry for key, entry in TABLE[kernel].items() if (key[0], key[2]) == (architecture, itemsize)}
+    given = launch_file.given(file, f"linear_recurrence.{kernel}", itemsize, gpu)
+    return {**known, **{size: Launch(**entry) for size, entry in given.items()}}
 
 
 @cache
-def _entry(kernel: str, size: int, itemsize: int, architecture: int) -> Launch:
-    fits = [key for key in TABLE[kernel] if key[0] == architecture and key[1] >= size and key[2] == itemsize]
-    return TABLE[kernel][min(fits)]
+def _entry(
+    kernel: str, size: int, itemsize: int, architecture: int, file: str | None, gpu: tuple[int, int] | None
+) -> Launch:
+    known = entries(kernel, itemsize, architecture, file, gpu)
+    return known[min(served for served in known if served >= size)]
 
 
 @cache

@@ -1,7 +1,8 @@
 """Block sizes, warps and stages of the kernels, by architecture, head size and dtype; never by length.
 
 Every entry is tested on the device it names, outputs and gradients: some that are missing here compile and compute
-nonsense (H200, triton 3.6: 32 values, 4 warps, 1 stage; 16 values, 3 stages).
+nonsense (H200, triton 3.6: 32 values, 4 warps, 1 stage; 16 values, 3 stages). Entries of a file go before these
+(`launch_file.py`).
 """
 
 from functools import cache
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import launch_file
 from ..launch import HOPPER, OTHER, capability, multiprocessors
 
 
@@ -84,17 +86,25 @@ FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
 
 def launches(device: torch.device, K: int, V: int, dtype: torch.dtype) -> Launches:
     """The launches for keys of size K and values of size V."""
-    return _entry(device, max(K, V), dtype.itemsize)
+    return _entry(device, max(K, V), dtype.itemsize, launch_file.current())
 
 
 @cache
-def _entry(device: torch.device, size: int, itemsize: int) -> Launches:
+def _entry(device: torch.device, size: int, itemsize: int, file: str | None) -> Launches:
     architecture = capability(device)
     if architecture == OTHER:
         # blocks as small as they come: right before fast
         small = Launch(32, 32, 4, 2)
-        return Launches(small, small._replace(values=16), small._replace(values=16), small, small)
-    return TABLE[min(key for key in TABLE if key[0] == architecture and key[1] >= size and key[2] == itemsize)]
+        served, found = 1 << 30, Launches(small, small._replace(values=16), small._replace(values=16), small, small)
+    else:
+        key = min(key for key in TABLE if key[0] == architecture and key[1] >= size and key[2] == itemsize)
+        served, found = key[1], TABLE[key]
+    for name in Launches._fields:
+        given = launch_file.given(file, f"delta_rule.{name}", itemsize, launch_file.version(device))
+        fitting = [largest for largest in given if size <= largest <= served]
+        if fitting:
+            found = found._replace(**{name: Launch(**given[min(fitting)])})
+    return found
 
 
 def spread(

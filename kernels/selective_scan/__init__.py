@@ -4,9 +4,17 @@ from torch import Tensor
 
 from ..backend import choose
 from . import reference, scan
-from .arguments import check
+from .arguments import Scan, check
 
-IMPLEMENTATIONS = {"torch": scan.forward, "reference": reference.forward}
+
+def triton(a: Scan) -> tuple[Tensor, Tensor]:
+    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    from . import triton_op
+
+    return triton_op.forward(a)
+
+
+IMPLEMENTATIONS = {"triton": triton, "torch": scan.forward, "reference": reference.forward}
 
 
 def selective_scan(

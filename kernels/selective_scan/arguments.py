@@ -19,11 +19,22 @@ class Scan:
     b: Tensor | None  # [B,T,N]
     c: Tensor | None  # [B,T,N] | [D,N]
     initial_state: Tensor | None  # [S,D,N], S sequences
-    documents: Documents | None
+    cu_seqlens: Tensor | None  # [S+1]
+
+    @property
+    def documents(self) -> Documents | None:
+        if self.cu_seqlens is None:
+            return None
+        return documents(self.cu_seqlens, self.x.shape[1], self.x.shape[0], self.x.device)
+
+    @property
+    def others(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """All floating tensors but x."""
+        return self.log_decay, self.rate, self.b, self.c, self.initial_state
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        sequences = len(self.documents.spans) if self.documents else self.x.shape[0]
+        sequences = self.x.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
         return (sequences, *self.rate.shape)
 
     def first_state(self) -> Tensor:
@@ -77,8 +88,9 @@ def check(
             raise ValueError(f"{name}: expected a floating dtype, got {tensor.dtype}")
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name}: is on {tensor.device}, but x is on {x.device}")
-    docs = documents(cu_seqlens, T, B, x.device) if cu_seqlens is not None else None
-    scan = Scan(x, log_decay, rate, b, c, initial_state, docs)
+    if cu_seqlens is not None and not torch.compiler.is_compiling():  # a graph knows no values
+        documents(cu_seqlens, T, B, x.device)
+    scan = Scan(x, log_decay, rate, b, c, initial_state, cu_seqlens)
     if initial_state is not None and tuple(initial_state.shape) != scan.state_shape:
         raise ValueError(f"initial_state: expected {scan.state_shape}, got shape {tuple(initial_state.shape)}")
     return scan

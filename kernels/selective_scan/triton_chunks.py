@@ -1,0 +1,221 @@
+"""The forward pass of the selective scan in Triton, and what both directions share.
+
+Time is cut into chunks, sequence by sequence, which run side by side, a program for each chunk and block of channels.
+Every chunk has a slot in the tensors that pass from kernel to kernel. Packed document n begins at slot
+⌊start / length⌋ + n: that needs no table, at the price of a few slots that stay empty.
+
+`local` runs through each chunk from a state of zero, `combine` finds the states at the cuts (over a chunk a state
+decays by exp(rate · Σ log_decay), whatever the inputs), and `outputs` runs through each chunk again from there. States
+are tiles [states, channels] with a channel per thread, so that the read-out is a sum inside a thread.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: SIM108
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence_bounds(n, cu_seqlens, T, length, PACKED: tl.constexpr):
+    """First token of sequence n, one past its last, and its first slot."""
+    if PACKED:
+        start = tl.load(cu_seqlens + n).to(tl.int32)
+        stop = tl.load(cu_seqlens + n + 1).to(tl.int32)
+        slot = start // length + n
+    else:
+        start = n * T
+        stop = start + T
+        slot = n * tl.cdiv(T, length)
+    return start, stop, slot
+
+
+@triton.jit
+def chunk_bounds(slot, cu_seqlens, sequences, T, length, PACKED: tl.constexpr):
+    """First token of the chunk in a slot and one past its last; an empty slot has none."""
+    if PACKED:
+        n = 0
+        after = sequences
+        while after - n > 1:
+            middle = (n + after) // 2
+            earlier = tl.load(cu_seqlens + middle).to(tl.int32) // length + middle <= slot
+            n = tl.where(earlier, middle, n)
+            after = tl.where(earlier, after, middle)
+    else:
+        n = slot // tl.cdiv(T, length)
+    start, stop, first = sequence_bounds(n, cu_seqlens, T, length, PACKED)
+    start += (slot - first) * length
+    return start, tl.minimum(start + length, stop)
+
+
+@triton.jit
+def load_token(x, token, at, SIZE: tl.constexpr):
+    """Some numbers of a token of x [tokens, SIZE], in fp32."""
+    return tl.load(x + token.to(tl.int64) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_token(x, token, at, SIZE: tl.constexpr, value):
+    tl.store(x + token.to(tl.int64) * SIZE + at, value.to(x.dtype.element_ty), mask=at < SIZE)
+
+
+@triton.jit
+def load_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr):
+    """The tile [states, channels] of x [rows, D, N], in fp32."""
+    at = row.to(tl.int64) * (D * N) + d[None, :] * N + n[:, None]
+    return tl.load(x + at, mask=(d < D)[None, :] & (n < N)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr, value):
+    at = row.to(tl.int64) * (D * N) + d[None, :] * N + n[:, None]
+    tl.store(x + at, value, mask=(d < D)[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def advance(h, x, decay, b, token, n, N: tl.constexpr, INPUT: tl.constexpr):
+    """The next state: x [channels] of this token enters the decayed one."""
+    if INPUT:
+        return h * decay + load_token(b, token, n, N)[:, None] * x[None, :]
+    return h * decay + x[None, :]
+
+
+@triton.jit(do_not_specialize=["T", "length", "sequences"])
+def local(
+    x,
+    log_decay,
+    rate,
+    b,
+    c,
+    states,
+    totals,
+    cu_seqlens,
+    T,
+    length,
+    sequences,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BD: tl.constexpr,
+    BN: tl.constexpr,
+    INPUT: tl.constexpr,
+    READ: tl.constexpr,
+    PACKED: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """What each chunk adds to the state after it, and its summed log decay.
+
+    REVERSE: x is the gradient of the output, and what is found is the chunk's part of the gradient of the state before.
+    """
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    slot = tl.program_id(0) // BLOCKS
+    d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
+    start, stop = chunk_bounds(slot, cu_seqlens, sequences, T, length, PACKED)
+    rates = load_states(rate, tl.program_id(0) * 0, d, n, D, N)
+    total = tl.zeros([BD], tl.float32)
+    h = tl.zeros([BN, BD], tl.float32)
+    if REVERSE and READ == "constant":
+        read = load_states(c, tl.program_id(0) * 0, d, n, D, N)
+    for i in tl.range(0, stop - start):
+        token = stop - 1 - i if REVERSE else start + i
+        step = load_token(log_decay, token, d, D)
+        decay = tl.exp(step[None, :] * rates)
+        added = load_token(x, token, d, D)
+        if REVERSE:
+            if READ == "constant":
+                h = (h + read * added[None, :]) * decay
+            else:
+                h = advance(h, added, 1.0, c, token, n, N, READ == "each") * decay
+        else:
+            h = advance(h, added, decay, b, token, n, N, INPUT)
+        total += step
+    store_states(states, slot, d, n, D, N, h)
+    tl.store(totals + slot.to(tl.int64) * D + d, total, mask=d < D)
+
+
+@triton.jit(do_not_specialize=["T", "length"])
+def combine(
+    rate,
+    states,
+    totals,
+    end,
+    other_end,
+    cu_seqlens,
+    T,
+    length,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BD: tl.constexpr,
+    BN: tl.constexpr,
+    GIVEN: tl.constexpr,
+    PACKED: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """In place of what each chunk adds: the state before it, or in reverse the gradient of the state after it."""
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    row = tl.program_id(0) // BLOCKS
+    d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
+    start, stop, first = sequence_bounds(row, cu_seqlens, T, length, PACKED)
+    rates = load_states(rate, row * 0, d, n, D, N)
+    if GIVEN:
+        h = load_states(end, row, d, n, D, N)
+    else:
+        h = tl.zeros([BN, BD], tl.float32)
+    chunks = tl.cdiv(stop - start, length)
+    for i in tl.range(0, chunks):
+        slot = first + (chunks - 1 - i if REVERSE else i)
+        added = load_states(states, slot, d, n, D, N)
+        decay = tl.exp(tl.load(totals + slot.to(tl.int64) * D + d, mask=d < D, other=0.0)[None, :] * rates)
+        store_states(states, slot, d, n, D, N, h)
+        h = h * decay + added
+    store_states(other_end, row, d, n, D, N, h)
+
+
+@triton.jit(do_not_specialize=["T", "length", "sequences"])
+def outputs(
+    x,
+    log_decay,
+    rate,
+    b,
+    c,
+    states,
+    y,
+    final,
+    cu_seqlens,
+    T,
+    length,
+    sequences,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    BD: tl.constexpr,
+    BN: tl.constexpr,
+    INPUT: tl.constexpr,
+    READ: tl.constexpr,
+    PACKED: tl.constexpr,
+    GIVEN: tl.constexpr,
+    FINAL: tl.constexpr,
+):
+    """y from the state before each chunk, and (if FINAL) the state after it."""
+    BLOCKS: tl.constexpr = (D + BD - 1) // BD
+    slot = tl.program_id(0) // BLOCKS
+    d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
+    start, stop = chunk_bounds(slot, cu_seqlens, sequences, T, length, PACKED)
+    rates = load_states(rate, slot * 0, d, n, D, N)
+    if READ == "constant":
+        read = load_states(c, slot * 0, d, n, D, N)
+    if GIVEN:
+        h = load_states(states, slot, d, n, D, N)
+    else:
+        h = tl.zeros([BN, BD], tl.float32)
+    for i in tl.range(0, stop - start):
+        token = start + i
+        decay = tl.exp(load_token(log_decay, token, d, D)[None, :] * rates)
+        h = advance(h, load_token(x, token, d, D), decay, b, token, n, N, INPUT)
+        if READ == "constant":
+            out = tl.sum(h * read, 0)
+        elif READ == "each":
+            out = tl.sum(h * load_token(c, token, n, N)[:, None], 0)
+        else:
+            out = tl.sum(h, 0)
+        store_token(y, token, d, D, out)
+    if FINAL:
+        store_states(final, slot, d, n, D, N, h)

@@ -1,0 +1,242 @@
+"""The Triton kernels of the selective scan: small cases in the interpreter, real sizes on a device."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+from .recurrences import assert_same, results
+from .test_selective_scan import inputs
+
+pytest.importorskip("triton")
+from kernels.selective_scan import triton_op
+
+PACKED = [0, 0, 3, 20, 20, 20, 37, 53, 53]  # empty at the start, inside and at the end; one full chunk
+ARGUMENTS = ("x", "log_decay", "rate", "b", "c", "initial_state")
+run = partial(results, kernels.selective_scan)
+small = partial(inputs, B=1, dtype=torch.float32)
+
+# what is small and quick there would be a compilation each on a device
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote must not be read."""
+    allocate = triton_op.Call.new
+    monkeypatch.setattr(triton_op.Call, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 16 tokens, in parts of 4."""
+    monkeypatch.setattr(triton_op, "SHORT", 16)
+    monkeypatch.setattr(triton_op, "PART", 4)
+
+
+def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: object) -> dict[str, Tensor]:
+    """The results on Triton, after they have been compared with the loop in fp32."""
+    found = run(a, backend="triton", **options)
+    exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
+    expected = run(exact, backend="reference", **options)
+    assert_same(found, {name: x.to(found[name].dtype) for name, x in expected.items()}, tolerance)
+    return found
+
+
+@interpreted
+@pytest.mark.parametrize(("length", "c", "N"), [(15, "each step", 16), (17, "constant", 1), (40, "each step", 3)])
+def test_lengths(length: int, c: str, N: int, short_chunks: None):
+    agree(small(length, c=c, N=N, B=2))
+
+
+@interpreted
+@pytest.mark.parametrize("length", [1, 20])
+def test_one_chunk(length: int):
+    agree(small(length, B=2))
+    agree(small(length, state=False, rate=False))
+
+
+@interpreted
+def test_chunks_and_parts_as_they_are():
+    agree(small(67))
+
+
+@interpreted
+@pytest.mark.parametrize("c", ["each step", "constant"])
+def test_several_blocks_of_channels(c: str, short_chunks: None):
+    agree(small(18, c=c, D=70, N=17))
+
+
+@interpreted
+@pytest.mark.parametrize(("b", "c"), [(False, "ones"), (True, "ones"), (False, "each step"), (False, "constant")])
+def test_what_is_left_out_is_one(b: bool, c: str, short_chunks: None):
+    agree(small(18, rate=False, b=b, c=c, state=False))
+
+
+@interpreted
+@pytest.mark.parametrize(("state", "c"), [(True, "each step"), (False, "constant")])
+def test_packed_documents(state: bool, c: str, short_chunks: None):
+    a = small(53, documents=PACKED, state=state, c=c, decay="mixed")
+    found = agree(a)
+    if state:
+        assert torch.equal(found["state"][3], a["initial_state"][3])  # an empty document changes nothing
+
+
+@interpreted
+@pytest.mark.parametrize("decay", ["zero", "mixed", "strong"])
+def test_any_decay(decay: str, short_chunks: None):
+    a = small(40, decay=decay)
+    a["rate"] *= 16  # down to e^-880 a step
+    agree(a)
+
+
+@interpreted
+@pytest.mark.parametrize("through", ["o", "state"])
+def test_gradient_through_one_result(through: str, short_chunks: None):
+    found = agree(small(18), through=(through,))
+    assert bool(found["gradient of c"].any()) == (through == "o")
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_half_precision(dtype: torch.dtype, tolerance: float, short_chunks: None):
+    # decays and states stay in fp32, as mixers make them; the interpreter cuts bf16 off, where a device rounds
+    a = small(40)
+    a.update({name: a[name].to(dtype) for name in "xbc"})
+    assert agree(a, tolerance)["o"].dtype == dtype
+
+
+@interpreted
+@pytest.mark.parametrize("name", ARGUMENTS[1:])
+def test_one_argument_in_fp64(name: str):
+    a = small(3)
+    a[name] = a[name].double()
+    found, expected = run(a, backend="triton"), run(a)
+    assert found[f"gradient of {name}"].dtype == torch.float64
+    for key, x in expected.items():  # states are fp32 on Triton, whatever they are made of
+        torch.testing.assert_close(found[key], x, atol=1e-5, rtol=1e-5, check_dtype=key != "state")
+
+
+@interpreted
+def test_fp64_names_another_backend():
+    with kernels.backend("triton"), pytest.raises(kernels.UserError, match=r"^backend: .*'triton'.*fp64.*torch"):
+        kernels.selective_scan(**inputs(3))
+
+
+@interpreted
+def test_whole_is_pieces(short_chunks: None):
+    a = small(20)
+    with kernels.backend("triton"), torch.no_grad():
+        whole, final = kernels.selective_scan(**a, return_state=True)
+        state, outputs = a.pop("initial_state"), []
+        for i, j in pairwise([0, 16, 17, 18, 20]):
+            piece = {name: x[:, i:j] if x.dim() == 3 else x for name, x in a.items()}
+            y, state = kernels.selective_scan(**piece, initial_state=state, return_state=True)
+            outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole)
+    torch.testing.assert_close(state, final)
+
+
+@interpreted
+def test_views_of_one_projection(short_chunks: None):
+    fused = torch.rand(2, 18, 14) / 4
+    x, decay, b, c = fused.split([4, 4, 3, 3], -1)
+    views = {"x": x, "log_decay": -decay, "rate": torch.rand(3, 4).mT, "b": b, "c": c}
+    copies = {name: x.contiguous() for name, x in views.items()}
+    found, expected = (run(x, backend="triton") for x in (views, copies))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@interpreted
+def test_arguments_stay_as_they_were_and_bits_repeat(short_chunks: None):
+    a = small(18)
+    before = {name: x.clone() for name, x in a.items()}
+    first, second = (run(a, backend="triton") for _ in range(2))
+    assert all(torch.equal(a[name], before[name]) for name in a)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@interpreted
+def test_only_what_is_needed_is_computed():
+    a = small(3)
+    a["x"].requires_grad_()
+    found = []
+    for backend in ("triton", "reference"):
+        with kernels.backend(backend):
+            found.append(torch.autograd.grad(kernels.selective_scan(**a)[0].square().sum(), a["x"])[0])
+    torch.testing.assert_close(*found)
+
+
+@interpreted
+@pytest.mark.parametrize("length", [2, 18])
+def test_the_op_is_registered_properly(length: int, short_chunks: None):
+    a = small(length)
+    given = [a[name].requires_grad_() for name in ARGUMENTS]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*given, None))
+
+
+@interpreted
+@pytest.mark.parametrize("documents", [None, [0, 1, 18]])
+def test_compiles_as_one_graph(documents: list[int] | None, short_chunks: None):
+    a = small(18, documents=documents)
+    leaves = [x.requires_grad_() for x in a.values() if x.is_floating_point()]
+    with kernels.backend("triton"):
+        compiled = torch.compile(kernels.selective_scan, fullgraph=True, backend="aot_eager")
+        found = []
+        for call in (compiled, kernels.selective_scan):
+            y, state = call(**a, return_state=True)
+            found.append((y, state, *torch.autograd.grad(y.sum() + state.sum(), leaves)))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def on_device(T: int, dtype: torch.dtype = torch.bfloat16, **options: object) -> dict[str, Tensor]:
+    """As mixers make them: decays, rates and states in fp32."""
+    a = {name: x.cuda() for name, x in small(T, **{"decay": "mild", **options}).items()}
+    return {name: x.to(dtype) if name in "xbc" else x for name, x in a.items()}
+
+
+def agree_on_device(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    found = run(a, backend="triton")
+    expected = run({n: x.float() if x.is_floating_point() else x for n, x in a.items()})
+    for name, x in expected.items():
+        error = float((found[name].double() - x.double()).norm() / x.double().norm())
+        # all is computed in fp32: what differs in bf16 is how results are rounded
+        assert error <= (2e-5 if dtype == torch.float32 else 5e-3), f"{name}: {error:.2g}"
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"T": 2048, "B": 2, "D": 2048, "N": 16},
+        {"T": 2048, "B": 2, "D": 1000, "N": 64, "decay": "mixed"},
+        {"T": 1000, "B": 2, "D": 1024, "rate": False, "b": False, "c": "ones"},  # HGRN
+        {"T": 1000, "B": 2, "D": 1024, "N": 16, "b": False, "c": "constant"},
+        {"T": 2048, "D": 512, "N": 16, "documents": [0, 0, 5, 700, 700, 764, 2048, 2048]},
+        {"T": 9000, "D": 256, "N": 16},  # in long chunks
+        {"T": 50, "B": 4, "D": 512, "N": 16},  # one chunk
+        {"T": 1, "B": 4, "D": 512, "N": 16},
+    ],
+)
+def test_real_sizes(options: dict, dtype: torch.dtype):
+    a = on_device(**options, dtype=dtype)
+    expected = agree_on_device(a, dtype)
+    for _ in range(20):  # no atomics: a difference would be a race
+        found = run(a, backend="triton")
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.gpu
+def test_on_device_the_op_is_registered_properly_and_compiles():
+    a = on_device(130, D=64, N=16)
+    given = [a[name].requires_grad_() for name in ARGUMENTS]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*given, None))
+    compiled = torch.compile(kernels.selective_scan, fullgraph=True)
+    for x, y in zip(compiled(**a, return_state=True), kernels.selective_scan(**a, return_state=True), strict=True):
+        assert torch.equal(x, y)
