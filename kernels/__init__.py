@@ -14,7 +14,7 @@ from .flops import attention_flops, recurrence_flops
 from .gated_linear import gated_linear
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_recurrence import linear_recurrence
-from .norm import gated_rms_norm, rms_norm
+from .norm import add_rms_norm, gated_rms_norm, rms_norm
 from .recompute import recomputing
 from .selective_scan import selective_scan
 from .short_conv import short_conv
@@ -28,6 +28,7 @@ __all__ = [
     "BACKENDS",
     "NORMS",
     "UserError",
+    "add_rms_norm",
     "at_least_fp32",
     "attention_flops",
     "backend",

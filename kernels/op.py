@@ -38,7 +38,7 @@ def register(name: str, forward: Forward, backward: Backward | None, fake: Forwa
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, mutates_args=(), schema=schema)
     op.register_fake(fake)
     if backward is None:
-        return lambda *given: (forward if _plain(given) else op)(*given)[:results]
+        return lambda *given: (forward if plain(given) else op)(*given)[:results]
     arguments, outputs = schema[1:].split(") -> (")
     kinds = [argument.startswith("Tensor") for argument in arguments.split(", ")]
     first = len(outputs.split(","))  # before it the gradient takes gradients and kept outputs, from it on the arguments
@@ -95,10 +95,10 @@ def register(name: str, forward: Forward, backward: Backward | None, fake: Forwa
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
             return differentiate(run_backward, ctx, *gradients)
 
-    return lambda *given: (Direct.apply if _plain(given) else op)(*given)[:results]
+    return lambda *given: (Direct.apply if plain(given) else op)(*given)[:results]
 
 
-def _plain(given: Sequence[Any]) -> bool:
+def plain(given: Sequence[Any]) -> bool:
     """Whether these are tensors with numbers in them, and nobody compiles or traces what happens to them."""
     return not torch.compiler.is_compiling() and all(
         type(x) in (Tensor, torch.nn.Parameter) for x in given if isinstance(x, Tensor)

@@ -17,7 +17,7 @@ from .hgrn2 import HGRN2, LowerBounds
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
-from .norm import GatedRMSNorm, GateOnly, NormOnly, Output, RMSNorm
+from .norm import GatedRMSNorm, GateOnly, NormOnly, Output, ResidualNorm, RMSNorm
 from .projection import Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
 from .retnet import RetNet
@@ -59,6 +59,7 @@ __all__ = [
     "Output",
     "Projection",
     "RMSNorm",
+    "ResidualNorm",
     "RetNet",
     "Rotary",
     "Site",

@@ -29,6 +29,21 @@ class RMSNorm(nn.Module):
         return kernels.rms_norm(x, self.weight, self.eps)
 
 
+class ResidualNorm(RMSNorm):
+    """The norm between two layers: what the layer before adds to the residual stream is added on the way.
+
+    Args:
+        size: Size of the last axis.
+        eps: Added inside the root.
+    """
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """x [...,size] and what is to be added to it → their sum, and its norm."""
+        if y is None:
+            return x, super().forward(x)
+        return kernels.add_rms_norm(x, y, self.weight, self.eps)
+
+
 class Output(nn.Module):
     """What stands between the recurrence and the output projection: o [...,size], gate [...,size] → [...,size].
 

@@ -10,33 +10,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import UserError, linear_cross_entropy, recomputing
-from mixers import RMSNorm, Site, TokenMixer
+from mixers import ResidualNorm, Site, TokenMixer
 
 from .mlp import ChannelMixer, SwiGLU
 from .stack import Stack
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
+
+    What a block ends with is added to the residual stream by the norm that comes next, the next block's or the last.
+    """
 
     def __init__(self, hidden_size: int, mixer: TokenMixer, mlp: ChannelMixer | None, norm_eps: float):
         super().__init__()
-        self.mixer_norm, self.mixer = RMSNorm(hidden_size, norm_eps), mixer
-        self.mlp_norm = None if mlp is None else RMSNorm(hidden_size, norm_eps)
+        self.mixer_norm, self.mixer = ResidualNorm(hidden_size, norm_eps), mixer
+        self.mlp_norm = None if mlp is None else ResidualNorm(hidden_size, norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, y: Tensor | None, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+        """x and y [B,T,hidden], whose sum is the residual stream, and a state → the same after the block."""
         if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compilers do so themselves
             with recomputing():
-                return self._forward(x, state, cu_seqlens)
-        return self._forward(x, state, cu_seqlens)
+                return self._forward(x, y, state, cu_seqlens)
+        return self._forward(x, y, state, cu_seqlens)
 
-    def _forward(self, x: Tensor, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
-        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens=cu_seqlens)
-        x = x + y
+    def _forward(
+        self, x: Tensor, y: Tensor | None, state: Any, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Any]:
+        x, h = self.mixer_norm(x, y)
+        y, state = self.mixer(h, state, cu_seqlens=cu_seqlens)
         if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.mlp(self.mlp_norm(x))
-        return x, state
+            x, h = self.mlp_norm(x, y)
+            y = self.mlp(h)
+        return x, y, state
 
 
 class LanguageModel(nn.Module):
@@ -86,7 +93,7 @@ class LanguageModel(nn.Module):
             mixer = stack(Site(hidden_size, num_heads, layer, num_layers))
             channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)
             self.layers.append(Block(hidden_size, mixer, channel_mixer, norm_eps))
-        self.norm = RMSNorm(hidden_size, norm_eps)
+        self.norm = ResidualNorm(hidden_size, norm_eps)
         self.lm_head = None if tie_embeddings else nn.Linear(hidden_size, vocab_size, bias=False)
         for layer, mixer in enumerate(self.mixers):
             mixer.share(self.mixers[:layer])
@@ -133,10 +140,11 @@ class LanguageModel(nn.Module):
         if self.position is not None:
             x, following = self.position(x, next(given), cu_seqlens=cu_seqlens)
             states.append(following)
+        y = None
         for block in self.layers:
-            x, following = block(x, next(given), cu_seqlens)
+            x, y, following = block(x, y, next(given), cu_seqlens)
             states.append(following)
-        x = self.norm(x)
+        _, x = self.norm(x, y)
         if labels is not None:
             head = self.embeddings if self.lm_head is None else self.lm_head
             found = linear_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten())

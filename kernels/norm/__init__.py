@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..backend import choose
+from ..op import plain
 from ..recompute import remake
 from . import composition, reference
 
@@ -24,6 +25,25 @@ IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "torch": composition.forward,
     "reference": reference.forward,
 }
+
+
+def separately(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum, and then its norm."""
+    total = x + y
+    return total, rms_norm(total, weight, eps)
+
+
+def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Both in one launch."""
+    from .triton_op import Added
+
+    kind = _dtype(x)
+    total, h = Added.apply(x, y, weight, eps, kind)
+    kept, scale = total.detach(), None if weight is None else weight.detach()
+    return total, remake(h, lambda: triton(kept, None, scale, eps, False, kind))
+
+
+ADDING = {"triton": added, "torch": separately, "reference": separately}
 LARGEST = 8192  # the kernels hold whole rows in registers
 
 
@@ -42,6 +62,29 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
         ValueError: An argument does not fit the others; the message starts with its name.
     """
     return _run("rms_norm", x, None, weight, eps, False)
+
+
+def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """x + y and rms_norm(x + y, weight, eps): the residual stream, and what the next layer reads of it.
+
+    Args:
+        x: Any shape […,D].
+        y: The shape of x; its dtype may be lower.
+        weight: [D], or None for no scale.
+        eps: Added inside the root.
+
+    Returns:
+        The sum in the dtype of x, and its norm as of `rms_norm`.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    if y.shape != x.shape:
+        raise ValueError(f"y: expected the shape of x, {tuple(x.shape)}, got {tuple(y.shape)}")
+    _check(x, weight)
+    fits = x.shape[-1] <= LARGEST and torch.promote_types(x.dtype, y.dtype) == x.dtype
+    run = choose("add_rms_norm", ADDING, x) if fits and plain((x, y, weight)) else separately
+    return run(x, y, weight, eps)
 
 
 def gated_rms_norm(
@@ -68,16 +111,22 @@ def gated_rms_norm(
 
 
 def _run(op: str, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
-    size = x.shape[-1]
-    if weight is not None and weight.shape != (size,):
-        raise ValueError(f"weight: expected [{size}], got shape {tuple(weight.shape)}")
-    kind = x.device.type
-    mixed = x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
-    options = (eps, gate_first, torch.get_autocast_dtype(kind) if mixed else x.dtype)
-    if size <= LARGEST:
+    _check(x, weight)
+    if x.shape[-1] <= LARGEST:
         run = choose(op, IMPLEMENTATIONS, x)
     else:
         fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
         run = choose(f"{op} of rows longer than {LARGEST}", fitting, x)
-    kept = [None if p is None else p.detach() for p in (x, gate, weight)]
+    kept, options = [None if p is None else p.detach() for p in (x, gate, weight)], (eps, gate_first, _dtype(x))
     return remake(run(x, gate, weight, *options), lambda: run(*kept, *options))
+
+
+def _check(x: Tensor, weight: Tensor | None) -> None:
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight: expected [{x.shape[-1]}], got shape {tuple(weight.shape)}")
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """Of the norm of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else x.dtype

@@ -32,7 +32,9 @@ def forward(
     x,  # [outer, INNER, D], as the gate: rows of INNER · D numbers side by side
     gate,
     weight,  # [D]
+    added,  # [rows, D]
     y,  # [rows, D]
+    total,  # [rows, D]: x + added
     rows,
     x_outer,
     gate_outer,
@@ -43,9 +45,14 @@ def forward(
     BLOCK: tl.constexpr,
     GATE: tl.constexpr,
     WEIGHT: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     in_x, in_gate, dense, inside = tile_of(tl.program_id(0) * ROWS, x_outer, gate_outer, rows, INNER, D, ROWS, BLOCK)
     u = load(x, in_x, inside)
+    if ADD:
+        both = (u + load(added, dense, inside)).to(total.dtype.element_ty)
+        tl.store(total + dense, both, mask=inside)
+        u = both.to(tl.float32)  # as if the sum were read again
     if GATE != "none":
         g = load(gate, in_gate, inside)
         opened = g * tl.sigmoid(g)
@@ -66,6 +73,7 @@ def backward(
     gate,
     weight,
     dy,  # [rows, D]
+    dtotal,  # [rows, D]: what else arrives at x
     dx,  # [rows, D]
     dgate,  # [rows, D]
     dweight,  # [programs, D]: to be summed over the programs
@@ -79,11 +87,12 @@ def backward(
     BLOCK: tl.constexpr,
     GATE: tl.constexpr,
     WEIGHT: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     c = tl.arange(0, BLOCK)
     if WEIGHT:
         scale = load(weight, c, c < D)[None, :]
-        total = tl.zeros([ROWS, BLOCK], tl.float32)
+        parts = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         in_x, in_gate, dense, inside = tile_of(first, x_outer, gate_outer, rows, INNER, D, ROWS, BLOCK)
         u, dh = load(x, in_x, inside), load(dy, dense, inside)
@@ -100,7 +109,7 @@ def backward(
             dopened = dh * h
             dh *= opened
         if WEIGHT:
-            total += dh * h
+            parts += dh * h
             dh *= scale
         du = r * (dh - h * (tl.sum(dh * h, 1) / D)[:, None])
         if GATE == "last" and WEIGHT:
@@ -108,8 +117,10 @@ def backward(
         if GATE == "first":
             dopened = du * ungated
             du *= opened
+        if ADD:
+            du += load(dtotal, dense, inside)
         tl.store(dx + dense, du.to(dx.dtype.element_ty), mask=inside)
         if GATE != "none":
             tl.store(dgate + dense, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
     if WEIGHT:
-        tl.store(dweight + tl.program_id(0) * D + c, tl.sum(total, 0), mask=c < D)
+        tl.store(dweight + tl.program_id(0) * D + c, tl.sum(parts, 0), mask=c < D)

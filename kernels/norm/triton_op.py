@@ -1,10 +1,12 @@
 """RMS normalisation in Triton: one launch forward, one backward, which keeps nothing but the arguments."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .. import op
 from ..launch import multiprocessors
@@ -56,7 +58,7 @@ def compute(
     fixed = constants(x, gate, weight, gate_first)
     with torch.cuda.device_of(x):
         triton_kernels.forward[(triton.cdiv(rows, int(fixed["ROWS"])),)](
-            x, gate, weight, y, rows, x.stride(0), gate_outer, eps, **fixed
+            x, gate, weight, None, y, None, rows, x.stride(0), gate_outer, eps, **fixed, ADD=False
         )
     return (y,)
 
@@ -66,6 +68,34 @@ def fake(
 ) -> tuple[Tensor]:
     """The shape of `compute`."""
     return (x.new_empty(x.shape, dtype=dtype),)
+
+
+def differentiate_rows(
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    eps: float,
+    gate_first: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of x, to which `dtotal` is added, of the gate and of the weight."""
+    dy, rows = dy.contiguous(), x.numel() // max(x.shape[-1], 1)
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    dx, dgate = new(x, *x.shape), None if gate is None else new(gate, *gate.shape)
+    weight = None if weight is None else weight.contiguous()
+    x, gate = strided(x), None if gate is None else strided(gate)
+    gate_outer = 0 if gate is None else gate.stride(0)
+    fixed = constants(x, gate, weight, gate_first)
+    programs = min(triton.cdiv(rows, int(fixed["ROWS"])), multiprocessors(x.device) * PROGRAMS)
+    parts = None if weight is None else new(x, programs, x.shape[2], dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        triton_kernels.backward[(programs,)](
+            *(x, gate, weight, dy, dtotal, dx, dgate, parts, rows, x.stride(0), gate_outer, eps),
+            **fixed,
+            ADD=dtotal is not None,
+        )
+    return dx, dgate, None if parts is None or weight is None else parts.sum(0).to(weight.dtype)
 
 
 def differentiate(
@@ -81,19 +111,39 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of x, the gate and the weight."""
     assert gradients[0] is not None
-    dy, rows = gradients[0].contiguous(), x.numel() // max(x.shape[-1], 1)
-    dx, dgate = new(x, *x.shape), None if gate is None else new(gate, *gate.shape)
-    weight = None if weight is None else weight.contiguous()
-    x, gate = strided(x), None if gate is None else strided(gate)
-    gate_outer = 0 if gate is None else gate.stride(0)
-    fixed = constants(x, gate, weight, gate_first)
-    programs = min(triton.cdiv(rows, int(fixed["ROWS"])), multiprocessors(x.device) * PROGRAMS)
-    parts = None if weight is None else new(x, programs, x.shape[2], dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        triton_kernels.backward[(programs,)](
-            x, gate, weight, dy, dx, dgate, parts, rows, x.stride(0), gate_outer, eps, **fixed
-        )
-    return [dx, dgate, None if parts is None or weight is None else parts.sum(0).to(weight.dtype)]
+    return [*differentiate_rows(x, gate, weight, gradients[0], None, eps, gate_first)]
 
 
 rms_norm = op.register("rms_norm", compute, differentiate, fake, results=1)
+
+
+class Added(torch.autograd.Function):
+    """x + y and its norm, in one launch each way. The sum alone is kept; its gradient is that of both its terms.
+
+    It is for calls that nobody traces: a compiler finds the sum and the norm by itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        flat, rows = strided(x.contiguous()), x.numel() // max(x.shape[-1], 1)
+        total, h = new(x, *x.shape), new(x, *x.shape, dtype=dtype)
+        fixed = constants(flat, None, weight, False)
+        with torch.cuda.device_of(x):
+            triton_kernels.forward[(triton.cdiv(rows, int(fixed["ROWS"])),)](
+                flat, None, weight, y.contiguous(), h, total, rows, flat.stride(0), 0, eps, **fixed, ADD=True
+            )
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.other = eps, y.dtype
+        return total, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        if dh is None:
+            return dtotal, None if dtotal is None else dtotal.to(ctx.other), None, None, None
+        dx, dweight = differentiate_rows(total, None, weight, dh, dtotal, ctx.eps, False)[::2]
+        return dx, dx.to(ctx.other), dweight, None, None

@@ -11,6 +11,7 @@ import kernels
 pytest.importorskip("triton")
 from kernels.norm import triton_op
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATES = ("none", "last", "first")
 Arguments = dict[str, Tensor]
 
@@ -190,3 +191,62 @@ def test_on_device_the_op_is_registered_properly_and_compiles(monkeypatch: pytes
     registered({**a, "gate": a["gate"].contiguous()})
     compiled = torch.compile(kernels.gated_rms_norm, fullgraph=True)
     assert torch.equal(compiled(**a), kernels.gated_rms_norm(**a))
+
+
+def added(dtype: torch.dtype, other: torch.dtype, *shape: int, through: str = "both") -> dict[str, dict[str, Tensor]]:
+    """The sum, its norm, and all gradients, on Triton and in fp32."""
+    found = {}
+    x, y, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(other), torch.randn(shape[-1])
+    weights = torch.randn(2, *shape).bfloat16()
+    for backend in ("triton", "reference"):
+        kind = None if backend == "triton" else torch.float32
+        leaves = [z.to(DEVICE, kind or z.dtype).requires_grad_() for z in (x, y, weight)]
+        with kernels.backend(backend):
+            total, h = kernels.add_rms_norm(*leaves, 1e-5)
+        results = {"both": (total, h), "sum": (total,), "norm": (h,)}[through]
+        loss = sum((w.to(DEVICE) * r.float()).sum() for w, r in zip(weights, results, strict=False))
+        gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
+        names = ("total", "h", "x", "y", "weight")
+        found[backend] = dict(zip(names, (total.detach(), h.detach(), *gradients), strict=True))
+    return found
+
+
+@interpreted
+@pytest.mark.parametrize("through", ["both", "sum", "norm"])
+@pytest.mark.parametrize("shape", [(3, 7), (2, 5, 64), (1, 3000)])
+def test_with_an_addition(shape: tuple[int, ...], through: str):
+    found = added(torch.float32, torch.float32, *shape, through=through)
+    for name, x in found["reference"].items():
+        torch.testing.assert_close(found["triton"][name], x, atol=1e-5, rtol=1e-5)
+
+
+@interpreted
+def test_with_an_addition_of_lower_precision():
+    found = added(torch.float32, torch.bfloat16, 4, 50)
+    assert [x.dtype for x in found["triton"].values()] == [torch.float32] * 3 + [torch.bfloat16, torch.float32]
+    for name, x in found["reference"].items():
+        torch.testing.assert_close(found["triton"][name].float(), x, atol=1e-2 if name == "y" else 1e-5, rtol=1e-2)
+
+
+@interpreted
+def test_with_an_addition_in_a_chain():
+    # the gradient of the sum is that of both its terms: nobody may change it for one of them
+    found = []
+    for backend in ("triton", "torch"):
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        total, y = x, x.sin()
+        with kernels.backend(backend):
+            for _ in range(3):
+                total, y = kernels.add_rms_norm(total, y)
+        found.append(torch.autograd.grad((total * y).sum(), x)[0])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float32])
+def test_with_an_addition_on_device(other: torch.dtype):
+    # the residual stream in fp32 or bf16, what is added in bf16
+    found = added(other, torch.bfloat16, 4, 1000, 1024)
+    for name, x in found["reference"].items():
+        error = float((found["triton"][name].double() - x.double()).norm() / x.double().norm())
+        assert error <= (5e-3 if name in ("total", "h") else 1e-2), f"{name}: {error:.2g}"
