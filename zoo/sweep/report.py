@@ -90,12 +90,15 @@ def table(sweep: Sweep, found: Sequence[Outcome]) -> Table:
         caption += f"; lr: the best of {', '.join(f'{rate:g}' for rate in sweep.learning_rates)} by the median"
     shown = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     columns = [*sweep.axes, *([CONTROL] if sweep.controls else [])]
-    for column in columns:
-        shown.add_column(column.split(".")[-1])
+    rows = cells(sweep, found)
+    for column in columns:  # at 80 characters a line, labels are broken between words, and never left out
+        words = [word for cell in rows for word in cell.labels.get(column, "").split()]
+        shown.add_column(column.split(".")[-1], min_width=max(map(len, words), default=0))
     rates = len(sweep.learning_rates) > 1
     for column in ("params", "state", *(["lr"] if rates else []), "median", "mean", "all seeds"):
-        shown.add_column(column, justify="right", no_wrap=True)
-    for cell in cells(sweep, found):
+        many = column == "all seeds"
+        shown.add_column(column, justify="right", no_wrap=not many, min_width=5 if many else None)
+    for cell in rows:
         row = cell.rows[0] if cell.rows else {}
         shown.add_row(
             *(cell.labels.get(column, "") for column in columns),
