@@ -7,6 +7,7 @@ Knows no module, no layer and no YAML. Every op has an obvious fp32 loop (``refe
 from .arguments import at_least_fp32
 from .backend import BACKENDS, backend
 from .delta_rule import delta_rule
+from .discretise import discretise
 from .documents import documents
 from .errors import UserError
 from .features import ACTIVATIONS, NORMS, features
@@ -33,6 +34,7 @@ __all__ = [
     "attention_flops",
     "backend",
     "delta_rule",
+    "discretise",
     "documents",
     "features",
     "gated_linear",

@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import at_least_fp32
+import kernels
 
 
 class Discretisation(nn.Module):
@@ -38,8 +37,7 @@ class Discretisation(nn.Module):
 
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
         """a [...,size] → log_decay and dt, the same shape."""
-        dt = F.softplus(at_least_fp32(a) + at_least_fp32(self.dt_bias))
-        return -at_least_fp32(self.A_log).exp() * dt, dt
+        return kernels.discretise(a, self.A_log, self.dt_bias)
 
 
 class ConstantDecay(nn.Module):

@@ -87,7 +87,8 @@ class GatedDeltaNet(LinearMixer):
     def gates(self, s: Streams) -> Streams:
         assert s.beta is not None
         log_decay = None if self.decay is None or s.log_decay is None else self.decay(s.log_decay)[0]
-        return s.replace(log_decay=log_decay, beta=self.beta_max * kernels.at_least_fp32(s.beta).sigmoid())
+        beta = kernels.at_least_fp32(s.beta).sigmoid()
+        return s.replace(log_decay=log_decay, beta=beta if self.beta_max == 1 else self.beta_max * beta)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -1,0 +1,51 @@
+"""What a decay is made of: dt = softplus(a + dt_bias) and log_decay = −exp(A_log) · dt."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..arguments import at_least_fp32
+from ..backend import choose
+
+
+def triton(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    from . import triton_op
+
+    return triton_op.forward(a, A_log, dt_bias)
+
+
+def composed(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """As it is written."""
+    dt = F.softplus(at_least_fp32(a) + at_least_fp32(dt_bias))
+    return -at_least_fp32(A_log).exp() * dt, dt
+
+
+def reference(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """By the definition of softplus."""
+    x = at_least_fp32(a) + at_least_fp32(dt_bias)
+    dt = torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0)
+    return -torch.exp(at_least_fp32(A_log)) * dt, dt
+
+
+IMPLEMENTATIONS = {"triton": triton, "torch": composed, "reference": reference}
+
+
+def discretise(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """log_decay = −exp(A_log) · dt and dt = softplus(a + dt_bias), in at least fp32 (Mamba2, arXiv 2405.21060).
+
+    Args:
+        a: […,M], one number for each of M recurrences.
+        A_log: [M].
+        dt_bias: [M].
+
+    Returns:
+        log_decay and dt, both of the shape of a, at least fp32.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x.shape != a.shape[-1:]:
+            raise ValueError(f"{name}: expected [{a.shape[-1]}], got shape {tuple(x.shape)}")
+    return choose("discretise", IMPLEMENTATIONS, a)(a, A_log, dt_bias)

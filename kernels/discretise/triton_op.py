@@ -1,0 +1,144 @@
+"""The decay of every step in one launch, and its gradients in another."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import op
+from ..launch import multiprocessors
+
+ELEMENTS = 1024  # of a tile of rows
+PROGRAMS = 4  # backward, on each multiprocessor; each leaves a part of the parameters' gradients
+
+
+@triton.jit
+def tile_of(first, rows, a_row, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Places of the rows from `first` on: in a, in dense tensors; and which exist."""
+    r, m = (first + tl.arange(0, ROWS))[:, None].to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    return r * a_row + m, r * M + m, (r < rows) & (m < M)
+
+
+@triton.jit
+def softplus(x):
+    return tl.log(1 + tl.exp(-tl.abs(x))) + tl.maximum(x, 0.0)
+
+
+@triton.jit
+def per_recurrence(x, M: tl.constexpr, BLOCK: tl.constexpr):
+    m = tl.arange(0, BLOCK)
+    return tl.load(x + m, mask=m < M, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def discretise_forward(
+    a, A_log, dt_bias, log_decay, dt, rows, a_row, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    in_a, dense, inside = tile_of(tl.program_id(0) * ROWS, rows, a_row, M, ROWS, BLOCK)
+    step = softplus(tl.load(a + in_a, mask=inside, other=0.0).to(tl.float32) + per_recurrence(dt_bias, M, BLOCK))
+    tl.store(dt + dense, step, mask=inside)
+    tl.store(log_decay + dense, -tl.exp(per_recurrence(A_log, M, BLOCK)) * step, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def discretise_backward(
+    a,
+    A_log,
+    dt_bias,
+    dlog_decay,
+    ddt,
+    da,
+    parts,  # [programs,2,M]: gradients of A_log and dt_bias, to be summed over the programs
+    rows,
+    a_row,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DECAY: tl.constexpr,
+    DT: tl.constexpr,
+):
+    rate, bias = -tl.exp(per_recurrence(A_log, M, BLOCK)), per_recurrence(dt_bias, M, BLOCK)
+    from_rate, from_bias = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        in_a, dense, inside = tile_of(first, rows, a_row, M, ROWS, BLOCK)
+        x = tl.load(a + in_a, mask=inside, other=0.0).to(tl.float32) + bias
+        dx = tl.zeros([ROWS, BLOCK], tl.float32)
+        if DECAY:
+            d = tl.load(dlog_decay + dense, mask=inside, other=0.0).to(tl.float32) * rate
+            from_rate += d * softplus(x)
+            dx += d
+        if DT:
+            dx += tl.load(ddt + dense, mask=inside, other=0.0).to(tl.float32)
+        dx *= tl.sigmoid(x)
+        from_bias += dx
+        tl.store(da + dense, dx.to(da.dtype.element_ty), mask=inside)
+    m = tl.arange(0, BLOCK)
+    at = parts + tl.program_id(0) * (2 * M) + m
+    tl.store(at, tl.sum(from_rate, 0), mask=m < M)
+    tl.store(at + M, tl.sum(from_bias, 0), mask=m < M)
+
+
+def new(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor that a kernel will fill."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def tile(size: int) -> dict[str, int]:
+    """Rows and columns of a tile."""
+    block = triton.next_power_of_2(size)
+    return {"M": size, "ROWS": max(1, ELEMENTS // block), "BLOCK": block}
+
+
+def rows_of(a: Tensor) -> Tensor:
+    """a [rows,M], in which recurrences lie side by side."""
+    return a if a.stride(1) == 1 else a.contiguous()
+
+
+def compute(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """log_decay and dt of a [rows,M]."""
+    a, (rows, size) = rows_of(a), a.shape
+    log_decay, dt, sizes = new(a, rows, size), new(a, rows, size), tile(size)
+    with torch.cuda.device_of(a):
+        discretise_forward[(triton.cdiv(rows, sizes["ROWS"]),)](
+            a, A_log, dt_bias, log_decay, dt, rows, a.stride(0), **sizes
+        )
+    return log_decay, dt
+
+
+def fake(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The shapes of `compute`."""
+    return a.new_empty(a.shape, dtype=torch.float32), a.new_empty(a.shape, dtype=torch.float32)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    needed: Sequence[bool],
+    a: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+) -> list[Tensor | None]:
+    """The gradients of all three."""
+    dlog_decay, ddt = (None if g is None else g.contiguous() for g in gradients)
+    a, (rows, size) = rows_of(a), a.shape
+    sizes = tile(size)
+    programs = min(triton.cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
+    da, parts = new(a, rows, size, dtype=a.dtype), new(a, programs, 2, size)
+    given = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a.stride(0))
+    with torch.cuda.device_of(a):
+        discretise_backward[(programs,)](*given, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
+    total = parts.sum(0)
+    return [da, total[0].to(A_log.dtype, copy=True), total[1].to(dt_bias.dtype, copy=True)]
+
+
+discretise = op.register("discretise", compute, differentiate, fake, results=2)
+
+
+def forward(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """log_decay and dt, of the shape of a."""
+    log_decay, dt = discretise(a.flatten(0, -2), A_log.contiguous(), dt_bias.contiguous())
+    return log_decay.view(a.shape), dt.view(a.shape)

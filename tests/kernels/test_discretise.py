@@ -1,0 +1,96 @@
+"""Decays from their raw numbers: by the formula, and in Triton."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote must not be read."""
+    module = pytest.importorskip("kernels.discretise.triton_op")
+    allocate = module.new
+    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    a = {"a": 5 * torch.randn(shape), "A_log": torch.randn(shape[-1]), "dt_bias": torch.randn(shape[-1])}
+    extreme = torch.tensor([100.0, -100.0, 0.0])  # a softplus of exponentials would overflow
+    a["a"].view(-1)[:3] = extreme[: a["a"].numel()]
+    return {name: x.to(DEVICE, dtype if name == "a" else None) for name, x in a.items()}
+
+
+def results(a: dict[str, Tensor], backend: str, through: str = "both") -> dict[str, Tensor]:
+    """Both results and all gradients."""
+    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
+    with kernels.backend(backend):
+        log_decay, dt = kernels.discretise(**leaves)
+    outputs = {"both": [log_decay, dt], "log_decay": [log_decay], "dt": [dt]}[through]
+    generator = torch.Generator().manual_seed(0)
+    arriving = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving, materialize_grads=True)
+    return {"log_decay": log_decay.detach(), "dt": dt.detach(), **dict(zip(a, gradients, strict=True))}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+    for name, x in expected.items():
+        error = float((found[name].double() - x.double()).norm() / x.double().norm().clamp(min=1e-30))
+        assert error <= limit, f"{name}: {error:.2g}"
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_by_the_formula(backend: str):
+    a = inputs(3, 4, 5)
+    with kernels.backend(backend):
+        log_decay, dt = kernels.discretise(**a)
+    torch.testing.assert_close(dt, F.softplus(a["a"] + a["dt_bias"]))
+    torch.testing.assert_close(log_decay, -a["A_log"].exp() * dt)
+    assert dt.dtype == torch.float32
+    assert kernels.discretise(a["a"].double(), a["A_log"], a["dt_bias"])[0].dtype == torch.float64
+
+
+@interpreted
+@pytest.mark.parametrize("through", ["both", "log_decay", "dt"])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 70, 5), (3, 1000, 8), (40, 100)])
+def test_triton(shape: tuple[int, ...], through: str):
+    a = inputs(*shape)
+    assert_close(results(a, "triton", through), results(a, "reference", through), 1e-5)
+
+
+@interpreted
+def test_a_view_in_half_precision():
+    fused = torch.randn(2, 30, 20).bfloat16()
+    a = {"a": fused[..., 3:11], "A_log": torch.randn(8), "dt_bias": torch.randn(8)}
+    found, expected = results(a, "triton"), results(a, "reference")
+    assert [x.dtype for x in found.values()] == [x.dtype for x in expected.values()]
+    assert_close(found, expected, 1e-2)
+
+
+@interpreted
+def test_the_op_is_registered_properly(monkeypatch: pytest.MonkeyPatch):
+    given = [x.requires_grad_() for x in inputs(3, 4).values()]
+    results(inputs(3, 4), "triton")
+    monkeypatch.undo()
+    torch.library.opcheck(torch.ops.token_mixer_zoo.discretise, given)
+
+
+def test_misfits():
+    with pytest.raises(ValueError, match=r"^A_log: expected \[3\], got shape \(2,\)"):
+        kernels.discretise(torch.zeros(4, 3), torch.zeros(2), torch.zeros(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_device(dtype: torch.dtype):
+    a = inputs(4, 4097, 48, dtype=dtype)
+    exact = {name: x.float() for name, x in a.items()}
+    found, expected = results(a, "triton"), results(exact, "reference")
+    assert_close(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+    again = results(a, "triton")
+    assert all(torch.equal(found[name], again[name]) for name in found)
