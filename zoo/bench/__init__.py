@@ -52,7 +52,7 @@ def bench(arguments: list[str]) -> int:
     report = KINDS[kind](**_options(kind, arguments[1:]))
     report.write()
     if not console.is_terminal:  # a log file has room for all columns
-        console = Console(width=max(console.width, 120))
+        console = Console(width=max(console.width, 160))
     console.print(report.table())
     console.out(f"written to {report.folder}", highlight=False)
     return int(report.failed)
