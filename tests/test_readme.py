@@ -51,6 +51,10 @@ def test_a_command_of_the_readme_parses(
         arguments.append("--print_config")  # all of it is parsed, and nothing is run
     elif arguments and arguments[0] == "sweep":
         arguments.append("--dry-run")
+    elif arguments[:2] == ["bench", "training"]:
+        arguments.append("--help")  # of minutes on a GPU: the options have to exist
+        options = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+        assert all(option in command(*arguments).out for option in options)
     elif arguments and arguments[0] == "bench":
         arguments += ["--lengths=[]", "--shapes=[[1,1,64,16]]", "--seconds=0.01", f"--folder={tmp_path}"]
     elif arguments and arguments[0] == "generate":
