@@ -4,6 +4,7 @@ fit, validate, test and predict are LightningCLI's; the others need no trainer.
 """
 
 import dataclasses
+import errno
 import logging
 import os
 import sys
@@ -40,6 +41,7 @@ import zoo  # noqa: E402
 from kernels import UserError  # noqa: E402
 from zoo import config as configs  # noqa: E402
 from zoo import saving  # noqa: E402
+from zoo.activations import CheckpointedBlocks  # noqa: E402
 from zoo.bench import bench  # noqa: E402
 from zoo.bench.tune import tune  # noqa: E402
 from zoo.callbacks import FinalValidation, StepSeeds, Throughput  # noqa: E402
@@ -48,6 +50,7 @@ from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
 from zoo.comparison import compare as compare_configs  # noqa: E402
 from zoo.compilation import CompiledBlocks  # noqa: E402
 from zoo.curves import MetricsFile  # noqa: E402
+from zoo.export import export as export_model  # noqa: E402
 from zoo.generate import generate as generate_text  # noqa: E402
 from zoo.loading import checkpoint_of  # noqa: E402
 from zoo.predictions import Predictions  # noqa: E402
@@ -69,6 +72,7 @@ Train and compare language models of pluggable token mixers.
   test       the same, reported as test loss
   predict    the loss of every token, to a file: --checkpoint runs/NAME --output losses.jsonl
   generate   text:      python cli.py generate --checkpoint runs/NAME --prompt "def "
+  export     a trained model as a folder with one model.safetensors: --checkpoint runs/NAME --output FOLDER
   compare    several configs on the same data, in one table and one picture:
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml --trainer.max_steps=300
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
@@ -82,6 +86,11 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
   python cli.py fit --config gdn_h2.yaml --print_config      shows what would run
   python cli.py VERB --help                                  lists every key of a verb
 """
+
+# what is wrong with a disk, and no bug: full, over its quota, read-only, not ours
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+
+CALLBACKS = ("guard", "watchdog", "checkpoints", "samples", "loss_curve")  # keys of a config
 
 COMMAND = [sys.executable, str(Path(__file__).resolve())]  # to start runs in processes of their own
 
@@ -173,7 +182,8 @@ class CLI(LightningCLI):
             StepSeeds(),
             Throughput(),
             *([CompiledBlocks()] if config.compile else []),
-            *(configs.instantiate(key, config) for key in ("checkpoints", "samples", "loss_curve")),
+            *([CheckpointedBlocks(every)] if (every := config.activation_checkpointing) is not None else []),
+            *(configs.instantiate(key, config) for key in CALLBACKS),
             ResultRow(),
         ]
 
@@ -281,6 +291,16 @@ def generate(
     sys.stdout.write("\n")
 
 
+def export(checkpoint: str, output: str) -> None:
+    """Write a trained model to model.safetensors, config.yaml and tokenizer.json.
+
+    Args:
+        checkpoint: A run's folder or a .ckpt file; of a sharded one the weights are put together.
+        output: The folder to write.
+    """
+    Console().print(f"{export_model(checkpoint, output)}/model.safetensors", style="dim")
+
+
 def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int = 8, length: int = 4096) -> None:
     """List the token mixers with their size at a site, or show everything about one.
 
@@ -386,6 +406,8 @@ def run(arguments: list[str]) -> int:
         return lightning(verb, arguments[1:])
     if verb == "generate":
         return function(generate, arguments[1:])
+    if verb == "export":
+        return function(export, arguments[1:])
     if verb == "compare":
         return compare(arguments[1:])
     if verb == "sweep":
@@ -396,7 +418,7 @@ def run(arguments: list[str]) -> int:
         return function(tune, arguments[1:])
     if verb == "mixers":
         return function(show_mixers, arguments[1:], positional="name")
-    known = [*LightningCLI.subcommands(), "generate", "compare", "sweep", "bench", "tune", "mixers"]
+    known = [*LightningCLI.subcommands(), "generate", "export", "compare", "sweep", "bench", "tune", "mixers"]
     raise UserError(f"{verb!r} is no verb{mixers.did_you_mean(verb, known)} (verbs: {', '.join(known)})")
 
 
@@ -410,6 +432,11 @@ def main() -> None:
         code = run(sys.argv[1:])
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
+        code = 2
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        sys.stderr.write(f"error: {error.strerror}{'' if error.filename is None else f': {error.filename}'}\n")
         code = 2
     except KeyboardInterrupt:
         code = 130

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.errors import UserError
+from zoo.sharded import SHARDS, whole_weights
 
 FORMAT = 1
 KEY = "zoo"
@@ -33,13 +34,22 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
         map_location: Where its tensors go, as in `torch.load`.
 
     Returns:
-        Lightning's checkpoint; under `zoo` it has the format, the config and the tokenizer.
+        Lightning's checkpoint; under `zoo` it has the format, the config and the tokenizer. Where the weights are in
+        shards beside it, `shards` says where, and there is no `state_dict`.
 
     Raises:
         UserError: If the file is missing, truncated, or not a checkpoint of this project.
     """
     checkpoint = _read(path, map_location)
     check_format(checkpoint, path)
+    return checkpoint
+
+
+def read_whole_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
+    """As `read_checkpoint`, with `state_dict` also where the checkpoint has its weights in shards beside it."""
+    checkpoint = read_checkpoint(path, map_location)
+    if SHARDS in checkpoint:
+        checkpoint["state_dict"] = whole_weights(path, checkpoint[SHARDS])
     return checkpoint
 
 
@@ -65,6 +75,8 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     contents = _read(path, "cpu")
+    if isinstance(contents, Mapping) and SHARDS in contents:
+        contents = {**contents, "state_dict": whole_weights(path, contents[SHARDS])}
     if isinstance(contents, Mapping) and "state_dict" in contents:  # a Lightning checkpoint holds the model as `model`
         contents = {name.removeprefix("model."): tensor for name, tensor in contents["state_dict"].items()}
     if not isinstance(contents, Mapping) or not contents or not all(isinstance(t, Tensor) for t in contents.values()):
@@ -84,8 +96,16 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def check_weights(weights: Mapping[str, Any], model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Raise a UserError, which names `path`, unless the names and shapes of `weights` are those of `model`."""
+    """Raise a UserError, which names `path`, unless the names and shapes of `weights` are those of `model`.
+
+    The names are those of its state dict, or those under which its modules hold their parameters and buffers, which
+    are others where a module divides what it holds; DeepSpeed knows only the latter.
+    """
     expected = model.state_dict()
+    held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    if weights.keys() & (held.keys() - expected.keys()):
+        persistent = {name for name in expected if name in held}
+        expected = {n: t for n, t in held.items() if n in persistent or isinstance(t, nn.Parameter)}
     if missing := [name for name in expected if name not in weights]:
         raise UserError(f"{path} does not fit the model: it lacks {len(missing)} of its weights, first {missing[0]}.")
     if surplus := [name for name in weights if name not in expected]:
@@ -94,6 +114,13 @@ def check_weights(weights: Mapping[str, Any], model: nn.Module, path: str | os.P
         if weights[name].shape != tensor.shape:
             given, wanted = tuple(weights[name].shape), tuple(tensor.shape)
             raise UserError(f"{path} does not fit the model: {name} has shape {given}, the model's is {wanted}.")
+
+
+def not_written(path: str | os.PathLike[str], error: OSError) -> UserError:
+    """What to say when a checkpoint cannot be written: the disk is full, or read-only, or gone."""
+    reason = error.strerror or " ".join(str(error).split())
+    kept = "what was saved there before is kept" if Path(path).exists() else "none was saved there before"
+    return UserError(f"the checkpoint {path} cannot be written: {reason}; {kept}.")
 
 
 def _read(path: str | os.PathLike[str], map_location: Any) -> Any:

@@ -9,6 +9,18 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 
+def compiled_blocks(
+    model: nn.Module, backend: str | Callable[..., Any] = "inductor"
+) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """Each block of a model, and its forward function to be compiled at the first call."""
+    blocks: list[Any] = list(model.layers)  # type: ignore[arg-type]
+    # what depends on the depth, such as a constant decay, is compiled for each layer; the usual limit is 8
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(blocks))
+    # batches have one shape; a graph for any length would be slower, and chunks cannot be cut in it
+    return [(block, torch.compile(block.forward, dynamic=False, backend=backend)) for block in blocks]
+
+
 class CompiledBlocks(Callback):
     """Compiles each block of the model by itself: blocks of a kind share the code, so that the first step comes soon.
 
@@ -25,14 +37,7 @@ class CompiledBlocks(Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare; what is compiled is compiled at the first step."""
-        blocks = list(pl_module.model.layers)
-        # what depends on the depth, such as a constant decay, is compiled for each layer; the usual limit is 8
-        dynamo = torch._dynamo.config
-        dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(blocks))
-        # batches have one shape; a graph for any length would be slower, and chunks cannot be cut in it
-        self._compiled = [
-            (block, torch.compile(block.forward, dynamic=False, backend=self.backend)) for block in blocks
-        ]
+        self._compiled = compiled_blocks(pl_module.model, self.backend)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -1,7 +1,8 @@
 """Configs: found by name, parsed against the constructors' own signatures, and built.
 
 Four keys make a run: `model` is LanguageModel's constructor, `optim` the optimiser and its schedule, `data` a data
-module, `trainer` Lightning's; three small ones say what a run leaves behind. Files and overrides merge in order.
+module, `trainer` Lightning's; smaller ones say what a run leaves behind, and what ends it. Files and overrides merge
+in order.
 """
 
 import json
@@ -25,9 +26,11 @@ from .callbacks import Samples
 from .curves import LossCurve
 from .data import TextData
 from .explain import explain
+from .guard import LossGuard
 from .model import LanguageModel
 from .optim import Optimisation
 from .saving import Checkpoints
+from .watchdog import Watchdog
 
 CLASSES = {
     "model": LanguageModel,
@@ -36,8 +39,10 @@ CLASSES = {
     "checkpoints": Checkpoints,
     "samples": Samples,
     "loss_curve": LossCurve,
+    "guard": LossGuard,
+    "watchdog": Watchdog,
 }
-KEYS = ("seed_everything", "compile", "data", *CLASSES)
+KEYS = ("seed_everything", "compile", "activation_checkpointing", "data", *CLASSES)
 
 _PACKAGE = Path(__file__).parent
 # beside the package in a checkout, inside it in a wheel
@@ -112,6 +117,11 @@ def add_arguments(parser: LightningArgumentParser) -> None:
         default=False,
         help="Compile the blocks for the steps of training; needs a C++ compiler.",
     )
+    parser.add_argument(
+        "--activation_checkpointing",
+        type=int | None,
+        help="Compute every so-manieth block again in the backward pass, to save memory; 1: each of them.",
+    )
     parser.add_class_arguments(LanguageModel, "model", fail_untyped=False)
     parser.add_class_arguments(Optimisation, "optim")
     parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=True)
@@ -119,6 +129,8 @@ def add_arguments(parser: LightningArgumentParser) -> None:
     parser.add_lightning_class_args(Checkpoints, "checkpoints")
     parser.add_lightning_class_args(Samples, "samples")
     parser.add_lightning_class_args(LossCurve, "loss_curve")
+    parser.add_lightning_class_args(LossGuard, "guard")
+    parser.add_lightning_class_args(Watchdog, "watchdog")
     parser.set_defaults(
         {
             "data": {"class_path": f"{TextData.__module__}.{TextData.__qualname__}"},

@@ -6,7 +6,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class ResultRow(Callback):
     def __init__(self, zeroed_batches: int = 4) -> None:
         self.zeroed_batches = zeroed_batches
         self._row: dict[str, Any] | None = None
+        self._parameters = 0
         self._earlier_seconds = 0.0  # of the runs that this one continues
         self._start = time.perf_counter()
 
@@ -67,6 +68,10 @@ class ResultRow(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Count on."""
         self._earlier_seconds = state_dict["wall_seconds"]
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Count the parameters, before a strategy divides them."""
+        self._parameters = pl_module.model.num_parameters()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
@@ -86,7 +91,8 @@ class ResultRow(Callback):
         """Write what is known."""
         if trainer.state.fn == "fit" and trainer.global_step > 0:
             stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException) or trainer.received_sigterm
-            self._write(trainer, pl_module, "interrupted" if stopped else "failed", {})
+            with suppress(OSError):  # the disk may be what failed, which is to be told instead
+                self._write(trainer, pl_module, "interrupted" if stopped else "failed", {})
 
     def _wall_seconds(self) -> float:
         return self._earlier_seconds + time.perf_counter() - self._start
@@ -123,7 +129,7 @@ class ResultRow(Callback):
             "status": status,
             "steps": trainer.global_step,
             "tokens_seen": pl_module.tokens_seen,
-            "parameters": model.num_parameters(),
+            "parameters": self._parameters,
             "context_length": length,
             "state_size": model.state_size(length) if length else None,
             "forward_flops_per_token": model.flops(length) / length if length else None,

@@ -1,9 +1,11 @@
 """When and how a run is saved: never half a file, never half a step."""
 
 import os
+import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -18,7 +20,9 @@ from tqdm import tqdm
 
 from kernels.errors import UserError
 from zoo.atomic import atomic_link, atomic_write
-from zoo.checkpoint import read_checkpoint
+from zoo.checkpoint import not_written, read_whole_checkpoint
+from zoo.guard import Diverged
+from zoo.sharded import SHARDS
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -32,14 +36,23 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write `checkpoint` to the local file `path`; what was there stays until the new file is complete."""
         if storage_options is not None:
             raise TypeError("storage_options are not supported: checkpoints are written to local files")
-        with atomic_write(path) as file:
-            torch.save(checkpoint, file)
+        try:
+            with atomic_write(path) as file:
+                torch.save(checkpoint, file)
+        except OSError as error:
+            raise not_written(path, error) from error
 
     def load_checkpoint(
         self, path: Any, map_location: Callable | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint of this project onto the CPU; no code in it is run, whatever `weights_only` says."""
-        return read_checkpoint(path, map_location or "cpu")
+        return read_whole_checkpoint(path, map_location or "cpu")
+
+
+def install(trainer: L.Trainer) -> None:
+    """Let a trainer read and write checkpoints by `AtomicCheckpointIO`, unless somebody chose another way."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 
 
 class Checkpoints(Checkpoint):
@@ -54,8 +67,10 @@ class Checkpoints(Checkpoint):
     Args:
         every_n_steps: Save `last.ckpt` each time that so many optimiser steps are done; also after each validation and
             at the end.
+        every_n_minutes: Save `last.ckpt` also when it is so old; null does not look at the clock.
         keep_every_n_steps: Keep a checkpoint for good, `step-00001000.ckpt`, each time that so many optimiser steps
             are done; null keeps none.
+        keep_last: Keep only so many of these, the newest; null keeps all.
         folder: Where, inside the run's folder.
         resume_command: What to type to continue; `{run}` is the run's folder.
     """
@@ -64,6 +79,8 @@ class Checkpoints(Checkpoint):
         self,
         every_n_steps: int = 500,
         keep_every_n_steps: int | None = None,
+        every_n_minutes: float | None = None,
+        keep_last: int | None = None,
         folder: str = "checkpoints",
         resume_command: str = "python cli.py fit --resume {run}",
     ) -> None:
@@ -73,13 +90,17 @@ class Checkpoints(Checkpoint):
                 f"every_n_steps is {every_n_steps} and keep_every_n_steps {keep_every_n_steps}, but they count steps: "
                 "1 or more."
             )
+        if (every_n_minutes is not None and every_n_minutes <= 0) or (keep_last is not None and keep_last < 1):
+            raise UserError(f"every_n_minutes is {every_n_minutes} and keep_last {keep_last}, but must be above 0.")
         self.every_n_steps = every_n_steps
+        self.every_n_minutes, self.keep_last = every_n_minutes, keep_last
         self.keep_every_n_steps = keep_every_n_steps
         self.folder = folder
         self.resume_command = resume_command
         self.best_model_path = ""  # under this name Lightning looks for `ckpt_path="best"`
         self.best_model_score: float | None = None
         self._saved_step = 0
+        self._saved_at = 0.0  # seconds of the monotonic clock
         self._started_step = 0  # the step count when the batch in progress began
         self._between_steps = True
         self._asked_to_stop = False
@@ -98,8 +119,7 @@ class Checkpoints(Checkpoint):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Install the atomic writer, and see before the first step whether the folder can be written to."""
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # a writer that somebody chose stays
-            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        install(trainer)
         if stage != "fit" or trainer.fast_dev_run:
             return
         folder = self._folder(trainer)
@@ -109,6 +129,15 @@ class Checkpoints(Checkpoint):
             raise UserError(f"the folder {folder} cannot be created: {error.strerror}.") from error
         if not os.access(folder, os.W_OK):
             raise UserError(f"the folder {folder} cannot be written to.")
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse to continue what has the state of its optimiser in shards that this strategy does not read."""
+        divided = SHARDS in checkpoint and trainer.strategy.lightning_restore_optimizer
+        if trainer.state.fn == "fit" and divided:
+            raise UserError(
+                "the checkpoint was saved by ZeRO, and only ZeRO with as many processes can continue it; a new run "
+                "can start from its weights: optim.initial_weights"
+            )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take over Ctrl-C. Data workers are forked later, and so survive a Ctrl-C until the step is done."""
@@ -131,6 +160,7 @@ class Checkpoints(Checkpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What the run starts from need not be saved again."""
         self._saved_step = self._started_step = trainer.global_step
+        self._saved_at = time.monotonic()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -149,12 +179,15 @@ class Checkpoints(Checkpoint):
         if step == self._started_step:  # gradients are still being accumulated
             return
         complete = step == trainer.max_steps
-        self._stopping = self._agree(trainer, step) and not complete
+        self._stopping = self._agree(trainer, step, self._asked(trainer)) and not complete
+        old = self.every_n_minutes is not None and time.monotonic() - self._saved_at > 60 * self.every_n_minutes
+        due = self.every_n_minutes is not None and self._agree(trainer, step, old)
         keep = self.keep_every_n_steps is not None and step % self.keep_every_n_steps == 0
-        if self._stopping or complete or keep or step % self.every_n_steps == 0:
+        if self._stopping or complete or keep or due or step % self.every_n_steps == 0:
             self._save(trainer)
         if keep:
             self._copy(trainer, f"step-{step:08d}.ckpt")
+            self._forget_the_oldest(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A validation is not begun when the run is asked to stop."""
@@ -200,11 +233,12 @@ class Checkpoints(Checkpoint):
         self._fitting = False
         if isinstance(exception, SIGTERMException):  # Lightning's has no code: a scheduler would see success
             exception.code = 128 + signal.SIGTERM
-        stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException | Diverged)
         if trainer.state.fn != "fit" or not (stopped or self._asked(trainer)):  # data workers may die of the signal
             return
-        together = trainer.world_size == 1 or isinstance(exception, SIGTERMException)  # saving needs all processes
-        if self._between_steps and together:
+        # saving needs all processes
+        together = trainer.world_size == 1 or isinstance(exception, SIGTERMException | Diverged)
+        if (self._between_steps or isinstance(exception, Diverged)) and together:  # which is raised when a step is done
             self._save(trainer)
         if trainer.is_global_zero and self._saved_step:
             command = self.resume_command.format(run=trainer.default_root_dir)
@@ -220,11 +254,11 @@ class Checkpoints(Checkpoint):
     def _asked(self, trainer: L.Trainer) -> bool:
         return self._asked_to_stop or trainer.received_sigterm
 
-    def _agree(self, trainer: L.Trainer, step: int) -> bool:
-        """Whether any process was asked to stop; several ask each other every tenth step, as it makes them wait."""
+    def _agree(self, trainer: L.Trainer, step: int, own: bool) -> bool:
+        """Whether any process says yes; several ask each other every tenth step, as it makes them wait."""
         if trainer.world_size == 1:
-            return self._asked(trainer)
-        return step % 10 == 0 and trainer.strategy.reduce_boolean_decision(self._asked(trainer), all=False)
+            return own
+        return step % 10 == 0 and trainer.strategy.reduce_boolean_decision(own, all=False)
 
     def _end_if_stopping(self, trainer: L.Trainer) -> None:
         if self._stopping:
@@ -239,7 +273,14 @@ class Checkpoints(Checkpoint):
         if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not again):
             return
         trainer.save_checkpoint(self._folder(trainer) / "last.ckpt", weights_only=False)
-        self._saved_step = trainer.global_step
+        self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+
+    def _forget_the_oldest(self, trainer: L.Trainer) -> None:
+        """Remove those kept checkpoints that are too many."""
+        kept = sorted(self._folder(trainer).glob("step-*.ckpt"))
+        if self.keep_last is not None and trainer.is_global_zero:
+            for path in kept[: -self.keep_last]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _copy(self, trainer: L.Trainer, name: str) -> None:
         """Keep what was just saved under another name."""

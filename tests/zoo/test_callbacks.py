@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from zoo.callbacks import FinalValidation, Samples, Throughput, peak_flops
 from zoo.checkpoint import read_checkpoint
 from zoo.curves import LossCurve, MetricsFile, read_metrics
 from zoo.results import ResultRow, result_table
-from zoo.saving import Checkpoints
+from zoo.saving import AtomicCheckpointIO, Checkpoints
 
 
 class Data(L.LightningDataModule):
@@ -80,17 +81,18 @@ def test_a_link_keeps_its_content_when_the_source_is_replaced(tmp_path):
     assert (tmp_path / "best").read_bytes() == b"first"
 
 
-def test_a_checkpoint_survives_a_failure_in_the_middle_of_the_next(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO], ids=errno.errorcode.get)
+def test_a_checkpoint_survives_a_failure_in_the_middle_of_the_next(number, tmp_path, monkeypatch):
     real = torch.save
 
     def fails_half_way(checkpoint, file):
         if checkpoint["global_step"] == 6:
             file.write(b"half a checkpoint")
-            raise OSError("No space left on device")
+            raise OSError(number, os.strerror(number))
         real(checkpoint, file)
 
     monkeypatch.setattr(torch, "save", fails_half_way)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=f"cannot be written: {os.strerror(number)}; what was saved there before"):
         trainer(tmp_path, val_check_interval=40).fit(pretraining(), Data())
     assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 3
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
@@ -116,6 +118,55 @@ def test_last_best_and_kept_checkpoints(tmp_path):
     assert kept.best_model_score == pytest.approx(min(row["val_loss"] for row in rows))
     (result,) = run.validate(ckpt_path="best", datamodule=Data(), verbose=False)
     assert result["val_loss"] == pytest.approx(kept.best_model_score)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full")
+def test_a_disk_that_is_really_full(tmp_path, monkeypatch):
+    """PyTorch's own writer notices at any of its many writes, and when it closes the archive."""
+    monkeypatch.setattr("zoo.saving.atomic_write", lambda path: open("/dev/full", "wb"))  # noqa: SIM115
+    with pytest.raises(UserError, match="cannot be written: No space left on device; none was saved there before"):
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(1 << 20)}, tmp_path / "last.ckpt")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_becomes_read_only(tmp_path):
+    trainer(tmp_path, max_steps=4).fit(pretraining(), Data())
+    folder = tmp_path / "checkpoints"
+    folder.chmod(0o500)
+    try:
+        with pytest.raises(UserError, match="cannot be written"):
+            trainer(tmp_path).fit(pretraining(), Data(), ckpt_path=folder / "last.ckpt")
+    finally:
+        folder.chmod(0o700)
+    assert saved_step(folder / "last.ckpt") == 4
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    checkpoints = Checkpoints(every_n_steps=50, keep_every_n_steps=2, keep_last=3)
+    trainer(tmp_path, checkpoints=checkpoints, val_check_interval=40).fit(pretraining(), Data())
+    kept = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert [saved_step(path) for path in kept] == [8, 10, 12]
+    assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 12
+
+
+def test_the_clock_saves_too(tmp_path, monkeypatch):
+    minutes = iter(range(1000))
+    monkeypatch.setattr("zoo.saving.time.monotonic", lambda: 60.0 * next(minutes))
+    saved = []
+
+    class Watch(L.Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            saved.append(checkpoint["global_step"])
+
+    checkpoints = Checkpoints(every_n_steps=50, every_n_minutes=3)
+    trainer(tmp_path, [Watch()], checkpoints=checkpoints, val_check_interval=40).fit(pretraining(), Data())
+    assert saved == [4, 8, 12]  # the clock is asked once a step, and when a checkpoint is written
+
+
+@pytest.mark.parametrize("wrong", [{"every_n_minutes": 0}, {"keep_last": 0}, {"every_n_steps": 0}], ids=str)
+def test_counts_below_one(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        Checkpoints(**wrong)
 
 
 def test_a_resumed_run_remembers_the_best(tmp_path):

@@ -1,0 +1,43 @@
+"""A trained model as a folder that other programs can read: weights, config and tokenizer in a file each."""
+
+from pathlib import Path
+
+import yaml
+from safetensors.torch import save
+
+from kernels import UserError
+
+from .atomic import atomic_write
+from .checkpoint import KEY, read_checkpoint
+from .loading import checkpoint_of, load
+
+
+def export(path: str | Path, folder: str | Path) -> Path:
+    """Write the model of a checkpoint or run to `model.safetensors`, `config.yaml` and, of text, `tokenizer.json`.
+
+    Weights that several processes saved in parts are put together. `load` and `optim.initial_weights` take the folder.
+
+    Args:
+        path: A `.ckpt` file or a folder of a run.
+        folder: The folder to write; what else is in it stays.
+
+    Raises:
+        UserError: There is no model, it is damaged, or the folder cannot be written.
+    """
+    file, folder = checkpoint_of(path), Path(folder)
+    contents = read_checkpoint(file)[KEY]
+    # copies: a format without pickle does not know that two names may share one tensor
+    weights = {name: tensor.clone().contiguous() for name, tensor in load(file).state_dict().items()}
+    files = {
+        "config.yaml": yaml.safe_dump(contents["config"], sort_keys=False, allow_unicode=True).encode(),
+        "model.safetensors": save(weights),
+    }
+    if contents["tokenizer"] is not None:
+        files["tokenizer.json"] = contents["tokenizer"].encode()
+    try:
+        for name, content in files.items():
+            with atomic_write(folder / name) as written:
+                written.write(content)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
+    return folder

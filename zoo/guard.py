@@ -1,0 +1,129 @@
+"""Steps that would spoil the model are not taken."""
+
+import sys
+from collections import deque
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from kernels.errors import UserError
+from zoo.strategy import Zero
+
+
+class Diverged(UserError):
+    """Too many steps in a row were not taken."""
+
+
+class LossGuard(Callback):
+    """Does not apply a step, in any process, whose loss or gradients are not finite, or whose loss is far too high.
+
+    The parameters and the optimiser stay as they are; the step counts, and its data is behind. `skipped_steps` is
+    logged. After `patience` such steps in a row the run is saved and ends with an error.
+
+    Args:
+        spike: A step is also not taken if its loss, or the norm of its gradients, is more than so many times the
+            median of the last `window` steps; null takes all that are finite. (ZeRO knows the norm too late.)
+        window: Steps of that median; before there are half as many, none counts as too high.
+        patience: Steps in a row that may be skipped; the run ends with the next one.
+
+    Raises:
+        UserError: An argument is out of range.
+    """
+
+    def __init__(self, spike: float | None = None, window: int = 100, patience: int = 10) -> None:
+        if (spike is not None and spike <= 1) or window < 2 or patience < 0:
+            raise UserError(
+                f"guard: spike is {spike}, window {window} and patience {patience}; they must be above 1 or null, "
+                "at least 2, and at least 0."
+            )
+        self.spike, self.window, self.patience = spike, window, patience
+        self.skipped = 0
+        self._in_a_row = 0
+        self._losses: deque[float] = deque(maxlen=window)
+        self._norms: deque[float] = deque(maxlen=window)
+        self._loss = torch.zeros(())  # of the last batch
+        self._norm: float | None = None  # of the step in progress
+        self._step = 0  # those done when it began
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next steps are compared with, the same in all processes."""
+        kept = {"losses": list(self._losses), "norms": list(self._norms)}
+        return {"skipped": self.skipped, "in_a_row": self._in_a_row, **kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Count on."""
+        self.skipped, self._in_a_row = state_dict["skipped"], state_dict["in_a_row"]
+        self._losses.extend(state_dict["losses"])
+        self._norms.extend(state_dict["norms"])
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Know where the run starts."""
+        self._step = trainer.global_step
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        """Turn all gradients of a bad loss into nan, so that every process sees that they are.
+
+        Nothing waits for the device here: it is between two passes, with much to do.
+        """
+        mean = loss.detach().clone()
+        if self.spike is not None and trainer.world_size > 1:  # all processes compare the same
+            mean = trainer.strategy.reduce(mean, reduce_op="mean")
+        fine = mean.isfinite() & (mean <= self._limit(self._losses))
+        loss.register_hook(lambda gradient: torch.where(fine, gradient, torch.full_like(gradient, float("nan"))))
+        self._loss = mean
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Take the gradients away if they are bad: without them the optimiser does nothing."""
+        if isinstance(trainer.strategy, Zero):
+            return  # its engine has them, and does so itself
+        parameters = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
+        self._norm = float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if self._bad(trainer):
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _bad(self, trainer: L.Trainer) -> bool:
+        if isinstance(trainer.strategy, Zero):
+            return trainer.strategy.step_was_skipped
+        return self._norm is not None and not self._norm <= min(self._limit(self._norms), sys.float_info.max)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count, and end the run if it is enough."""
+        if trainer.global_step == self._step:
+            return  # gradients are still being accumulated
+        self._step = trainer.global_step
+        bad = self._bad(trainer)
+        if isinstance(trainer.strategy, Zero):
+            self._norm = trainer.strategy.gradient_norm
+            if self._norm is not None:
+                self.log("gradient_norm", self._norm)
+        if bad:
+            self.skipped += 1
+            self._in_a_row += 1
+        else:
+            self._in_a_row = 0
+            if self.spike is not None:
+                self._losses.append(float(self._loss))
+                self._norms += [] if self._norm is None else [self._norm]
+        self.log("skipped_steps", float(self.skipped))
+        if self._in_a_row > self.patience:
+            raise Diverged(
+                f"{self._in_a_row} steps in a row had a loss or gradients that are not finite"
+                f"{'' if self.spike is None else ' or far too high'}, and were not taken (the last loss was "
+                f"{float(self._loss):.4g}). The last checkpoint has the parameters from before them; try a lower "
+                "optim.learning_rate, or continue with a larger guard.patience."
+            )
+
+    def _limit(self, before: deque[float]) -> float:
+        """What is above it is too high."""
+        if self.spike is None or 2 * len(before) < self.window:
+            return float("inf")
+        return self.spike * median(before)
