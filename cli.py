@@ -59,7 +59,7 @@ from zoo.results import ResultRow  # noqa: E402
 from zoo.run import RunFiles, find_run, new_run  # noqa: E402
 from zoo.sweep import Runner, Sweep, failed, report  # noqa: E402
 from zoo.sweep.cluster import run_on_cluster  # noqa: E402
-from zoo.training import Pretraining, best_precision  # noqa: E402
+from zoo.training import Pretraining, best_precision, fast_products  # noqa: E402
 
 HELP = """\
 usage: python cli.py VERB …
@@ -162,6 +162,8 @@ class CLI(LightningCLI):
             self.trainer = L.Trainer(**trainer)
         except (MisconfigurationException, ValueError) as error:  # Lightning's words for a wrong trainer key
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
+        if self.trainer.strategy.root_device.type == "cpu":
+            fast_products()
         saving.install(self.trainer)
         self.config_init = self.config
 

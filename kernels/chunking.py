@@ -46,11 +46,11 @@ class Chunking:
 
     def keys(self, x: Tensor) -> Tensor:
         """[B,T,G·E,K] → [B,N,G,E,C,K]."""
-        return self.split(at_least_fp32(x)).unflatten(3, (self.a.groups, self.a.subheads)).permute(0, 1, 3, 4, 2, 5)
+        return _rows(self.split(at_least_fp32(x)).unflatten(3, (self.a.groups, self.a.subheads)))
 
     def values(self, x: Tensor) -> Tensor:
         """[B,T,H,V] → [B,N,G,R,C,V]."""
-        return self.split(at_least_fp32(x)).unflatten(3, (self.a.groups, self.a.repeats)).permute(0, 1, 3, 4, 2, 5)
+        return _rows(self.split(at_least_fp32(x)).unflatten(3, (self.a.groups, self.a.repeats)))
 
     def gates(self, x: Tensor) -> Tensor:
         """[B,T,H·E] → [B,N,G,R,E,C], and [B,T,H·E,K] → [B,N,G,R,E,C,K]."""
@@ -103,6 +103,11 @@ class Chunking:
             ends = enumerate(self.chunks.ends)
             S = torch.cat([first[d : d + 1] if end is None else after[end] for d, end in ends])
         return torch.stack(before, 1), S.flatten(1, 3)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B,N,C,I,J,X] → [B,N,I,J,C,X], contiguous: else each product copies it again."""
+    return x.permute(0, 1, 3, 4, 2, 5).contiguous()
 
 
 def causal_decay(b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -33,7 +33,7 @@ class Optimisation:
         gradient_clip: The largest allowed norm of all gradients together; null does not clip.
         initial_weights: Start from these weights with a fresh optimiser: a checkpoint, a .safetensors file or a
             saved state dict. Not for continuing a run: that is --resume.
-        fused: AdamW's fused kernel; null uses it where all parameters are on a GPU.
+        fused: AdamW's fused kernel; null uses it where all parameters are on a GPU, or all on the CPU.
     """
 
     learning_rate: float = 3e-4
@@ -123,8 +123,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def build_optimizer(model: nn.Module, optim: Optimisation) -> torch.optim.AdamW:
     """AdamW over the parameter groups of `model`."""
     groups = parameter_groups(model, optim.weight_decay)
-    on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
-    fused = on_gpu if optim.fused is None else optim.fused
+    places = {parameter.device.type for group in groups for parameter in group["params"]}
+    fused = places in ({"cuda"}, {"cpu"}) if optim.fused is None else optim.fused
     return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, fused=fused)
 
 

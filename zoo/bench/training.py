@@ -87,7 +87,7 @@ def bench_training(
         report.rows.append(row)
         if compile:  # as `compile: true` does
             for block, compiled in compiled_blocks(model):
-                block.forward = compiled  # type: ignore[method-assign]
+                block.forward = compiled
         learner = Learner(model, optim, precision, backend, lambda: models.mean_loss(model, tokens))
         learners = [(row, learner)] if _warmed(row, learner, bar) else []
         # after the first step, whose time includes what is compiled
