@@ -141,7 +141,9 @@ class Runner:
         known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         for run in runs:
             plain = json.loads(json.dumps(to_dict(run.read())))
-            if (old := known.setdefault(run.name, plain)) != plain and (self.folder / run.name).exists():
+            # keys that did not exist when the run was started are no difference
+            old = {**plain, **known.setdefault(run.name, plain)}
+            if old != plain and (self.folder / run.name).exists():
                 key, before, now = next(_differences(old, plain))
                 raise UserError(
                     f"folder: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; choose "

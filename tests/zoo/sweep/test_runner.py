@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -60,6 +61,18 @@ def test_another_config_under_the_same_name_is_refused(tmp_path: Path):
     Runner(FAKE, tmp_path).run(runs())
     with pytest.raises(UserError, match=r"seed=0 is a run with trainer.max_steps: 600, and now it is 9; choose"):
         Runner(FAKE, tmp_path).run(SWEEP.runs(("trainer.max_steps=9",)))
+
+
+def test_runs_from_before_a_key_existed_are_the_same(tmp_path: Path):
+    Runner(FAKE, tmp_path).run(runs())
+    file = tmp_path / "runs.json"
+    known = {
+        name: {k: v for k, v in config.items() if k != "samples"}
+        for name, config in json.loads(file.read_text()).items()
+    }
+    file.write_text(json.dumps(known))
+    assert Runner(FAKE, tmp_path).run(runs()) == []
+    assert len(calls(tmp_path)) == len(ALL)
 
 
 def test_a_folder_in_use(tmp_path: Path):
