@@ -44,7 +44,7 @@ from zoo import saving  # noqa: E402
 from zoo.activations import CheckpointedBlocks  # noqa: E402
 from zoo.bench import bench  # noqa: E402
 from zoo.bench.tune import tune  # noqa: E402
-from zoo.callbacks import FinalValidation, StepSeeds, Throughput  # noqa: E402
+from zoo.callbacks import FinalValidation, PeakMemory, StepSeeds, Throughput  # noqa: E402
 from zoo.catalogue import catalogue, page  # noqa: E402
 from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
 from zoo.comparison import compare as compare_configs  # noqa: E402
@@ -53,10 +53,12 @@ from zoo.curves import MetricsFile  # noqa: E402
 from zoo.export import export as export_model  # noqa: E402
 from zoo.generate import generate as generate_text  # noqa: E402
 from zoo.loading import checkpoint_of  # noqa: E402
+from zoo.loggers import LoggedConfig, for_run, missing_package  # noqa: E402
 from zoo.predictions import Predictions  # noqa: E402
 from zoo.progress import Progress, Summary  # noqa: E402
 from zoo.results import ResultRow  # noqa: E402
 from zoo.run import RunFiles, find_run, new_run  # noqa: E402
+from zoo.step_times import StepTimes  # noqa: E402
 from zoo.sweep import Runner, Sweep, failed, report  # noqa: E402
 from zoo.sweep.cluster import run_on_cluster  # noqa: E402
 from zoo.training import Pretraining, best_precision, fast_products  # noqa: E402
@@ -90,7 +92,8 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
 # what is wrong with a disk, and no bug: full, over its quota, read-only, not ours
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
-CALLBACKS = ("guard", "watchdog", "checkpoints", "samples", "loss_curve")  # keys of a config
+# keys of a config
+CALLBACKS = ("guard", "watchdog", "checkpoints", "samples", "loss_curve", "state_norms", "profile")
 
 COMMAND = [sys.executable, str(Path(__file__).resolve())]  # to start runs in processes of their own
 
@@ -148,14 +151,18 @@ class CLI(LightningCLI):
             config.optim.initial_weights = None  # the checkpoint has later ones
         plain = configs.to_dict(config)
         tasks = getattr(self.datamodule, "validation_names", ())
-        self.model = Pretraining(model, configs.instantiate("optim", config), tokenizer, plain, length, tasks)
-        trainer = dict(configs.instantiate("trainer", config))
+        optim, stretches = configs.instantiate("optim", config), config.sequence_parallel
+        if stretches > 1 and config.compile:
+            raise UserError(f"sequence_parallel: {stretches} processes cannot share sequences of compiled blocks yet")
+        self.model = Pretraining(model, optim, tokenizer, plain, length, tasks, stretches)
+        folder = _run_folder(config) if fitting else None
+        trainer = _trainer_arguments(for_run(config, folder))
         trainer["precision"] = trainer["precision"] or best_precision(str(trainer["accelerator"]))
         trainer["callbacks"] = [*_listed(trainer["callbacks"]), Progress()]
         trainer["enable_model_summary"] = False  # ours knows the mixers
         trainer["logger"] = [logger for logger in _listed(trainer["logger"]) if isinstance(logger, Logger)]
         if fitting:
-            self._prepare_run(config, tokenizer, trainer)
+            self._prepare_run(folder, config, tokenizer, trainer)
         elif self.subcommand == "predict":
             trainer["callbacks"].append(Predictions(config.output))
         try:
@@ -167,22 +174,20 @@ class CLI(LightningCLI):
         saving.install(self.trainer)
         self.config_init = self.config
 
-    def _prepare_run(self, config: Any, tokenizer: Any, trainer: dict[str, Any]) -> None:
-        """The run's folder, with what it is made of inside, and the callbacks that write there."""
-        if config.resume:
-            folder = find_run(config.resume)
-        else:
-            files = [Path(str(file)) for file in config.config or [] if str(file).endswith((".yaml", ".yml"))]
-            folder = new_run(config.run, files[0].stem if files else "run")
+    def _prepare_run(self, folder: Any, config: Any, tokenizer: Any, trainer: dict[str, Any]) -> None:
+        """The callbacks that write to the run's folder."""
         trainer["default_root_dir"] = str(folder)
         trainer["logger"].insert(0, MetricsFile(folder))
         trainer["enable_checkpointing"] = True
         trainer["callbacks"] += [
+            StepTimes(),  # first, so that what the others do is not taken for a part of the step
             RunFiles(folder, config, tokenizer),
+            LoggedConfig(),
             Summary(),
             FinalValidation(),
             StepSeeds(),
             Throughput(),
+            PeakMemory(),
             *([CompiledBlocks()] if config.compile else []),
             *([CheckpointedBlocks(every)] if (every := config.activation_checkpointing) is not None else []),
             *(configs.instantiate(key, config) for key in CALLBACKS),
@@ -202,6 +207,24 @@ class CLI(LightningCLI):
         if subcommand == "predict":
             arguments["return_predictions"] = False  # they are in the file
         return {**arguments, "ckpt_path": self.checkpoint}
+
+
+def _run_folder(config: Any) -> Path:
+    """The folder of the run, new or to be continued."""
+    if config.resume:
+        return find_run(config.resume)
+    files = [Path(str(file)) for file in config.config or [] if str(file).endswith((".yaml", ".yml"))]
+    return new_run(config.run, files[0].stem if files else "run")
+
+
+def _trainer_arguments(config: Any) -> dict[str, Any]:
+    """The arguments of the Trainer, built."""
+    try:
+        return dict(configs.instantiate("trainer", config))
+    except ValueError as error:
+        if config.trainer.logger is not None and (missing := missing_package(error)) is not None:
+            raise missing from None
+        raise
 
 
 def _checkpoint(config: Any, verb: str) -> str | None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import kernels
 
+from . import sequence
 from .base import Site, TokenMixer, dense_flops, positions
 from .features import FeaturePath, Features, Rotary
 from .projection import Projection, split_heads
@@ -37,6 +38,7 @@ class SoftmaxAttention(TokenMixer):
     """
 
     constant_state: ClassVar[bool] = False
+    sequence_parallel: ClassVar[bool] = True
     window_size: int | None = None
 
     def __init__(
@@ -68,7 +70,7 @@ class SoftmaxAttention(TokenMixer):
         q, q_history = self.q_features(q, None if state is None else state.histories[0], where, cu_seqlens)
         k, k_history = self.k_features(k, None if state is None else state.histories[1], where, cu_seqlens)
         if state is None:
-            o, cache = kernels.window_attention(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens), None
+            o, cache = self._attend(q, k, v, cu_seqlens), None
         elif cu_seqlens is None:
             o, keys, values = self._continue(q, k, v, state.k, state.v, state.position)
             keys, values = self._keep(keys, keys.shape[1]), self._keep(values, values.shape[1])
@@ -77,6 +79,19 @@ class SoftmaxAttention(TokenMixer):
             o, keys, values = self._continue_packed(q, k, v, state, cu_seqlens)
             cache = AttentionState(keys, values, (q_history, k_history), following)
         return self.o_proj(o.flatten(2)), cache
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Attend to whole sequences, or from a stretch to the ones before, as far as the window reaches."""
+        stretch = sequence.current(None, cu_seqlens)
+        if stretch is None:
+            return kernels.window_attention(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens)
+        reach = stretch.count * k.shape[1] if self.window_size is None else self.window_size - 1
+        both = torch.cat([k, v], -1)
+        k, v = torch.cat([stretch.before(both, reach), both], 1).chunk(2, -1)
+        # the fastest kernels take as many queries as keys: the keys of others get some that nobody asks for
+        extra = k.shape[1] - q.shape[1]
+        q = F.pad(q, (0, 0, 0, 0, extra, 0))
+        return kernels.window_attention(q, k.contiguous(), v.contiguous(), window_size=self.window_size)[:, extra:]
 
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v: Tensor, seen: Tensor

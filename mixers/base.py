@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import kernels
 from kernels.documents import places
 
+from . import sequence
 from .features import FeaturePath, Features
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class TokenMixer(nn.Module):
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
     constant_state: ClassVar[bool] = True  # False: the state grows with the sequence
+    sequence_parallel: ClassVar[bool] = False  # True: `forward` may be given a stretch of a sequence, see `sequence`
 
     def forward(self, x: Tensor, state: State = None, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
         """Mix, and continue `state` if one is given.
@@ -135,6 +137,7 @@ class LinearMixer(TokenMixer):
         v: Features of the values.
     """
 
+    sequence_parallel: ClassVar[bool] = True
     recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(kernels.linear_recurrence)
     scale: ClassVar[float | None] = None  # None: (size of the key that reaches the recurrence)^-½
     decay_per_channel: ClassVar[bool] = False
@@ -189,7 +192,8 @@ class LinearMixer(TokenMixer):
     ) -> tuple[Tensor, LinearState | None]:
         s, histories, position = self._featurise(self.project(x), x, state, cu_seqlens)
         s = self.gates(s)
-        o, matrix = self.recurrence(
+        o, matrix = sequence.recurrence(
+            self.recurrence,
             s.q,
             s.k,
             s.v,
@@ -294,6 +298,8 @@ def positions(x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None) -> tu
         start = torch.zeros_like(counts) if offset is None else offset
         return (place + start[owner])[None], start + counts
     time = torch.arange(length, device=x.device)
+    if offset is None and (stretch := sequence.current()):
+        offset = time.new_tensor([stretch.rank * length])
     if offset is None:
         return time[None], torch.full((x.shape[0],), length, device=x.device)
     return offset[:, None] + time, offset + length

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import kernels
 from kernels import ACTIVATIONS, NORMS
 
+from . import sequence
+
 Activation = Literal["identity", "silu", "relu", "elu1"]
 
 
@@ -79,6 +81,9 @@ class FeaturePath(nn.Module):
         self, x: Tensor, history: Tensor | None, positions: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """x [B,T,heads,size] → [B,T,heads,out_size], and the continued history if one was given."""
+        continues = history is not None
+        if self.spec.conv > 1 and (stretch := sequence.current(history, cu_seqlens)):
+            history = stretch.history(x.flatten(2), self.spec.conv - 1)
         y, history = kernels.features(
             x,
             self.weight,
@@ -86,7 +91,7 @@ class FeaturePath(nn.Module):
             activation=self.spec.activation,
             norm=self.spec.norm,
             history=history,
-            return_history=history is not None,
+            return_history=continues,
             cu_seqlens=cu_seqlens,
         )
         return y if self.map is None else self.map(y, positions).to(y.dtype), history

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import kernels
 
+from . import sequence
 from .base import Site, TokenMixer, dense_flops
 from .hgrn2 import LowerBounds, adopt_lower_bounds, build_lower_bounds
 from .norm import GatedRMSNorm
@@ -31,6 +32,8 @@ class HGRN1(TokenMixer):
         lower_bounds: Lower bounds of the forget gates, shared by all layers; null for none.
     """
 
+    sequence_parallel = True
+
     def __init__(self, site: Site, *, lower_bounds: Callable[[int, int], LowerBounds] | None = LowerBounds):
         super().__init__()
         self.site, width = site, site.hidden_size
@@ -50,7 +53,7 @@ class HGRN1(TokenMixer):
         else:
             log_decay = self.lower_bounds.log_forget(f, self.site.layer)
         added = -torch.expm1(log_decay) * F.silu(i)
-        h, last = kernels.selective_scan(
+        h, last = sequence.selective_scan(
             added,
             log_decay,
             initial_state=None if state is None else state.h,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import kernels
 
+from . import sequence
 from .base import Site, TokenMixer, dense_flops
 from .features import FeaturePath, Features
 from .projection import Projection
@@ -38,6 +39,7 @@ class Mamba1(TokenMixer):
     """
 
     no_weight_decay = ("A_log", "D")
+    sequence_parallel = True
 
     def __init__(self, site: Site, *, expand: int = 2, state_dim: int = 16, conv: int = 4, dt_rank: int | None = None):
         super().__init__()
@@ -70,7 +72,7 @@ class Mamba1(TokenMixer):
         u = features.squeeze(-1)
         dt, b, c = self.x_proj(u)
         dt = F.softplus(kernels.at_least_fp32(self.dt_proj(dt)) + kernels.at_least_fp32(self.dt_bias))
-        y, h = kernels.selective_scan(
+        y, h = sequence.selective_scan(
             dt * u,
             -dt,
             kernels.at_least_fp32(self.A_log).exp(),

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-import kernels
-
+from . import sequence
 from .base import Site, TokenMixer
 
 
@@ -27,6 +26,8 @@ class TPE(TokenMixer):
         size: e; hidden_size / num_heads by default.
     """
 
+    sequence_parallel = True
+
     def __init__(self, site: Site, *, size: int | None = None):
         super().__init__()
         self.size = size or site.heads()[1]
@@ -44,7 +45,7 @@ class TPE(TokenMixer):
         # rates 1/τ_e with τ_e from 1/16 (no memory) to 8192 tokens
         step = torch.linspace(-4, 13, self.size, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
         rate = (2**-step).expand(x.shape[2], -1)
-        y, h = kernels.selective_scan(
+        y, h = sequence.selective_scan(
             x,
             torch.full_like(x, -1.0),
             rate,

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -152,6 +153,33 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((flops for model, flops in PEAK_FLOPS.items() if model in name), None)
+
+
+class PeakMemory(Callback):
+    """Logs `peak_memory_gib`: the most memory that the run has needed so far, of its first process.
+
+    On a GPU that is what PyTorch had allocated there, on a CPU what the process had resident (not on Windows).
+    """
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log it."""
+        every = trainer.log_every_n_steps
+        if every and trainer.global_step % every == 0 and (peak := peak_memory(pl_module.device)) is not None:
+            self.log("peak_memory_gib", peak / 2**30)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes that this process has had on a device at a time; None where nobody counts them."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu" or sys.platform == "win32":
+        return None
+    import resource  # not there on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 class Samples(Callback):

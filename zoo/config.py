@@ -29,7 +29,9 @@ from .explain import explain
 from .guard import LossGuard
 from .model import LanguageModel
 from .optim import Optimisation
+from .profile import Profile
 from .saving import Checkpoints
+from .state_norms import StateNorms
 from .watchdog import Watchdog
 
 CLASSES = {
@@ -41,8 +43,10 @@ CLASSES = {
     "loss_curve": LossCurve,
     "guard": LossGuard,
     "watchdog": Watchdog,
+    "state_norms": StateNorms,
+    "profile": Profile,
 }
-KEYS = ("seed_everything", "compile", "activation_checkpointing", "data", *CLASSES)
+KEYS = ("seed_everything", "compile", "activation_checkpointing", "sequence_parallel", "data", *CLASSES)
 
 _PACKAGE = Path(__file__).parent
 # beside the package in a checkout, inside it in a wheel
@@ -122,6 +126,12 @@ def add_arguments(parser: LightningArgumentParser) -> None:
         type=int | None,
         help="Compute every so-manieth block again in the backward pass, to save memory; 1: each of them.",
     )
+    parser.add_argument(
+        "--sequence_parallel",
+        type=int,
+        default=1,
+        help="So many neighbouring processes share each sequence, a stretch each; needs trainer.strategy=ddp.",
+    )
     parser.add_class_arguments(LanguageModel, "model", fail_untyped=False)
     parser.add_class_arguments(Optimisation, "optim")
     parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=True)
@@ -131,6 +141,8 @@ def add_arguments(parser: LightningArgumentParser) -> None:
     parser.add_lightning_class_args(LossCurve, "loss_curve")
     parser.add_lightning_class_args(LossGuard, "guard")
     parser.add_lightning_class_args(Watchdog, "watchdog")
+    parser.add_lightning_class_args(StateNorms, "state_norms")
+    parser.add_lightning_class_args(Profile, "profile")
     parser.set_defaults(
         {
             "data": {"class_path": f"{TextData.__module__}.{TextData.__qualname__}"},

@@ -1,10 +1,13 @@
-"""How the loss goes: `metrics.jsonl` and `loss.png` in the run's folder."""
+"""How the loss goes: `metrics.jsonl`, `metrics.csv` and `loss.png` in the run's folder."""
 
+import csv
 import functools
+import io
 import json
 import math
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,8 @@ from zoo.atomic import atomic_write
 class MetricsFile(Logger):
     """Appends each row of metrics to `metrics.jsonl`, at once; `step` is the index of the last finished step.
 
-    A continued run appends. (Lightning's CSVLogger deletes the file of the run that is continued.)
+    A continued run appends. (Lightning's CSVLogger deletes the file of the run that is continued.) `metrics.csv`, the
+    same with a column for each metric, is made of it after each validation and at the end.
 
     Args:
         folder: The run's folder.
@@ -63,6 +67,24 @@ class MetricsFile(Logger):
             if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
                 row = "\n" + row  # a killed process left half a row
             file.write(f"{row}\n".encode())
+        if "val_loss" in metrics:
+            self._write_csv()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Bring the CSV up to date, whatever ended the run."""
+        if self.path.is_file():
+            self._write_csv()
+
+    def _write_csv(self) -> None:
+        rows = read_metrics(self.path)
+        columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        with suppress(OSError), atomic_write(self.path.with_suffix(".csv")) as file:  # the other file has it all
+            file.write(text.getvalue().encode())
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -5,11 +5,16 @@ from typing import Any, Protocol
 
 import lightning as L
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, nn
 
 from kernels.errors import UserError
+from mixers import TokenMixer, sequence
 from zoo.checkpoint import FORMAT, KEY, check_format, check_weights, load_weights
 from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.resumable import ResumableData
 from zoo.metrics import ContextLoss, TaskAccuracy, token_losses, total_loss
 from zoo.optim import Optimisation, build_optimizer, build_schedule
 
@@ -63,6 +68,10 @@ class Pretraining(L.LightningModule):
         context_length: Positions over which the loss is divided into eight buckets; None takes the length of the
             first batch that is evaluated.
         tasks: Names of the data loaders of an evaluation, whose accuracy is logged one by one; empty for one loader.
+        sequence_parallel: So many neighbouring processes share each sequence.
+
+    Raises:
+        UserError: `sequence_parallel` is below 1.
     """
 
     def __init__(
@@ -73,8 +82,11 @@ class Pretraining(L.LightningModule):
         config: dict[str, Any] | None = None,
         context_length: int | None = None,
         tasks: Sequence[str] = (),
+        sequence_parallel: int = 1,
     ) -> None:
         super().__init__()
+        if sequence_parallel < 1:
+            raise UserError(f"sequence_parallel is {sequence_parallel}; it must be at least 1, for whole sequences.")
         self.model = model
         self.optim = optim
         self.tokenizer = tokenizer
@@ -85,11 +97,37 @@ class Pretraining(L.LightningModule):
         self.context_loss = ContextLoss(context_length)
         self.tasks = list(tasks)
         self.accuracy = TaskAccuracy(len(self.tasks) or 1)
+        self.sequence_parallel = sequence_parallel
+        self._stretch: sequence.Stretch | None = None  # of this process; None for whole sequences
 
     def setup(self, stage: str) -> None:
-        """Load the given initial weights, before any strategy shards or copies the parameters."""
+        """Divide the sequences, and load the given initial weights, before any strategy shards or copies parameters.
+
+        Raises:
+            UserError: The sequences cannot be divided, or the weights do not fit.
+        """
+        if self.sequence_parallel > 1 and self._stretch is None:
+            self._check_sequence_parallel(stage)
+            group, _ = dist.new_subgroups(self.sequence_parallel)
+            self._stretch = sequence.Stretch(group)
         if stage == "fit" and self.optim.initial_weights is not None:
             load_weights(self.model, self.optim.initial_weights)
+
+    def _check_sequence_parallel(self, stage: str) -> None:
+        number, trainer = self.sequence_parallel, self.trainer
+        if stage == "predict":
+            raise UserError("sequence_parallel: predict reads whole sequences; call it with --sequence_parallel=1.")
+        replicated = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
+        if not replicated or trainer.world_size % number:
+            raise UserError(
+                f"sequence_parallel is {number}; it needs trainer.strategy=ddp and a multiple of {number} processes, "
+                f"not {trainer.world_size} with {type(trainer.strategy).__name__}."
+            )
+        if not isinstance(getattr(trainer, "datamodule", None), ResumableData):
+            raise UserError("sequence_parallel: the data must be a ResumableData, whose neighbours get the same rows.")
+        for module in self.model.modules():
+            if isinstance(module, TokenMixer) and not module.sequence_parallel:
+                raise UserError(f"sequence_parallel: {type(module).__name__} works on whole sequences only.")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As PyTorch does; a checkpoint of another model is told in one sentence."""
@@ -103,13 +141,29 @@ class Pretraining(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss over the labelled tokens of the batch, in nats."""
-        loss = total_loss(self.model, batch.tokens, batch.labels, batch.cu_seqlens)
-        loss = loss / (batch.labels != NO_LOSS).sum().clamp(min=1)
+        batch = self._own(batch)
+        with sequence.over(self._stretch):
+            total = total_loss(self.model, batch.tokens, batch.labels, batch.cu_seqlens)
+        count = (batch.labels != NO_LOSS).sum()
+        loss = total / count.clamp(min=1) if self._stretch is None else self._stretch.mean(total, count)
         self.tokens_seen += batch.tokens.numel() * self.trainer.world_size
         self.log("train_loss", loss, prog_bar=True)
         self.log("tokens", float(self.tokens_seen))
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients; layers that are computed again see the same stretch."""
+        with sequence.over(self._stretch):
+            super().backward(loss, *args, **kwargs)
+
+    def _own(self, batch: Batch) -> Batch:
+        """The part of a batch that this process computes."""
+        if self._stretch is None:
+            return batch
+        with sequence.over(self._stretch):
+            sequence.current(None, batch.cu_seqlens)  # refuses packed documents
+        return Batch(self._stretch.take(batch.tokens), self._stretch.take(batch.labels), None)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the validation loss."""
@@ -145,9 +199,16 @@ class Pretraining(L.LightningModule):
         self.accuracy.reset()
 
     def _evaluate(self, batch: Batch, loader: int) -> None:
-        logits = self(batch.tokens, batch.cu_seqlens)
-        self.context_loss.update(token_losses(logits, batch.labels), batch.labels, batch.cu_seqlens)
-        self.accuracy.update(logits, batch.labels, loader if self.tasks else 0)
+        batch = self._own(batch)
+        with sequence.over(self._stretch):
+            logits = self(batch.tokens, batch.cu_seqlens)
+        losses, labels = token_losses(logits, batch.labels), batch.labels
+        self.accuracy.update(logits, labels, loader if self.tasks else 0)
+        if self._stretch is not None:  # at its place among tokens without labels, as positions are counted
+            length, rank, number = labels.shape[1], self._stretch.rank, self._stretch.count
+            around = (rank * length, (number - 1 - rank) * length)
+            losses, labels = F.pad(losses, around), F.pad(labels, around, value=NO_LOSS)
+        self.context_loss.update(losses, labels, batch.cu_seqlens)
 
     def _log_evaluation(self, prefix: str) -> None:
         losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()

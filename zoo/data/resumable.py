@@ -66,17 +66,24 @@ class ResumableData(L.LightningDataModule):
         return loader
 
     def ranks(self) -> tuple[int, int]:
-        """The rank of this process and the number of processes, which divides the batch."""
+        """The share of this process and the number of shares, which divides the batch.
+
+        Each process has its own share, unless neighbours share sequences (`sequence_parallel`).
+        """
+        sharing = 1
         if self.trainer is not None:
             rank, world_size = self.trainer.global_rank, self.trainer.world_size
+            sharing = getattr(self.trainer.lightning_module, "sequence_parallel", 1)
         elif torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         else:
             rank, world_size = 0, 1
+        rank, world_size = rank // sharing, world_size // sharing
         if self.batch_size % world_size:
             raise UserError(
                 f"data.batch_size is {self.batch_size}; it counts the sequences of all devices together, "
-                f"so it must be a multiple of their number, {world_size}."
+                f"so it must be a multiple of their number, {world_size}"
+                f"{'.' if sharing == 1 else f' groups of {sharing}.'}"
             )
         return rank, world_size
 

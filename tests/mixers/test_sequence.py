@@ -1,0 +1,174 @@
+"""Several processes, each with a stretch of every sequence, compute what one computes with all of it."""
+
+import json
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import kernels
+import mixers
+from mixers import sequence
+
+SITE = mixers.Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
+LENGTH = 24
+LONG_CONV = mixers.Features(8, activation="silu", norm="l2")  # reaches over a whole stretch of 6 tokens
+GDN = mixers.GatedDeltaNet
+CASES: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
+    **{name: partial(mixers.get(name), **mixers.entry(name).tiny) for name in mixers.names()},
+    "TPE": mixers.TPE,
+    "window over several stretches": partial(mixers.SlidingWindowAttention, window_size=10, num_kv_heads=1),
+    "convolution over several stretches": partial(GDN, qk=LONG_CONV),
+    "subheads": partial(mixers.Expanded, mixer=GDN, factor=2),
+    "wide keys": partial(mixers.Expanded, mixer=mixers.GLA, factor=2, subheads=False),
+    "matrices in two calls": GDN,
+    "matrices of a diagonal recurrence": mixers.GLA,
+}
+
+
+def compared(case: str, stretch: sequence.Stretch, patch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Largest difference to one process, by what differs: the own outputs, and gradients."""
+    torch.manual_seed(0)
+    mixer = CASES[case](SITE).double()
+    x, dy = torch.randn(2, 2, LENGTH, SITE.hidden_size, dtype=torch.float64)
+    named = {"x": x.requires_grad_(), **dict(mixer.named_parameters())}
+    y, _ = mixer(x)
+    gradients = torch.autograd.grad(y, list(named.values()), dy)
+    if case == "matrices in two calls":
+        patch.setattr(sequence, "MOST_COLUMNS", 0)
+    if case == "matrices of a diagonal recurrence":
+        patch.setattr(type(mixer), "recurrence", staticmethod(lambda *a, **b: kernels.linear_recurrence(*a, **b)))
+    with sequence.over(stretch):
+        own, _ = mixer(stretch.take(x))
+        parts = torch.autograd.grad(own, list(named.values()), stretch.take(dy))
+    for part in parts:
+        dist.all_reduce(part)
+    together = zip(named, parts, gradients, strict=True)
+    return {"y": float((own.detach() - stretch.take(y).detach()).abs().max())} | {
+        name: float((part - whole).abs().max()) for name, part, whole in together
+    }
+
+
+def trained(rank: int, count: int) -> dict[str, float]:
+    """The same of the loss of pairs of processes, each with a batch of its own and other numbers of labels."""
+    group, _ = dist.new_subgroups(2)
+    stretch = sequence.Stretch(group)
+    torch.manual_seed(0)
+    mixer = mixers.GLA(SITE).double()
+    batches = torch.randn(count // 2, 2, LENGTH, SITE.hidden_size, dtype=torch.float64)
+    labelled = torch.rand(count // 2, 2, LENGTH) > 0.4
+    pairs = zip(batches, labelled, strict=True)
+    means = [(mixer(x)[0].square().mean(-1) * here).sum() / here.sum() for x, here in pairs]
+    expected = torch.autograd.grad(sum(means) / len(means), list(mixer.parameters()))
+    with sequence.over(stretch):
+        x, here = stretch.take(batches[rank // 2]), stretch.take(labelled[rank // 2])
+        loss = stretch.mean((mixer(x)[0].square().mean(-1) * here).sum(), here.sum())
+    gradients = torch.autograd.grad(loss, list(mixer.parameters()))
+    errors = {"loss": abs(loss.item() - means[rank // 2].item())}
+    for number, (own, whole) in enumerate(zip(gradients, expected, strict=True)):
+        dist.all_reduce(own)
+        errors[f"gradient {number}"] = float((own / count - whole).abs().max())
+    return errors
+
+
+def work(rank: int, count: int, folder: str) -> None:
+    """One process: writes what it found."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
+    found = {}
+    for case in CASES:
+        with pytest.MonkeyPatch.context() as patch:
+            found[case] = compared(case, sequence.Stretch(), patch)
+    found["training"] = trained(rank, count)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda count: f"{count} processes")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """What each process found."""
+    folder, count = tmp_path_factory.mktemp("group"), request.param
+    mp.get_context("forkserver").set_forkserver_preload(["mixers"])  # imported once for all of them
+    mp.start_processes(work, (count, str(folder)), nprocs=count, start_method="forkserver")
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+@pytest.mark.parametrize("case", [*CASES, "training"])
+def test_stretches_are_the_whole(found: list[dict], case: str) -> None:
+    for rank, errors in enumerate(found):
+        for name, error in errors[case].items():
+            assert error < 1e-9, f"{name} in process {rank}"
+
+
+LARGE = mixers.Site(hidden_size=512, num_heads=4, layer=1, num_layers=3)
+# keys of 128 with values of 128, whose matrices take as many columns as the kernels hold, and with values of 256
+ON_GPUS: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
+    "Gated DeltaNet, 256 columns": partial(GDN, head_dim=128),
+    "Gated DeltaNet, two calls": partial(GDN, head_dim=128, value_dim=256),
+    "subheads": partial(mixers.Expanded, mixer=GDN, factor=4),
+    **{name: mixers.get(name) for name in ("Mamba2", "GLA", "Mamba1", "CosFormer2", "SoftmaxAttention")},
+    "window": partial(mixers.SlidingWindowAttention, window_size=256),
+}
+
+
+def work_on_gpu(rank: int, folder: str) -> None:
+    """One process of two: writes the relative differences to one GPU, in bf16 as a run computes."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+    found = {}
+    for case, build in ON_GPUS.items():
+        torch.manual_seed(0)
+        mixer = build(LARGE).to(device)
+        x, dy = (0.5 * torch.randn(2, 2, 4096, LARGE.hidden_size)).to(device)
+        named, stretch = dict(mixer.named_parameters()), sequence.Stretch()
+        with torch.autocast("cuda", torch.bfloat16):
+            y, _ = mixer(x)
+            with sequence.over(stretch):
+                own, _ = mixer(stretch.take(x))
+        gradients = torch.autograd.grad(y, list(named.values()), dy.to(y.dtype))
+        parts = torch.autograd.grad(own, list(named.values()), stretch.take(dy).to(y.dtype))
+        for part in parts:
+            dist.all_reduce(part)
+        pairs = {"y": (own, stretch.take(y)), **dict(zip(named, zip(parts, gradients, strict=True), strict=True))}
+        found[case] = {name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+def test_two_gpus_are_one(tmp_path: Path) -> None:
+    mp.start_processes(work_on_gpu, (str(tmp_path),), nprocs=2, start_method="spawn")
+    for rank in range(2):
+        for case, errors in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            for name, error in errors.items():
+                assert error < 3e-2, f"{name} of {case} in process {rank}"
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[sequence.Stretch]:
+    """The stretch of a group of one process."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield sequence.Stretch()
+    dist.destroy_process_group()
+
+
+def test_what_cannot_be_shared(alone: sequence.Stretch) -> None:
+    x, mixer = torch.randn(1, 4, SITE.hidden_size), mixers.GLA(SITE)
+    with sequence.over(alone):
+        with pytest.raises(mixers.UserError, match="packed documents cannot be shared"):
+            mixer(x, cu_seqlens=torch.tensor([0, 2, 4]))
+        with pytest.raises(mixers.UserError, match="a state can be continued by one process only"):
+            mixer(x, mixer.init_state(1))
+    mixer(x, mixer.init_state(1))  # outside it can
+    alone.count = 3
+    with pytest.raises(mixers.UserError, match="3 processes cannot share 4 tokens equally"):
+        alone.take(x)
