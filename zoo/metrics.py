@@ -140,3 +140,31 @@ class TaskAccuracy(Metric):
     def compute(self) -> tuple[Tensor, Tensor]:
         """The accuracy of all labels, and by task [tasks], over all processes; nan where there was no label."""
         return self.correct.sum() / self.count.sum(), self.correct / self.count
+
+
+class TaskLoss(Metric):
+    """The mean loss of each task in nats per token.
+
+    Args:
+        tasks: How many.
+    """
+
+    full_state_update = False
+
+    def __init__(self, tasks: int = 1) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(tasks), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(tasks, dtype=torch.int64), dist_reduce_fx="sum")
+
+    total: Tensor
+    count: Tensor
+
+    def update(self, losses: Tensor, labels: Tensor, task: int = 0) -> None:
+        """Add a batch of a task: `losses` [B, T] of `token_losses`, and its `labels` [B, T]."""
+        counted = labels != NO_LOSS
+        self.total[task] += (losses.float() * counted).sum()
+        self.count[task] += counted.sum()
+
+    def compute(self) -> Tensor:
+        """The losses by task [tasks], over all processes; nan where there was no label."""
+        return self.total / self.count

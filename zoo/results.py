@@ -34,6 +34,7 @@ COLUMNS = (
     "val_loss",
     "val_perplexity",
     "val_loss_by_position",
+    "val_loss_by_task",
     "val_accuracy",
     "val_accuracy_by_task",
     "val_loss_same_batches",
@@ -136,6 +137,7 @@ class ResultRow(Callback):
             "val_loss": metrics.get("val_loss"),
             "val_perplexity": metrics.get("val_perplexity"),
             "val_loss_by_position": [finite(loss) for loss in pl_module.loss_by_position],
+            "val_loss_by_task": {name: finite(metrics.get(f"val_loss_{name}")) for name in pl_module.tasks},
             "val_accuracy": metrics.get("val_accuracy"),
             "val_accuracy_by_task": {name: finite(metrics.get(f"val_accuracy_{name}")) for name in pl_module.tasks},
             "val_loss_same_batches": mixers.get("val_loss_same_batches"),
@@ -172,9 +174,12 @@ def result_table(row: Mapping[str, Any]) -> Table:
     for name, value in lines.items():
         if value is not None:
             table.add_row(name, f"{value:.3f}")
+    for name, value in (row.get("val_loss_by_task") or {}).items():
+        if value is not None:
+            table.add_row(f"validation, {name.replace('_', ' ')}", f"{value:.3f}")
     if by_task := row.get("val_accuracy_by_task"):
         table.add_section()
-        for name, value in {"all questions": row["val_accuracy"], **by_task}.items():
+        for name, value in {"all together": row["val_accuracy"], **by_task}.items():
             if value is not None:
                 table.add_row(f"accuracy, {name.replace('_', ' ')}", f"{value:.1%}")
     return table

@@ -15,7 +15,7 @@ from mixers import TokenMixer, sequence
 from zoo.checkpoint import FORMAT, KEY, check_format, check_weights, load_weights
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.resumable import ResumableData
-from zoo.metrics import ContextLoss, TaskAccuracy, token_losses, total_loss
+from zoo.metrics import ContextLoss, TaskAccuracy, TaskLoss, token_losses, total_loss
 from zoo.optim import Optimisation, build_optimizer, build_schedule
 
 
@@ -67,7 +67,8 @@ class Pretraining(L.LightningModule):
         config: The resolved config as plain containers; travels in the checkpoint, so that it can be built again.
         context_length: Positions over which the loss is divided into eight buckets; None takes the length of the
             first batch that is evaluated.
-        tasks: Names of the data loaders of an evaluation, whose accuracy is logged one by one; empty for one loader.
+        tasks: Names of the data loaders of an evaluation, whose loss and accuracy are logged one by one; empty for
+            one loader.
         sequence_parallel: So many neighbouring processes share each sequence.
 
     Raises:
@@ -97,6 +98,7 @@ class Pretraining(L.LightningModule):
         self.context_loss = ContextLoss(context_length)
         self.tasks = list(tasks)
         self.accuracy = TaskAccuracy(len(self.tasks) or 1)
+        self.task_loss = TaskLoss(len(self.tasks) or 1)
         self.sequence_parallel = sequence_parallel
         self._stretch: sequence.Stretch | None = None  # of this process; None for whole sequences
 
@@ -187,23 +189,26 @@ class Pretraining(L.LightningModule):
         self._forget()
 
     def on_validation_epoch_end(self) -> None:
-        """Log the validation loss, its perplexity, the loss by position, and the accuracy by task."""
+        """Log the validation loss, its perplexity, the loss by position, and loss and accuracy by task."""
         self._log_evaluation("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the test loss, its perplexity, the loss by position, and the accuracy by task."""
+        """Log the test loss, its perplexity, the loss by position, and loss and accuracy by task."""
         self._log_evaluation("test")
 
     def _forget(self) -> None:
         self.context_loss.reset()
         self.accuracy.reset()
+        self.task_loss.reset()
 
     def _evaluate(self, batch: Batch, loader: int) -> None:
         batch = self._own(batch)
         with sequence.over(self._stretch):
             logits = self(batch.tokens, batch.cu_seqlens)
         losses, labels = token_losses(logits, batch.labels), batch.labels
-        self.accuracy.update(logits, labels, loader if self.tasks else 0)
+        task = loader if self.tasks else 0
+        self.accuracy.update(logits, labels, task)
+        self.task_loss.update(losses, labels, task)
         if self._stretch is not None:  # at its place among tokens without labels, as positions are counted
             length, rank, number = labels.shape[1], self._stretch.rank, self._stretch.count
             around = (rank * length, (number - 1 - rank) * length)
@@ -212,6 +217,7 @@ class Pretraining(L.LightningModule):
 
     def _log_evaluation(self, prefix: str) -> None:
         losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
+        loss_by_task = self.task_loss.compute()
         self._forget()
         self.loss_by_position = losses.by_position.tolist()
         self.log(f"{prefix}_loss", losses.loss, prog_bar=True)
@@ -219,7 +225,9 @@ class Pretraining(L.LightningModule):
         for number, loss in enumerate(losses.by_position, start=1):
             self.log(f"{prefix}_loss_position_{number}", loss)
         self.log(f"{prefix}_accuracy", accuracy, prog_bar=bool(self.tasks))
-        for name, value in zip(self.tasks, by_task.view(-1), strict=False):  # torchmetrics squeezes a single one
+        # torchmetrics squeezes a single one
+        for name, loss, value in zip(self.tasks, loss_by_task.view(-1), by_task.view(-1), strict=False):
+            self.log(f"{prefix}_loss_{name}", loss)
             self.log(f"{prefix}_accuracy_{name}", value)
         self.log("tokens", float(self.tokens_seen))
 
@@ -265,4 +273,16 @@ class Pretraining(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse what this project did not write, and count on."""
         check_format(checkpoint)
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            self._check_data(checkpoint[KEY].get("config"))
         self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)
+
+    def _check_data(self, config: dict[str, Any] | None) -> None:
+        """Refuse to go on with a data module of another class: Lightning would start it anew without a word."""
+        paths = ((each or {}).get("data", {}).get("class_path", "") for each in (self.config, config))
+        own, before = (path.rpartition(".")[2] for path in paths)  # as Lightning looks for it
+        if own and before and own != before:
+            raise UserError(
+                f"data is {own}, but the checkpoint was trained with {before}; "
+                "resume with the checkpoint's data settings, or start a new run."
+            )

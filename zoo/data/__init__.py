@@ -1,9 +1,11 @@
-"""The data of a run: text (corpus → tokenizer → shards → windows → loaders) as `TextData`, and made-up `MQAR`."""
+"""The data of a run: text (corpus → tokenizer → shards → windows → loaders) as `TextData`, from several sources as
+`MixedText`, and made-up `MQAR`."""
 
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.bigram import interpolated_bigram_loss
 from zoo.data.corpus import Corpus
 from zoo.data.loader import TrainLoader, ValidationLoader
+from zoo.data.mixture import MixedText, Source
 from zoo.data.module import TextData
 from zoo.data.mqar import MQAR
 from zoo.data.packing import Windows
@@ -16,8 +18,10 @@ __all__ = [
     "NO_LOSS",
     "Batch",
     "Corpus",
+    "MixedText",
     "RecallTask",
     "Shards",
+    "Source",
     "TextData",
     "Tokenizer",
     "TrainLoader",

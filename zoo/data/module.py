@@ -1,26 +1,24 @@
-"""The data of a run: what `data:` means in a config."""
+"""Text as the data of a run: what `data:` means in a config unless it names another class."""
 
-from pathlib import Path
 from typing import Any
 
-from kernels.errors import UserError
 from zoo.data.bigram import interpolated_bigram_loss
 from zoo.data.corpus import Corpus
 from zoo.data.loader import ValidationLoader
 from zoo.data.packing import Packing, Windows
-from zoo.data.resumable import ResumableData, check_least
-from zoo.data.shards import Shards, prepare
-from zoo.data.tokenizer import Tokenizer, train_tokenizer
+from zoo.data.resumable import check_least
+from zoo.data.text import TokenisedText
 
 
-class TextData(ResumableData):
+class TextData(TokenisedText):
     """Text, tokenised once and cached, as batches that can be resumed at any step with any number of devices.
 
     The order is a function of the seed and of one integer, the number of samples seen; checkpoints hold that integer.
 
     Args:
         path: A `.txt` (one document), `.jsonl` or `.parquet` file (one document a row), a folder that is searched
-            for these, or a list of all of that. Null: the embedded corpus, Python's own library and documentation.
+            for these, or a list of all of that; each a path or a URL that fsspec knows, such as `s3://bucket/texts/`.
+            Null: the embedded corpus, Python's own library and documentation.
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the corpus.
         vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
         sequence_length: Tokens in a sequence.
@@ -32,6 +30,8 @@ class TextData(ResumableData):
         max_characters: Where the embedded corpus ends; null: all of it. Files of your own are never cut.
         num_workers: Processes that read batches ahead, on each device; 0: none.
         preprocessing_workers: Processes that tokenise. Null: one per CPU.
+        verify: Whether all shards are compared with their checksums before training, a second for each GB. Null: if a
+            split has less than 1 GB. Sizes are always compared.
         seed: Of the order of the training sequences.
 
     Raises:
@@ -53,52 +53,42 @@ class TextData(ResumableData):
         max_characters: int | None = 5_000_000,
         num_workers: int = 0,
         preprocessing_workers: int | None = None,
+        verify: bool | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed)
-        check_least(
-            sequence_length=(sequence_length, 1),
-            preprocessing_workers=(preprocessing_workers, 1),
-            max_characters=(max_characters, 1),
+        super().__init__(
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            sequence_length=sequence_length,
+            batch_size=batch_size,
+            packing=packing,
+            validation_fraction=validation_fraction,
+            num_workers=num_workers,
+            preprocessing_workers=preprocessing_workers,
+            verify=verify,
+            seed=seed,
         )
-        if not 0 < validation_fraction < 1:
-            raise UserError(f"data.validation_fraction is {validation_fraction}; it must lie between 0 and 1.")
-        if packing not in ("windows", "documents"):
-            raise UserError(f"data.packing is {packing!r}; it must be 'windows' or 'documents'.")
+        check_least(max_characters=(max_characters, 1))
         self.corpus = Corpus(path, text_field, max_characters)
-        self.vocab_size, self.sequence_length = vocab_size, sequence_length
-        self.packing: Packing = packing
-        self.validation_fraction, self.preprocessing_workers = validation_fraction, preprocessing_workers
-        self._tokenizer_path = tokenizer
-        self._tokenizer: Tokenizer | None = None
         self._train: Windows | None = None
         self._validation: Windows | None = None
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer, loaded or trained at the first call; needs no `setup`."""
-        if self._tokenizer is None:
-            if self._tokenizer_path is None:
-                self._tokenizer = train_tokenizer(self.corpus, self.vocab_size)
-            else:
-                self._tokenizer = Tokenizer.from_file(self._tokenizer_path)
-        return self._tokenizer
+    @property
+    def corpora(self) -> list[Corpus]:
+        """The corpus alone."""
+        return [self.corpus]
 
-    def prepare_data(self) -> None:
-        """Tokenise into the cache (once per machine)."""
-        self._prepare()
-
-    def _prepare(self) -> Path:
-        return prepare(self.corpus, self.get_tokenizer(), self.validation_fraction, self.preprocessing_workers)
+    @property
+    def training_text(self) -> Corpus:
+        """The corpus."""
+        return self.corpus
 
     def setup(self, stage: str | None = None) -> None:
         """Open and check the shards; training starts at the first sample unless a checkpoint says otherwise."""
         super().setup(stage)
         if self._validation is not None:
             return
-        folder = self._prepare()
-        train, validation = Shards(folder, "train"), Shards(folder, "validation")
-        self._train = Windows(train, self.sequence_length, self.packing)
-        self._validation = Windows(validation, self.sequence_length, self.packing)
+        self._train, self._validation = self.windows(self.corpus)
 
     @property
     def train(self) -> Windows:

@@ -24,6 +24,7 @@ class SplitByContent:
             smallest, largest = min(smallest, number), max(largest, number)
             self.characters += len(text)
             self.digest.update(number.to_bytes(8))
+        self._corpus = corpus
         self.single = smallest == largest  # one document, or copies of it
         self._fraction = fraction
         # Below the threshold is validation: at least the smallest hash, never the largest.
@@ -37,7 +38,7 @@ class SplitByContent:
             yield ("validation" if content_hash(text) < self._threshold else "train"), text
             return
         if len(text) < 2:
-            raise UserError("the corpus is a single character; at least two are needed to train and to validate.")
+            raise UserError(f"{self._corpus} is a single character; at least two are needed to train and to validate.")
         cut = min(max(round(len(text) * (1 - self._fraction)), 1), len(text) - 1)
         line = text.rfind("\n", 0, cut) + 1  # a whole line is nicer, if one ends not far away
         cut = line if line > cut - 1000 and line > 0 else cut

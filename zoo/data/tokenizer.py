@@ -3,15 +3,15 @@
 import hashlib
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from kernels.errors import UserError
 from zoo.data.cache import build_once, cache_folder
-from zoo.data.corpus import Corpus
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,18 @@ SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
 TRAINING_CHARACTERS = 200_000_000
 TRAINING_PIECE = 20_000
 _FORMAT = 1
+
+
+class Documents(Protocol):
+    """What a tokenizer is trained on."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the documents, the same each time."""
+        ...
+
+    def signature(self) -> str:
+        """A hash that changes when a document does."""
+        ...
 
 
 class Tokenizer:
@@ -97,7 +109,7 @@ class Tokenizer:
         self.__init__(tokenizers.Tokenizer.from_str(state))  # type: ignore[misc]
 
 
-def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
+def train_tokenizer(corpus: Documents, vocab_size: int) -> Tokenizer:
     """Train byte-level BPE on a corpus, or take it from the cache. The same text gives the same tokenizer.
 
     A small corpus may hold too few different pairs for `vocab_size` tokens: then there are fewer, and a log line.
@@ -114,7 +126,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:
     return Tokenizer.from_file(build_once(folder, lambda new: _train(corpus, vocab_size).save(new)))
 
 
-def _train(corpus: Corpus, vocab_size: int) -> Tokenizer:
+def _train(corpus: Documents, vocab_size: int) -> Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -131,15 +143,23 @@ def _train(corpus: Corpus, vocab_size: int) -> Tokenizer:
     return trained
 
 
-def _head(corpus: Corpus) -> Iterable[str]:
+def _head(corpus: Documents) -> Iterator[str]:
     left = TRAINING_CHARACTERS
     for text in corpus:
-        start = 0
-        while start < len(text):  # the library keeps hundreds of texts in memory at once, at 100 bytes a character
-            end = text.find("\n", start + TRAINING_PIECE) + 1 or len(text)
-            yield text[start:end]
-            start = end
+        yield from training_pieces(text)
         left -= len(text)
         if left < 0:
             log.info("The tokenizer is trained on the first %d characters of %s.", TRAINING_CHARACTERS - left, corpus)
             return
+
+
+def training_pieces(text: str) -> Iterator[str]:
+    """A document in pieces of some 20,000 characters, cut after a line.
+
+    The library keeps hundreds of texts in memory at once, at 100 bytes a character.
+    """
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + TRAINING_PIECE) + 1 or len(text)
+        yield text[start:end]
+        start = end

@@ -100,6 +100,37 @@ def test_predict_and_test_read_validation(arguments: dict, tmp_path: Path):
     assert len(data.test_dataloader()) == len(data.val_dataloader())
 
 
+def damage(file: Path, how: str) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content if how == "flipped" else content[:-2])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize(("how", "said"), [("flipped", "was altered"), ("cut", r"has \d+ bytes, its manifest says")])
+def test_a_damaged_shard_ends_a_run_before_its_first_step(
+    arguments: dict, tmp_path: Path, how: str, said: str, split: str
+):
+    data = TextData(**arguments, validation_fraction=0.2)
+    file = data.train.shards.folder / f"{split}-00000.bin"
+    damage(file, how)
+    model = Recorder()
+    with pytest.raises(UserError, match=rf"the shard {file} {said}"):
+        trainer(tmp_path, 1).fit(model, TextData(**arguments, validation_fraction=0.2))
+    assert model.seen == []
+
+
+def test_large_shards_are_hashed_on_request(arguments: dict, monkeypatch: pytest.MonkeyPatch):
+    file = TextData(**arguments).train.shards.folder / "train-00000.bin"
+    damage(file, "flipped")
+    TextData(**arguments, verify=False).setup()
+    monkeypatch.setattr("zoo.data.shards.CHECKED_BYTES", 100)
+    TextData(**arguments).setup()
+    with pytest.raises(UserError, match=rf"the shard {file} was altered"):
+        TextData(**arguments, verify=True).setup()
+
+
 def test_tokenizer_before_setup(arguments: dict):
     data = TextData(**arguments)
     assert data.get_tokenizer().vocab_size == 300
@@ -154,10 +185,10 @@ def test_argument_errors(arguments: dict, change: dict, message: str):
 
 def test_ranks_must_divide_the_batch(arguments: dict):
     data = TextData(**arguments)
-    data.trainer = SimpleNamespace(global_rank=1, world_size=3, overfit_batches=0)
+    data.trainer = SimpleNamespace(global_rank=1, world_size=3, overfit_batches=0, lightning_module=None)
     with pytest.raises(UserError, match=r"data\.batch_size is 16; .* must be a multiple of their number, 3"):
         data.train_dataloader()
-    data.trainer = SimpleNamespace(global_rank=1, world_size=2, overfit_batches=0)
+    data.trainer = SimpleNamespace(global_rank=1, world_size=2, overfit_batches=0, lightning_module=None)
     assert next(iter(data.train_dataloader())).tokens.shape == (8, 32)
     data.trainer = SimpleNamespace(overfit_batches=1)
     with pytest.raises(UserError, match=r"trainer\.overfit_batches is 1"):

@@ -1,3 +1,4 @@
+from fractions import Fraction
 from itertools import chain, islice, repeat
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 import torch
 
 from zoo.data import Batch, Corpus, Shards, TrainLoader, ValidationLoader, Windows, prepare, train_tokenizer
-from zoo.data.order import shuffled
+from zoo.data.order import interleaved, shuffled, whole_weights
 
 
 @pytest.fixture
@@ -97,3 +98,78 @@ def test_validation_shows_each_sample_once(windows: Windows, batch_size: int, wo
     rows = [r for b in ranks for batch in b for r in zip(*(x.reshape(-1, 32) for x in batch[:2]), strict=True)]
     real = sorted(row.tolist() for row, labels in rows if (labels != -100).any())
     assert real == sorted(windows[i].tokens.tolist() for i in range(len(windows)))
+
+
+WEIGHTS = [[7, 2, 1], [1], [1, 1], [5, 1, 1, 1, 1], [1, 1000, 3300], [1, (1 << 30) - 1]]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_sources_come_by_their_weight_and_each_in_its_own_order(weights: list[int]):
+    number = 128 * 200
+    sources, numbers = interleaved(np.arange(number), weights, seed=3)
+    for source, weight in enumerate(weights):
+        own = sources == source
+        assert sorted(numbers[own]) == list(range(own.sum()))  # none twice, none left out
+        expected = weight / sum(weights) * np.arange(128, number + 1, 128)
+        assert np.abs(np.cumsum(own)[127::128] - expected).max() < 2
+        assert (np.diff(numbers[own]) > -128).all()
+
+
+def test_any_position_is_found_alone_and_far_away():
+    sources, numbers = interleaved(np.arange(700), [7, 2, 1], seed=0)
+    alone = [interleaved(np.array([position]), [7, 2, 1], seed=0) for position in range(700)]
+    assert [(int(s[0]), int(n[0])) for s, n in alone] == list(zip(sources.tolist(), numbers.tolist(), strict=True))
+    for weights in WEIGHTS:
+        far = np.arange(10**15, 10**15 + 1280)
+        first = far[0] // 128 * 128
+        sources, numbers = interleaved(np.arange(first, first + 1280), weights, seed=0)
+        assert np.abs(np.bincount(sources, minlength=len(weights)) - 1280 * np.array(weights) / sum(weights)).max() < 4
+        assert (interleaved(far, weights, seed=0)[1] >= 0).all()
+        exact = [int(Fraction(weight * int(first), sum(weights))) for weight in weights]
+        for source, start in enumerate(exact):
+            assert (np.abs(numbers[sources == source] - start) < 1290).all()
+
+
+def test_neighbours_are_not_always_of_the_same_sources():
+    """Else one rank of two would see but one of two sources."""
+    sources, _ = interleaved(np.arange(1280), [1, 1], seed=0)
+    assert 250 < (sources[::2] != sources[1::2]).sum() < 390
+    assert 250 < sources[::2].sum() < 390
+
+
+def test_the_interleaved_order_never_changes():
+    """Else a run could not be resumed by a later version."""
+    sources, numbers = interleaved(np.arange(200, 212), [7, 2, 1], seed=0)
+    assert list(zip(sources.tolist(), numbers.tolist(), strict=True)) == FROZEN_MIXTURE
+
+
+FROZEN_MIXTURE = [
+    (1, 36),
+    (2, 19),
+    (1, 27),
+    (0, 135),
+    (0, 152),
+    (0, 167),
+    (1, 44),
+    (1, 28),
+    (0, 154),
+    (0, 145),
+    (2, 16),
+    (0, 139),
+]
+
+
+@pytest.mark.parametrize(
+    ("weights", "whole"),
+    [
+        ([0.7, 0.2, 0.1], [7, 2, 1]),
+        ([4, 2.0], [2, 1]),
+        ([3e20], [1]),
+        ([0.125, 1e3], [1, 8000]),
+        ([1e-12, 1], [1, 1 << 30]),
+        ([1, 2**0.5], [444758426, 628983398]),
+    ],
+)
+def test_weights_are_whole_numbers(weights: list[float], whole: list[int]):
+    assert whole_weights(weights) == whole
+    assert all(type(weight) is int for weight in whole_weights(weights))

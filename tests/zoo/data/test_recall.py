@@ -122,13 +122,17 @@ def test_ranks_share_each_batch(train_samples: int | None):
     parts = []
     for rank in range(4):
         data = MQAR(tasks=TWO, batch_size=8, train_samples=train_samples)
-        data.trainer = SimpleNamespace(global_rank=rank, world_size=4, overfit_batches=0, state=SimpleNamespace(fn=""))
+        data.trainer = SimpleNamespace(
+            global_rank=rank, world_size=4, overfit_batches=0, lightning_module=None, state=SimpleNamespace(fn="")
+        )
         parts.append(some(data, 12))
     steps = [[batch[:2] for batch in step] for step in zip(*parts, strict=True)]
     joined = [Batch(*(torch.cat(each) for each in zip(*step, strict=True))) for step in steps]
     assert same(joined, whole)
     validation = MQAR(tasks=TWO, batch_size=8, validation_samples=10)
-    validation.trainer = SimpleNamespace(global_rank=1, world_size=4, state=SimpleNamespace(fn=""))
+    validation.trainer = SimpleNamespace(
+        global_rank=1, world_size=4, lightning_module=None, state=SimpleNamespace(fn="")
+    )
     assert [batch.tokens.shape for batch in validation.val_dataloader()[0]] == [(2, 32), (1, 32)]
 
 
