@@ -74,9 +74,10 @@ def recomputing() -> Iterator[None]:
             note.y = None
 
 
-def remake(y: Tensor, make: Callable[[], Tensor]) -> Tensor:
-    """y, after a note of how it is made; `make` must give the same bits and hold no more than is kept anyway."""
+def remake(y: Tensor, make: Callable[..., Tensor], *given: Any) -> Tensor:
+    """y, after a note that make(*given) gives the same bits; `given` is no more than what is kept anyway."""
     notes = None if torch.compiler.is_compiling() else _notes.get()
     if notes is not None and y.requires_grad and y.is_contiguous() and y.numel():
-        notes[y.data_ptr()] = _Note(y, make)
+        kept = [x.detach() if isinstance(x, Tensor) else x for x in given]
+        notes[y.data_ptr()] = _Note(y, lambda: make(*kept))
     return y

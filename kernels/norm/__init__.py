@@ -39,8 +39,7 @@ def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tens
 
     kind = _dtype(x)
     total, h = Added.apply(x, y, weight, eps, kind)
-    kept, scale = total.detach(), None if weight is None else weight.detach()
-    return total, remake(h, lambda: triton(kept, None, scale, eps, False, kind))
+    return total, remake(h, triton, total, None, weight, eps, False, kind)
 
 
 ADDING = {"triton": added, "torch": separately, "reference": separately}
@@ -117,8 +116,8 @@ def _run(op: str, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: fl
     else:
         fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
         run = choose(f"{op} of rows longer than {LARGEST}", fitting, x)
-    kept, options = [None if p is None else p.detach() for p in (x, gate, weight)], (eps, gate_first, _dtype(x))
-    return remake(run(x, gate, weight, *options), lambda: run(*kept, *options))
+    given = (x, gate, weight, eps, gate_first, _dtype(x))
+    return remake(run(*given), run, *given)
 
 
 def _check(x: Tensor, weight: Tensor | None) -> None:

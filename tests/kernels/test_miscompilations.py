@@ -25,9 +25,6 @@ from . import test_selective_scan
 from .recurrences import inputs, results
 
 pytestmark = pytest.mark.gpu
-# What was miscompiled was wrong by 0.2 and more. How close bf16 comes is asked in the tests of each op: under these
-# conditions, chosen to be hard, gradients of decays are off by up to 0.025 on an H200, everything else by 0.007.
-SYMPTOM = 5e-2
 
 GATED: dict[str, tuple[Callable, str]] = {
     "delta_rule": (kernels.delta_rule, "head"),
@@ -63,7 +60,7 @@ def errors(name: str, a: dict[str, Tensor], **options: object) -> dict[str, floa
 def test_gradients_of_gates(name: str, strength: str):
     # a transposed product: every gradient, at the sizes at which it was wrong
     found = errors(name, made(name, 4096, strength, B=4, G=8, K=128, V=128))
-    assert found.pop("gradient of log_decay") <= SYMPTOM
+    assert found.pop("gradient of log_decay") <= 2e-2
     assert max(found.values()) <= 1e-2, found
 
 
@@ -72,7 +69,6 @@ def test_gradients_of_gates(name: str, strength: str):
 def test_chunks_of_64_with_four_warps(beta: str | float, size: int):
     # dk and dβ, with keys that are hard to tell apart
     found = errors("delta_rule", made("delta_rule", 1024, B=2, G=8, K=size, V=size, beta=beta))
-    assert found.pop("gradient of log_decay") <= SYMPTOM
     assert max(found.values()) <= 1e-2, found
 
 
