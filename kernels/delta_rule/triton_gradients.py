@@ -20,8 +20,9 @@ product wrongly, and a transposed tile that was just loaded rightly.
 import triton
 import triton.language as tl
 
+from ..triton_slots import chunk_bounds
 from .triton_prepare import nonzero
-from .triton_tiles import C, chunk_bounds, load_pairs, load_state, load_tokens, pair_decay, store_pairs, store_tokens
+from .triton_tiles import C, load_pairs, load_state, load_tokens, pair_decay, store_pairs, store_tokens
 
 
 @triton.jit
@@ -67,7 +68,7 @@ def gradient_of_queries(
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % BLOCKS
     slot, m = tl.program_id(0) // BLOCKS // M, tl.program_id(0) // BLOCKS % M
-    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, PACKED)
+    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, C, PACKED)
     if token >= stop:
         return
     keys, values = M // R, M // E  # heads of q and k, and of v
@@ -143,7 +144,7 @@ def gradient_of_keys(
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % BLOCKS
     slot, m = tl.program_id(0) // BLOCKS // M, tl.program_id(0) // BLOCKS % M
-    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, PACKED)
+    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, C, PACKED)
     if token >= stop:
         return
     keys = M // R  # heads of q and k
@@ -198,7 +199,7 @@ def gradient_of_log_decay(
 ):
     tile = tl.program_id(0).to(tl.int64)
     slot, m = tl.program_id(0) // M, tl.program_id(0) % M
-    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, PACKED)
+    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, C, PACKED)
     if token >= stop:
         return
     r = tl.arange(0, C)

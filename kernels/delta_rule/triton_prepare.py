@@ -10,7 +10,8 @@ With b the summed log decays, D_ij = exp(b_i − b_j) for j ≤ i and N the stri
 import triton
 import triton.language as tl
 
-from .triton_tiles import C, chunk_bounds, load_tokens, pair_decay, store_pairs
+from ..triton_slots import chunk_bounds
+from .triton_tiles import C, load_tokens, pair_decay, store_pairs
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # A gradient of β is found from what β multiplied, by dividing by β²: it must not be zero. This changes no result.
@@ -75,7 +76,7 @@ def prepare(
 ):
     tile = tl.program_id(0).to(tl.int64)
     slot, m = tl.program_id(0) // M, tl.program_id(0) % M
-    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, PACKED)
+    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, C, PACKED)
     if token >= stop:
         return
     keys = M // R  # heads of q and k

@@ -1,9 +1,7 @@
-"""What the kernels of the (gated) delta rule share: where a chunk lies, tiles of tokens, and the decay inside a chunk.
+"""What the kernels of the (gated) delta rule share: tiles of tokens and states, and the decay inside a chunk.
 
-Time is cut into chunks of 64 tokens, sequence by sequence, and every chunk has a slot in the tensors that pass from
-kernel to kernel. Packed document n begins at slot ⌊start / 64⌋ + n: that needs no table, at the price of a few slots
-that stay empty. Pairs of tokens see their decay as a sum of two fp32 numbers, so that the difference of two sums of
-thousands keeps its digits, and never as the exponential of a positive number.
+Time is cut into chunks of 64 tokens (`triton_slots.py`). Pairs of tokens see their decay as a sum of two fp32 numbers, so
+that the difference of two sums of thousands keeps its digits, and never as the exponential of a positive number.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,48 +9,19 @@ thousands keeps its digits, and never as the exponential of a positive number.
 import triton
 import triton.language as tl
 
+from ..triton_slots import sequence_bounds
+
 CHUNK = 64
 C: tl.constexpr = tl.constexpr(CHUNK)
 
 
 @triton.jit
-def sequence_bounds(n, cu_seqlens, T, PACKED: tl.constexpr):
-    """First token of sequence n, one past its last, and its first slot."""
-    if PACKED:
-        start = tl.load(cu_seqlens + n).to(tl.int32)
-        stop = tl.load(cu_seqlens + n + 1).to(tl.int32)
-        slot = start // C + n
-    else:
-        start = n * T
-        stop = start + T
-        slot = n * tl.cdiv(T, C)
-    return start, stop, slot
-
-
-@triton.jit
 def segment_bounds(n, cu_seqlens, T, segments, length, PACKED: tl.constexpr):
-    """The same for a segment: each sequence is cut into so many, of so many chunks."""
-    start, stop, slot = sequence_bounds(n // segments, cu_seqlens, T, PACKED)
+    """As `sequence_bounds`, for a segment: each sequence is cut into so many, of so many chunks."""
+    start, stop, slot = sequence_bounds(n // segments, cu_seqlens, T, C, PACKED)
     before = (n % segments) * length
     start += before * C
     return start, tl.minimum(start + length * C, stop), slot + before
-
-
-@triton.jit
-def chunk_bounds(slot, cu_seqlens, sequences, T, PACKED: tl.constexpr):
-    """First token of the chunk in a slot and one past the last token of its sequence; an empty slot has none."""
-    if PACKED:
-        n = 0
-        after = sequences
-        while after - n > 1:
-            middle = (n + after) // 2
-            earlier = tl.load(cu_seqlens + middle).to(tl.int32) // C + middle <= slot
-            n = tl.where(earlier, middle, n)
-            after = tl.where(earlier, after, middle)
-    else:
-        n = slot // tl.cdiv(T, C)
-    start, stop, first = sequence_bounds(n, cu_seqlens, T, PACKED)
-    return start + (slot - first) * C, stop
 
 
 @triton.jit

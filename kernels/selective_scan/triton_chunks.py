@@ -1,8 +1,7 @@
 """The forward pass of the selective scan in Triton, and what both directions share.
 
 Time is cut into chunks, sequence by sequence, which run side by side, a program for each chunk and block of channels.
-Every chunk has a slot in the tensors that pass from kernel to kernel. Packed document n begins at slot
-⌊start / length⌋ + n: that needs no table, at the price of a few slots that stay empty.
+Every chunk has a slot in the tensors that pass from kernel to kernel (`triton_slots.py`).
 
 `local` runs through each chunk from a state of zero, `combine` finds the states at the cuts (over a chunk a state
 decays by exp(rate · Σ log_decay), whatever the inputs), and `outputs` runs through each chunk again from there. States
@@ -15,36 +14,13 @@ are tiles [states, channels] with a channel per thread, so that the read-out is 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def sequence_bounds(n, cu_seqlens, T, length, PACKED: tl.constexpr):
-    """First token of sequence n, one past its last, and its first slot."""
-    if PACKED:
-        start = tl.load(cu_seqlens + n).to(tl.int32)
-        stop = tl.load(cu_seqlens + n + 1).to(tl.int32)
-        slot = start // length + n
-    else:
-        start = n * T
-        stop = start + T
-        slot = n * tl.cdiv(T, length)
-    return start, stop, slot
+from ..triton_slots import chunk_bounds, sequence_bounds
 
 
 @triton.jit
-def chunk_bounds(slot, cu_seqlens, sequences, T, length, PACKED: tl.constexpr):
+def tokens_of(slot, cu_seqlens, sequences, T, length, PACKED: tl.constexpr):
     """First token of the chunk in a slot and one past its last; an empty slot has none."""
-    if PACKED:
-        n = 0
-        after = sequences
-        while after - n > 1:
-            middle = (n + after) // 2
-            earlier = tl.load(cu_seqlens + middle).to(tl.int32) // length + middle <= slot
-            n = tl.where(earlier, middle, n)
-            after = tl.where(earlier, after, middle)
-    else:
-        n = slot // tl.cdiv(T, length)
-    start, stop, first = sequence_bounds(n, cu_seqlens, T, length, PACKED)
-    start += (slot - first) * length
+    start, stop = chunk_bounds(slot, cu_seqlens, sequences, T, length, PACKED)
     return start, tl.minimum(start + length, stop)
 
 
@@ -109,7 +85,7 @@ def local(
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     slot = tl.program_id(0) // BLOCKS
     d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop = chunk_bounds(slot, cu_seqlens, sequences, T, length, PACKED)
+    start, stop = tokens_of(slot, cu_seqlens, sequences, T, length, PACKED)
     rates = load_states(rate, tl.program_id(0) * 0, d, n, D, N)
     total = tl.zeros([BD], tl.float32)
     h = tl.zeros([BN, BD], tl.float32)
@@ -198,7 +174,7 @@ def outputs(
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     slot = tl.program_id(0) // BLOCKS
     d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop = chunk_bounds(slot, cu_seqlens, sequences, T, length, PACKED)
+    start, stop = tokens_of(slot, cu_seqlens, sequences, T, length, PACKED)
     rates = load_states(rate, slot * 0, d, n, D, N)
     if READ == "constant":
         read = load_states(c, slot * 0, d, n, D, N)

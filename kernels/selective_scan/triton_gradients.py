@@ -17,7 +17,7 @@ What blocks of channels or chunks add up to leaves as parts, to be summed in a f
 import triton
 import triton.language as tl
 
-from .triton_chunks import advance, chunk_bounds, load_states, load_token, store_states, store_token
+from .triton_chunks import advance, load_states, load_token, store_states, store_token, tokens_of
 
 
 @triton.jit(do_not_specialize=["T", "length", "sequences", "tokens", "marks"])
@@ -59,7 +59,7 @@ def gradients(
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     slot, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     d, n = block * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop = chunk_bounds(slot, cu_seqlens, sequences, T, length, PACKED)
+    start, stop = tokens_of(slot, cu_seqlens, sequences, T, length, PACKED)
     rates = load_states(rate, slot * 0, d, n, D, N)
     if READ == "constant":
         read = load_states(c, slot * 0, d, n, D, N)
