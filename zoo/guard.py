@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.errors import UserError
 from zoo.strategy import Zero
@@ -76,16 +76,13 @@ class LossGuard(Callback):
         loss.register_hook(lambda gradient: torch.where(fine, gradient, torch.full_like(gradient, float("nan"))))
         self._loss = mean
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Take the gradients away if they are bad: without them the optimiser does nothing."""
         if isinstance(trainer.strategy, Zero):
             return  # its engine has them, and does so itself
-        parameters = [parameter for parameter in pl_module.parameters() if parameter.grad is not None]
-        self._norm = float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        self._norm = float(pl_module.gradient_norm())
         if self._bad(trainer):
-            for parameter in parameters:
+            for parameter in pl_module.parameters():
                 parameter.grad = None
 
     def _bad(self, trainer: L.Trainer) -> bool:

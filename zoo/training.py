@@ -101,6 +101,7 @@ class Pretraining(L.LightningModule):
         self.task_loss = TaskLoss(len(self.tasks) or 1)
         self.sequence_parallel = sequence_parallel
         self._stretch: sequence.Stretch | None = None  # of this process; None for whole sequences
+        self._gradient_norm: Tensor | None = None  # of the step in progress
 
     def setup(self, stage: str) -> None:
         """Divide the sequences, and load the given initial weights, before any strategy shards or copies parameters.
@@ -254,12 +255,19 @@ class Pretraining(L.LightningModule):
         if gradient_clip_val is not None:
             raise UserError(f"trainer.gradient_clip_val is {gradient_clip_val}: set optim.gradient_clip instead.")
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        if not parameters:
-            return
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        self.log("gradient_norm", norm)
-        if self.optim.gradient_clip is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.optim.gradient_clip, norm)
+        if parameters:
+            norm = self.gradient_norm()
+            self.log("gradient_norm", norm)
+            if self.optim.gradient_clip is not None:
+                nn.utils.clip_grads_with_norm_(parameters, self.optim.gradient_clip, norm)
+        self._gradient_norm = None
+
+    def gradient_norm(self) -> Tensor:
+        """Norm of all gradients together before clipping, a scalar; it is computed once for all who ask in a step."""
+        if self._gradient_norm is None:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self._gradient_norm = nn.utils.get_total_norm(gradients)
+        return self._gradient_norm
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is needed to build the model again and to count on; plain containers only."""

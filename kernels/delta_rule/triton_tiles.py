@@ -1,7 +1,7 @@
 """What the kernels of the (gated) delta rule share: tiles of tokens and states, and the decay inside a chunk.
 
-Time is cut into chunks of 64 tokens (`triton_slots.py`). Pairs of tokens see their decay as a sum of two fp32 numbers, so
-that the difference of two sums of thousands keeps its digits, and never as the exponential of a positive number.
+Time is cut into chunks of 64 tokens (`triton_slots.py`). Pairs of tokens see their decay as a sum of two fp32 numbers,
+so that the difference of two sums of thousands keeps its digits, and never as the exponential of a positive number.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
