@@ -176,6 +176,7 @@ class CLI(LightningCLI):
 
     def _prepare_run(self, folder: Any, config: Any, tokenizer: Any, trainer: dict[str, Any]) -> None:
         """The callbacks that write to the run's folder."""
+        self.result_row = ResultRow()
         trainer["default_root_dir"] = str(folder)
         trainer["logger"].insert(0, MetricsFile(folder))
         trainer["enable_checkpointing"] = True
@@ -191,8 +192,12 @@ class CLI(LightningCLI):
             *([CompiledBlocks()] if config.compile else []),
             *([CheckpointedBlocks(every)] if (every := config.activation_checkpointing) is not None else []),
             *(configs.instantiate(key, config) for key in CALLBACKS),
-            ResultRow(),
+            self.result_row,
         ]
+
+    def after_fit(self) -> None:
+        """Complete what was killed after its last step."""
+        self.result_row.finish(self.trainer, self.model, self.datamodule)
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:

@@ -119,10 +119,27 @@ def test_resume_with_more_steps(desks: Path, shared_cache: Path):
     assert "max_steps: 11" in kept
 
 
-def test_a_run_can_be_moved_and_a_complete_one_has_nothing_to_do(desks: Path, tmp_path: Path, shared_cache: Path):
+def test_a_run_can_be_moved_and_a_complete_one_has_nothing_to_do(
+    desks: Path, tmp_path: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]
+):
     shutil.copytree(desks / "runs" / "whole", tmp_path / "elsewhere")
     before = losses(tmp_path / "elsewhere")
     with sitting_at(tmp_path, shared_cache):
         assert cli.run(["fit", "--resume", "elsewhere"]) == 0
     assert losses(tmp_path / "elsewhere") == before
     assert json.loads((tmp_path / "elsewhere" / "results.json").read_text())["steps"] == STEPS
+    assert f"elsewhere is complete; --trainer.max_steps above {STEPS} trains it further" in capsys.readouterr().out
+
+
+def test_a_run_killed_after_its_last_step_is_completed(desks: Path, tmp_path: Path, shared_cache: Path):
+    """Its last checkpoint is there, its results are not; nothing is trained again."""
+    shutil.copytree(desks / "runs" / "whole", tmp_path / "killed")
+    whole = json.loads((tmp_path / "killed" / "results.json").read_text())
+    (tmp_path / "killed" / "results.json").unlink()
+    with sitting_at(tmp_path, shared_cache):
+        assert cli.run(["fit", "--resume", "killed"]) == 0
+    found = json.loads((tmp_path / "killed" / "results.json").read_text())
+    for name in ("run", "tokens_per_second", "wall_seconds"):  # other folder; nothing was trained; later
+        del found[name], whole[name]
+    assert found == whole
+    assert losses(tmp_path / "killed") == losses(desks / "runs" / "whole")

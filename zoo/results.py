@@ -61,6 +61,7 @@ class ResultRow(Callback):
         self._parameters = 0
         self._earlier_seconds = 0.0  # of the runs that this one continues
         self._start = time.perf_counter()
+        self._trained = self._finishing = False
 
     def state_dict(self) -> dict[str, Any]:
         """The time so far, which a continued run adds to."""
@@ -78,6 +79,10 @@ class ResultRow(Callback):
         """Start the clock."""
         self._start = time.perf_counter()
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """There is something to train, so `on_train_end` will come."""
+        self._trained = True
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure what is left to measure, and write the row."""
         mixers = self._mixers_loss(trainer, pl_module)
@@ -87,6 +92,23 @@ class ResultRow(Callback):
         """Show the table, when the progress bar is gone."""
         if self._row is not None and trainer.is_global_zero:
             Console().print(result_table(self._row))
+
+    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, datamodule: L.LightningDataModule) -> None:
+        """After `fit`: the row of a run that had nothing left to train, but was killed before it wrote its row."""
+        if self._trained or trainer.fast_dev_run:
+            return
+        folder = Path(trainer.default_root_dir)
+        if (row := read_row(folder)) is None or (row["status"], row["steps"]) != ("complete", trainer.global_step):
+            self._finishing = True
+            trainer.validate(pl_module, datamodule=datamodule, verbose=False)
+            self.on_fit_end(trainer, pl_module)
+        elif trainer.is_global_zero:
+            Console().print(f"{folder} is complete; --trainer.max_steps above {trainer.max_steps} trains it further")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the row, if that is what the validation is for."""
+        if self._finishing:
+            self._write(trainer, pl_module, "complete", self._mixers_loss(trainer, pl_module))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Write what is known."""
@@ -155,6 +177,12 @@ class ResultRow(Callback):
         self._row = {name: value if isinstance(value, list) else finite(value) for name, value in row.items()}
         with atomic_write(Path(trainer.default_root_dir) / "results.json") as file:
             file.write((json.dumps(self._row, indent=2, allow_nan=False) + "\n").encode())
+
+
+def read_row(folder: Path) -> dict[str, Any] | None:
+    """The results row in a run's folder, complete or not; None if there is none."""
+    file = folder / "results.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def result_table(row: Mapping[str, Any]) -> Table:

@@ -20,6 +20,7 @@ from kernels import UserError
 
 from ..atomic import atomic_write
 from ..config import to_dict
+from ..results import read_row
 from .plan import Run
 
 POLL_SECONDS = 0.2
@@ -156,11 +157,8 @@ class Runner:
 
 def result(run: Path) -> dict[str, Any] | None:
     """The results row of a complete run; None for any other."""
-    file = run / "results.json"
-    if not file.is_file():
-        return None
-    row = json.loads(file.read_text(encoding="utf-8"))
-    return row if row["status"] == "complete" else None
+    row = read_row(run)
+    return row if row is not None and row["status"] == "complete" else None
 
 
 def failed(failures: Sequence[Failure], total: int) -> UserError:
@@ -183,6 +181,7 @@ def _stop(running: Sequence[_Process]) -> None:
             one.process.wait()
         except KeyboardInterrupt:  # a second Ctrl-C: at once
             one.process.kill()
+            one.process.wait()
         one.log.close()
 
 
