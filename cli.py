@@ -57,7 +57,7 @@ from zoo.loggers import LoggedConfig, for_run, missing_package  # noqa: E402
 from zoo.predictions import Predictions  # noqa: E402
 from zoo.progress import Progress, Summary  # noqa: E402
 from zoo.results import ResultRow  # noqa: E402
-from zoo.run import RunFiles, find_run, new_run  # noqa: E402
+from zoo.run import RunFiles, find_run, launched, new_run  # noqa: E402
 from zoo.step_times import StepTimes  # noqa: E402
 from zoo.sweep import Runner, Sweep, failed, report  # noqa: E402
 from zoo.sweep.cluster import run_on_cluster  # noqa: E402
@@ -459,7 +459,7 @@ def main() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        code = run(sys.argv[1:])
+        code = run(launched(sys.argv[1:]))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         code = 2

@@ -47,6 +47,17 @@ def new_run(name: str | None, config: str) -> Path:
     return folder
 
 
+def launched(arguments: list[str]) -> list[str]:
+    """The command line as it was typed, when DeepSpeed's launcher started this process.
+
+    It puts `--local_rank=N` before everything, and has a name of its own for the number of the node.
+    """
+    if "CROSS_RANK" in os.environ and "LOCAL_RANK" in os.environ:
+        os.environ.setdefault("NODE_RANK", os.environ["CROSS_RANK"])
+        return [argument for argument in arguments if not argument.startswith("--local_rank=")]
+    return arguments
+
+
 class RunFiles(Callback):
     """Writes what a run is made of to its folder, `config.yaml` and, of text, `tokenizer.json`.
 

@@ -1,0 +1,68 @@
+"""Two nodes, played by two processes on this machine: the launchers that tutorial 08 names."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .commands import CLI, FIT, sitting_at
+
+pytest_plugins = "tests.desk"
+
+NODES = ("--trainer.num_nodes=2", "--trainer.devices=1")
+BESIDE = Path(sys.executable).parent  # where the launchers were installed
+
+
+def torchrun(node: int, port: int) -> tuple[list[str], dict[str, str]]:
+    """What a person types on node `node`, and what is in the environment there."""
+    rendezvous = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=nodes")
+    return [str(BESIDE / "torchrun"), "--nnodes=2", "--nproc_per_node=1", *rendezvous, "--", str(CLI)], {}
+
+
+def deepspeed(node: int, port: int) -> tuple[list[str], dict[str, str]]:
+    """Without ssh it is started on each node, as it starts itself there by ssh."""
+    Path("hosts.txt").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    who = ("--no_ssh", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
+    path = f"{BESIDE}{os.pathsep}{os.environ['PATH']}"
+    return [str(BESIDE / "deepspeed"), "--hostfile=hosts.txt", *who, str(CLI)], {"DS_ACCELERATOR": "cpu", "PATH": path}
+
+
+def slurm(node: int, port: int) -> tuple[list[str], dict[str, str]]:
+    """What srun gives to a task."""
+    tasks = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2", "SLURM_NODELIST": "localhost"}
+    task = {"SLURM_PROCID": str(node), "SLURM_NODEID": str(node), "SLURM_LOCALID": "0", "MASTER_PORT": str(port)}
+    return [sys.executable, str(CLI)], {**tasks, **task, "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "zoo"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "strategy"), [(torchrun, "ddp"), (deepspeed, "zero2"), (slurm, "zero2")])
+def test_two_nodes_train_as_one(launcher, strategy: str, finished: Path, tmp_path: Path, shared_cache: Path) -> None:
+    if strategy == "zero2":
+        pytest.importorskip("deepspeed")
+    overlay = ("--trainer.strategy=ddp",) if strategy == "ddp" else ("--config", "train/cpu_deepspeed.yaml")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with sitting_at(tmp_path, shared_cache):
+        processes = []
+        for node in range(2):
+            command, environment = launcher(node, port)
+            processes.append(
+                subprocess.Popen(
+                    [*command, *FIT, *overlay, *NODES, "--run", "nodes"],
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        said = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    [run] = (tmp_path / "runs").iterdir()
+    two, one = (json.loads((folder / "results.json").read_text()) for folder in (run, finished / "runs/done"))
+    assert (two["devices"], two["tokens_seen"]) == (2, one["tokens_seen"])
+    assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-3)
