@@ -108,6 +108,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
     whole = [((*RUN, *zero(stage), "--run", str(stage)), {}) for stage in (2, 3)]
     *fine, (code, said) = together(folder, shared_cache, *whole, killed)
     assert [code for code, _ in fine] == [0, 0], fine
+    (folder / "said-3.txt").write_text(fine[1][1])
     assert code != 0, said
     assert max(losses(folder / "runs" / "3-killed")) == KILLED_AT
     for name in ("2-again", "2-alone"):
@@ -137,6 +138,17 @@ def test_two_processes_train_as_one(run: str, tolerance: float, desk: Path):
     found = results(desk / "runs" / run)
     assert (found["devices"], found["status"], found["tokens_seen"]) == (2, "complete", len(one) * 2 * 16)
     assert found["parameters"] == results(alone)["parameters"]
+
+
+def test_the_size_at_the_start_is_of_whole_parameters(desk: Path):
+    said = (desk / "said-3.txt").read_text()
+    rows = [
+        [cell.strip(" │") for cell in line.split("│")] for line in said.splitlines() if "×" in line or "whole" in line
+    ]
+    counts = {row[2]: int(row[3].replace(",", "")) for row in rows}
+    assert counts.pop("whole model") == results(desk / "runs" / "one")["parameters"]
+    assert len(counts) == 3
+    assert all(counts.values())
 
 
 def test_parameters_stay_in_fp32(desk: Path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import cli
+from zoo.curves import read_metrics
 
 from .commands import FIT, sitting_at, start
 
@@ -55,6 +56,11 @@ def test_two_processes_train_as_one(desk: Path, finished: Path) -> None:
     assert two["devices"] == 2
     assert two["tokens_seen"] == one["tokens_seen"]
     assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-3)
+    losses = []
+    for run in (desk / "runs/two", finished / "runs/done"):
+        losses.append([row["train_loss"] for row in read_metrics(run / "metrics.jsonl") if "train_loss" in row])
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_no_sample_is_lost_or_repeated_when_one_process_continues_two(desk: Path, shared_cache: Path) -> None:

@@ -136,10 +136,11 @@ class LossCurve(Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take a point of the training loss."""
-        tokens = pl_module.tokens_seen
-        if trainer.global_step % self.every_n_steps == 0 and not (self.training and self.training[-1][0] == tokens):
-            self.training.append((tokens, outputs["loss"].item()))
+        """Take a point of the training loss, as it was last logged: that of all processes."""
+        tokens, loss = pl_module.tokens_seen, trainer.callback_metrics.get("train_loss")
+        again = bool(self.training) and self.training[-1][0] == tokens
+        if loss is not None and trainer.global_step % self.every_n_steps == 0 and not again:
+            self.training.append((tokens, loss.item()))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take a point of the validation loss, and draw."""

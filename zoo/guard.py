@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
@@ -71,7 +72,8 @@ class LossGuard(Callback):
         """
         mean = loss.detach().clone()
         if self.spike is not None and trainer.world_size > 1:  # all processes compare the same
-            mean = trainer.strategy.reduce(mean, reduce_op="mean")
+            dist.all_reduce(mean)  # (Lightning's has a barrier, which the host waits for)
+            mean /= trainer.world_size
         fine = mean.isfinite() & (mean <= self._limit(self._losses))
         loss.register_hook(lambda gradient: torch.where(fine, gradient, torch.full_like(gradient, float("nan"))))
         self._loss = mean

@@ -117,29 +117,39 @@ class Progress(ProgressBar):
 class Summary(Callback):
     """Prints the size of the model at the start: one row for each kind of layer."""
 
+    def __init__(self) -> None:
+        self._table: Table | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Count, before a strategy divides the parameters."""
+        if stage == "fit":
+            self._table = size_table(pl_module.model, getattr(pl_module, "context_length", None) or 1)
+
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the table, on the first process."""
-        if not trainer.is_global_zero:
-            return
-        model: Any = pl_module.model
-        length = getattr(pl_module, "context_length", None) or 1
-        rows: dict[tuple[str, int, int | float, float], int] = {}
-        for mixer in model.mixers:
-            parameters = sum(p.numel() for p in mixer.parameters())
-            kind = (type(mixer).__name__, parameters, mixer.state_size(length), mixer.flops(length) / length)
-            rows[kind] = rows.get(kind, 0) + 1
-        table = Table(caption=f"a layer each; FLOPs are forward, a token at length {length}", caption_justify="left")
-        for column in ("layers", "mixer", "parameters", "state", "MFLOP"):
-            table.add_column(column, justify="left" if column == "mixer" else "right")
-        for (name, parameters, state, flops), count in rows.items():
-            table.add_row(f"{count} ×", name, f"{parameters:,}", f"{state:,}", f"{flops / 1e6:.2f}")
-        total = model.flops(length) / length / 1e6
-        table.add_section()
-        table.add_row(
-            str(len(model.mixers)),
-            "whole model",
-            f"{model.num_parameters():,}",
-            f"{model.state_size(length):,}",
-            f"{total:.2f}",
-        )
-        Console().print(table)
+        if trainer.is_global_zero and self._table is not None:
+            Console().print(self._table)
+
+
+def size_table(model: Any, length: int) -> Table:
+    """Parameters, state and forward FLOPs of a model of the zoo for sequences of `length` tokens, layer by layer."""
+    rows: dict[tuple[str, int, int | float, float], int] = {}
+    for mixer in model.mixers:
+        parameters = sum(p.numel() for p in mixer.parameters())
+        kind = (type(mixer).__name__, parameters, mixer.state_size(length), mixer.flops(length) / length)
+        rows[kind] = rows.get(kind, 0) + 1
+    table = Table(caption=f"a layer each; FLOPs are forward, a token at length {length}", caption_justify="left")
+    for column in ("layers", "mixer", "parameters", "state", "MFLOP"):
+        table.add_column(column, justify="left" if column == "mixer" else "right")
+    for (name, parameters, state, flops), count in rows.items():
+        table.add_row(f"{count} ×", name, f"{parameters:,}", f"{state:,}", f"{flops / 1e6:.2f}")
+    total = model.flops(length) / length / 1e6
+    table.add_section()
+    table.add_row(
+        str(len(model.mixers)),
+        "whole model",
+        f"{model.num_parameters():,}",
+        f"{model.state_size(length):,}",
+        f"{total:.2f}",
+    )
+    return table

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,11 +16,13 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tqdm import tqdm
 
 from kernels.errors import UserError
 from zoo.atomic import atomic_link, atomic_write
+from zoo.background import Background, host_copy
 from zoo.checkpoint import not_written, read_whole_checkpoint
 from zoo.guard import Diverged
 from zoo.sharded import SHARDS
@@ -33,20 +36,30 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write `checkpoint` to the local file `path`; what was there stays until the new file is complete."""
-        if storage_options is not None:
+        """Write `checkpoint` to the local file `path`; what was there stays until the new file is complete.
+
+        With a `Background` for `storage_options` it is copied here, and written there.
+        """
+        if isinstance(storage_options, Background):
+            storage_options.add(partial(_write, host_copy(checkpoint), path))
+        elif storage_options is not None:
             raise TypeError("storage_options are not supported: checkpoints are written to local files")
-        try:
-            with atomic_write(path) as file:
-                torch.save(checkpoint, file)
-        except OSError as error:
-            raise not_written(path, error) from error
+        else:
+            _write(checkpoint, path)
 
     def load_checkpoint(
         self, path: Any, map_location: Callable | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint of this project onto the CPU; no code in it is run, whatever `weights_only` says."""
         return read_whole_checkpoint(path, map_location or "cpu")
+
+
+def _write(checkpoint: dict[str, Any], path: Any) -> None:
+    try:
+        with atomic_write(path) as file:
+            torch.save(checkpoint, file)
+    except OSError as error:
+        raise not_written(path, error) from error
 
 
 def install(trainer: L.Trainer) -> None:
@@ -71,6 +84,8 @@ class Checkpoints(Checkpoint):
         keep_every_n_steps: Keep a checkpoint for good, `step-00001000.ckpt`, each time that so many optimiser steps
             are done; null keeps none.
         keep_last: Keep only so many of these, the newest; null keeps all.
+        in_background: Copy to the host's memory, which must have room for that, and write while training goes on. The
+            next checkpoint, and the end of the run, wait until it is written; if it cannot be, they say so.
         folder: Where, inside the run's folder.
         resume_command: What to type to continue; `{run}` is the run's folder.
     """
@@ -81,6 +96,7 @@ class Checkpoints(Checkpoint):
         keep_every_n_steps: int | None = None,
         every_n_minutes: float | None = None,
         keep_last: int | None = None,
+        in_background: bool = False,
         folder: str = "checkpoints",
         resume_command: str = "python cli.py fit --resume {run}",
     ) -> None:
@@ -95,6 +111,7 @@ class Checkpoints(Checkpoint):
         self.every_n_steps = every_n_steps
         self.every_n_minutes, self.keep_last = every_n_minutes, keep_last
         self.keep_every_n_steps = keep_every_n_steps
+        self.in_background = in_background
         self.folder = folder
         self.resume_command = resume_command
         self.best_model_path = ""  # under this name Lightning looks for `ckpt_path="best"`
@@ -107,6 +124,7 @@ class Checkpoints(Checkpoint):
         self._stopping = False  # saved, and to be ended at the next opportunity
         self._fitting = False
         self._previous_handler: Any = None
+        self._background: Background | None = None  # where checkpoints are written; None: here
 
     def state_dict(self) -> dict[str, Any]:
         """The best loss so far, so that a continued run does not take a worse model for the best."""
@@ -129,6 +147,15 @@ class Checkpoints(Checkpoint):
             raise UserError(f"the folder {folder} cannot be created: {error.strerror}.") from error
         if not os.access(folder, os.W_OK):
             raise UserError(f"the folder {folder} cannot be written to.")
+        if self.in_background:
+            strategy = trainer.strategy
+            whole = type(strategy).save_checkpoint is Strategy.save_checkpoint
+            if not whole or not isinstance(strategy.checkpoint_io, AtomicCheckpointIO):
+                raise UserError(
+                    f"checkpoints.in_background is true, but {type(strategy).__name__} writes its checkpoints itself, "
+                    "and not in the background: set it to false."
+                )
+            self._background = Background()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse to continue what has the state of its optimiser in shards that this strategy does not read."""
@@ -227,6 +254,7 @@ class Checkpoints(Checkpoint):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save what a limit of time or of epochs ended."""
         self._save(trainer)
+        self._wait()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save the last step of an interrupted run if none is in progress, and say how to continue."""
@@ -235,11 +263,16 @@ class Checkpoints(Checkpoint):
             exception.code = 128 + signal.SIGTERM
         stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException | Diverged)
         if trainer.state.fn != "fit" or not (stopped or self._asked(trainer)):  # data workers may die of the signal
+            try:
+                self._wait()
+            except (UserError, OSError) as error:  # in addition to what ends the run
+                _say(str(error))
             return
         # saving needs all processes
         together = trainer.world_size == 1 or isinstance(exception, SIGTERMException | Diverged)
         if (self._between_steps or isinstance(exception, Diverged)) and together:  # which is raised when a step is done
             self._save(trainer)
+        self._wait()
         if trainer.is_global_zero and self._saved_step:
             command = self.resume_command.format(run=trainer.default_root_dir)
             _say(f"Stopped; step {self._saved_step} is saved in {self._folder(trainer)}. Continue with: {command}")
@@ -272,15 +305,23 @@ class Checkpoints(Checkpoint):
         """Write `last.ckpt`, in all processes, unless this step is in it (`again`: even then)."""
         if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not again):
             return
-        trainer.save_checkpoint(self._folder(trainer) / "last.ckpt", weights_only=False)
+        self._wait()
+        trainer.save_checkpoint(
+            self._folder(trainer) / "last.ckpt", weights_only=False, storage_options=self._background
+        )
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 
-    def _forget_the_oldest(self, trainer: L.Trainer) -> None:
-        """Remove those kept checkpoints that are too many."""
-        kept = sorted(self._folder(trainer).glob("step-*.ckpt"))
-        if self.keep_last is not None and trainer.is_global_zero:
-            for path in kept[: -self.keep_last]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    def _wait(self) -> None:
+        """Until what was saved is written, or raise why it cannot be."""
+        if self._background is not None:
+            self._background.wait()
+
+    def _when_written(self, job: Callable[[], None]) -> None:
+        """Do something with the files; with those that are still being written, later."""
+        if self._background is None:
+            job()
+        else:
+            self._background.add(job)
 
     def _copy(self, trainer: L.Trainer, name: str) -> None:
         """Keep what was just saved under another name."""
@@ -290,7 +331,17 @@ class Checkpoints(Checkpoint):
         if last.is_dir():  # a sharding strategy writes a folder
             trainer.save_checkpoint(self._folder(trainer) / name, weights_only=False)
         elif trainer.is_global_zero:
-            atomic_link(last, self._folder(trainer) / name)
+            self._when_written(partial(atomic_link, last, self._folder(trainer) / name))
+
+    def _forget_the_oldest(self, trainer: L.Trainer) -> None:
+        """Keep no more checkpoints for good than were asked for."""
+        if self.keep_last is not None and trainer.is_global_zero:
+            self._when_written(partial(_remove_all_but, self.keep_last, self._folder(trainer)))
+
+
+def _remove_all_but(number: int, folder: Path) -> None:
+    for path in sorted(folder.glob("step-*.ckpt"))[:-number]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _say(text: str) -> None:

@@ -1,14 +1,17 @@
-"""Where the time of a training step goes: waiting for data, forward, backward, optimiser."""
+"""Where the time of a training step goes: waiting for data, forward, backward, other processes, optimiser."""
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor
+from torch.autograd import Variable
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
 
@@ -47,6 +50,18 @@ def mark(device: torch.device) -> Mark:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def when_computed(loss: Tensor, do: Callable[[], None]) -> None:
+    """Have `do` called in the backward pass of `loss`, when all gradients of this process are computed.
+
+    What DDP does when it has all of them, to wait for those of the other processes, comes after that.
+    """
+
+    def queue(gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(do)  # in order; DDP queues its own at the last gradient
+
+    loss.register_hook(queue)
 
 
 class LoaderClock(Profiler):
@@ -102,14 +117,20 @@ class _Batch(NamedTuple):
     before: Mark | None  # the end of the batch before it, if nothing but the loader came in between
     waited: float  # for the loader, seconds of the host
     marks: list[Mark]  # start, before and after the backward pass, end
+    computed: Mark | None  # in the backward pass, when all gradients were computed, if others are then waited for
 
 
 class StepTimes(Callback):
     """Logs the mean seconds per optimiser step of each part of it, over the steps since they were logged last.
 
-    `seconds_forward`; `seconds_backward`, with the communication of gradients, which goes on beside it;
+    `seconds_forward`; `seconds_backward`, with the communication of gradients, most of which goes on beside it;
     `seconds_optimizer`, with the norm and clipping of the gradients; `seconds_data`, waiting for the loader; and
     `seconds_other`, all else between two steps, such as logging and checkpoints. Validation counts nowhere.
+
+    Several processes with DDP have `seconds_communication`, too: the end of `seconds_backward`, when all gradients are
+    computed and only those of other processes are waited for, on their way or not computed yet. It is the part of the
+    communication that makes a step longer, apart from what sequence parallelism exchanges inside of layers. ZeRO has
+    no such column: it communicates in all parts of a step, and there is no point after which it only waits.
 
     On a GPU these are seconds of the GPU, between events that are read when it has passed them: nothing waits for it,
     and the last steps may count the next time. The wait for the loader counts as far as the GPU waits too. The
@@ -124,10 +145,13 @@ class StepTimes(Callback):
         self._marks: list[Mark] = []  # of the batch in progress
         self._batches: list[_Batch] = []  # of the step in progress
         self._waiting: deque[list[_Batch]] = deque()  # steps that the device may not have done
+        self._with_others = False  # whether gradients of other processes are waited for
+        self._computed: Mark | None = None  # of the batch in progress
         self._forget()
 
     def _forget(self) -> None:
-        self._sums, self._steps = dict.fromkeys(PARTS, 0.0), 0
+        parts = (*PARTS, "communication") if self._with_others else PARTS
+        self._sums, self._steps = dict.fromkeys(parts, 0.0), 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Listen to how long the loader takes."""
@@ -146,6 +170,8 @@ class StepTimes(Callback):
         self._step, self._warm, self._before = trainer.global_step, False, None
         self._batches.clear()
         self._waiting.clear()
+        ddp = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
+        self._with_others = ddp and trainer.world_size > 1
         self._forget()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -156,11 +182,17 @@ class StepTimes(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Mark the start of the forward pass."""
-        self._marks = [mark(pl_module.device)]
+        self._marks, self._computed = [mark(pl_module.device)], None
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """Mark its end."""
+        """Mark its end, and later that of the gradients."""
         self._marks.append(mark(pl_module.device))
+
+        def computed() -> None:
+            self._computed = mark(pl_module.device)
+
+        if self._with_others:
+            when_computed(loss, computed)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Mark the end of the backward pass."""
@@ -173,7 +205,7 @@ class StepTimes(Callback):
         end = mark(pl_module.device)
         waited = 0.0 if self._loader is None else self._loader.take()
         if len(self._marks) == 3:
-            self._batches.append(_Batch(self._before, waited, [*self._marks, end]))
+            self._batches.append(_Batch(self._before, waited, [*self._marks, end], self._computed))
         self._before = end
         if trainer.global_step == self._step:
             return  # gradients are still being accumulated
@@ -192,11 +224,13 @@ class StepTimes(Callback):
     def _read(self) -> None:
         """Add up the steps that the device has done."""
         while self._waiting and all(batch.marks[-1].query() for batch in self._waiting[0]):
-            for before, waited, (start, forward, backward, end) in self._waiting.popleft():
+            for before, waited, (start, forward, backward, end), computed in self._waiting.popleft():
                 gap = waited if before is None else before.elapsed_time(start) / 1000
                 self._sums["data"] += min(waited, gap)
                 self._sums["other"] += gap - min(waited, gap)
                 self._sums["forward"] += start.elapsed_time(forward) / 1000
                 self._sums["backward"] += forward.elapsed_time(backward) / 1000
+                if computed is not None:
+                    self._sums["communication"] += computed.elapsed_time(backward) / 1000
                 self._sums["optimizer"] += backward.elapsed_time(end) / 1000
             self._steps += 1

@@ -102,6 +102,7 @@ class Pretraining(L.LightningModule):
         self.sequence_parallel = sequence_parallel
         self._stretch: sequence.Stretch | None = None  # of this process; None for whole sequences
         self._gradient_norm: Tensor | None = None  # of the step in progress
+        self._losses: Tensor | None = None  # of the step in progress: their sum, and how many they are
 
     def setup(self, stage: str) -> None:
         """Divide the sequences, and load the given initial weights, before any strategy shards or copies parameters.
@@ -143,17 +144,41 @@ class Pretraining(L.LightningModule):
         return self.model(tokens, cu_seqlens=cu_seqlens)[0]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean loss over the labelled tokens of the batch, in nats."""
+        """Mean loss over the labelled tokens of the batch, in nats.
+
+        `train_loss` is logged besides, over those of the whole step in all processes.
+        """
         batch = self._own(batch)
         with sequence.over(self._stretch):
             total = total_loss(self.model, batch.tokens, batch.labels, batch.cu_seqlens)
         count = (batch.labels != NO_LOSS).sum()
         loss = total / count.clamp(min=1) if self._stretch is None else self._stretch.mean(total, count)
         self.tokens_seen += batch.tokens.numel() * self.trainer.world_size
-        self.log("train_loss", loss, prog_bar=True)
+        self._log_loss(total, count, batch_idx)
         self.log("tokens", float(self.tokens_seen))
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
+
+    def on_train_start(self) -> None:
+        """Forget what an interrupted step may have left."""
+        self._losses = None
+
+    def _log_loss(self, total: Tensor, count: Tensor, batch_idx: int) -> None:
+        """Log the mean over all labelled tokens of the optimiser step, of all its batches and all processes.
+
+        Several processes wait for each other here, and so only at those steps of which a row is written.
+        """
+        trainer, losses = self.trainer, torch.stack([total.detach(), count.to(total.dtype)])
+        self._losses = losses if self._losses is None else self._losses + losses
+        if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+            return
+        losses, self._losses = self._losses, None
+        if trainer.world_size > 1:
+            every = trainer.log_every_n_steps
+            if not every or (trainer.global_step + 1) % every:
+                return
+            dist.all_reduce(losses)
+        self.log("train_loss", losses[0] / losses[1].clamp(min=1), prog_bar=True)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients; layers that are computed again see the same stretch."""

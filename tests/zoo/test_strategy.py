@@ -1,9 +1,12 @@
 """What a ZeRO strategy is told, before there are processes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from kernels import UserError
+from zoo.saving import Checkpoints
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is for Linux")
 
@@ -46,3 +49,9 @@ def test_precisions():
         assert not torch.is_autocast_enabled("cpu")
     batch = torch.zeros(2, 3)
     assert ZeroPrecision("bf16-mixed", "cpu").convert_input(batch) is batch
+
+
+def test_checkpoints_are_not_written_in_the_background(tmp_path):
+    trainer = SimpleNamespace(strategy=Zero(), default_root_dir=tmp_path, fast_dev_run=False)
+    with pytest.raises(UserError, match="in_background is true, but Zero writes its checkpoints itself"):
+        Checkpoints(in_background=True).setup(trainer, None, "fit")
