@@ -79,7 +79,7 @@ Train and compare language models of pluggable token mixers.
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml --trainer.max_steps=300
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
              python cli.py sweep --config sweep/heads.yaml [--dry-run]
-  bench      how fast it is here: python cli.py bench kernels|training|decode
+  bench      how fast it is here: python cli.py bench kernels|training|decode|scaling
   tune       launches of the kernels that suit this GPU, to a file: python cli.py tune [--kernels=delta_rule]
   mixers     a table of the token mixers, or everything about one: python cli.py mixers GatedDeltaNet
 

@@ -51,7 +51,7 @@ def test_a_command_of_the_readme_parses(
         arguments.append("--print_config")  # all of it is parsed, and nothing is run
     elif arguments and arguments[0] == "sweep":
         arguments.append("--dry-run")
-    elif arguments[:2] == ["bench", "training"]:
+    elif arguments[:2] in (["bench", "training"], ["bench", "scaling"]):
         arguments.append("--help")  # of minutes on a GPU: the options have to exist
         options = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
         assert all(option in command(*arguments).out for option in options)

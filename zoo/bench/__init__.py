@@ -1,4 +1,5 @@
-"""Benchmarks: of the ops (`kernels`), of training steps (`training`) and of generation (`decode`)."""
+"""Benchmarks: of the ops (`kernels`), of training steps (`training`), of generation (`decode`), and of several devices
+(`scaling`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +13,17 @@ from .. import config as configs
 from .decode import bench_decode
 from .kernel import bench_kernels
 from .report import Report
+from .scaling import bench_scaling
 from .training import bench_training
 
 KINDS: dict[str, Callable[..., Report]] = {
     "kernels": bench_kernels,
     "training": bench_training,
     "decode": bench_decode,
+    "scaling": bench_scaling,
 }
 USAGE = """\
-usage: python cli.py bench kernels|training|decode …
+usage: python cli.py bench kernels|training|decode|scaling …
 
   kernels    forward and backward times of the ops:
              python cli.py bench kernels --ops=delta_rule,window_attention [--peers]
@@ -28,6 +31,8 @@ usage: python cli.py bench kernels|training|decode …
              python cli.py bench training --config gated_deltanet.yaml --config size/400m.yaml --length=4096
   decode     time of the next token, at a batch size and a position:
              python cli.py bench decode --config gated_deltanet.yaml --batch_sizes=[1,64] --positions=[1024,65536]
+  scaling    training on 1, 2, 4 … devices with DDP, ZeRO and the like: speed, memory, and whether the losses are equal:
+             python cli.py bench scaling --config gated_deltanet.yaml --config size/400m.yaml --devices=[1,2,4]
 
 python cli.py bench KIND --help lists the options of each.
 """

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: a table in the terminal, bench.json and, over the length, bench.png."""
+"""What a benchmark leaves: a table in the terminal, bench.json and, over length or devices, bench.png."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import EngFormatter, LogLocator
 from rich import box
 from rich.table import Table
 
@@ -23,7 +23,7 @@ class Report:
     """The rows of one benchmark.
 
     Args:
-        kind: kernels, training or decode.
+        kind: kernels, training, decode or scaling.
         folder: Where the files go.
         about: Device, versions and settings.
         rows: One for each measurement.
@@ -37,16 +37,17 @@ class Report:
     @property
     def failed(self) -> bool:
         """Whether a result was wrong."""
-        return any(not row["gate"]["passed"] for row in self.rows if "gate" in row)
+        return any(map(_wrong, self.rows))
 
     def write(self) -> None:
         """Write the files."""
         record = {"kind": self.kind, **self.about, "rows": self.rows}
         with atomic_write(self.folder / "bench.json") as file:
             file.write(json.dumps(record, indent=1, allow_nan=False).encode())
-        if any(row.get("in_curve") and "fwd_bwd_ms" in row for row in self.rows):
+        picture = PICTURES[self.kind](self) if self.kind in PICTURES else None
+        if picture is not None:
             with atomic_write(self.folder / "bench.png") as file:
-                figure(self).savefig(file, format="png")
+                picture.savefig(file, format="png")
 
     def table(self) -> Table:
         """The rows for the terminal."""
@@ -131,11 +132,45 @@ def decode_table(report: Report) -> Table:
     return _captioned(table, remarks)
 
 
-def figure(report: Report) -> Figure:
-    """Time of forward and backward over the length, one line for each op."""
+def scaling_table(report: Report) -> Table:
+    """One row for each way and number of devices."""
+    about = report.about
+    parts = list(next((row["parts_ms"] for row in report.rows if "parts_ms" in row), ()))
+    some = {"communication_ms": ("waits", "{:.1f}"), "peak_gib": ("GiB", "{:.1f}")}  # where they are measured
+    some = {key: how for key, how in some.items() if any(row.get(key) is not None for row in report.rows)}
+    names = [name for name, _ in some.values()]
+    table = _table(report, ["way", "devices", "tok/s", "efficiency", "step ms", *parts, *names, "loss differs"])
+    remarks = [
+        f"batch {about['batch_size']} × {about['length']} tokens for each device, or for all that share sequences",
+        "efficiency: part of the tokens/s that so many times one device would have",
+        *([f"{', '.join((*parts, *names))}: of the first device; parts of a step in ms"] if parts else []),
+        *(["waits: the end of backward, for gradients of other devices"] if "waits" in names else []),
+        "loss differs: at most, relative to one device on the same samples",
+    ]
+    for row in report.rows:
+        head = [row["way"], str(row["devices"])]
+        if "step_ms" not in row or _wrong(row):
+            _without(table, remarks, head, row)
+            continue
+        table.add_row(
+            *head,
+            f"{row['tokens_per_second']:,.0f}",
+            _given(row["efficiency"], "{:.0%}"),
+            *(f"{value:.1f}" for value in (row["step_ms"], *row["parts_ms"].values())),
+            *(_given(row[key], form) for key, (_, form) in some.items()),
+            _given(row["loss_difference"], "{:.0e}"),
+        )
+        remarks += [f"{' '.join(head)}: {row['note']}"] if "note" in row else []
+    return _captioned(table, remarks)
+
+
+def figure(report: Report) -> Figure | None:
+    """Time of forward and backward over the length, one line for each op; None if nothing was measured over it."""
+    rows = [row for row in report.rows if row.get("in_curve") and "fwd_bwd_ms" in row]
+    if not rows:
+        return None
     picture = Figure(figsize=(7, 4.5), dpi=110, layout="constrained")
     FigureCanvasAgg(picture)
-    rows = [row for row in report.rows if row.get("in_curve") and "fwd_bwd_ms" in row]
     B, H, _, D = rows[0]["shape"].values()
     axes = picture.add_subplot(
         xlabel="tokens",
@@ -158,6 +193,37 @@ def figure(report: Report) -> Figure:
     return picture
 
 
+def scaling_figure(report: Report) -> Figure | None:
+    """Tokens a second over the devices, one line for each way, and beside it the memory of a GPU."""
+    rows = [row for row in report.rows if "step_ms" in row and not _wrong(row)]
+    base = next((row for row in rows if row["devices"] == 1), None)
+    devices = sorted({row["devices"] for row in rows})
+    if len(devices) < 2:
+        return None
+    with_memory = any(row["peak_gib"] is not None for row in rows)
+    picture = Figure(figsize=(10 if with_memory else 6, 4.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(picture)
+    panels = {"tokens_per_second": "tokens/s, all devices together"}
+    panels |= {"peak_gib": "GiB of the first device"} if with_memory else {}
+    for place, (key, label) in enumerate(panels.items(), start=1):
+        axes = picture.add_subplot(1, len(panels), place, xlabel="devices", ylabel=label)
+        if base is not None and key == "tokens_per_second":
+            ideal = [n * base[key] for n in devices]
+            axes.plot(devices, ideal, color="gray", linestyle="--", linewidth=1, label="ideal")
+        for way in dict.fromkeys(row["way"] for row in rows if row is not base):
+            line = [row for row in rows if row is base or row["way"] == way]
+            axes.plot([row["devices"] for row in line], [row[key] for row in line], marker="o", label=way)
+        axes.set_xticks(devices, [str(n) for n in devices])
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    picture.axes[0].legend(fontsize="small")
+    about = report.about
+    picture.suptitle(f"{about['device']}, {about['precision']}, {about['batch_size']} × {about['length']}", fontsize=10)
+    return picture
+
+
 def _table(report: Report, columns: Iterable[str]) -> Table:
     about = report.about
     triton = f", triton {about['triton']}" if about["triton"] else ""
@@ -175,9 +241,13 @@ def _captioned(table: Table, remarks: Iterable[str]) -> Table:
 
 def _without(table: Table, remarks: list[str], head: list[str], row: dict[str, Any]) -> None:
     """A row without a result: the reason is a remark."""
-    wrong = "gate" in row and not row["gate"]["passed"]
+    wrong = _wrong(row)
     table.add_row(*head, "WRONG" if wrong else "–", style="red" if wrong else None)
     remarks.append(f"{' '.join(part for part in head if part)}: {row['note']}")
+
+
+def _wrong(row: dict[str, Any]) -> bool:
+    return "gate" in row and not row["gate"]["passed"]
 
 
 def _given(value: float | None, form: str) -> str:
@@ -192,4 +262,6 @@ TABLES: dict[str, Callable[[Report], Table]] = {
     "kernels": kernels_table,
     "training": training_table,
     "decode": decode_table,
+    "scaling": scaling_table,
 }
+PICTURES: dict[str, Callable[[Report], Figure | None]] = {"kernels": figure, "scaling": scaling_figure}

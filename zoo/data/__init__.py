@@ -1,10 +1,11 @@
 """The data of a run: text (corpus → tokenizer → shards → windows → loaders) as `TextData`, from several sources as
-`MixedText`, and made-up `MQAR`."""
+`MixedText`, and made-up `MQAR` and `MarkovChain`."""
 
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.bigram import interpolated_bigram_loss
 from zoo.data.corpus import Corpus
 from zoo.data.loader import TrainLoader, ValidationLoader
+from zoo.data.markov import MarkovChain
 from zoo.data.mixture import MixedText, Source
 from zoo.data.module import TextData
 from zoo.data.mqar import MQAR
@@ -18,6 +19,7 @@ __all__ = [
     "NO_LOSS",
     "Batch",
     "Corpus",
+    "MarkovChain",
     "MixedText",
     "RecallTask",
     "Shards",

@@ -1,0 +1,144 @@
+"""The made-up Markov chain: what it is, and that a sample is a function of its number."""
+
+import json
+import math
+import time
+from itertools import chain, islice, repeat
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.errors import UserError
+from tests.commands import Command
+from zoo.data import Batch, MarkovChain
+
+pytest_plugins = "tests.desk"
+SMALL = {"vocab_size": 16, "sequence_length": 24, "batch_size": 4}
+
+
+def some(data: MarkovChain, number: int) -> list[Batch]:
+    """The next training batches."""
+    return list(islice(chain.from_iterable(repeat(data.train_dataloader())), number))
+
+
+def same(a: list[Batch], b: list[Batch]) -> bool:
+    return len(a) == len(b) and all(
+        torch.equal(x.tokens, y.tokens) and torch.equal(x.labels, y.labels) for x, y in zip(a, b, strict=True)
+    )
+
+
+def test_each_token_has_so_many_successors_equally_often():
+    batch = MarkovChain(vocab_size=10, sequence_length=20_000).train.batch([0, 1])
+    counts = np.zeros((10, 10))
+    np.add.at(counts, (batch.tokens.flatten().numpy(), batch.labels.flatten().numpy()), 1)
+    assert ((counts > 0).sum(1) == 4).all()
+    assert ((counts > 0).sum(0) == 4).all()
+    expected = counts.sum() / 40
+    assert np.abs(counts[counts > 0] - expected).max() < 5 * expected**0.5
+    chances = counts / counts.sum()
+    entropy = -(chances[counts > 0] * np.log((chances / chances.sum(1, keepdims=True))[counts > 0])).sum()
+    assert entropy == pytest.approx(math.log(4), abs=1e-3)
+    assert MarkovChain().bigram_loss() == pytest.approx(math.log(4))
+
+
+def test_nothing_but_the_token_before_counts():
+    batch = MarkovChain(vocab_size=10, successors=2, sequence_length=20_000).train.batch([0])
+    tokens, labels = batch.tokens[0].numpy(), batch.labels[0].numpy()
+    assert (tokens[1:] == labels[:-1]).all()
+    first, second = tokens[1:] * 10 + tokens[:-1], labels[1:]
+    shares = [np.bincount(second[first == pair], minlength=10).max() / (first == pair).sum() for pair in set(first)]
+    assert max(shares) < 0.6  # of its two successors, whichever token was there two before
+
+
+def test_a_sample_is_a_function_of_its_number():
+    whole = MarkovChain(**SMALL).train.batch(range(20))
+    assert whole.tokens.shape == whole.labels.shape == (20, 24)
+    assert torch.equal(MarkovChain(**SMALL).train.batch([7, 3]).tokens, whole.tokens[[7, 3]])
+    assert len({tuple(row) for row in whole.tokens.tolist()}) == 20
+    assert set(whole.tokens.flatten().tolist()) == set(range(16))
+
+
+def test_samples_never_change():
+    """Runs of any age are continued, and compared, by this function."""
+    batch = MarkovChain(vocab_size=16, sequence_length=8).train.batch([0, 1000])
+    assert batch.tokens.tolist() == FROZEN
+
+
+FROZEN = [[2, 0, 14, 4, 14, 11, 6, 4], [12, 0, 5, 1, 15, 14, 11, 1]]
+
+
+def test_splits_and_seeds_differ():
+    long = {**SMALL, "sequence_length": 300}  # shows every pair that there is
+    data, other = MarkovChain(**long), MarkovChain(**long, seed=1)
+    batches = [next(iter(loader)) for loader in (data.val_dataloader(), data.test_dataloader(), other.val_dataloader())]
+    batches += some(data, 1)
+    assert len({tuple(row) for batch in batches for row in batch.tokens.tolist()}) == 4 * 4
+    pairs = [set(zip(b.tokens.flatten().tolist(), b.labels.flatten().tolist(), strict=True)) for b in batches]
+    assert pairs[0] == pairs[1] == pairs[3] != pairs[2]  # one chain, but for another seed
+    assert sum(len(batch.tokens) for batch in data.val_dataloader()) == 64
+
+
+def test_resume_at_any_batch():
+    data = MarkovChain(**SMALL)
+    whole = some(data, 6)
+    assert data.state_dict()["position"] == 24
+    for step in range(4):
+        again = MarkovChain(**SMALL, num_workers=2 if step == 3 else 0)
+        again.load_state_dict({**data.state_dict(), "position": 4 * step})
+        assert same(some(again, 2), whole[step : step + 2])
+    with pytest.raises(UserError, match=r"data.successors is 3, but the checkpoint was trained with 4"):
+        MarkovChain(**SMALL, successors=3).load_state_dict(data.state_dict())
+
+
+def test_devices_share_a_batch_and_one_device_makes_it_of_smaller_ones():
+    whole, parts = some(MarkovChain(**SMALL), 3), []
+    for rank in range(2):
+        data = MarkovChain(**SMALL)
+        data.trainer = SimpleNamespace(
+            global_rank=rank, world_size=2, overfit_batches=0, lightning_module=None, state=SimpleNamespace(fn="")
+        )
+        parts.append(some(data, 3))
+    joined = [torch.cat([first.tokens, second.tokens]) for first, second in zip(*parts, strict=True)]
+    smaller = [batch.tokens for batch in some(MarkovChain(**{**SMALL, "batch_size": 2}), 6)]
+    for batch, both, first, second in zip(whole, joined, smaller[::2], smaller[1::2], strict=True):
+        assert torch.equal(batch.tokens, both)
+        assert torch.equal(batch.tokens, torch.cat([first, second]))
+
+
+def test_long_sequences_are_drawn_at_once():
+    samples = MarkovChain(vocab_size=32_000, sequence_length=2**18).train
+    seconds = []
+    for number in range(5):
+        start = time.perf_counter()
+        batch = samples.batch([number])
+        seconds.append(time.perf_counter() - start)
+    assert batch.tokens.shape == (1, 2**18)
+    assert min(seconds) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"successors": 5, "vocab_size": 4}, "data.successors is 5; data.vocab_size has only 4 tokens"),
+        ({"successors": 0}, "data.successors is 0; it must be at least 1"),
+        ({"sequence_length": 0}, "data.sequence_length is 0; it must be at least 1"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, message):
+    with pytest.raises(UserError, match=message):
+        MarkovChain(**arguments)
+
+
+def test_a_model_learns_it(command: Command, desk: Path):
+    sizes = ("--model.num_layers=1", "--model.hidden_size=32", "--model.num_heads=1", "--model.vocab_size=null")
+    data = ("--data=MarkovChain", "--data.vocab_size=16", "--data.sequence_length=32", "--data.batch_size=8")
+    trainer = ("--trainer.max_steps=100", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=2")
+    optim = ("--optim.learning_rate=1e-2", "--optim.warmup_steps=5")
+    done = command("fit", "--config", "gated_deltanet.yaml", *sizes, *data, *trainer, *optim, "--run", "chain")
+    assert done.code == 0, done.err
+    found = json.loads((desk / "runs/chain/results.json").read_text())
+    assert math.log(4) - 0.02 < found["val_loss"] < 1.7 < math.log(16)
+    assert found["bigram_loss"] == pytest.approx(math.log(4))
