@@ -92,6 +92,14 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
 # what is wrong with a disk, and no bug: full, over its quota, read-only, not ours
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
+# numbers that Lightning takes as they are, and divides by later
+LEAST = {
+    "accumulate_grad_batches": 1,
+    "num_nodes": 1,
+    "max_steps": -1,
+    "log_every_n_steps": 0,
+    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"), 0),
+}
 # keys of a config
 CALLBACKS = ("guard", "watchdog", "checkpoints", "samples", "loss_curve", "state_norms", "profile")
 
@@ -167,7 +175,7 @@ class CLI(LightningCLI):
             trainer["callbacks"].append(Predictions(config.output))
         try:
             self.trainer = L.Trainer(**trainer)
-        except (MisconfigurationException, ValueError) as error:  # Lightning's words for a wrong trainer key
+        except (MisconfigurationException, ValueError, TypeError, ImportError) as error:  # Lightning's words for a key
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
         if self.trainer.strategy.root_device.type == "cpu":
             fast_products()
@@ -224,6 +232,13 @@ def _run_folder(config: Any) -> Path:
 
 def _trainer_arguments(config: Any) -> dict[str, Any]:
     """The arguments of the Trainer, built."""
+    for name, least in LEAST.items():
+        if (value := config.trainer.get(name)) is not None and value < least:
+            raise UserError(f"trainer.{name}: {value} must be at least {least}")
+    if (interval := config.trainer.val_check_interval) == 0:
+        raise UserError(
+            f"trainer.val_check_interval: {interval} must be above 0; no validation is limit_val_batches: 0"
+        )
     try:
         return dict(configs.instantiate("trainer", config))
     except ValueError as error:

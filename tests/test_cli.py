@@ -357,6 +357,10 @@ MISTAKES = {
     (*FIT[1:], "--trainer.accelerator=abacus"): ("trainer", "abacus"),
     (*FIT[1:], "--trainer.devices=0"): ("trainer", "devices"),
     (*FIT[1:], "--trainer.strategy=magic"): ("trainer", "magic"),
+    (*FIT[1:], "--trainer.accelerator=cpu", "--trainer.devices=[0,1]"): ("trainer", "devices", "int"),
+    (*FIT[1:], "--trainer.accumulate_grad_batches=0"): ("trainer.accumulate_grad_batches: 0 must be at least 1",),
+    (*FIT[1:], "--trainer.limit_val_batches=-1"): ("trainer.limit_val_batches: -1", "at least 0"),
+    (*FIT[1:], "--trainer.val_check_interval=0"): ("trainer.val_check_interval: 0 must be above 0",),
     # other verbs
     ("train",): ("'train' is no verb", "fit, validate"),
     ("fti",): ("did you mean 'fit'?",),
