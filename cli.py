@@ -55,13 +55,14 @@ from zoo.generate import generate as generate_text  # noqa: E402
 from zoo.loading import checkpoint_of  # noqa: E402
 from zoo.loggers import LoggedConfig, for_run, missing_package  # noqa: E402
 from zoo.predictions import Predictions  # noqa: E402
+from zoo.processor import use_processor  # noqa: E402
 from zoo.progress import Progress, Summary  # noqa: E402
 from zoo.results import ResultRow  # noqa: E402
 from zoo.run import RunFiles, find_run, launched, new_run  # noqa: E402
 from zoo.step_times import StepTimes  # noqa: E402
 from zoo.sweep import Runner, Sweep, failed, report  # noqa: E402
 from zoo.sweep.cluster import run_on_cluster  # noqa: E402
-from zoo.training import Pretraining, best_precision, fast_products  # noqa: E402
+from zoo.training import Pretraining, best_precision  # noqa: E402
 
 HELP = """\
 usage: python cli.py VERB …
@@ -178,7 +179,7 @@ class CLI(LightningCLI):
         except (MisconfigurationException, ValueError, TypeError, ImportError) as error:  # Lightning's words for a key
             raise UserError(f"trainer: {' '.join(str(error).split())}") from None
         if self.trainer.strategy.root_device.type == "cpu":
-            fast_products()
+            use_processor()
         saving.install(self.trainer)
         self.config_init = self.config
 

@@ -47,24 +47,22 @@ class Chunks:
     """Documents as padded chunks.
 
     Attributes:
-        starts: For every chunk, the document that begins there, or None.
-        ends: For every document, the number of its last chunk, or None where it is empty.
+        of: For every document, the numbers of its chunks; none where it is empty.
+        count: How many chunks these are.
         token: Index of the token at each padded place [chunks·size]; padding points at token 0.
         valid: Which padded places hold a token [chunks·size].
         place: Padded place of each token [T].
     """
 
     def __init__(self, spans: list[tuple[int, int]], size: int, device: torch.device):
-        self.starts: list[int | None] = []
-        self.ends: list[int | None] = []
-        places = []
-        for number, (start, stop) in enumerate(spans):
-            count = -(-(stop - start) // size)
-            places.append(torch.arange(stop - start) + len(self.starts) * size)
-            self.starts += [number, *[None] * (count - 1)] if count else []
-            self.ends.append(len(self.starts) - 1 if count else None)
+        self.of: list[range] = []
+        self.count, places = 0, []
+        for start, stop in spans:
+            places.append(torch.arange(stop - start) + self.count * size)
+            self.of.append(range(self.count, self.count - (start - stop) // size))
+            self.count = self.of[-1].stop
         place = torch.cat(places)
-        token = torch.full((len(self.starts) * size,), -1).index_copy(0, place, torch.arange(len(place)))
+        token = torch.full((self.count * size,), -1).index_copy(0, place, torch.arange(len(place)))
         self.token, self.valid, self.place = token.clamp(min=0).to(device), (token >= 0).to(device), place.to(device)
 
 

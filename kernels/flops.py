@@ -1,13 +1,14 @@
 """Forward FLOPs of the ops for one sequence, as the chunkwise algorithms execute them: products only, full squares.
 
 These are the numbers that `torch.utils.flop_counter` sees on the ``torch`` backend (test: mixers' conformance), except
-for the triangular solve of the delta rule, which it does not count and we do.
+for the small triangular solves of the delta rule, which it does not count and we do.
 """
 
 from collections.abc import Callable
 
 from .chunking import CHUNK
 from .delta_rule import delta_rule
+from .delta_rule.chunk import SOLVED
 from .linear_recurrence import linear_recurrence
 from .window_attention.chunk import BLOCK, padded
 
@@ -43,11 +44,17 @@ def recurrence_flops(
             scores = heads * E * C * key_size
         per_token = scores + heads * C * value_size + 2 * state
     elif op is delta_rule:
-        solve = heads * E * C * (key_size + value_size) // 2
-        per_token = 2 * scores + solve + heads * E * C * value_size + 3 * state
+        per_token = 2 * scores + heads * E * (2 * C * value_size + _inverse(C) // C) + 3 * state
     else:
         raise ValueError(f"op: {op!r} is neither kernels.linear_recurrence nor kernels.delta_rule")
     return 2 * per_token * length
+
+
+def _inverse(size: int) -> int:
+    """Multiplications in `unit_lower_inverse` of one triangle."""
+    if size <= SOLVED or size % 2:
+        return size**3 // 2
+    return 2 * _inverse(size // 2) + 2 * (size // 2) ** 3
 
 
 def attention_flops(length: int, *, heads: int, head_dim: int, window_size: int | None = None) -> int:

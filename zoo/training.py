@@ -40,23 +40,6 @@ def best_precision(accelerator: str) -> str:
     return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
 
 
-def fast_products() -> bool:
-    """Let oneDNN compute fp32 products on the processor, where its fp32 is fp32; whether it does.
-
-    MKL leaves AVX-512 unused on some processors, and takes twice as long. PyTorch asks oneDNN only if it is allowed to
-    round to bf16, which it does where there are units for that (AMX); so a product is tried out.
-    """
-    before = torch.get_float32_matmul_precision()
-    generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(256, 256, generator=generator) for _ in range(2))
-    exact = x.double() @ y.double()
-    torch.set_float32_matmul_precision("medium")
-    if float((x @ y - exact).norm() / exact.norm()) < 1e-6:
-        return True
-    torch.set_float32_matmul_precision(before)
-    return False
-
-
 class Pretraining(L.LightningModule):
     """Next-token prediction with any language model of the zoo.
 

@@ -1,17 +1,25 @@
-"""The (gated) delta rule chunk by chunk in plain PyTorch, with autograd: the CPU path.
+"""The (gated) delta rule chunk by chunk in plain PyTorch: the CPU path.
 
 With b the log decays summed inside a chunk, D_ij = exp(b_i − b_j) for j ≤ i and N the strict lower part of D ⊙ K Kᵀ,
-the tokens of a chunk are untangled by one triangular solve (the WY form of arXiv 2412.06464, section 3):
+the tokens of a chunk are untangled by one triangular system (the WY form of arXiv 2412.06464, section 3):
 
-    [W, U₀] = (I + βN)⁻¹ β [e^b K, V]      U = U₀ − W S
+    (I + βN) U = β (V − e^b K S)
     O = e^b ⊙ (Q S) + (Q Kᵀ ⊙ D) U         S ← e^{b_C} S + (e^{b_C − b} K)ᵀ U
+
+Keys and queries lie on top of each other, so that one product serves both: with L = [βD; D] ⊙ [K; Q] Kᵀ and
+R = [βe^b; e^b] ⊙ [K; Q], the first two lines are U + L₀ U = βV − R₀ S and O = R₁ S + L₁ U.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..arguments import Recurrences
-from ..chunking import Chunking, causal_decay
+from ..chunking import Chunking, Run, causal_decay, scan, scan_stacked
+
+SOLVED = 8  # larger triangles are inverted by products
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
@@ -19,43 +27,121 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     assert a.beta is not None
     with torch.autocast(a.v.device.type, enabled=False):
         c = Chunking(a)
-        q, k, v = c.keys(a.q) * a.scale, c.keys(a.k), c.values(a.v)
-        beta, b = c.gates(a.beta).unsqueeze(-1), c.log_decay()  # [B,N,G,R,E,C,1]
-        K, V = q.shape[-1], v.shape[-1]
-
-        overlap, scores = (k @ k.mT).unsqueeze(3), (q @ k.mT).unsqueeze(3)  # [B,N,G,1,E,C,C]
-        keys = k.unsqueeze(3)
-        written, kept, reading = beta * keys, keys, q.unsqueeze(3)
+        kq, v, b = torch.cat([c.keys(a.k), c.keys(a.q) * a.scale], -2), c.values(a.v), c.log_decay()
         if b is None:
-            scores = scores.tril()
-        else:
-            D, shrink = causal_decay(b, v.dtype), b.to(v.dtype).exp().unsqueeze(-1)
-            overlap, scores = overlap * D, scores * D
-            written, reading = written * shrink, reading * shrink
-            kept = keys * (b[..., -1:] - b).to(v.dtype).exp().unsqueeze(-1)
-        # only the strict lower part is read, and the diagonal is taken as one
-        right = torch.cat([written, beta * v.unsqueeze(4)], -1)
-        W, U = torch.linalg.solve_triangular(beta * overlap, right, upper=False, unitriangular=True).split([K, V], -1)
+            b = v.new_zeros(1, 1, 1, a.repeats, 1, c.size)
+        o, S = _Chunks.apply(kq, v, c.gates(a.beta), b, c.first_state(), c.runs())
+        return c.outputs(o), S.flatten(1, 3)
 
-        # unbound, not indexed: the gradient of an index is a tensor of the full size, for each chunk
-        W_n, U_n, kept_n = W.unbind(1), U.unbind(1), kept.expand(*W.shape).mT.unbind(1)
-        decay_n = None
-        if b is not None:
-            decay_n = b[..., -1].to(v.dtype).exp()[..., None, None].expand(-1, c.count, *[-1] * 5).unbind(1)
-        updates: list[Tensor] = []
+
+class _Chunks(torch.autograd.Function):
+    """kq [N,B,G,E,2C,K], v [N,B,G,R,C,V], β and b [N,B,G,R,E,C], S₀ [sequences,G,R,E,K,V] → o, shaped as v, and S."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kq: Tensor, v: Tensor, beta: Tensor, b: Tensor, first: Tensor, runs: list[Run]
+    ) -> tuple[Tensor, Tensor]:
+        C = v.shape[-2]
+        products = _halves(kq @ kq[..., :C, :].mT)  # [N,B,G,1,E,2,C,C]
+        D, (shrink, fade, decay) = causal_decay(b, v.dtype).unsqueeze(-3), _decays(b, kq)
+        L, R = products * D, _halves(kq) * shrink
+        for x in (L, R):
+            x[..., 0, :, :].mul_(beta[..., None])
+        inverse, R, kept = unit_lower_inverse(L[..., 0, :, :]), R.flatten(-3, -2), kq[..., :C, :].unsqueeze(3) * fade
+        written = v.unsqueeze(4) * beta[..., None]
+        updates, seen = [], []
 
         def step(n: int, S: Tensor) -> Tensor:
-            updates.append(U_n[n] - W_n[n] @ S)
-            return (S if decay_n is None else decay_n[n] * S) + kept_n[n] @ updates[n]
+            old, read = (R[n] @ S).split(C, -2)
+            updates.append(inverse[n] @ (written[n] - old))
+            seen.append(read)
+            return decay[n] * S + kept[n].mT @ updates[n]
 
-        before, S = c.scan(step)
-        # subheads are summed inside the products, by laying them side by side along the contracted axis
-        scores, reading = scores.expand(*W.shape[:-1], -1), reading.expand(*W.shape)
-        o = _side_by_side(scores) @ torch.stack(updates, 1).flatten(4, 5)
-        o = o + _side_by_side(reading) @ before.flatten(4, 5)
-        return c.outputs(o), S
+        before, S = scan_stacked(runs, first, step)
+        U = torch.stack(updates)
+        o = _summed((L[..., 1, :, :] @ U).add_(torch.stack(seen)), 4)
+        ctx.save_for_backward(kq, v, beta, b, products, L, R, D, inverse, U, before)
+        ctx.runs = runs
+        return o, S
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
+        kq, v, beta, b, products, L, R, D, inverse, U, before = ctx.saved_tensors
+        with torch.autocast(v.device.type, enabled=False):
+            C = v.shape[-2]
+            k, beta = kq[..., :C, :], beta[..., None]
+            shrink, fade, decay = _decays(b, kq)
+            kept, do = k.unsqueeze(3) * fade, do.unsqueeze(4)
+            # of [−β(V − …); O], through which both triangles and both rows of readings get their gradients
+            Z = U.new_empty(*U.shape[:-2], 2, C, U.shape[-1])
+            Z[..., 1, :, :] = do
+            dU = L[..., 1, :, :].mT @ do
+
+            after: list[Tensor] = []
+
+            def step(n: int, dS: Tensor) -> Tensor:
+                after.append(dS)
+                Z[n][..., 0, :, :] = -(inverse[n].mT @ (dU[n] + kept[n] @ dS))
+                return decay[n] * dS + R[n].mT @ Z[n].flatten(-3, -2)
+
+            dfirst, dlater = scan(ctx.runs, dS, step, back=True), torch.stack(after[::-1])
+            both = Z.flatten(-3, -2)
+            dL, dR = _split(both @ U.mT) * D, _split(both @ before.mT) * shrink
+            dL[..., 0, :, :].diagonal(dim1=-2, dim2=-1).zero_()
+            # a decay raises its row and lowers its column; on the diagonal that cancels, and would drown small ones
+            moved = dL * products
+            moved[..., 1, :, :].diagonal(dim1=-2, dim2=-1).zero_()
+            rows = moved.sum(-1) + (dR * _halves(kq)).sum(-1)  # [N,B,G,R,E,2,C]
+            dbeta = rows[..., 0, :] - (Z[..., 0, :, :] * v.unsqueeze(4)).sum(-1)
+            for x in (dL, dR, moved):
+                x[..., 0, :, :].mul_(beta)
+            dkept = (U @ dlater.mT) * fade
+            faded = (dkept * k.unsqueeze(3)).sum(-1)
+            db = beta[..., 0] * rows[..., 0, :] + rows[..., 1, :] - moved.sum((-3, -2)) - faded
+            db[..., -1] += faded.sum(-1) + ((before * dlater).sum((-2, -1)) * decay[..., 0, 0])
+
+            dL = _summed(dL, 3).flatten(-3, -2)
+            dkq = _summed(dR, 3).flatten(-3, -2) + dL @ k
+            dkq[..., :C, :] += _summed(dkept, 3) + dL.mT @ kq
+            dv = _summed(Z[..., 0, :, :] * -beta, 4)
+            return dkq, dv, dbeta, db.to(b.dtype).sum_to_size(b.shape), dfirst, None
 
 
-def _side_by_side(x: Tensor) -> Tensor:
-    """[B,N,G,R,E,C,X] → [B,N,G,R,C,E·X]."""
-    return x.transpose(4, 5).flatten(5, 6)
+def _decays(b: Tensor, kq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """e^b [N,B,G,R,E,1,C,1], e^{b_C − b} [N,B,G,R,E,C,1], and e^{b_C} for each chunk [N,B,G,R,E,1,1]."""
+    shrink, fade = b.to(kq.dtype).exp(), (b[..., -1:] - b).to(kq.dtype).exp()
+    return shrink[..., None, :, None], fade[..., None], shrink[..., -1:, None].expand(len(kq), *[-1] * 6)
+
+
+def _halves(x: Tensor) -> Tensor:
+    """[N,B,G,E,2C,X] → [N,B,G,1,E,2,C,X]."""
+    return _split(x).unsqueeze(3)
+
+
+def _split(x: Tensor) -> Tensor:
+    """[…,2C,X] → […,2,C,X]."""
+    return x.unflatten(-2, (2, -1))
+
+
+def _summed(x: Tensor, dim: int) -> Tensor:
+    """x.sum(dim), which is no copy where there is nothing to sum."""
+    return x.squeeze(dim) if x.shape[dim] == 1 else x.sum(dim)
+
+
+def unit_lower_inverse(x: Tensor) -> Tensor:
+    """The inverse of I + the strict lower part of x [...,C,C]; nothing else of x is read.
+
+    The halves of the diagonal are inverted together, and so on, and what is below them is a product. As exact as
+    solving row by row, and several times faster on a processor.
+    """
+    C = x.shape[-1]
+    if C <= SOLVED or C % 2:
+        one = torch.eye(C, dtype=x.dtype, device=x.device).expand(x.shape)
+        return torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
+    h = C // 2
+    upper, lower = unit_lower_inverse(torch.stack([x[..., :h, :h], x[..., h:, h:]])).unbind()
+    found = x.new_zeros(x.shape)
+    found[..., :h, :h], found[..., h:, h:] = upper, lower
+    found[..., h:, :h] = -(lower @ (x[..., h:, :h] @ upper))
+    return found

@@ -1,4 +1,4 @@
-"""The linear recurrence chunk by chunk in plain PyTorch, with autograd: the CPU path.
+"""The linear recurrence chunk by chunk in plain PyTorch, with autograd: the CPU path where scores are not shared.
 
 With b the log decays summed inside a chunk and D_ij = exp(b_i − b_j), j ≤ i:
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import Recurrences
-from ..chunking import Chunking, causal_decay
+from ..chunking import Chunking, causal_decay, scan_stacked
+from . import shared_scores
 
 # exp(±half of this) still multiplies to a finite fp32 product
 SAFE_RANGE = 80.0
@@ -23,51 +24,53 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     with torch.autocast(a.v.device.type, enabled=False):
         c = Chunking(a)
-        q, k, v = c.keys(a.q) * a.scale, c.keys(a.k), c.values(a.v)
+        q, k = c.keys(a.q) * a.scale, c.keys(a.k)
         beta, b = None if a.beta is None else c.gates(a.beta), c.log_decay()
-        if b is not None and b.dim() == 7:
-            o, S = _per_channel(c, q, k, v, beta, b)
+        if shared_scores.serves(a, b):
+            o, S = shared_scores.forward(c, q, k, beta, b)
+        elif b is not None and b.dim() == 7:
+            o, S = _per_channel(c, q, k, c.values(a.v), beta, b)
         else:
-            o, S = _per_head(c, q, k, v, beta, b)
-        return c.outputs(o), S
+            o, S = _per_head(c, q, k, c.values(a.v), beta, b)
+        return c.outputs(o), S.flatten(1, 3)
 
 
 def _per_head(
     c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, b: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    scores = (q @ k.mT).unsqueeze(3)  # [B,N,G,1,E,C,C]
+    scores = (q @ k.mT).unsqueeze(3)  # [N,B,G,1,E,C,C]
     scores = scores.tril() if b is None else scores * causal_decay(b, v.dtype)
     if beta is not None:
         scores = scores * beta.unsqueeze(-2)
-    o = scores.sum(4) @ v  # summed over subheads before the product: [B,N,G,R,C,V]
+    o = scores.sum(4) @ v  # summed over subheads before the product: [N,B,G,R,C,V]
 
     weight = beta
     if b is not None:
         rest = (b[..., -1:] - b).to(v.dtype).exp()
         weight = rest if beta is None else rest * beta
-    values = v.unsqueeze(4) if weight is None else v.unsqueeze(4) * weight.unsqueeze(-1)  # [B,N,G,R,E|1,C,V]
-    added = torch.einsum("bngeck,bngrecv->bngrekv", k, values.expand(-1, -1, -1, -1, k.shape[3], -1, -1))
+    values = v.unsqueeze(4) if weight is None else v.unsqueeze(4) * weight.unsqueeze(-1)  # [N,B,G,R,E|1,C,V]
+    added = torch.einsum("nbgeck,nbgrecv->nbgrekv", k, values.expand(-1, -1, -1, -1, k.shape[3], -1, -1))
     if b is None:
-        new = added.unbind(1)
-        before, S = c.scan(lambda n, S: S + new[n])
-        return o + torch.einsum("bngeck,bngrekv->bngrcv", q, before), S
-    decay = b[..., -1].to(v.dtype).exp()[..., None, None].expand(-1, c.count, *[-1] * 5)
-    new, kept = added.unbind(1), decay.unbind(1)
-    before, S = c.scan(lambda n, S: kept[n] * S + new[n])
-    read = torch.einsum("bngeck,bngrekv->bngrecv", q, before)
+        new = added.unbind()
+        before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: S + new[n])
+        return o + torch.einsum("nbgeck,nbgrekv->nbgrcv", q, before), S
+    decay = b[..., -1].to(v.dtype).exp()[..., None, None].expand(c.count, *[-1] * 6)
+    new, kept = added.unbind(), decay.unbind()
+    before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: kept[n] * S + new[n])
+    read = torch.einsum("nbgeck,nbgrekv->nbgrecv", q, before)
     return o + (read * b.to(v.dtype).exp().unsqueeze(-1)).sum(4), S
 
 
 def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, b: Tensor) -> tuple[Tensor, Tensor]:
-    q, k = q.unsqueeze(3), k.unsqueeze(3)  # [B,N,G,1,E,C,K]
+    q, k = q.unsqueeze(3), k.unsqueeze(3)  # [N,B,G,1,E,C,K]
     scores = channel_scores(q, k, b)
     last = b[..., -1:, :]
     kept = k * (last - b).to(v.dtype).exp()
     if beta is not None:
         scores, kept = scores * beta.unsqueeze(-2), kept * beta.unsqueeze(-1)
-    added = kept.mT @ v.unsqueeze(4)  # [B,N,G,R,E,K,V]
-    new, whole = added.unbind(1), last.to(v.dtype).exp().mT.unbind(1)
-    before, S = c.scan(lambda n, S: whole[n] * S + new[n])
+    added = kept.mT @ v.unsqueeze(4)  # [N,B,G,R,E,K,V]
+    new, whole = added.unbind(), last.to(v.dtype).exp().mT.unbind()
+    before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: whole[n] * S + new[n])
     read = (q * b.to(v.dtype).exp()) @ before
     return scores.sum(4) @ v + read.sum(4), S
 

@@ -1,8 +1,13 @@
 """Root-mean-square normalisation as a composition of PyTorch ops, in at least fp32."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..op import plain
 
 
 def forward(
@@ -13,5 +18,34 @@ def forward(
     given, opened = x.to(kind), None if gate is None else F.silu(gate.to(kind))
     if opened is not None and gate_first:
         given = given * opened
-    y = F.rms_norm(given, x.shape[-1:], None if weight is None else weight.to(kind), eps)
+    weight = None if weight is None else weight.to(kind)
+    if given.is_cpu and plain((given, weight)):
+        y = _Norm.apply(given, weight, eps)
+    else:
+        y = F.rms_norm(given, x.shape[-1:], weight, eps)
     return (y if opened is None or gate_first else y * opened).to(dtype)
+
+
+class _Norm(torch.autograd.Function):
+    """x / √(mean x² + eps) · weight: that of PyTorch passes over memory twice as often on a processor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        rate = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rate)
+        y = x * rate
+        return y if weight is None else y.mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rate = ctx.saved_tensors
+        y, dweight = x * rate, None
+        along = dy * y
+        if weight is None:
+            mean = along.mean(-1, keepdim=True)
+        else:
+            dweight, mean = along.flatten(0, -2).sum(0), (along @ weight).unsqueeze(-1) / len(weight)
+            dy = dy * weight
+        return torch.addcmul(dy, y, mean, value=-1).mul_(rate), dweight, None

@@ -4,6 +4,8 @@ A window shorter than the sequence is cut into blocks of queries, each against i
 work grows with T · window and not with T².
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,37 +49,56 @@ def _attend(a: Attention, q: Tensor, k: Tensor, v: Tensor, first_key: Tensor | N
 def _blocks(a: Attention, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     T, before = q.shape[1], padded(window - 1)
     count = -(-T // BLOCK)
-    q = F.pad(q, (0, 0, 0, 0, 0, count * BLOCK - T)).unflatten(1, (count, BLOCK))  # [B,N,BLOCK,H,D]
-    k, v = _stretches(k, count, before), _stretches(v, count, before)  # [B,N,before+BLOCK,Hkv,D]
     query = torch.arange(BLOCK, device=q.device)[:, None] + before
     key = torch.arange(before + BLOCK, device=q.device)
     inside = (key <= query) & (key > query - window)
     real = key >= before - torch.arange(count, device=q.device)[:, None] * BLOCK  # padding before the first key
     mask = inside & real[:, None]  # [N,BLOCK,before+BLOCK]
     if window <= SHORT and not q.is_cuda:
-        o = _products(a, q, k, v, mask)
-    else:
-        o = dot_product(a, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask.repeat(len(q), 1, 1).unsqueeze(1))
+        return _products(a, q, k, v, mask)
+    q = F.pad(q, (0, 0, 0, 0, 0, count * BLOCK - T)).unflatten(1, (count, BLOCK))  # [B,N,BLOCK,H,D]
+    k, v = _stretches(k, mask), _stretches(v, mask)  # [B,N,before+BLOCK,Hkv,D]
+    o = dot_product(a, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask.repeat(len(q), 1, 1).unsqueeze(1))
     return o.reshape(-1, count * BLOCK, *o.shape[-2:])[:, :T]
 
 
-def _stretches(x: Tensor, count: int, before: int) -> Tensor:
-    """The keys of each block of queries, from n·BLOCK − before on: [B,T,heads,D] → [B,N,before+BLOCK,heads,D]."""
-    # put together, not unfolded: the gradient of that is scattered element by element
-    x = F.pad(x, (0, 0, 0, 0, before, count * BLOCK - x.shape[1])).unflatten(1, (-1, BLOCK))
-    return torch.cat([x[:, n : n + count] for n in range(before // BLOCK + 1)], 2)
+def _stretches(x: Tensor, mask: Tensor) -> Tensor:
+    """The keys that blocks of queries are masked from [N,BLOCK,keys]: x [B,T,…] → [B,N,keys,…]."""
+    count, before = len(mask), mask.shape[2] - BLOCK
+    x = F.pad(x, [0, 0] * (x.dim() - 2) + [before, count * BLOCK - x.shape[1]]).unflatten(1, (-1, BLOCK))
+    return _Overlapping.apply(x, count)
+
+
+class _Overlapping(torch.autograd.Function):
+    """Blocks [B,N+n,BLOCK,…] → [B,N,(n+1)·BLOCK,…], each with the n after it. Autograd would fill zeros n + 1 times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        return torch.cat([x[:, n : n + count] for n in range(x.shape[1] - count + 1)], 2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        parts = dy.split(BLOCK, 2)
+        dx = F.pad(parts[0], [0, 0] * (dy.dim() - 2) + [0, len(parts) - 1])
+        for n, part in enumerate(parts[1:], 1):
+            dx[:, n : n + dy.shape[1]] += part
+        return dx, None
 
 
 def _products(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """o [B,N,BLOCK,H,D]: two products around a softmax, which keeps the scores, but is faster on a processor."""
+    """o [B,T,H,D]: two products around a softmax, which keeps the scores, but is faster on a processor."""
     with torch.autocast(q.device.type, enabled=False):
-        groups = (k.shape[3], -1)
-        q = (at_least_fp32(q) * a.scale).unflatten(3, groups).permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
-        k, kind, v = at_least_fp32(k).permute(0, 1, 3, 4, 2), v.dtype, at_least_fp32(v).transpose(2, 3)
+        (B, T, _, _), heads = q.shape, k.shape[2]
+        kind, rows = v.dtype, mask.shape[0] * BLOCK
+        # heads first, so that nothing is copied for a product
+        q = F.pad((at_least_fp32(q) * a.scale).transpose(1, 2), (0, 0, 0, rows - T))
+        q = q.unflatten(1, (heads, -1)).unflatten(3, (-1, BLOCK)).transpose(2, 3).flatten(3, 4)  # [B,Hkv,N,R·BLOCK,D]
+        k, v = (at_least_fp32(x).transpose(1, 2).flatten(0, 1) for x in (k, v))
+        k, v = (_stretches(x, mask).unflatten(0, (B, heads)) for x in (k, v))
         unseen = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
-        scores = (q @ k).unflatten(3, (-1, BLOCK)) + unseen[:, None, None]  # [B,N,Hkv,R,BLOCK,before+BLOCK]
-        o = torch.softmax(scores, -1).flatten(3, 4) @ v
-        return o.unflatten(3, (-1, BLOCK)).flatten(2, 3).transpose(2, 3).to(kind)
+        scores = (q @ k.mT).unflatten(3, (-1, BLOCK)) + unseen[:, None]  # [B,Hkv,N,R,BLOCK,before+BLOCK]
+        o = (torch.softmax(scores, -1).flatten(3, 4) @ v).unflatten(3, (-1, BLOCK))
+        return o.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)[:, :T].to(kind)
 
 
 def padded(keys: int) -> int:

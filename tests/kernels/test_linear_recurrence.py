@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.linear_recurrence.shared_scores import RANGE
 
 from .recurrences import BAD_BOUNDARIES, DECAYS, LENGTHS, MISFITS, PACKED, TOLERANCE, assert_same, inputs, results
 
@@ -60,6 +61,17 @@ def test_backends_agree(length: int, gate: str, dtype: torch.dtype):
 def test_any_decay(gate: str, decay: str, dtype: torch.dtype):
     # 131 tokens: two full chunks and a ragged one
     a = inputs(131, gate=gate, decay=decay, dtype=dtype)
+    assert_same(run(a), run(a, backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("total", [0.99, 1.01])
+def test_decays_around_what_shared_scores_take(total: float, at_once: bool, dtype: torch.dtype):
+    a = inputs(130, R=3, dtype=dtype)
+    a["log_decay"] = torch.full_like(a["log_decay"], -RANGE * total / 64)
+    if at_once:
+        a["log_decay"] = torch.where(torch.arange(130)[:, None] % 64 == 20, 64 * a["log_decay"], 0)
     assert_same(run(a), run(a, backend="reference"))
 
 

@@ -272,9 +272,11 @@ def test_flops_of_an_expanded_recurrence(config: str, per_state: int, shared: in
     """Table 10 of paper 000 counts 6HLD² for GLA and 8HLD² for Gated DeltaNet.
 
     Ours is 6 and 10 (6 for the state, 2 for the scores of keys and queries, 1 each for the solve and the values), and
-    everything repeats for each subhead but GLA's product of scores and values.
+    everything repeats for each subhead but GLA's product of scores and values. The delta rule also inverts a triangle
+    of 64 tokens: 2752 a token.
     """
     model = zoo.build(f"paper000/{config}", "size/400m.yaml", f"model.stack.mixer.factor={factor}", device="meta")
     mixer, length = model.mixers[0], 4096
     recurrence = mixer.flops(length) - dense_flops(mixer, length)
-    assert recurrence == (per_state * factor + shared) * 8 * length * 128**2
+    inverse = 2752 * factor if "deltanet" in config else 0
+    assert recurrence == ((per_state * factor + shared) * 128**2 + inverse) * 8 * length

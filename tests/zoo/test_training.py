@@ -24,7 +24,7 @@ from kernels.errors import UserError
 from zoo.data.batch import Batch
 from zoo.metrics import ContextLoss, TaskAccuracy, positions, token_losses, total_loss
 from zoo.saving import Checkpoints
-from zoo.training import best_precision, fast_products
+from zoo.training import best_precision
 
 
 class Uniform(torch.nn.Module):
@@ -293,22 +293,3 @@ def test_without_one_it_is_trained_by_its_logits():
     model = Uniform()
     expected = token_losses(model(tokens)[0], labels).sum()
     assert torch.equal(total_loss(model, tokens, labels), expected)
-
-
-def test_fast_products_are_products_in_fp32(monkeypatch: pytest.MonkeyPatch):
-    before, state = torch.get_float32_matmul_precision(), torch.get_rng_state()
-    try:
-        fast = fast_products()
-        assert torch.get_float32_matmul_precision() == ("medium" if fast else before)
-        assert torch.equal(torch.get_rng_state(), state)
-        x, y = torch.randn(100, 300), torch.randn(300, 200)
-        torch.testing.assert_close((x @ y).double(), x.double() @ y.double(), atol=1e-4, rtol=1e-5)
-        # where products are rounded, nothing is changed
-        torch.set_float32_matmul_precision(before)
-        product = torch.Tensor.__matmul__
-        rounded = {torch.float32: torch.bfloat16, torch.float64: torch.float64}
-        monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: product(a.to(rounded[a.dtype]).to(a), b))
-        assert not fast_products()
-        assert torch.get_float32_matmul_precision() == before
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -16,6 +16,7 @@ from .. import config as configs
 from ..callbacks import TRAINING_FLOPS, peak_flops
 from ..compilation import compiled_blocks
 from ..optim import Optimisation, build_optimizer
+from ..processor import use_processor
 from ..training import best_precision
 from . import model as models
 from . import peers as others
@@ -57,6 +58,8 @@ def bench_training(
         UserError: An argument is wrong.
     """
     where = pick_device(device)
+    if where.type == "cpu":
+        use_processor()
     if peers:
         others.require(where)
     found = models.read(config)

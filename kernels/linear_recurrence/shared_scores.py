@@ -1,0 +1,108 @@
+"""The chunkwise linear recurrence where decays are moderate: all value heads of a group share one matrix of scores.
+
+With m = b_C/2, half of what a chunk decays by, the decay between two tokens factors: exp(b_i − b_j) is exp(b_i − m)
+times exp(m − b_j). With f = exp(b − m), w = exp(m), A = Q Kᵀ, and values u = β/f ⊙ V of all heads side by side [C,R·V]:
+
+    O = f ⊙ (tril(A) u + Q (w S))      S ← w ((w S) + Kᵀ u)
+
+Nothing is as large as a matrix of scores for each head, as it would be with decays inside of them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..arguments import Recurrences
+from ..chunking import Chunking, Run, scan
+from ..op import plain
+
+# the factors stay within exp(±half of this), and their products with much else below the largest fp32 of exp(88)
+RANGE = 120.0
+
+
+def serves(a: Recurrences, b: Tensor | None) -> bool:
+    """Whether this is a call for here; b are the log decays summed inside chunks."""
+    if a.subheads > 1 or not a.v.is_cpu or not plain((a.q, a.k, a.v)):  # the decays must be looked at
+        return False
+    return b is None or (b.dim() == 6 and float(b.detach().abs().max()) <= RANGE)
+
+
+def forward(c: Chunking, q: Tensor, k: Tensor, beta: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q, k [N,B,G,1,C,K], β and b [N,B,G,R,1,C] → o [N,B,G,R,C,V] and S [sequences,G,R,1,K,V]."""
+    v, heads = c.wide_values(c.a.v), (1, 1, 1, c.a.repeats, 1, c.size)
+    beta = v.new_ones(heads) if beta is None else beta
+    b = v.new_zeros(heads) if b is None else b
+    beta, b = (x.squeeze(4).transpose(3, 4).unsqueeze(-1) for x in (beta, b))
+    first = c.first_state().squeeze(3).transpose(2, 3)
+    o, S = _SharedScores.apply(q.squeeze(3), k.squeeze(3), v, beta, b, first, c.runs())
+    return o.transpose(3, 4), S.transpose(2, 3).unsqueeze(3)
+
+
+class _SharedScores(torch.autograd.Function):
+    """q, k [N,B,G,C,K], v [N,B,G,C,R,V], β and b [N,B,G,C,R,1], S [sequences,G,K,R,V] → o and S."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, b: Tensor, first: Tensor, runs: list[Run]
+    ) -> tuple[Tensor, Tensor]:
+        A = q @ k.mT
+        # a token's own value does not decay: kept apart, it does not drown the others' share in the decay's gradient
+        own = A.diagonal(dim1=-2, dim2=-1).clone()[..., None, None]
+        A.tril_(-1)
+        f, f_inverse, w = _factors(b, v)
+        u = v * (beta * f_inverse)
+        added = _wide(k.mT @ u.flatten(-2), v)
+        start, after = torch.empty_like(added), []
+
+        def step(n: int, S: Tensor) -> Tensor:
+            after.append((torch.mul(w[n], S, out=start[n]) + added[n]).mul_(w[n]))
+            return after[n]
+
+        S = scan(runs, first, step)
+        others = _wide((A @ u.flatten(-2)).add_(q @ start.flatten(-2)), v).mul_(f)
+        ctx.save_for_backward(q, k, v, beta, b, A, own, u, start, others, *after)
+        ctx.runs = runs
+        return torch.addcmul(others, v, beta * own), S
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, beta, b, A, own, u, start, others, *after = ctx.saved_tensors
+        with torch.autocast(v.device.type, enabled=False):
+            f, f_inverse, w = _factors(b, v)
+            do = do.contiguous()
+            d = (do * f).flatten(-2)
+            added = _wide(q.mT @ d, v)
+            dend, carried = torch.empty_like(added), f.new_empty(*added.shape[:3], v.shape[4])
+
+            def step(n: int, dS: Tensor) -> Tensor:
+                carried[n] = (after[n] * dS).sum((-3, -1))
+                return (torch.mul(w[n], dS, out=dend[n]) + added[n]).mul_(w[n])
+
+            dfirst = scan(ctx.runs, dS, step, back=True)
+            dend, u, start = dend.flatten(-2), u.flatten(-2), start.flatten(-2)
+            du = _wide((A.mT @ d).add_(k @ dend), v)
+            down, along = (do * v).sum(-1, keepdim=True), (du * v).sum(-1, keepdim=True) * f_inverse
+            dA = (d @ u.mT).tril_(-1)
+            dA.diagonal(dim1=-2, dim2=-1).copy_((beta * down).sum((-2, -1)))
+            dq, dk = (dA @ k).add_(d @ start.mT), (dA.mT @ q).add_(u @ dend.mT)
+            dv = (du * (beta * f_inverse)).addcmul_(do, beta * own)
+            db = (do * others).sum(-1, keepdim=True) - beta * along
+            db[..., -1, :, 0] += carried
+            dbeta = (along + own * down).sum_to_size(beta.shape)
+            return dq, dk, dv, dbeta, db.to(b.dtype).sum_to_size(b.shape), dfirst, None
+
+
+def _factors(b: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(b − m), exp(m − b) [N,B,G,C,R,1], and exp(m) for each chunk [N,B,G,1,R,1]."""
+    m = b[..., -1:, :, :] / 2
+    factors = (b - m).exp(), (m - b).exp(), m.exp().expand(len(v), *[-1] * 5)
+    f, f_inverse, w = (x.to(v.dtype) for x in factors)
+    return f, f_inverse, w
+
+
+def _wide(x: Tensor, v: Tensor) -> Tensor:
+    """[…,R·V] → […,R,V]."""
+    return x.unflatten(-1, v.shape[-2:])
