@@ -92,20 +92,22 @@ class _Chunks(torch.autograd.Function):
             # a decay raises its row and lowers its column; on the diagonal that cancels, and would drown small ones
             moved = dL * products
             moved[..., 1, :, :].diagonal(dim1=-2, dim2=-1).zero_()
-            rows = moved.sum(-1) + (dR * _halves(kq)).sum(-1)  # [N,B,G,R,E,2,C]
-            dbeta = rows[..., 0, :] - (Z[..., 0, :, :] * v.unsqueeze(4)).sum(-1)
+            read = (dR * _halves(kq)).sum(-1, dtype=b.dtype)  # [N,B,G,R,E,2,C]
+            dbeta = moved[..., 0, :, :].sum(-1) + read[..., 0, :] - (Z[..., 0, :, :] * v.unsqueeze(4)).sum(-1)
             for x in (dL, dR, moved):
                 x[..., 0, :, :].mul_(beta)
             dkept = (U @ dlater.mT) * fade
-            faded = (dkept * k.unsqueeze(3)).sum(-1)
-            db = beta[..., 0] * rows[..., 0, :] + rows[..., 1, :] - moved.sum((-3, -2)) - faded
+            faded = (dkept * k.unsqueeze(3)).sum(-1, dtype=b.dtype)
+            # what cancels are the same numbers, summed in fp64
+            db = moved.sum((-3, -1), dtype=b.dtype) - moved.sum((-3, -2), dtype=b.dtype)
+            db += beta[..., 0] * read[..., 0, :] + read[..., 1, :] - faded
             db[..., -1] += faded.sum(-1) + ((before * dlater).sum((-2, -1)) * decay[..., 0, 0])
 
             dL = _summed(dL, 3).flatten(-3, -2)
             dkq = _summed(dR, 3).flatten(-3, -2) + dL @ k
             dkq[..., :C, :] += _summed(dkept, 3) + dL.mT @ kq
             dv = _summed(Z[..., 0, :, :] * -beta, 4)
-            return dkq, dv, dbeta, db.to(b.dtype).sum_to_size(b.shape), dfirst, None
+            return dkq, dv, dbeta.to(v.dtype), db.sum_to_size(b.shape), dfirst, None
 
 
 def _decays(b: Tensor, kq: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -84,15 +84,16 @@ class _SharedScores(torch.autograd.Function):
             dfirst = scan(ctx.runs, dS, step, back=True)
             dend, u, start = dend.flatten(-2), u.flatten(-2), start.flatten(-2)
             du = _wide((A.mT @ d).add_(k @ dend), v)
-            down, along = (do * v).sum(-1, keepdim=True), (du * v).sum(-1, keepdim=True) * f_inverse
+            down = (do * v).sum(-1, keepdim=True)
+            along = (du * v).sum(-1, keepdim=True, dtype=b.dtype) * f_inverse
             dA = (d @ u.mT).tril_(-1)
             dA.diagonal(dim1=-2, dim2=-1).copy_((beta * down).sum((-2, -1)))
             dq, dk = (dA @ k).add_(d @ start.mT), (dA.mT @ q).add_(u @ dend.mT)
             dv = (du * (beta * f_inverse)).addcmul_(do, beta * own)
-            db = (do * others).sum(-1, keepdim=True) - beta * along
+            db = (do * others).sum(-1, keepdim=True, dtype=b.dtype) - beta * along
             db[..., -1, :, 0] += carried
-            dbeta = (along + own * down).sum_to_size(beta.shape)
-            return dq, dk, dv, dbeta, db.to(b.dtype).sum_to_size(b.shape), dfirst, None
+            dbeta = (along + own * down).to(v.dtype).sum_to_size(beta.shape)
+            return dq, dk, dv, dbeta, db.sum_to_size(b.shape), dfirst, None
 
 
 def _factors(b: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
