@@ -2,6 +2,8 @@
 
 import importlib
 import os
+import signal
+import threading
 from collections.abc import Callable
 from types import ModuleType
 
@@ -13,6 +15,9 @@ def pytest_configure() -> None:
     # Tensors are tiny here. With more threads, every one of them waits for cores that other workers and programs hold:
     # PyTorch's fp64 grouped convolution, a parallel region per channel, then takes seconds instead of microseconds.
     torch.set_num_threads(1)
+    # started behind a shell's &, this process ignores Ctrl-C, and so would those that tests start and interrupt
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

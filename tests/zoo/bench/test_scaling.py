@@ -222,8 +222,6 @@ def test_without_a_base_there_is_no_efficiency(fake: Path, command: Command):
 def test_ctrl_c_leaves_no_process(fake: Path):
     goes(fake, ddp_2={"hangs": True})
     code = (
-        # tests started behind a shell's & ignore Ctrl-C, and so would this
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         f"import sys; sys.argv = {['cli.py', *OPTIONS, '--ways=[ddp]', '--devices=[2]']!r}; import cli; "
         "from pathlib import Path; from zoo.bench import fits; fits.COMMAND_LINE = Path('fake.py'); cli.main()"
     )
