@@ -7,8 +7,8 @@ import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,20 +71,6 @@ def run(folder: Path, arguments: Sequence[str], threads: str) -> int:
                 with suppress(ProcessLookupError, PermissionError):  # nobody is left
                     os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
             process.wait()
-
-
-@contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """SIGTERM ends the block as an exception, so that no process is left behind."""
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def outcome(folder: Path, code: int, warm_up: int, every: int, on_gpu: bool) -> Outcome:

@@ -16,10 +16,11 @@ from kernels import UserError
 from mixers import did_you_mean
 
 from .. import config as configs
+from ..signals import sigterm_raises
 from ..training import best_precision
 from . import model as models
 from .device import described
-from .fits import Outcome, Unsaved, outcome, run, sigterm_raises
+from .fits import Outcome, Unsaved, outcome, run
 from .gate import Gate
 from .report import Report
 

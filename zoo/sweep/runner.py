@@ -21,6 +21,7 @@ from kernels import UserError
 from ..atomic import atomic_write
 from ..config import to_dict
 from ..results import read_row
+from ..signals import sigterm_raises
 from .plan import Run
 
 POLL_SECONDS = 0.2
@@ -74,7 +75,10 @@ class Runner:
             failures: list[Failure] = []
             slots = set(range(self.jobs))
             done = len(runs) - len(waiting)
-            with tqdm(total=len(runs), initial=done, desc="runs", unit=" runs", dynamic_ncols=True) as bar, _sigterm():
+            with (
+                tqdm(total=len(runs), initial=done, desc="runs", unit=" runs", dynamic_ncols=True) as bar,
+                sigterm_raises(),
+            ):
                 try:
                     while waiting or running:
                         while waiting and slots:
@@ -183,20 +187,6 @@ def _stop(running: Sequence[_Process]) -> None:
             one.process.kill()
             one.process.wait()
         one.log.close()
-
-
-@contextmanager
-def _sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as an exception, so that no process is left behind."""
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
