@@ -44,11 +44,24 @@ class _Note:
 
 
 _notes: ContextVar[dict[int, _Note] | None] = ContextVar("notes", default=None)
+_allowed: ContextVar[bool] = ContextVar("allowed", default=True)
 
 
 @contextmanager
-def recomputing() -> Iterator[None]:
-    """Inside the ``with`` block, results of norms are computed again in the backward pass. Gradients stay bitwise."""
+def recomputing(allowed: bool = True) -> Iterator[None]:
+    """Inside the ``with`` block, results of norms are computed again in the backward pass. Gradients stay bitwise.
+
+    Args:
+        allowed: False for what is computed again as a whole. Nothing inside is noted then, whoever asks for it: autograd
+            offers a tensor to the innermost of those who would keep it, and they would keep all of them.
+    """
+    if not (allowed and _allowed.get()):
+        before = _allowed.set(False)
+        try:
+            yield
+        finally:
+            _allowed.reset(before)
+        return
     notes: dict[int, _Note] = {}
 
     def pack(x: Tensor) -> Any:

@@ -1,6 +1,7 @@
 """`activation_checkpointing`: less memory for the steps of training, for one more forward pass of some blocks."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.errors import UserError
+from kernels import UserError, recomputing
 
 
 class CheckpointedBlocks(Callback):
@@ -55,4 +56,10 @@ class CheckpointedBlocks(Callback):
 
 
 def _again(forward: Callable[..., Any], *inputs: Any) -> Any:
-    return checkpoint(forward, *inputs, use_reentrant=False)  # the random numbers, too, are the same again
+    # the random numbers, too, are the same again
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=_as_a_whole)
+
+
+def _as_a_whole() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around the first computation and the second: no note of what is computed again in any case."""
+    return recomputing(False), recomputing(False)
