@@ -52,7 +52,7 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
     """Inside the ``with`` block, results of norms are computed again in the backward pass. Gradients stay bitwise.
 
     Args:
-        allowed: False for what is computed again as a whole. Nothing inside is noted then, whoever asks for it: autograd
+        allowed: False for what is computed again as a whole. Nothing inside is noted then, whoever asks: autograd
             offers a tensor to the innermost of those who would keep it, and they would keep all of them.
     """
     if not (allowed and _allowed.get()):
