@@ -1,9 +1,8 @@
 """Steps that would spoil the model are not taken."""
 
-import sys
 from collections import deque
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -19,11 +18,26 @@ class Diverged(UserError):
     """Too many steps in a row were not taken."""
 
 
+class Taken(NamedTuple):
+    """What the device will have found out about a step.
+
+    Attributes:
+        numbers: Whether the step was bad, its loss, and the norm of its gradients, in the memory of the host.
+        copied: When they are there; None if they are.
+    """
+
+    numbers: Tensor
+    copied: torch.cuda.Event | None
+
+
 class LossGuard(Callback):
     """Does not apply a step, in any process, whose loss or gradients are not finite, or whose loss is far too high.
 
     The parameters and the optimiser stay as they are; the step counts, and its data is behind. `skipped_steps` is
     logged. After `patience` such steps in a row the run is saved and ends with an error.
+
+    On a GPU the fused AdamW leaves out a bad step by itself, and the host reads what it did when it has launched the
+    next forward pass. So the device never waits for the host, and what is logged and counted here is a step behind.
 
     Args:
         spike: A step is also not taken if its loss, or the norm of its gradients, is more than so many times the
@@ -47,11 +61,12 @@ class LossGuard(Callback):
         self._losses: deque[float] = deque(maxlen=window)
         self._norms: deque[float] = deque(maxlen=window)
         self._loss = torch.zeros(())  # of the last batch
-        self._norm: float | None = None  # of the step in progress
+        self._last: Taken | None = None  # the last step, until it is counted
         self._step = 0  # those done when it began
 
     def state_dict(self) -> dict[str, Any]:
         """What the next steps are compared with, the same in all processes."""
+        self._settle()
         kept = {"losses": list(self._losses), "norms": list(self._norms)}
         return {"skipped": self.skipped, "in_a_row": self._in_a_row, **kept}
 
@@ -68,8 +83,9 @@ class LossGuard(Callback):
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         """Turn all gradients of a bad loss into nan, so that every process sees that they are.
 
-        Nothing waits for the device here: it is between two passes, with much to do.
+        Nothing waits for the device here but for the last step: it is between two passes, with much to do.
         """
+        self._settle()
         mean = loss.detach().clone()
         if self.spike is not None and trainer.world_size > 1:  # all processes compare the same
             dist.all_reduce(mean)  # (Lightning's has a barrier, which the host waits for)
@@ -79,18 +95,18 @@ class LossGuard(Callback):
         self._loss = mean
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Take the gradients away if they are bad: without them the optimiser does nothing."""
+        """Have the optimiser do nothing if the gradients are bad."""
         if isinstance(trainer.strategy, Zero):
             return  # its engine has them, and does so itself
-        self._norm = float(pl_module.gradient_norm())
-        if self._bad(trainer):
+        norm = pl_module.gradient_norm()
+        bad = ~(norm.isfinite() & (norm <= self._limit(self._norms)))
+        self._last = _told(bad, self._loss, norm)
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None  # which uses the same means
+        if optimizer.defaults.get("fused") and not scaled:
+            optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
+        elif bad:
             for parameter in pl_module.parameters():
                 parameter.grad = None
-
-    def _bad(self, trainer: L.Trainer) -> bool:
-        if isinstance(trainer.strategy, Zero):
-            return trainer.strategy.step_was_skipped
-        return self._norm is not None and not self._norm <= min(self._limit(self._norms), sys.float_info.max)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -99,19 +115,13 @@ class LossGuard(Callback):
         if trainer.global_step == self._step:
             return  # gradients are still being accumulated
         self._step = trainer.global_step
-        bad = self._bad(trainer)
         if isinstance(trainer.strategy, Zero):
-            self._norm = trainer.strategy.gradient_norm
-            if self._norm is not None:
-                self.log("gradient_norm", self._norm)
-        if bad:
-            self.skipped += 1
-            self._in_a_row += 1
-        else:
-            self._in_a_row = 0
-            if self.spike is not None:
-                self._losses.append(float(self._loss))
-                self._norms += [] if self._norm is None else [self._norm]
+            norm = trainer.strategy.gradient_norm
+            if norm is not None:
+                self.log("gradient_norm", norm)
+            self._count(trainer.strategy.step_was_skipped, self._loss, norm)
+        elif self._last is not None and (self._last.copied is None or trainer.global_step == trainer.max_steps):
+            self._settle()
         self.log("skipped_steps", float(self.skipped))
         if self._in_a_row > self.patience:
             raise Diverged(
@@ -121,8 +131,41 @@ class LossGuard(Callback):
                 "optim.learning_rate, or continue with a larger guard.patience."
             )
 
+    def _settle(self) -> None:
+        """Count the last step, if that was not done."""
+        if self._last is None:
+            return
+        numbers, copied = self._last
+        if copied is not None:
+            copied.synchronize()
+        self._last = None
+        bad, loss, norm = numbers.tolist()
+        self._count(bool(bad), loss, norm)
+
+    def _count(self, bad: bool, loss: Tensor | float, norm: float | None) -> None:
+        if bad:
+            self.skipped += 1
+            self._in_a_row += 1
+            return
+        self._in_a_row = 0
+        if self.spike is not None:
+            self._losses.append(float(loss))
+            self._norms += [] if norm is None else [norm]
+
     def _limit(self, before: deque[float]) -> float:
         """What is above it is too high."""
         if self.spike is None or 2 * len(before) < self.window:
             return float("inf")
         return self.spike * median(before)
+
+
+def _told(*scalars: Tensor) -> Taken:
+    """Scalars of a device on their way to the host; nothing waits for them."""
+    numbers = torch.stack([scalar.detach().float() for scalar in scalars])
+    if not numbers.is_cuda:
+        return Taken(numbers, None)
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return Taken(host, copied)

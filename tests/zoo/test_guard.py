@@ -8,6 +8,7 @@ import torch
 from tiny import LossLog, ResumableLoader, pretraining, trainer, validation_loader
 
 from kernels.errors import UserError
+from zoo import guard
 from zoo.checkpoint import read_checkpoint
 from zoo.curves import read_metrics
 from zoo.guard import Diverged, LossGuard
@@ -55,7 +56,7 @@ def same(one: tuple, other: tuple) -> bool:
 )
 def test_a_step_that_is_not_finite_is_not_taken(what, value, tmp_path):
     states = States()
-    fitted = trainer(tmp_path, [Spoil({4, 7}, what, value), guard := LossGuard(), states])
+    fitted = trainer(tmp_path, [Spoil({4, 7}, what, value), watch := LossGuard(), states])
     fitted.fit(module := pretraining(), ResumableLoader(40), validation_loader())
     assert fitted.global_step == 12
     taken = [not same(states.after[step], states.after[step - 1]) for step in range(2, 13)]
@@ -63,7 +64,7 @@ def test_a_step_that_is_not_finite_is_not_taken(what, value, tmp_path):
     assert all(parameter.isfinite().all() for parameter in module.parameters())
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["skipped_steps"] for row in rows] == [0] * 3 + [1] * 3 + [2] * 6
-    assert guard.skipped == 2
+    assert watch.skipped == 2
 
 
 def test_a_run_without_trouble_is_the_same_with_a_guard(tmp_path):
@@ -78,11 +79,11 @@ def test_a_run_without_trouble_is_the_same_with_a_guard(tmp_path):
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_spike_is_not_taken(what, tmp_path):
     states = States()
-    callbacks = [Spoil({2, 9}, what, 1000.0), guard := LossGuard(spike=5.0, window=8), states]
+    callbacks = [Spoil({2, 9}, what, 1000.0), watch := LossGuard(spike=5.0, window=8), states]
     trainer(tmp_path, callbacks).fit(pretraining(), ResumableLoader(40), validation_loader())
     assert not same(states.after[2], states.after[1])  # too early to know
     assert same(states.after[9], states.after[8])
-    assert guard.skipped == 1
+    assert watch.skipped == 1
 
 
 def test_part_of_an_accumulated_step_spoils_all_of_it(tmp_path):
@@ -92,10 +93,10 @@ def test_part_of_an_accumulated_step_spoils_all_of_it(tmp_path):
                 loss.data.fill_(float("nan"))
 
     states = States()
-    fitted = trainer(tmp_path, [SpoilHalf(), guard := LossGuard(), states], max_steps=5, accumulate_grad_batches=2)
+    fitted = trainer(tmp_path, [SpoilHalf(), watch := LossGuard(), states], max_steps=5, accumulate_grad_batches=2)
     fitted.fit(pretraining(), ResumableLoader(40), validation_loader())
     assert [same(states.after[n], states.after[n - 1]) for n in (2, 3, 4, 5)] == [False, True, False, False]
-    assert guard.skipped == 1
+    assert watch.skipped == 1
 
 
 def test_too_many_in_a_row_end_the_run_with_the_last_good_state_saved(tmp_path, capfd):
@@ -112,15 +113,47 @@ def test_too_many_in_a_row_end_the_run_with_the_last_good_state_saved(tmp_path, 
     assert "step 7 is saved" in capfd.readouterr().err
 
 
+class Copied:
+    """An event of a device that has always come so far."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_what_the_host_hears_late_is_counted_a_step_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "_told", lambda *scalars: guard.Taken(torch.stack(scalars), Copied()))
+    bad, states = {3, 6, *range(8, 40)}, States()
+    late = LossGuard(spike=50.0, window=6, patience=2)
+    with pytest.raises(Diverged, match="3 steps in a row"):
+        trainer(tmp_path, [Spoil(bad, "gradient", float("nan")), late, states], max_steps=40).fit(
+            pretraining(), ResumableLoader(40), validation_loader()
+        )
+    assert [same(states.after[n], states.after[n - 1]) for n in range(2, 11)] == [n in bad for n in range(2, 11)]
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["skipped_steps"] for row in rows] == [0, 0, 0, 1, 1, 1, 2, 2, 3, 4]
+    saved = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
+    assert saved["global_step"] == 11
+    assert saved["callbacks"]["LossGuard"]["skipped"] == 6  # a checkpoint knows all of them
+
+
+def test_the_last_step_of_a_run_is_counted_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "_told", lambda *scalars: guard.Taken(torch.stack(scalars), Copied()))
+    trainer(tmp_path, [Spoil({12}, "gradient", float("nan")), late := LossGuard()]).fit(
+        pretraining(), ResumableLoader(40), validation_loader()
+    )
+    assert late.skipped == 1
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["skipped_steps"] == 1
+
+
 def test_a_continued_run_counts_on(tmp_path):
     spoil = Spoil({2, 5, 6, 8}, "gradient", float("nan"))
     trainer(tmp_path, [spoil, LossGuard(spike=50.0, patience=3)], max_steps=6).fit(
         pretraining(), ResumableLoader(40), validation_loader()
     )
-    run = trainer(tmp_path, [spoil, guard := LossGuard(spike=50.0, patience=3)], max_steps=9)
+    run = trainer(tmp_path, [spoil, watch := LossGuard(spike=50.0, patience=3)], max_steps=9)
     run.fit(pretraining(), ResumableLoader(40), validation_loader(), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
-    assert guard.skipped == 4
-    assert len(guard.state_dict()["losses"]) == 5
+    assert watch.skipped == 4
+    assert len(watch.state_dict()["losses"]) == 5
 
 
 @pytest.mark.parametrize("wrong", [{"spike": 0.5}, {"window": 1}, {"patience": -1}], ids=str)
