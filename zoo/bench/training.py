@@ -106,8 +106,9 @@ def bench_training(
             learners += _peer(row, about["model"], optim, precision, tokens[:, :-1], bar)
         _timed(learners, steps, bar)
     for row, learner in learners:
-        forward, backward, optimiser = (statistics.median(times) for times in zip(*learner.times, strict=True))
-        step = statistics.median(sum(times) for times in learner.times)
+        times = learner.times()
+        forward, backward, optimiser = map(statistics.median, times)
+        step = statistics.median(map(sum, zip(*times, strict=True)))
         row |= {"step_ms": step, "forward_ms": forward, "backward_ms": backward, "optimiser_ms": optimiser}
         row |= {"tokens_per_second": batch_size * length / step * 1e3, "peak_gib": learner.peak_gib}
         peak = None if precision == "32-true" else peak_flops(where)
@@ -127,11 +128,10 @@ class Learner:
         self.optimizer = build_optimizer(model, optim)
         self.device = next(model.parameters()).device
         self.clock = Clock(self.device)
-        self.times: list[list[float]] = []  # milliseconds of forward, backward and optimiser, by step
         self.peak_gib: float | None = None
 
-    def step(self) -> list[float]:
-        """A training step; milliseconds of forward, backward and optimiser."""
+    def step(self) -> None:
+        """A training step. Nothing waits for the device, so that it finds work while the host prepares the next one."""
         clock = self.clock
         clock.mark()
         with models.running(self.precision, self.device, self.backend):
@@ -144,7 +144,11 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         clock.mark()
-        return clock.between()
+
+    def times(self) -> Sequence[Sequence[float]]:
+        """Milliseconds of forward, of backward and of the optimiser in each step since the last call."""
+        between = self.clock.between()
+        return [between[part::4] for part in range(3)]  # the fourth lies between two steps
 
 
 def _warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> bool:
@@ -156,11 +160,13 @@ def _warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) ->
     start = time.perf_counter()
     try:
         learner.step()
+        synchronize(learner.device)
         row |= {"first_step_s": time.perf_counter() - start, "ready_s": process_age()}
         bar.update()
         for _ in range(WARM_UP):
             learner.step()
             bar.update()
+        learner.times()
     except torch.OutOfMemoryError:
         row["note"] = "does not fit into memory; a smaller --batch_size or --length may"
         return False
@@ -194,5 +200,5 @@ def _timed(learners: Sequence[tuple[dict[str, Any], Learner]], steps: int, bar: 
     """Steps of all models, in turn."""
     for _ in range(steps):
         for _, learner in learners:
-            learner.times.append(learner.step())
+            learner.step()
             bar.update()
