@@ -19,6 +19,7 @@ from torch import nn
 from kernels.errors import UserError
 from zoo.atomic import atomic_write
 from zoo.checkpoint import not_written, read_checkpoint, read_whole_checkpoint
+from zoo.model import Block
 from zoo.sharded import (
     SHARDS,
     check_shards,
@@ -32,6 +33,7 @@ from zoo.sharded import (
 )
 
 PRECISIONS = ("32-true", "bf16-mixed")
+BUCKET = 2 * 10**8  # numbers that are sent at once; at least a block of the model
 
 
 class Zero(DeepSpeedStrategy):
@@ -68,7 +70,8 @@ class Zero(DeepSpeedStrategy):
             raise UserError(f"trainer.strategy: offload_parameters needs stage 3, which divides them; it is {stage}.")
         if "nvme" in (offload_optimizer, offload_parameters) and stage != 3:
             raise UserError(f"trainer.strategy: only stage 3 offloads to nvme; the stage is {stage}.")
-        zero: dict[str, Any] = {"stage": stage, "allgather_bucket_size": 2 * 10**8, "reduce_bucket_size": 2 * 10**8}
+        zero: dict[str, Any] = {"stage": stage, "allgather_bucket_size": BUCKET, "reduce_bucket_size": BUCKET}
+        zero |= {"stage3_prefetch_bucket_size": BUCKET, "overlap_comm": True}
         for name, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_parameters)):
             if device is not None:
                 zero[name] = {"device": device, "pin_memory": torch.cuda.is_available()}
@@ -132,6 +135,8 @@ class Zero(DeepSpeedStrategy):
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if self.stage == 3:
+            _gather_by_block(model)
         engine, zero_optimizer = self._initialize(
             model, self.config, model_parameters=trained, optimizer=optimizer, lr_scheduler=lr_scheduler
         )
@@ -363,6 +368,18 @@ def _noted_saves(engine: Any, failures: list[OSError]) -> Iterator[None]:
         yield
     finally:
         engine.checkpoint_engine.save = save
+
+
+def _gather_by_block(model: nn.Module) -> None:
+    """Have all parameters of a block gathered at once, and not those of one of its layers after the other.
+
+    Each gathering takes the host a while, in which the GPU could have computed a whole layer.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for module in model.modules():
+        if isinstance(module, Block):
+            set_z3_leaf_module(module, True)
 
 
 def _shapes(module: nn.Module) -> dict[str, list[int]]:
