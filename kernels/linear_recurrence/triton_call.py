@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -18,18 +17,27 @@ from .triton_head import head_gate_grads, head_scores
 # programs of the sequential pass that run at once on one multiprocessor
 RESIDENT = 2
 SCAN_BLOCK = 1024
+LARGEST = 1 << 31  # 32 bits count the elements of a segment
 FP32 = torch.float32
 
 
 class Tokens:
-    """A tensor [B,T,heads,D] as the kernels see it: tokens of all rows one after another, and two strides."""
+    """A tensor [B,T,heads,D] as the kernels see it: tokens of all rows one after another, and two strides.
 
-    def __init__(self, x: Tensor):
+    Args:
+        x: The tensor.
+        segment: How many tokens 32 bits have to reach over.
+    """
+
+    def __init__(self, x: Tensor, segment: int = 1):
         B, T = x.shape[:2]
-        if (B > 1 and T > 1 and x.stride(0) != T * x.stride(1)) or x.stride(3) != 1:
+        row, token, head, channel = x.stride()
+        joined = B == 1 or T == 1 or row == T * token
+        if not joined or channel != 1 or (T > 1 and token * segment > LARGEST):
             x = x.contiguous()
+            row, token, head, _ = x.stride()
         self.data = x
-        self.strides = (x.stride(1) if T > 1 else x.stride(0), x.stride(2))
+        self.strides = (token if T > 1 else row, head)
 
 
 class Call:
@@ -61,8 +69,10 @@ class Call:
         grad: Tensor | None = None,
         gates: bool = False,
     ):
-        self.q, self.k, self.v, self.scale, self.subheads = Tokens(q), Tokens(k), Tokens(v), scale, subheads
         self.log_decay, self.beta, self.cu_seqlens = log_decay, beta, cu_seqlens
+        self.scale, self.subheads = scale, subheads
+        self.segment = 1 if cu_seqlens is not None else segment_length(q, v, subheads)
+        self.q, self.k, self.v = (Tokens(x, min(self.segment, q.shape[1])) for x in (q, k, v))
         self.grad, self.gates = None if grad is None else Tokens(grad), gates
         self.B, self.T, _, self.K = q.shape
         self.H, self.V = v.shape[2:]
@@ -80,22 +90,23 @@ class Call:
 
     @cached_property
     def layout(self) -> Layout:
-        slices = -(-self.V // self.launch("carry").block)
-        segments = max(1, RESIDENT * multiprocessors(self.device) // (slices * self.heads))
+        if self.cu_seqlens is None:
+            return layout(self.B, self.T, None, 1, self.segment, self.device)
         widest = max(self.heads * max(self.K, self.V, CHUNK), *(x.strides[0] for x in (self.q, self.k, self.v)))
-        return layout(self.B, self.T, self.cu_seqlens, segments, (1 << 31) // widest, self.device)
+        segments = filling(self.heads, self.K, self.V, self.dtype, self.device)
+        return layout(self.B, self.T, self.cu_seqlens, segments, LARGEST // widest, self.device)
 
     def launch(self, kernel: str) -> Launch:
         return launch(kernel, max(self.K, self.V), self.dtype, self.device)
 
-    def options(self, kernel: str) -> Mapping[str, Any]:
+    @cached_property
+    def sequential(self) -> Launch:
+        return self.launch("carry")
+
+    def options(self, entry: Launch) -> Mapping[str, Any]:
         """What all kernels are compiled with."""
-        entry, fp32 = self.launch(kernel), self.dtype == FP32
-        return {
-            "PRECISION": "tf32x3" if fp32 else "tf32",
-            "num_warps": entry.warps,
-            "num_stages": entry.stages,
-        }
+        precision = "tf32x3" if self.dtype == FP32 else "tf32"
+        return {"PRECISION": precision, "num_warps": entry.warps, "num_stages": entry.stages}
 
     @property
     def sums(self) -> Mapping[str, Any]:
@@ -118,12 +129,11 @@ class Call:
         return [self.scores if x is None else x for x in tensors]
 
     def _head_scores(self) -> None:
-        per_step = (self.heads, self.chunks, CHUNK)
-        self.enter, self.leave = (self.empty(*per_step, dtype=FP32) for _ in range(2))
+        vectors = self.empty(5 if self.gates else 2, self.heads, self.chunks, CHUNK, dtype=FP32).unbind()
+        self.enter, self.leave = vectors[:2]
         self.total = self.empty(self.heads, self.chunks, dtype=FP32)
         self.score_grads = self.scores if self.grad is None else torch.empty_like(self.scores)
-        kept = [torch.empty_like(self.enter) if self.gates else self.enter for _ in range(3)]
-        self.rest, self.rows, self.columns = kept
+        self.rest, self.rows, self.columns = vectors[2:] if self.gates else [self.enter] * 3
         grad = self.grad or self.v
         tensors = [self.q.data, self.k.data, self.v.data, grad.data, *self._or_unused(self.log_decay, self.beta)]
         tensors += [self.scores, self.score_grads, self.enter, self.leave, self.rest, self.total, self.rows]
@@ -149,7 +159,7 @@ class Call:
             BACKWARD=self.grad is not None,
             GATES=self.gates,
             WIDE=self.dtype == FP32,
-            **self.options("head_scores"),
+            **self.options(self.launch("head_scores")),
         )
         self.queries, self.keys = self.q, self.k
 
@@ -157,6 +167,7 @@ class Call:
         entering, leaving = self.per_token(self.K), self.per_token(self.K)
         self.total = self.empty(self.heads, self.chunks, self.K, dtype=FP32)
         self.steep = self.empty(self.heads, self.chunks, dtype=torch.int8)
+        entry = self.launch("channel_scores")
         for slow in (False, True):
             channel_scores[(self.chunks, self.heads)](
                 self.q.data,
@@ -176,18 +187,18 @@ class Call:
                 self.groups,
                 SUBHEADS=self.subheads,
                 K=self.K,
-                BK=min(self.launch("channel_scores").block, padded(self.K)),
+                BK=min(entry.block, padded(self.K)),
                 BETA=self.beta is not None,
                 SLOW=slow,
                 **self.sums,
-                **self.options("channel_scores"),
+                **self.options(entry),
             )
         self.queries, self.keys = Tokens(entering), Tokens(leaving)
         self.enter = self.leave = self.score_grads = self.scores
 
     def slices(self, size: int) -> tuple[int, int]:
         """Width and number of the slices that the output of a pass is cut into."""
-        width = min(self.launch("carry").block, padded(size))
+        width = min(self.sequential.block, padded(size))
         return width, -(-size // width)
 
     def starts(self, mode: str, y: Tokens, z: Tokens, first: Tensor | None, last: Tensor | None) -> Tensor | None:
@@ -198,7 +209,7 @@ class Call:
         local = self.empty(count, self.heads, self.K, self.V, dtype=FP32)
         shrunk = self.empty(count, self.heads, self.K if self.channel else 1, dtype=FP32)
         self.carry(mode, y, y, z, last=local, shrunk=shrunk)
-        scan[(triton.cdiv(self.K * self.V, SCAN_BLOCK), self.heads, self.layout.sequences.shape[0])](
+        scan[(-(-self.K * self.V // SCAN_BLOCK), self.heads, self.layout.sequences.shape[0])](
             local,
             shrunk,
             *self._or_unused(first, last),
@@ -229,6 +240,7 @@ class Call:
         shrunk: Tensor | None = None,
         other: Tokens | None = None,
         products: Tensor | None = None,
+        plain: bool = False,
         checkpoints: Tensor | None = None,
         anchors: Tensor | None = None,
     ) -> None:
@@ -263,10 +275,11 @@ class Call:
             CHANNEL=self.channel,
             DECAY=self.gate != "none",
             GATES=gates,
+            PLAIN=plain,
             FIRST=first is not None,
             LAST=last is not None,
-            STAGES=self.launch("carry").stages,
-            **self.options("carry"),
+            STAGES=self.sequential.stages,
+            **self.options(self.sequential),
         )
 
     def head_grads(
@@ -285,13 +298,14 @@ class Call:
             self.carry("dk", self.v, self.grad, self.q, dk, last)
             return None, None
         slices = self.slices(self.K)[1]
-        read, written = (self.empty(slices, self.heads, self.chunks, CHUNK, dtype=FP32) for _ in range(2))
+        shape = (slices, self.heads, self.chunks, CHUNK)
+        read, written = (self.empty(*shape, parts, dtype=FP32) for parts in (1, 2 if beta_grad else 1))
         marks: dict[str, Any] = {
-            "checkpoints": self.empty(self.blocks, self.heads, self.K, self.V),
+            "checkpoints": self.empty(self.blocks, self.heads, self.K, self.V, dtype=FP32),
             "anchors": self.empty(slices, self.heads, self.blocks, dtype=FP32),
         }
         self.carry("dq", self.grad, self.v, self.k, dq, first, other=self.q, products=read, **marks)
-        self.carry("dk", self.v, self.grad, self.q, dk, last, other=self.k, products=written, **marks)
+        self.carry("dk", self.v, self.grad, self.q, dk, last, other=self.k, products=written, plain=beta_grad, **marks)
         wanted = (decay_grad, beta_grad)
         dg, dbeta = (self.empty(self.B, self.T, self.heads, dtype=FP32) if w else None for w in wanted)
         head_gate_grads[(self.blocks, self.heads)](
@@ -299,7 +313,6 @@ class Call:
             written,
             self.rows,
             self.columns,
-            self.enter,
             self.rest,
             marks["anchors"],
             *self._or_unused(self.beta, dg, dbeta),
@@ -348,9 +361,10 @@ class Call:
             self.chunks,
             V=self.V,
             BV=padded(self.V),
-            **self.options("head_scores"),
+            **self.options(self.launch("head_scores")),
         )
-        width = min(self.launch("channel_grads").block, padded(self.K))
+        entry = self.launch("channel_grads")
+        width = min(entry.block, padded(self.K))
         slices = -(-self.K // width)
         dg = self.empty(self.B, self.T, self.heads, self.K, dtype=FP32) if decay_grad else None
         dbeta = self.empty(slices, self.B, self.T, self.heads, dtype=FP32) if beta_grad else None
@@ -384,7 +398,7 @@ class Call:
                 DECAY_GRAD=decay_grad,
                 SLOW=slow,
                 **self.sums,
-                **self.options("channel_grads"),
+                **self.options(entry),
             )
         return dg, None if dbeta is None else dbeta.sum(0)
 
@@ -398,6 +412,30 @@ class Call:
         if self.groups == 1:
             return x
         return x.unflatten(2, (-1, self.groups, self.subheads)).sum(3, dtype=x.dtype).flatten(2, 3)
+
+
+def filling(heads: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many segments, over all sequences, fill the device."""
+    size = int(max(K, V))  # a compiler may not know it yet
+    slices = -(-V // launch("carry", size, dtype, device).block)
+    return max(1, RESIDENT * multiprocessors(device) // (slices * heads))
+
+
+def segment_length(q: Tensor, v: Tensor, subheads: int) -> int:
+    """Tokens of the segments that the rows of a batch are cut into, known from the shapes alone."""
+    B, T, _, K = q.shape
+    heads, V = v.shape[2] * subheads, v.shape[3]
+    most = LARGEST // (heads * max(K, V, CHUNK))
+    wanted = -(-B * -(-T // BLOCK) // filling(heads, K, V, v.dtype, v.device))
+    return BLOCK * max(1, min(most // BLOCK, wanted))
+
+
+def kept_states(q: Tensor, v: Tensor, subheads: int) -> tuple[int, int, int, int]:
+    """Shape [segments,H·E,K,V] of the states that segments start from; no segments where rows are not cut."""
+    (B, T, _, K), (H, V) = q.shape, v.shape[2:]
+    segment = segment_length(q, v, subheads)
+    segments = B * -(-T // segment)
+    return segments if segments > B else 0, H * subheads, K, V
 
 
 def padded(size: int) -> int:

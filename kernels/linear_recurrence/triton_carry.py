@@ -56,7 +56,7 @@ def carry(
     enter,  # [heads,chunks,64], as leave
     leave,
     total,  # [heads,chunks], per channel [heads,chunks,K]
-    products,  # [blocks of DZ,heads,chunks,64]: Σ out·other before P Z
+    products,  # [blocks of DZ,heads,chunks,64], PLAIN […,64,2]: Σ other · (what out has from the state)
     checkpoints,  # [blocks or chunks,heads,K,V]
     anchors,  # [blocks of DZ,heads,blocks]: <S,dS> at the end of a block; per channel [heads,chunks,K]
     first,  # [segments or sequences,heads,K,V]
@@ -86,6 +86,7 @@ def carry(
     CHANNEL: tl.constexpr,  # decay per channel
     DECAY: tl.constexpr,
     GATES: tl.constexpr,  # what the gradients of the gates need
+    PLAIN: tl.constexpr,  # the same product without the factor of `enter` or `leave` beside it, for the gradient of β
     FIRST: tl.constexpr,  # a first state is given, else zeros
     LAST: tl.constexpr,  # the last state is wanted
     STAGES: tl.constexpr,
@@ -122,7 +123,7 @@ def carry(
     scores += place * (CHUNK * CHUNK)
     enter += place * CHUNK
     leave += place * CHUNK
-    products += (slice_.to(tl.int64) * heads * chunks + place) * CHUNK
+    products += (slice_.to(tl.int64) * heads * chunks + place) * (CHUNK * (2 if PLAIN else 1))
 
     r = tl.arange(0, CHUNK)
     cx = tl.arange(0, BX)
@@ -152,7 +153,7 @@ def carry(
         block_count = tl.minimum(per_block, count - block_start)
         if GATES and not CHANNEL and MODE == "dk":
             at = ((first_block + block).to(tl.int64) * heads + n) * (DX * DZ) + at_state
-            checkpoint = tl.load(checkpoints + at, mask=in_state, other=0.0).to(tl.float32)
+            checkpoint = tl.load(checkpoints + at, mask=in_state, other=0.0)
             anchor = tl.sum(tl.sum(S * checkpoint, 1), 0)
             tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
         if DECAY and not CHANNEL:
@@ -187,7 +188,16 @@ def carry(
                 O = tl.dot(X, S.to(X.dtype), input_precision=PRECISION)
                 if GATES and TRANSPOSED and not CHANNEL:
                     W = load_tile(other, t, other_token, cz, valid, DZ, BZ)
-                    tl.store(products + t, tl.sum(O * W.to(tl.float32), 1))
+                    # nothing is added, but W gets the layout of O: else `into` would be fetched in two layouts, and two
+                    # programs would no longer fit on a multiprocessor
+                    W = W.to(tl.float32) + O * 0.0
+                    # rounded as the state of the other pass gathers it: what should cancel does
+                    product = tl.sum(O * (W * into[:, None]).to(Y.dtype).to(tl.float32), 1)
+                    if PLAIN:
+                        both = tl.join(product, tl.sum(O * W, 1))
+                        tl.store(products + t[:, None] * 2 + tl.arange(0, 2)[None, :], both)
+                    else:
+                        tl.store(products + t, product)
                 if SCALED:
                     O = O * into[:, None]
                 if not (CHANNEL and TRANSPOSED):

@@ -124,11 +124,10 @@ def head_scores(
 
 @triton.jit(do_not_specialize=["heads", "chunks", "blocks"])
 def head_gate_grads(
-    read,  # [key slices,heads,chunks,64]: Σ q · (what q reads from the state)
-    written,  # Σ k · (what the gradient of the state reads)
+    read,  # [key slices,heads,chunks,64]: Σ enter q · (what q reads from the state)
+    written,  # Σ leave k · (what the gradient of the state reads); BETA_GRAD […,64,2]: beside it Σ k · (the same)
     rows,
     columns,
-    enter,
     rest,
     anchors,  # [key slices,heads,blocks]
     beta,
@@ -153,20 +152,22 @@ def head_gate_grads(
     at = (n.to(tl.int64) * chunks + first_chunk) * CHUNK + t
     x = tl.zeros([BLOCK], tl.float32)
     y = tl.zeros([BLOCK], tl.float32)
+    z = tl.zeros([BLOCK], tl.float32)
     anchor = 0.0
     for i in tl.static_range(SLICES):
         shift = i * heads.to(tl.int64) * chunks * CHUNK
-        x += tl.load(read + shift + at, mask=valid, other=0.0)
-        y += tl.load(written + shift + at, mask=valid, other=0.0)
+        if BETA_GRAD:
+            z += tl.load(written + (shift + at) * 2 + 1, mask=valid, other=0.0)
         if DECAY:
+            x += tl.load(read + shift + at, mask=valid, other=0.0)
+            y += tl.load(written + (shift + at) * (2 if BETA_GRAD else 1), mask=valid, other=0.0)
             anchor += tl.load(anchors + (i * heads + n) * blocks + block)
-    y = y * tl.load(rest + at, mask=valid, other=0.0) + tl.load(columns + at, mask=valid, other=0.0)
+    inside = tl.load(columns + at, mask=valid, other=0.0)
     tokens = (start + t) * heads + n
     if BETA_GRAD:
-        tl.store(beta_grad + tokens, y, mask=valid)
-    if BETA:
-        y = y * tl.load(beta + tokens, mask=valid, other=0.0)
+        tl.store(beta_grad + tokens, z * tl.load(rest + at, mask=valid, other=0.0) + inside, mask=valid)
     if DECAY:
-        x = x * tl.load(enter + at, mask=valid, other=0.0) + tl.load(rows + at, mask=valid, other=0.0)
-        d = x - y
+        if BETA:
+            inside = inside * tl.load(beta + tokens, mask=valid, other=0.0)
+        d = x + tl.load(rows + at, mask=valid, other=0.0) - y - inside
         tl.store(log_decay_grad + tokens, tl.cumsum(d, 0, reverse=True) + anchor, mask=valid)

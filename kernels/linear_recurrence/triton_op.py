@@ -1,8 +1,9 @@
 """The linear recurrence in Triton, forward and backward.
 
 Forward: scores inside the chunks, then one pass. Backward: the scores again with their gradients, then three passes,
-and one kernel for the gradients of the gates. Nothing but the arguments is kept for the backward. There are no
-atomics: results repeat bitwise.
+and one kernel for the gradients of the gates. Kept for the backward are the arguments and, where the rows of a batch
+are cut into segments, the states that these start from. How often documents are cut is not known from shapes, and there
+the states are computed again. There are no atomics: results repeat bitwise.
 
 Results per recurrence are summed over the subheads of a head (o, dv) or the value heads of a key head (dq, dk) at the
 end, in tensors of the inputs' dtype.
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..arguments import Recurrences
 from ..launch import largest
 from ..op import register
-from .triton_call import Call
+from .triton_call import Call, kept_states
 from .triton_step import step
 
 
@@ -30,13 +31,15 @@ def _forward(
     cu_seqlens: Tensor | None,
     scale: float,
     subheads: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     with torch.cuda.device_of(q):
         call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads)
         o, final = call.per_token(call.V), call.states()
         first = call.starts("o", call.keys, call.v, initial_state, final)
         call.carry("o", call.queries, call.keys, call.v, o, first, final)
-        return call.per_head(o), final
+        if first is None or cu_seqlens is not None or not call.layout.segmented:
+            first = call.empty(0, *final.shape[1:], dtype=torch.float32)
+        return call.per_head(o), final, first
 
 
 def _fake(
@@ -49,10 +52,11 @@ def _fake(
     cu_seqlens: Tensor | None,
     scale: float,
     subheads: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (sequences, v.shape[2] * subheads, q.shape[3], v.shape[3])
-    return v.new_empty(v.shape), v.new_empty(state, dtype=torch.float32)
+    kept = (0, *state[1:]) if cu_seqlens is not None else kept_states(q, v, subheads)
+    return v.new_empty(v.shape), v.new_empty(state, dtype=torch.float32), v.new_empty(kept, dtype=torch.float32)
 
 
 def _backward(
@@ -78,7 +82,8 @@ def _backward(
         assert call.grad
         first_grad = call.states() if initial_state is not None and needed[5] else None
         dq, dk, dv = (call.per_token(size) for size in (call.K, call.K, call.V))
-        first = call.starts("o", call.keys, call.v, initial_state, None)
+        (kept,) = residuals
+        first = kept if kept.numel() else call.starts("o", call.keys, call.v, initial_state, None)
         last = call.starts("dv", call.queries, call.grad, state_grad, first_grad)
         call.carry("dv", call.keys, call.queries, call.grad, dv, last, first_grad)
         finish = call.channel_grads if call.channel else call.head_grads

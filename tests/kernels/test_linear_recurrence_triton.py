@@ -157,6 +157,15 @@ def test_registered_as_it_should_be(gate: str):
     torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1))
 
 
+@pytest.mark.parametrize(("length", "segments"), [(128, 0), (130, 4)])
+def test_segments_registered_as_they_should_be(length: int, segments: int, short_segments: None):
+    a = inputs(length, gate="head", B=2, G=1, K=16, V=16, dtype=torch.float32)
+    tensors = [a[name].to(DEVICE).requires_grad_() for name in ("q", "k", "v", "log_decay", "beta", "initial_state")]
+    op, arguments = torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1)
+    torch.library.opcheck(op, arguments)
+    assert len(op(*arguments)[2]) == segments  # the states that are kept
+
+
 @pytest.mark.parametrize("documents", [None, [0, 1, 3]])
 @pytest.mark.parametrize("gate", ["constant", "channel"])
 def test_one_graph(gate: str, documents: list[int] | None):
