@@ -122,7 +122,7 @@ class LossGuard(Callback):
             self._count(trainer.strategy.step_was_skipped, self._loss, norm)
         elif self._last is not None and (self._last.copied is None or trainer.global_step == trainer.max_steps):
             self._settle()
-        self.log("skipped_steps", float(self.skipped))
+        self.log("skipped_steps", self.skipped)
         if self._in_a_row > self.patience:
             raise Diverged(
                 f"{self._in_a_row} steps in a row had a loss or gradients that are not finite"

@@ -49,11 +49,12 @@ class Progress(ProgressBar):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move the bar, and show the latest numbers."""
-        bar = self._bars[0]
+        """Move the bar, and show the latest numbers; those of a device when they are logged, which waits for it."""
+        bar, every = self._bars[0], trainer.log_every_n_steps
         if trainer.global_step > bar.n:
-            found = {name: form.format(float(value)) for name, form, value in self._numbers(trainer)}
-            bar.set_postfix(found, refresh=False)
+            if pl_module.device.type == "cpu" or (every and trainer.global_step % every == 0):
+                found = {name: form.format(float(value)) for name, form, value in self._numbers(trainer)}
+                bar.set_postfix(found, refresh=False)
             bar.update(trainer.global_step - bar.n)
 
     def _numbers(self, trainer: L.Trainer) -> Iterable[tuple[str, str, Any]]:

@@ -138,9 +138,14 @@ class Pretraining(L.LightningModule):
         loss = total / count.clamp(min=1) if self._stretch is None else self._stretch.mean(total, count)
         self.tokens_seen += batch.tokens.numel() * self.trainer.world_size
         self._log_loss(total, count, batch_idx)
-        self.log("tokens", float(self.tokens_seen))
+        self.log("tokens", self.tokens_seen)
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """As Lightning does, also for callbacks; a number stays on the host, which else would wait for the device."""
+        value = torch.tensor(value, dtype=torch.float64) if isinstance(value, int | float) else value
+        super().log(name, value, *args, **kwargs)
 
     def on_train_start(self) -> None:
         """Forget what an interrupted step may have left."""
@@ -238,7 +243,7 @@ class Pretraining(L.LightningModule):
         for name, loss, value in zip(self.tasks, loss_by_task.view(-1), by_task.view(-1), strict=False):
             self.log(f"{prefix}_loss_{name}", loss)
             self.log(f"{prefix}_accuracy_{name}", value)
-        self.log("tokens", float(self.tokens_seen))
+        self.log("tokens", self.tokens_seen)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW, and its schedule per optimiser step.
