@@ -72,6 +72,7 @@ class Zero(DeepSpeedStrategy):
             raise UserError(f"trainer.strategy: only stage 3 offloads to nvme; the stage is {stage}.")
         zero: dict[str, Any] = {"stage": stage, "allgather_bucket_size": BUCKET, "reduce_bucket_size": BUCKET}
         zero |= {"stage3_prefetch_bucket_size": BUCKET, "overlap_comm": True}
+        zero["stage3_param_persistence_threshold"] = 0  # small parameters would be gathered after a step, one by one
         for name, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_parameters)):
             if device is not None:
                 zero[name] = {"device": device, "pin_memory": torch.cuda.is_available()}
