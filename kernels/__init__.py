@@ -6,6 +6,7 @@ Knows no module, no layer and no YAML. Every op has an obvious fp32 loop (``refe
 
 from .arguments import at_least_fp32
 from .backend import BACKENDS, backend
+from .columns import split_columns
 from .delta_rule import delta_rule
 from .discretise import discretise
 from .documents import documents
@@ -46,5 +47,6 @@ __all__ = [
     "rms_norm",
     "selective_scan",
     "short_conv",
+    "split_columns",
     "window_attention",
 ]

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import kernels
+
 
 class Projection(nn.Linear):
     """Named linear maps of x without bias, computed as one product; the results are views of it.
@@ -25,7 +27,7 @@ class Projection(nn.Linear):
         self.register_state_dict_post_hook(_split)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return self.together(x).split(list(self.widths.values()), -1)
+        return kernels.split_columns(self.together(x), list(self.widths.values()))
 
     def together(self, x: Tensor) -> Tensor:
         """All outputs side by side."""

@@ -197,13 +197,13 @@ def forward(
 
 @triton.jit(do_not_specialize=["T", "length", "documents"])
 def backward(
-    x,  # [B,T,C], rows and tokens anywhere, as dy
+    x,  # [B,T,C], rows and tokens anywhere, as dy and dx
     weight,  # [C,1,W]
     bias,  # [C]
     history,  # [N,W−1,C]
     cu_seqlens,  # [N+1]
     dy,
-    dx,  # [B,T,C]
+    dx,
     dtaps,  # [runs,W (+1 for the bias),C]: to be summed over the runs
     dhistory,  # [N,W−1,W−1,C] of zeros: to be summed over the second axis, the tokens that met the history
     T,
@@ -213,6 +213,8 @@ def backward(
     x_row,
     dy_batch,
     dy_row,
+    dx_batch,
+    dx_row,
     C: tl.constexpr,
     W: tl.constexpr,
     HEADS: tl.constexpr,
@@ -234,7 +236,7 @@ def backward(
     c, inside = channels(block, C, HEADS, SIZE, BLOCK)
     x += row.to(tl.int64) * x_batch
     dy += row.to(tl.int64) * dy_batch
-    dx += row.to(tl.int64) * T * C
+    dx += row.to(tl.int64) * dx_batch
     nothing = tl.zeros([HEADS, BLOCK], tl.float32)
     added = nothing
     if BIAS:
@@ -295,7 +297,7 @@ def backward(
         else:
             finished = dz
         token = t - (W - 1)
-        at = dx + token.to(tl.int64) * C + c
+        at = dx + token.to(tl.int64) * dx_row + c
         tl.store(at, finished.to(dx.dtype.element_ty), mask=inside & (token >= first))
         past = window[1:]
     if WEIGHT:

@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from .. import op
+from ..columns import gradient_for
 from ..launch import multiprocessors
 from . import triton_kernels
 from .arguments import Stream
@@ -170,10 +171,10 @@ def differentiate(
     assert gradients[0] is not None
     given, kinds = history, [None if p is None else p.dtype for p in (weight, bias)]
     weight, bias, history = parameters(weight, bias, history)
+    dx, *dx_strides = strided(gradient_for(x, new))
     (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
     cut = plan(x, heads, norm, CHANNELS_BACKWARD, WARPS_BACKWARD)
     (B, T, C), W = x.shape, 1 if weight is None else weight.shape[2]
-    dx = new(x, *x.shape)
     dtaps = dhistory = None
     if weight is not None:
         dtaps = new(x, B * cut.runs, W + (bias is not None), C, dtype=torch.float32)
@@ -197,6 +198,7 @@ def differentiate(
             documents,
             *strides,
             *dy_strides,
+            *dx_strides,
             ACTIVATION=activation,
             NORM=norm,
             DHISTORY=dhistory is not None,

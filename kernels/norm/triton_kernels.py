@@ -7,13 +7,10 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_of(
-    first, x_outer, gate_outer, rows, INNER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Places [ROWS, BLOCK] of the rows from `first` on: in x, in the gate, in dense tensors; and which exist."""
+def tile_of(first, rows, INNER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows [ROWS, BLOCK] from `first` on: their outer index, places within that and in dense tensors, existence."""
     r, c = (first + tl.arange(0, ROWS))[:, None].to(tl.int64), tl.arange(0, BLOCK)[None, :]
-    outer, within = r // INNER, r % INNER * D + c
-    return outer * x_outer + within, outer * gate_outer + within, r * D + c, (r < rows) & (c < D)
+    return r // INNER, r % INNER * D + c, r * D + c, (r < rows) & (c < D)
 
 
 @triton.jit
@@ -47,14 +44,14 @@ def forward(
     WEIGHT: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    in_x, in_gate, dense, inside = tile_of(tl.program_id(0) * ROWS, x_outer, gate_outer, rows, INNER, D, ROWS, BLOCK)
-    u = load(x, in_x, inside)
+    outer, within, dense, inside = tile_of(tl.program_id(0) * ROWS, rows, INNER, D, ROWS, BLOCK)
+    u = load(x, outer * x_outer + within, inside)
     if ADD:
         both = (u + load(added, dense, inside)).to(total.dtype.element_ty)
         tl.store(total + dense, both, mask=inside)
         u = both.to(tl.float32)  # as if the sum were read again
     if GATE != "none":
-        g = load(gate, in_gate, inside)
+        g = load(gate, outer * gate_outer + within, inside)
         opened = g * tl.sigmoid(g)
     if GATE == "first":
         u *= opened
@@ -69,17 +66,18 @@ def forward(
 
 @triton.jit(do_not_specialize=["rows"])
 def backward(
-    x,
+    x,  # [outer, INNER, D], as the gate and dgate
     gate,
     weight,
     dy,  # [rows, D]
     dtotal,  # [rows, D]: what else arrives at x
-    dx,  # [rows, D]
-    dgate,  # [rows, D]
+    dx,  # [rows, D]: dense, as nothing normalises a part of a projection, and strides take registers
+    dgate,
     dweight,  # [programs, D]: to be summed over the programs
     rows,
     x_outer,
     gate_outer,
+    dgate_outer,
     eps,
     INNER: tl.constexpr,
     D: tl.constexpr,
@@ -94,10 +92,10 @@ def backward(
         scale = load(weight, c, c < D)[None, :]
         parts = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        in_x, in_gate, dense, inside = tile_of(first, x_outer, gate_outer, rows, INNER, D, ROWS, BLOCK)
-        u, dh = load(x, in_x, inside), load(dy, dense, inside)
+        outer, within, dense, inside = tile_of(first, rows, INNER, D, ROWS, BLOCK)
+        u, dh = load(x, outer * x_outer + within, inside), load(dy, dense, inside)
         if GATE != "none":
-            g = load(gate, in_gate, inside)
+            g = load(gate, outer * gate_outer + within, inside)
             s = tl.sigmoid(g)
             opened, slope = g * s, s * (1 + g * (1 - s))
         if GATE == "first":
@@ -121,6 +119,7 @@ def backward(
             du += load(dtotal, dense, inside)
         tl.store(dx + dense, du.to(dx.dtype.element_ty), mask=inside)
         if GATE != "none":
-            tl.store(dgate + dense, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
+            in_dgate = outer * dgate_outer + within
+            tl.store(dgate + in_dgate, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
     if WEIGHT:
         tl.store(dweight + tl.program_id(0) * D + c, tl.sum(parts, 0), mask=c < D)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import op
+from ..columns import gradient_for
 from ..launch import multiprocessors
 from . import triton_kernels
 
@@ -82,20 +83,21 @@ def differentiate_rows(
     """The gradients of x, to which `dtotal` is added, of the gate and of the weight."""
     dy, rows = dy.contiguous(), x.numel() // max(x.shape[-1], 1)
     dtotal = None if dtotal is None else dtotal.contiguous()
-    dx, dgate = new(x, *x.shape), None if gate is None else new(gate, *gate.shape)
+    dx, dgate = new(x, *x.shape), None if gate is None else strided(gradient_for(gate, new))
     weight = None if weight is None else weight.contiguous()
     x, gate = strided(x), None if gate is None else strided(gate)
-    gate_outer = 0 if gate is None else gate.stride(0)
+    outer = [0 if given is None else given.stride(0) for given in (x, gate, dgate)]
     fixed = constants(x, gate, weight, gate_first)
     programs = min(triton.cdiv(rows, int(fixed["ROWS"])), multiprocessors(x.device) * PROGRAMS)
     parts = None if weight is None else new(x, programs, x.shape[2], dtype=torch.float32)
     with torch.cuda.device_of(x):
         triton_kernels.backward[(programs,)](
-            *(x, gate, weight, dy, dtotal, dx, dgate, parts, rows, x.stride(0), gate_outer, eps),
+            *(x, gate, weight, dy, dtotal, dx, dgate, parts, rows, *outer, eps),
             **fixed,
             ADD=dtotal is not None,
         )
-    return dx, dgate, None if parts is None or weight is None else parts.sum(0).to(weight.dtype)
+    dweight = None if parts is None or weight is None else parts.sum(0).to(weight.dtype)
+    return dx, None if dgate is None else dgate.view(dx.shape), dweight
 
 
 def differentiate(
