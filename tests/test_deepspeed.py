@@ -34,12 +34,22 @@ optim: {{warmup_steps: 2, learning_rate: 1.0e-2, gradient_clip: 0.5}}
 samples: {{prompts: []}}
 """
 RUN = (*FIT, "--config", "setting.yaml", "--config", "watching.yaml")
-# Writes down what each process sees, and may spoil the loss of one of them, or kill it in the middle of a step.
+# Writes down what each process sees and how often ZeRO 3 gathers parameters, and may spoil the loss of one of them, or
+# kill it in the middle of a step.
 WATCHER = """
 import json, os, signal
 from pathlib import Path
 import lightning as L
 import torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+fetch, fetched = Coordinator.fetch_sub_module, []
+
+def noted(self, module, **how):
+    fetched.append(type(module).__name__)
+    return fetch(self, module, **how)
+
+Coordinator.fetch_sub_module = noted
 
 class Watch(L.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -56,6 +66,10 @@ class Watch(L.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         row = {"step": trainer.fit_loop.total_batch_idx + 1, "loss": self.loss, "tokens": self.tokens}
         row["dtypes"] = sorted({str(p.dtype) for p in module.parameters()})
+        engine = getattr(trainer.strategy, "deepspeed_engine", None)
+        row["whole"] = len(getattr(getattr(engine, "optimizer", None), "persistent_parameters", ()))
+        row["fetched"] = fetched.copy()
+        fetched.clear()
         with open(Path(trainer.default_root_dir) / f"seen-{trainer.global_rank}.jsonl", "a") as file:
             file.write(json.dumps(row) + chr(10))
 """
@@ -149,6 +163,18 @@ def test_the_size_at_the_start_is_of_whole_parameters(desk: Path):
     assert counts.pop("whole model") == results(desk / "runs" / "one")["parameters"]
     assert len(counts) == 3
     assert all(counts.values())
+
+
+def test_a_block_is_gathered_at_once(desk: Path):
+    """Not layer by layer, nor its small parameters by themselves after each step: that would take the host too long."""
+    for row in list(seen(desk / "runs" / "3", 0).values())[1:]:
+        assert (
+            {"Block", "Embedding"}
+            <= set(row["fetched"])
+            <= {*("Block", "Embedding", "ResidualNorm", "Linear", "LanguageModel", "Pretraining")}
+        )
+        assert row["fetched"].count("Linear") <= 2  # the head
+        assert row["whole"] == 0
 
 
 def test_parameters_stay_in_fp32(desk: Path):
