@@ -50,14 +50,15 @@ def same(one: tuple, other: tuple) -> bool:
     )
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
     ("what", "value"),
     [("loss", float("nan")), ("loss", float("inf")), ("gradient", float("nan")), ("gradient", float("inf"))],
 )
-def test_a_step_that_is_not_finite_is_not_taken(what, value, tmp_path):
+def test_a_step_that_is_not_finite_is_not_taken(what, value, fused, tmp_path):
     states = States()
     fitted = trainer(tmp_path, [Spoil({4, 7}, what, value), watch := LossGuard(), states])
-    fitted.fit(module := pretraining(), ResumableLoader(40), validation_loader())
+    fitted.fit(module := pretraining(fused=fused), ResumableLoader(40), validation_loader())
     assert fitted.global_step == 12
     taken = [not same(states.after[step], states.after[step - 1]) for step in range(2, 13)]
     assert taken == [step not in (4, 7) for step in range(2, 13)]
