@@ -26,8 +26,8 @@ def register(name: str, forward: Forward, backward: Backward | None, fake: Forwa
             `bool` …, that returns a tuple of fresh contiguous tensors. The annotations become the schema.
         backward: `backward(gradients, residuals, needed, *arguments)`: the gradients of the results (None where none
             arrives), the outputs of `forward` that are no results, and for each argument whether its gradient is
-            wanted. It returns, for each *tensor* argument, a contiguous gradient of its shape and dtype, or None.
-            None if the op has no gradient.
+            wanted. It returns, for each *tensor* argument, a gradient of its shape and dtype, contiguous unless
+            `gradient_for` (`columns.py`) gave it a place, or None. None if the op has no gradient.
         fake: `forward` with empty tensors: shapes and dtypes only.
         results: How many of the outputs are results; the others are kept for `backward` and nobody else sees them.
 
