@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from ..documents import documents
+from ..launch import launch, multiprocessors
 
 CHUNK = 64
 BLOCK = 512  # tokens between two anchors of the gradients of the gates; segments are whole blocks
+LARGEST = 1 << 31  # 32 bits count the elements of a segment
+RESIDENT = 2  # programs of the sequential pass that run at once on one multiprocessor
 
 
 @dataclass(frozen=True)
@@ -35,35 +38,54 @@ class Layout:
     segmented: bool
 
 
-def layout(
-    batch_size: int, length: int, cu_seqlens: Tensor | None, segments: int, longest: int, device: torch.device
-) -> Layout:
-    """The tables of a batch, or of packed documents.
+def filling(heads: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many segments, over all sequences, fill the device."""
+    size = int(max(K, V))  # a compiler may not know it yet
+    slices = -(-V // launch("carry", size, dtype, device).block)
+    return max(1, RESIDENT * multiprocessors(device) // (slices * heads))
+
+
+def segment_length(q: Tensor, v: Tensor, subheads: int) -> int:
+    """Tokens of the segments that the rows of a batch are cut into, known from the shapes alone."""
+    B, T, _, K = q.shape
+    heads, V = v.shape[2] * subheads, v.shape[3]
+    most = LARGEST // (heads * max(K, V, CHUNK))
+    wanted = -(-B * -(-T // BLOCK) // filling(heads, K, V, v.dtype, v.device))
+    return BLOCK * max(1, min(most // BLOCK, wanted))
+
+
+def kept_states(q: Tensor, v: Tensor, subheads: int) -> tuple[int, int, int, int]:
+    """Shape [segments,H·E,K,V] of the states that segments start from; no segments where rows are not cut."""
+    (B, T, _, K), (H, V) = q.shape, v.shape[2:]
+    segment = segment_length(q, v, subheads)
+    segments = B * -(-T // segment)
+    return segments if segments > B else 0, H * subheads, K, V
+
+
+@lru_cache(maxsize=64)
+def of_rows(batch_size: int, length: int, segment: int, device: torch.device) -> Layout:
+    """The tables of a batch of rows of `length` tokens, cut into segments of so many."""
+    return _tables(torch.arange(batch_size + 1) * length, segment // BLOCK, device)
+
+
+def of_documents(cu_seqlens: Tensor, length: int, segments: int, longest: int, device: torch.device) -> Layout:
+    """The tables of packed documents.
 
     Args:
-        batch_size: Rows.
-        length: Tokens per row.
-        cu_seqlens: Boundaries of documents, if there are any.
-        segments: How many segments would fill the device, over all sequences.
+        cu_seqlens: Their boundaries.
+        length: Tokens of all of them.
+        segments: How many segments would fill the device, over all documents.
         longest: How many tokens a segment can have at most.
         device: Where the tables lie.
     """
-    most = max(1, longest // BLOCK)
-    if cu_seqlens is None:
-        blocks = batch_size * -(-length // BLOCK)
-        return _rows(batch_size, length, min(most, -(-blocks // segments)), device)
     found = documents(cu_seqlens, length)
     memo = found.__dict__.setdefault("_layouts", {})
+    most = max(1, longest // BLOCK)
     if (segments, most) not in memo:
         bounds = torch.tensor(found.bounds)
         blocks = int((-(-bounds.diff() // BLOCK)).sum())
         memo[segments, most] = _tables(bounds, min(most, -(-blocks // segments)), device)
     return memo[segments, most]
-
-
-@lru_cache(maxsize=64)
-def _rows(batch_size: int, length: int, blocks: int, device: torch.device) -> Layout:
-    return _tables(torch.arange(batch_size + 1) * length, blocks, device)
 
 
 def _tables(bounds: Tensor, blocks_per_segment: int, device: torch.device) -> Layout:

@@ -8,16 +8,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..launch import Launch, launch, multiprocessors
-from .layout import BLOCK, CHUNK, Layout, layout
+from ..launch import Launch, launch
+from .layout import BLOCK, CHUNK, LARGEST, Layout, filling, of_documents, of_rows, segment_length
 from .triton_carry import carry, scan
 from .triton_channel import channel_grads, channel_score_grads, channel_scores
 from .triton_head import head_gate_grads, head_scores
 
-# programs of the sequential pass that run at once on one multiprocessor
-RESIDENT = 2
 SCAN_BLOCK = 1024
-LARGEST = 1 << 31  # 32 bits count the elements of a segment
 FP32 = torch.float32
 
 
@@ -91,10 +88,10 @@ class Call:
     @cached_property
     def layout(self) -> Layout:
         if self.cu_seqlens is None:
-            return layout(self.B, self.T, None, 1, self.segment, self.device)
+            return of_rows(self.B, self.T, self.segment, self.device)
         widest = max(self.heads * max(self.K, self.V, CHUNK), *(x.strides[0] for x in (self.q, self.k, self.v)))
         segments = filling(self.heads, self.K, self.V, self.dtype, self.device)
-        return layout(self.B, self.T, self.cu_seqlens, segments, LARGEST // widest, self.device)
+        return of_documents(self.cu_seqlens, self.T, segments, LARGEST // widest, self.device)
 
     def launch(self, kernel: str) -> Launch:
         return launch(kernel, max(self.K, self.V), self.dtype, self.device)
@@ -412,30 +409,6 @@ class Call:
         if self.groups == 1:
             return x
         return x.unflatten(2, (-1, self.groups, self.subheads)).sum(3, dtype=x.dtype).flatten(2, 3)
-
-
-def filling(heads: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many segments, over all sequences, fill the device."""
-    size = int(max(K, V))  # a compiler may not know it yet
-    slices = -(-V // launch("carry", size, dtype, device).block)
-    return max(1, RESIDENT * multiprocessors(device) // (slices * heads))
-
-
-def segment_length(q: Tensor, v: Tensor, subheads: int) -> int:
-    """Tokens of the segments that the rows of a batch are cut into, known from the shapes alone."""
-    B, T, _, K = q.shape
-    heads, V = v.shape[2] * subheads, v.shape[3]
-    most = LARGEST // (heads * max(K, V, CHUNK))
-    wanted = -(-B * -(-T // BLOCK) // filling(heads, K, V, v.dtype, v.device))
-    return BLOCK * max(1, min(most // BLOCK, wanted))
-
-
-def kept_states(q: Tensor, v: Tensor, subheads: int) -> tuple[int, int, int, int]:
-    """Shape [segments,H·E,K,V] of the states that segments start from; no segments where rows are not cut."""
-    (B, T, _, K), (H, V) = q.shape, v.shape[2:]
-    segment = segment_length(q, v, subheads)
-    segments = B * -(-T // segment)
-    return segments if segments > B else 0, H * subheads, K, V
 
 
 def padded(size: int) -> int:

@@ -17,7 +17,8 @@ from torch import Tensor
 from ..arguments import Recurrences
 from ..launch import largest
 from ..op import register
-from .triton_call import Call, kept_states
+from .layout import kept_states
+from .triton_call import Call
 from .triton_step import step
 
 

@@ -37,10 +37,10 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Segments of two chunks instead of sixteen."""
     for module in (layout, triton_call):
         monkeypatch.setattr(module, "BLOCK", 128)
-    monkeypatch.setattr(triton_call, "RESIDENT", 1000)
-    layout._rows.cache_clear()
+    monkeypatch.setattr(layout, "RESIDENT", 1000)
+    layout.of_rows.cache_clear()
     yield
-    layout._rows.cache_clear()
+    layout.of_rows.cache_clear()
 
 
 def compare(a: dict[str, Tensor], tolerance: float = 1e-5, reference: str = "reference", **options: object) -> None:
