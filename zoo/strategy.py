@@ -3,7 +3,7 @@
 import argparse
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from zoo.sharded import (
 )
 
 PRECISIONS = ("32-true", "bf16-mixed")
-BUCKET = 2 * 10**8  # numbers that are sent at once; at least a block of the model
+BUCKET = 2 * 10**8  # numbers that are sent at once
 
 
 class Zero(DeepSpeedStrategy):
@@ -71,7 +71,7 @@ class Zero(DeepSpeedStrategy):
         if "nvme" in (offload_optimizer, offload_parameters) and stage != 3:
             raise UserError(f"trainer.strategy: only stage 3 offloads to nvme; the stage is {stage}.")
         zero: dict[str, Any] = {"stage": stage, "allgather_bucket_size": BUCKET, "reduce_bucket_size": BUCKET}
-        zero |= {"stage3_prefetch_bucket_size": BUCKET, "overlap_comm": True}
+        zero["overlap_comm"] = True
         zero["stage3_param_persistence_threshold"] = 0  # small parameters would be gathered after a step, one by one
         for name, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_parameters)):
             if device is not None:
@@ -137,10 +137,12 @@ class Zero(DeepSpeedStrategy):
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.stage == 3:
-            _gather_by_block(model)
+            assert isinstance(self.config, dict)
+            self.config["zero_optimization"].setdefault("stage3_prefetch_bucket_size", _gather_by_block(model))
         engine, zero_optimizer = self._initialize(
             model, self.config, model_parameters=trained, optimizer=optimizer, lr_scheduler=lr_scheduler
         )
+        zero_optimizer.get_grad_norm_direct = _Norm(zero_optimizer.get_grad_norm_direct)
         engine._copy_recovery_script = lambda folder: None  # its converter, as a file beside each checkpoint
         if self.stage == 3:
             engine.module_state_dict = _PersistentBuffers(model)  # no process has a whole parameter
@@ -313,6 +315,22 @@ class ZeroPrecision(DeepSpeedPrecision):
         """The engine clips; what a parameter holds here is the gradient of this process alone."""
 
 
+class _Norm:
+    """The norm of many gradients by a few calls; DeepSpeed makes three for each, while the GPU waits.
+
+    Args:
+        norm: DeepSpeed's: of the gradients in this process, with those of the same parameters in all of them.
+    """
+
+    def __init__(self, norm: Callable[..., torch.Tensor]) -> None:
+        self._norm = norm
+
+    def __call__(self, gradients: Sequence[torch.Tensor], parameters: Any, norm_type: float = 2) -> torch.Tensor:
+        if not gradients:
+            return self._norm(gradients, parameters, norm_type)
+        return self._norm([torch.nn.utils.get_total_norm(gradients, norm_type)], parameters, norm_type)
+
+
 class _PersistentBuffers:
     """Stands for the state dict of a module whose parameters are divided: what is left is its buffers.
 
@@ -371,16 +389,21 @@ def _noted_saves(engine: Any, failures: list[OSError]) -> Iterator[None]:
         engine.checkpoint_engine.save = save
 
 
-def _gather_by_block(model: nn.Module) -> None:
+def _gather_by_block(model: nn.Module) -> int:
     """Have all parameters of a block gathered at once, and not those of one of its layers after the other.
 
     Each gathering takes the host a while, in which the GPU could have computed a whole layer.
+
+    Returns:
+        How many numbers to gather ahead: those of the largest block, so that a block comes while the one before it is
+        computed. The host would take the longer to begin with the first one, the more are gathered ahead.
     """
     from deepspeed.utils import set_z3_leaf_module
 
-    for module in model.modules():
-        if isinstance(module, Block):
-            set_z3_leaf_module(module, True)
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for block in blocks:
+        set_z3_leaf_module(block, True)
+    return max(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
 
 
 def _shapes(module: nn.Module) -> dict[str, list[int]]:
