@@ -9,10 +9,11 @@ Letters as in `triton_scan.py`; S is the state before the chunk, dS the gradient
 A log decay g_t scales whatever goes past t: pairs j < t ≤ i inside the chunk (what row i has of X K and M K along q and
 k, minus what column j has of Xᵀ Q and Mᵀ K along k, from t on), what tokens i ≥ t read from S, what tokens j < t left
 for dS, and the way from S to dS. None of the four is a difference of large numbers, so gradients stay right when a
-decay erases nearly everything; the diagonal of X, which no decay scales, is kept apart for that reason. Their sums over
-t have a kernel of their own: on Hopper with triton 3.6, a draft that took them beside the products was wrong. X and M
-pass from the first kernel to the second through memory for the same reason: that compiler multiplies a transposed
-product wrongly, and a transposed tile that was just loaded rightly.
+decay erases nearly everything; the diagonal of X, which no decay scales, is kept apart for that reason. The part of M
+is summed over M ⊙ K Kᵀ before M is rounded: at β = 2, U alternates, little of these sums is left, and the rounding of M
+alone would be an error of .01. The sums over t have a kernel of their own: on Hopper with triton 3.6, a draft that took
+them beside the products was wrong. X and M pass from the first kernel to the second through memory for the same reason:
+that compiler multiplies a transposed product wrongly, and a transposed tile that was just loaded rightly.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -98,12 +99,15 @@ def gradient_of_queries(
         tl.store(diagonal + tile * C + r, itself)
         store_pairs(reads + tile * (C * C), below)
         store_pairs(writes + tile * (C * C), -lower * D)
-    dQ *= (tl.load(at) * scale)[:, None]
     keys_here = load_tokens(k + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE)
+    if GATED:
+        lower *= D * tl.dot(keys_here, tl.trans(keys_here), input_precision=PRECISION)
+        from_M = tl.sum(lower, 1) - tl.sum(lower, 0)
+    dQ *= (tl.load(at) * scale)[:, None]
     dQ = tl.dot(below, keys_here, dQ, input_precision=PRECISION)
     if GATED:
         queries = load_tokens(q + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE)
-        tl.store(from_t + (tile * BLOCKS + part) * C + r, tl.sum(dQ * queries.to(tl.float32), 1))
+        tl.store(from_t + (tile * BLOCKS + part) * C + r, tl.sum(dQ * queries.to(tl.float32), 1) - from_M)
     dQ += itself[:, None] * keys_here.to(tl.float32)
     store_tokens(dq + m * K, token, stop, M * K, part * BK, K, BK, dQ)
 
@@ -169,9 +173,7 @@ def gradient_of_keys(
     queries = load_tokens(q + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE)
     written = load_pairs(writes + tile * (C * C), DTYPE)
     read = load_pairs(reads + tile * (C * C), DTYPE)
-    dK = tl.dot(written, keys_here, dK, input_precision=PRECISION)
-    columns = tl.dot(tl.trans(written), keys_here, input_precision=PRECISION)
-    columns = tl.dot(tl.trans(read), queries, columns, input_precision=PRECISION)
+    columns = tl.dot(tl.trans(read), queries, input_precision=PRECISION)
     if GATED:
         wide_keys = keys_here.to(tl.float32)
         at_sums = (tile * BLOCKS + part) * C + r
@@ -179,6 +181,8 @@ def gradient_of_keys(
         tl.store(before_t + at_sums, tl.sum(from_dS * wide_keys, 1))
         tl.store(across + tile * BLOCKS + part, way * tl.load(at + (C - 1)))
     dK += columns + from_dS + tl.load(diagonal + tile * C + r)[:, None] * queries.to(tl.float32)
+    dK = tl.dot(written, keys_here, dK, input_precision=PRECISION)
+    dK = tl.dot(tl.trans(written), keys_here, dK, input_precision=PRECISION)
     store_tokens(dk + m * K, token, stop, M * K, part * BK, K, BK, dK)
 
 

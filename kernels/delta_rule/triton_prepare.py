@@ -2,7 +2,11 @@
 
 With b the summed log decays, D_ij = exp(b_i − b_j) for j ≤ i and N the strict lower part of D ⊙ K Kᵀ, it writes
 
-    inverse = (I + βN)⁻¹ diag(β)      scores = scale · D ⊙ Q Kᵀ      gates = e^b, e^{b_C − b}, and b in two fp32 parts
+    inverse = (I + βN)⁻¹ diag(β)      gates = e^b, e^{b_C − b}, and b in two fp32 parts
+    scores = (scale · D ⊙ Q Kᵀ, j ≤ i) inverse
+
+The scores are for what enters the system, V − e^b K S, not for its solution U: at β = 2, U is large and alternates, and
+what rounding takes from it, and from scores that read it, would not cancel in the sum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -107,7 +111,9 @@ def prepare(
         overlap = tl.dot(keys_here, tl.trans(keys_here), overlap, input_precision=PRECISION)
         dots = tl.dot(queries, tl.trans(keys_here), dots, input_precision=PRECISION)
     D = pair_decay(high, low)
-    store_pairs(scores + tile * (C * C), tl.where(r[:, None] >= r[None, :], dots * D * scale, 0.0))
+    dots = tl.where(r[:, None] >= r[None, :], dots * D * scale, 0.0)
     write = nonzero(tl.load(beta + per_step, mask=valid, other=0.0).to(tl.float32))
     lower = tl.where(r[:, None] > r[None, :], overlap * D * write[:, None], 0.0)
-    store_pairs(inverse + tile * (C * C), unit_lower_inverse(lower, MERGE) * write[None, :])
+    solve = unit_lower_inverse(lower, MERGE)
+    store_pairs(inverse + tile * (C * C), solve * write[None, :])
+    store_pairs(scores + tile * (C * C), tl.dot(dots, solve, input_precision=MERGE) * write[None, :])

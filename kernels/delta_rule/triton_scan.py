@@ -2,8 +2,8 @@
 
 Letters as in `chunk.py` and `triton_prepare.py`. From chunk to chunk, forward and then backward in time:
 
-    U = inverse (V − e^b ⊙ K S)       O = scale · e^b ⊙ Q S + scores U       S ← e^{b_C} S + (e^{b_C − b} K)ᵀ U
-    dU = scoresᵀ dO + e^{b_C − b} ⊙ K dS      dV = inverseᵀ dU      dS ← e^{b_C} dS + (e^b Q)ᵀ dO · scale − (e^b K)ᵀ dV
+    W = V − e^b ⊙ K S      U = inverse W      O = scale · e^b ⊙ Q S + scores W      S ← e^{b_C} S + (e^{b_C − b} K)ᵀ U
+    dV = scoresᵀ dO + inverseᵀ (e^{b_C − b} ⊙ K dS)      dS ← e^{b_C} dS + (e^b Q)ᵀ dO · scale − (e^b K)ᵀ dV
 
 Where recurrences are too few to fill the device, a sequence is cut into segments that run side by side. A segment maps
 the state before it to transition · S + local. Both come from the same pass without outputs, the local part from S = 0,
@@ -90,14 +90,15 @@ def scan_forward(
         update = tl.dot(keys_here, before, input_precision=PRECISION) * -shrink[:, None]
         if START != "one":
             update += load_tokens(v, token, stop, values * V, column, V, BV, DTYPE).to(tl.float32)
-        U = tl.dot(solve, update.to(DTYPE), input_precision=PRECISION)
+        W = update.to(DTYPE)
+        U = tl.dot(solve, W, input_precision=PRECISION)
         if SAVE:
             store_tokens(u, token, stop, M * V, column, V, BV, U)
         if OUTPUT:
             queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
             weights = load_pairs(scores + tile * (C * C), DTYPE)
             O = tl.dot(queries, before, input_precision=PRECISION) * (shrink * scale)[:, None]
-            O = tl.dot(weights, U.to(DTYPE), O, input_precision=PRECISION)
+            O = tl.dot(weights, W, O, input_precision=PRECISION)
             store_tokens(o, token, stop, M * V, column, V, BV, O)
         S = tl.dot(tl.trans(keys_here), (U * keep[:, None]).to(DTYPE), S * total, input_precision=PRECISION)
     store_state(final + state, 0, column, K, V, BK, BV, S)
@@ -169,8 +170,8 @@ def scan_backward(
         if OUTPUT:
             store_state(dstates + tile * (K * V), 0, column, K, V, BK, BV, after)
         dU = tl.dot(keys_here, after, input_precision=PRECISION) * keep[:, None]
-        dU = tl.dot(tl.trans(weights), dO, dU, input_precision=PRECISION)
-        dV = tl.dot(tl.trans(solve), dU.to(DTYPE), input_precision=PRECISION)
+        dV = tl.dot(tl.trans(weights), dO, input_precision=PRECISION)
+        dV = tl.dot(tl.trans(solve), dU.to(DTYPE), dV, input_precision=PRECISION)
         if OUTPUT:
             store_tokens(dv, token, stop, M * V, column, V, BV, dV)
         read = (dO.to(tl.float32) * (shrink * scale)[:, None]).to(DTYPE)
