@@ -39,6 +39,7 @@ def register(name: str, forward: Forward, backward: Backward | None, fake: Forwa
     op.register_fake(fake)
     if backward is None:
         return lambda *given: (forward if plain(given) else op)(*given)[:results]
+    derive: Backward = backward
     arguments, outputs = schema[1:].split(") -> (")
     kinds = [argument.startswith("Tensor") for argument in arguments.split(", ")]
     first = len(outputs.split(","))  # before it the gradient takes gradients and kept outputs, from it on the arguments
@@ -50,7 +51,7 @@ def register(name: str, forward: Forward, backward: Backward | None, fake: Forwa
 
     def run_backward(*values: Any) -> tuple[Tensor, ...]:
         needed, *given = values[first:]
-        found = backward(values[:results], values[results:first], needed, *given)
+        found = derive(values[:results], values[results:first], needed, *given)
         wanted = zip(found, tensors(needed), strict=True)
         # a schema has no optional results: nothing is an empty tensor
         return tuple(g if g is not None and want else tensors(given)[0].new_empty(0) for g, want in wanted)
@@ -71,15 +72,18 @@ def register(name: str, forward: Forward, backward: Backward | None, fake: Forwa
         ctx.save_for_backward(*tensors(inputs), *output[results:])
         ctx.options = [x for x, is_tensor in zip(inputs, kinds, strict=True) if not is_tensor]
 
-    def differentiate(run: Callable[..., tuple[Tensor, ...]], ctx: Any, *gradients: Tensor | None) -> Any:
+    def differentiate(run: Backward, ctx: Any, *gradients: Tensor | None) -> Any:
         saved, options = iter(ctx.saved_tensors), iter(ctx.options)
         given = [next(saved) if is_tensor else next(options) for is_tensor in kinds]
         needed = [n and x is not None for n, x in zip(ctx.needs_input_grad, given, strict=False)]
-        found = iter(run(*gradients[:results], *saved, needed, *given))
+        found = iter(run(gradients[:results], list(saved), needed, *given))
         every = [next(found) if is_tensor else None for is_tensor in kinds]
         return tuple(g if want else None for g, want in zip(every, needed, strict=True))
 
-    op.register_autograd(partial(differentiate, gradient), setup_context=setup_context)
+    def dispatched(gradients: Sequence[Tensor | None], kept: Sequence[Tensor], *rest: Any) -> Sequence[Tensor | None]:
+        return gradient(*gradients, *kept, *rest)
+
+    op.register_autograd(partial(differentiate, dispatched), setup_context=setup_context)
 
     class Direct(torch.autograd.Function):
         """The same past the dispatcher, which takes as long as some kernels."""
@@ -93,7 +97,7 @@ def register(name: str, forward: Forward, backward: Backward | None, fake: Forwa
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-            return differentiate(run_backward, ctx, *gradients)
+            return differentiate(derive, ctx, *gradients)
 
     return lambda *given: (Direct.apply if plain(given) else op)(*given)[:results]
 

@@ -34,6 +34,7 @@ from zoo.sharded import (
 
 PRECISIONS = ("32-true", "bf16-mixed")
 BUCKET = 2 * 10**8  # numbers that are sent at once
+AHEAD = 5 * 10**7  # that are gathered at least, before they are needed
 
 
 class Zero(DeepSpeedStrategy):
@@ -138,7 +139,10 @@ class Zero(DeepSpeedStrategy):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.stage == 3:
             assert isinstance(self.config, dict)
-            self.config["zero_optimization"].setdefault("stage3_prefetch_bucket_size", _gather_by_block(model))
+            zero = self.config["zero_optimization"]
+            zero.setdefault("stage3_prefetch_bucket_size", max(_gather_by_block(model), AHEAD))
+            # Within a machine, to send twice as much takes less time than the host needs to copy part by part.
+            zero.setdefault("stage3_use_all_reduce_for_fetch_params", self.num_nodes == 1)
         engine, zero_optimizer = self._initialize(
             model, self.config, model_parameters=trained, optimizer=optimizer, lr_scheduler=lr_scheduler
         )
@@ -395,8 +399,7 @@ def _gather_by_block(model: nn.Module) -> int:
     Each gathering takes the host a while, in which the GPU could have computed a whole layer.
 
     Returns:
-        How many numbers to gather ahead: those of the largest block, so that a block comes while the one before it is
-        computed. The host would take the longer to begin with the first one, the more are gathered ahead.
+        How many numbers the largest block has: as many have to be gathered ahead, for it to be there in time.
     """
     from deepspeed.utils import set_z3_leaf_module
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import op
 from ..arguments import Recurrences
+from ..enqueue import cdiv, enqueue, next_power_of_2
 from . import triton_step
 from .triton_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
 from .triton_launch import Launch, launches, spread
@@ -74,7 +75,7 @@ class Call:
         given = (*given, self.cu_seqlens, self.scale, *sizes)
         constants = {"V": self.V, "BK": key_block(self.K), "STAGES": launch.stages, **constants}
         constants["BV"] = BV = min(launch.values, block(constants["V"]))
-        programs = self.N * segments * self.M * triton.cdiv(constants["V"], BV)
+        programs = self.N * segments * self.M * cdiv(constants["V"], BV)
         self._run(kernel, launch, programs, given, constants)
 
     def _run(self, kernel: Any, launch: Launch, programs: int, given: tuple[Any, ...], constants: dict) -> None:
@@ -83,8 +84,7 @@ class Call:
         dtype = tl.float32 if exact or INTERPRETED else tl.bfloat16
         precision = "tf32x3" if exact and not INTERPRETED else "ieee"
         constants |= {"K": self.K, "PACKED": self.cu_seqlens is not None, "DTYPE": dtype, "PRECISION": precision}
-        with torch.cuda.device_of(given[0]):
-            kernel[(programs,)](*given, **constants, num_warps=launch.warps, num_stages=launch.stages)
+        enqueue(kernel, (programs,), *given, **constants, num_warps=launch.warps, num_stages=launch.stages)
 
     def cuts(self, transition: Tensor, local: Tensor, end: Tensor | None, segments: int, *, reverse: bool) -> Tensor:
         """The states before all segments, or their gradients after them."""
@@ -92,14 +92,13 @@ class Call:
         precision = "ieee" if INTERPRETED else "tf32x3"
         given = (transition, local, end, states, segments, self.M)
         constants = (self.K, self.V, 64, BV, reverse, end is not None, precision)
-        with torch.cuda.device_of(states):
-            combine[(self.N * self.M * triton.cdiv(self.V, BV),)](*given, *constants, num_warps=4)
+        enqueue(combine, (self.N * self.M * cdiv(self.V, BV),), *given, *constants, num_warps=4)
         return states
 
 
 def block(size: int) -> int:
     """The block that holds a whole axis: matrix products need a power of two from 16."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, next_power_of_2(size))
 
 
 def key_block(size: int) -> int:
@@ -253,8 +252,7 @@ def differentiate(
     if log_decay is not None:
         dlog_decay = call.new(B, T, M, dtype=torch.float32)
         given = (from_queries, from_keys, before_t, across, dlog_decay, cu_seqlens, call.N, T, M)
-        with torch.cuda.device_of(q):
-            gradient_of_log_decay[(call.slots * M,)](*given, parts, parts_k, cu_seqlens is not None)
+        enqueue(gradient_of_log_decay, (call.slots * M,), *given, parts, parts_k, cu_seqlens is not None)
         if log_decay.dim() == 1:
             dlog_decay = dlog_decay.sum((0, 1))
         dlog_decay = dlog_decay.to(log_decay.dtype)
@@ -270,7 +268,7 @@ def differentiate(
 def _blocks(launch: Launch, K: int, V: int) -> tuple[tuple[int, int], int]:
     """Blocks of keys and of values, and how many of keys there are."""
     keys, values = min(launch.keys, key_block(K)), min(launch.values, block(V))
-    return (keys, values), triton.cdiv(K, keys)
+    return (keys, values), cdiv(K, keys)
 
 
 def fake(

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..arguments import Recurrences
+from ..enqueue import cdiv, enqueue, next_power_of_2
 from ..op import NAMESPACE
 
 VALUES = 32  # by a block of so many columns, the state streams through registers
@@ -75,9 +76,8 @@ def step(
     gates = (beta.contiguous(), None if log_decay is None else log_decay.contiguous())
     strides = (x.stride(axis) for x in (q, k, v) for axis in (0, 2))
     sizes = (H, subheads, H // (heads // subheads))
-    constants = (K, V, triton.next_power_of_2(K), VALUES, gate)
-    with torch.cuda.device_of(q):
-        advance[(B * H * triton.cdiv(V, VALUES),)](q, k, v, *gates, state, o, scale, *strides, *sizes, *constants)
+    constants = (K, V, next_power_of_2(K), VALUES, gate)
+    enqueue(advance, (B * H * cdiv(V, VALUES),), q, k, v, *gates, state, o, scale, *strides, *sizes, *constants)
     return o
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import op
+from ..enqueue import cdiv, enqueue, next_power_of_2
 from ..launch import multiprocessors
 
 ELEMENTS = 1024  # of a tile of rows
@@ -89,7 +90,7 @@ def new(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 def tile(size: int) -> dict[str, int]:
     """Rows and columns of a tile."""
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     return {"M": size, "ROWS": max(1, ELEMENTS // block), "BLOCK": block}
 
 
@@ -102,10 +103,9 @@ def compute(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """log_decay and dt of a [rows,M]."""
     a, (rows, size) = rows_of(a), a.shape
     log_decay, dt, sizes = new(a, rows, size), new(a, rows, size), tile(size)
-    with torch.cuda.device_of(a):
-        discretise_forward[(triton.cdiv(rows, sizes["ROWS"]),)](
-            a, A_log, dt_bias, log_decay, dt, rows, a.stride(0), **sizes
-        )
+    enqueue(
+        discretise_forward, (cdiv(rows, sizes["ROWS"]),), a, A_log, dt_bias, log_decay, dt, rows, a.stride(0), **sizes
+    )
     return log_decay, dt
 
 
@@ -126,11 +126,10 @@ def differentiate(
     dlog_decay, ddt = (None if g is None else g.contiguous() for g in gradients)
     a, (rows, size) = rows_of(a), a.shape
     sizes = tile(size)
-    programs = min(triton.cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
+    programs = min(cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
     da, parts = new(a, rows, size, dtype=a.dtype), new(a, programs, 2, size)
     given = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a.stride(0))
-    with torch.cuda.device_of(a):
-        discretise_backward[(programs,)](*given, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
+    enqueue(discretise_backward, (programs,), *given, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
     total = parts.sum(0)
     return [da, total[0].to(A_log.dtype, copy=True), total[1].to(dt_bias.dtype, copy=True)]
 

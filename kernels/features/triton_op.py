@@ -1,14 +1,15 @@
 """Features in Triton: one launch forward, one backward, which keeps nothing but the arguments and repeats bitwise."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import op
 from ..columns import gradient_for
+from ..enqueue import cdiv, enqueue, next_power_of_2
 from ..launch import multiprocessors
 from . import triton_kernels
 from .arguments import Stream
@@ -34,19 +35,19 @@ class Plan(NamedTuple):
     warps: int  # of a program
 
 
-def plan(x: Tensor, heads: int, norm: str, channels: int, warps: int) -> Plan:
-    """Cut x [B,T,C] for warps of so many channels, so many per multiprocessor if there is enough to do."""
-    B, T, C = x.shape
+@cache
+def plan(B: int, T: int, C: int, heads: int, norm: str, channels: int, warps: int) -> Plan:
+    """Cut x [B,T,C] for so many warps of so many channels each, if there is enough to do."""
     if norm == "none":  # then nothing knows of heads
-        together, size = 1, min(channels, triton.next_power_of_2(C))
+        together, size = 1, min(channels, next_power_of_2(C))
     else:
         size = C // heads
-        together = max(1, min(channels // triton.next_power_of_2(size), triton.next_power_of_2(heads)))
-    block, blocks = triton.next_power_of_2(size), triton.cdiv(C, together * size)
+        together = max(1, min(channels // next_power_of_2(size), next_power_of_2(heads)))
+    block, blocks = next_power_of_2(size), cdiv(C, together * size)
     each = max(1, together * block // channels)
-    runs = triton.cdiv(multiprocessors(x.device) * warps, B * blocks * each)
-    length = max(SHORTEST, triton.cdiv(T, runs))
-    runs = triton.cdiv(T, length)
+    runs = cdiv(warps, B * blocks * each)
+    length = max(SHORTEST, cdiv(T, runs))
+    runs = cdiv(T, length)
     return Plan(together, size, block, length, runs, B * runs * blocks, each)
 
 
@@ -102,27 +103,28 @@ def run(
     """y [B,T,C]; writes the last W − 1 inputs into `tail` [B,W−1,C]."""
     weight, bias, history = parameters(weight, bias, history)
     x, *strides = strided(x)
-    cut = plan(x, heads, norm, CHANNELS, WARPS)
+    cut = plan(*x.shape, heads, norm, CHANNELS, WARPS * multiprocessors(x.device))
     y = new(x, *x.shape)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    with torch.cuda.device_of(x):
-        triton_kernels.forward[(cut.programs,)](
-            x,
-            weight,
-            bias,
-            history,
-            cu_seqlens,
-            y,
-            tail,
-            x.shape[1],
-            cut.length,
-            documents,
-            *strides,
-            ACTIVATION=activation,
-            NORM=norm,
-            TAIL=tail is not None,
-            **constants(x, cut, weight, bias, history, cu_seqlens),
-        )
+    enqueue(
+        triton_kernels.forward,
+        (cut.programs,),
+        x,
+        weight,
+        bias,
+        history,
+        cu_seqlens,
+        y,
+        tail,
+        x.shape[1],
+        cut.length,
+        documents,
+        *strides,
+        ACTIVATION=activation,
+        NORM=norm,
+        TAIL=tail is not None,
+        **constants(x, cut, weight, bias, history, cu_seqlens),
+    )
     return y
 
 
@@ -173,7 +175,7 @@ def differentiate(
     weight, bias, history = parameters(weight, bias, history)
     dx, *dx_strides = strided(gradient_for(x, new))
     (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
-    cut = plan(x, heads, norm, CHANNELS_BACKWARD, WARPS_BACKWARD)
+    cut = plan(*x.shape, heads, norm, CHANNELS_BACKWARD, WARPS_BACKWARD * multiprocessors(x.device))
     (B, T, C), W = x.shape, 1 if weight is None else weight.shape[2]
     dtaps = dhistory = None
     if weight is not None:
@@ -182,28 +184,29 @@ def differentiate(
         # only so many tokens meet it, fewer in short documents
         dhistory = torch.zeros(len(history), W - 1, W - 1, C, dtype=torch.float32, device=x.device)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    with torch.cuda.device_of(x):
-        triton_kernels.backward[(cut.programs,)](
-            x,
-            weight,
-            bias,
-            history,
-            cu_seqlens,
-            dy,
-            dx,
-            dtaps,
-            dhistory,
-            T,
-            cut.length,
-            documents,
-            *strides,
-            *dy_strides,
-            *dx_strides,
-            ACTIVATION=activation,
-            NORM=norm,
-            DHISTORY=dhistory is not None,
-            **constants(x, cut, weight, bias, history, cu_seqlens),
-        )
+    enqueue(
+        triton_kernels.backward,
+        (cut.programs,),
+        x,
+        weight,
+        bias,
+        history,
+        cu_seqlens,
+        dy,
+        dx,
+        dtaps,
+        dhistory,
+        T,
+        cut.length,
+        documents,
+        *strides,
+        *dy_strides,
+        *dx_strides,
+        ACTIVATION=activation,
+        NORM=norm,
+        DHISTORY=dhistory is not None,
+        **constants(x, cut, weight, bias, history, cu_seqlens),
+    )
     dweight = dbias = None
     if dtaps is not None:
         total = dtaps.sum(0)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import op
+from ..enqueue import cdiv, enqueue
 
 BLOCK, WARPS = 1024, 4
 
@@ -59,10 +60,10 @@ def new(like: Tensor, *shape: int) -> Tensor:
 def compute(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
     """y [N,O] of gate and up [N,2·I]."""
     size = gate_up.shape[1] // 2
-    with torch.autocast(gate_up.device.type, enabled=False), torch.cuda.device_of(gate_up):
+    with torch.autocast(gate_up.device.type, enabled=False):
         h = new(gate_up, gate_up.shape[0], size)
-        grid = (gate_up.shape[0] * triton.cdiv(size, BLOCK),)
-        multiply[grid](gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, num_warps=WARPS)
+        grid = (gate_up.shape[0] * cdiv(size, BLOCK),)
+        enqueue(multiply, grid, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, num_warps=WARPS)
         return (h @ weight.to(gate_up.dtype).T,)
 
 
@@ -82,12 +83,12 @@ def differentiate(
     """The gradients of gate and up, and of the weight."""
     (dy,), size = gradients, weight.shape[1]
     assert dy is not None
-    with torch.autocast(gate_up.device.type, enabled=False), torch.cuda.device_of(gate_up):
+    with torch.autocast(gate_up.device.type, enabled=False):
         dh = dy @ weight.to(gate_up.dtype)
         h, dgate_up = new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
-        grid = (gate_up.shape[0] * triton.cdiv(size, BLOCK),)
+        grid = (gate_up.shape[0] * cdiv(size, BLOCK),)
         constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
-        differentiate_product[grid](gate_up, dh, h, dgate_up, **constants, num_warps=WARPS)
+        enqueue(differentiate_product, grid, gate_up, dh, h, dgate_up, **constants, num_warps=WARPS)
         return [dgate_up, (dy.T @ h).to(weight.dtype) if needed[1] else None]
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import op
+from ..enqueue import cdiv, enqueue, next_power_of_2
 from .triton_rows import BLOCK, WARPS, softmax_loss
 
 LOGITS = 2**28  # so many live at once, 0.5 GB in bf16: those of 8192 tokens at 32,000 words, products of full speed
@@ -31,18 +31,19 @@ def _compute(
     dweight = new(x, *((V, D) if weight_learns else (0,)), dtype=torch.float32)
     if not N:
         dweight.zero_()
-    rows = triton.cdiv(N, max(1, triton.cdiv(N * V, LOGITS)))
-    buffer = new(x, rows, triton.cdiv(V, ALIGNED) * ALIGNED)[:, :V]
+    rows = cdiv(N, max(1, cdiv(N * V, LOGITS)))
+    buffer = new(x, rows, cdiv(V, ALIGNED) * ALIGNED)[:, :V]
     for first in range(0, N, max(1, rows)):
         some = slice(first, min(first + rows, N))
         logits = torch.mm(x[some], head.T, out=buffer[: some.stop - first])
-        with torch.cuda.device_of(x):
-            softmax_loss[(len(logits),)](
-                *(logits, labels[some], losses[some], ignore_index, logits.stride(0), V),
-                BLOCK=min(BLOCK, triton.next_power_of_2(V)),
-                GRADIENT=x_learns or weight_learns,
-                num_warps=WARPS,
-            )
+        enqueue(
+            softmax_loss,
+            (len(logits),),
+            *(logits, labels[some], losses[some], ignore_index, logits.stride(0), V),
+            BLOCK=min(BLOCK, next_power_of_2(V)),
+            GRADIENT=x_learns or weight_learns,
+            num_warps=WARPS,
+        )
         if x_learns:
             torch.mm(logits, head, out=dx[some])
         if weight_learns:

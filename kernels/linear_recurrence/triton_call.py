@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..enqueue import enqueue
 from ..launch import Launch, launch
 from .layout import BLOCK, CHUNK, LARGEST, Layout, filling, of_documents, of_rows, segment_length
 from .triton_carry import carry, scan
@@ -134,7 +135,9 @@ class Call:
         grad = self.grad or self.v
         tensors = [self.q.data, self.k.data, self.v.data, grad.data, *self._or_unused(self.log_decay, self.beta)]
         tensors += [self.scores, self.score_grads, self.enter, self.leave, self.rest, self.total, self.rows]
-        head_scores[(self.chunks, self.heads)](
+        enqueue(
+            head_scores,
+            (self.chunks, self.heads),
             *tensors,
             self.columns,
             self.layout.chunks,
@@ -166,7 +169,9 @@ class Call:
         self.steep = self.empty(self.heads, self.chunks, dtype=torch.int8)
         entry = self.launch("channel_scores")
         for slow in (False, True):
-            channel_scores[(self.chunks, self.heads)](
+            enqueue(
+                channel_scores,
+                (self.chunks, self.heads),
                 self.q.data,
                 self.k.data,
                 *self._or_unused(self.log_decay, self.beta),
@@ -206,7 +211,9 @@ class Call:
         local = self.empty(count, self.heads, self.K, self.V, dtype=FP32)
         shrunk = self.empty(count, self.heads, self.K if self.channel else 1, dtype=FP32)
         self.carry(mode, y, y, z, last=local, shrunk=shrunk)
-        scan[(-(-self.K * self.V // SCAN_BLOCK), self.heads, self.layout.sequences.shape[0])](
+        enqueue(
+            scan,
+            (-(-self.K * self.V // SCAN_BLOCK), self.heads, self.layout.sequences.shape[0]),
             local,
             shrunk,
             *self._or_unused(first, last),
@@ -250,7 +257,9 @@ class Call:
         tensors = [x.data, y.data, z.data, other.data, *self._or_unused(out)]
         tensors += [self.score_grads if mode in ("dq", "dk") else self.scores, self.enter, self.leave, self.total]
         tensors += self._or_unused(products, checkpoints, anchors, first, last, shrunk)
-        carry[(slices * self.layout.segments.shape[0], self.heads)](
+        enqueue(
+            carry,
+            (slices * self.layout.segments.shape[0], self.heads),
             *tensors,
             self.layout.segments,
             *x.strides,
@@ -305,7 +314,9 @@ class Call:
         self.carry("dk", self.v, self.grad, self.q, dk, last, other=self.k, products=written, plain=beta_grad, **marks)
         wanted = (decay_grad, beta_grad)
         dg, dbeta = (self.empty(self.B, self.T, self.heads, dtype=FP32) if w else None for w in wanted)
-        head_gate_grads[(self.blocks, self.heads)](
+        enqueue(
+            head_gate_grads,
+            (self.blocks, self.heads),
             read,
             written,
             self.rows,
@@ -346,7 +357,9 @@ class Call:
         self.carry("dk", self.v, self.grad, self.queries, written, last, **marks)
         score_grads = self.empty(self.H, self.chunks, CHUNK, CHUNK)
         diagonal = self.empty(self.H, self.chunks, CHUNK, dtype=FP32)
-        channel_score_grads[(self.chunks, self.H)](
+        enqueue(
+            channel_score_grads,
+            (self.chunks, self.H),
             self.v.data,
             self.grad.data,
             score_grads,
@@ -366,7 +379,9 @@ class Call:
         dg = self.empty(self.B, self.T, self.heads, self.K, dtype=FP32) if decay_grad else None
         dbeta = self.empty(slices, self.B, self.T, self.heads, dtype=FP32) if beta_grad else None
         for slow in (False, True):
-            channel_grads[(self.chunks * slices, self.heads)](
+            enqueue(
+                channel_grads,
+                (self.chunks * slices, self.heads),
                 self.q.data,
                 self.k.data,
                 score_grads,

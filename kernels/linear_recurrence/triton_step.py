@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..arguments import Recurrences
+from ..enqueue import cdiv, enqueue, next_power_of_2
 from ..launch import launch
 from ..op import NAMESPACE
 
@@ -89,35 +90,36 @@ def advanced(
     o = torch.empty((B, 1, H, V), device=v.device, dtype=v.dtype)
     gate = "none" if log_decay is None else {1: "constant", 3: "head", 4: "channel"}[log_decay.dim()]
     entry = launch("step", max(K, V), v.dtype, v.device)
-    keys, values = (min(entry.block, triton.next_power_of_2(size)) for size in (K, V))
-    with torch.cuda.device_of(v):
-        advance[(triton.cdiv(V, values), B * H)](
-            q,
-            k,
-            v,
-            log_decay if log_decay is not None else o,
-            beta if beta is not None else o,
-            state,
-            o,
-            scale,
-            q.stride(0),
-            q.stride(2),
-            k.stride(0),
-            k.stride(2),
-            v.stride(0),
-            v.stride(2),
-            H,
-            heads // q.shape[2],
-            SUBHEADS=subheads,
-            K=K,
-            V=V,
-            BK=keys,
-            BV=values,
-            GATE=gate,
-            BETA=beta is not None,
-            num_warps=entry.warps,
-            num_stages=entry.stages,
-        )
+    keys, values = (min(entry.block, next_power_of_2(size)) for size in (K, V))
+    enqueue(
+        advance,
+        (cdiv(V, values), B * H),
+        q,
+        k,
+        v,
+        log_decay if log_decay is not None else o,
+        beta if beta is not None else o,
+        state,
+        o,
+        scale,
+        q.stride(0),
+        q.stride(2),
+        k.stride(0),
+        k.stride(2),
+        v.stride(0),
+        v.stride(2),
+        H,
+        heads // q.shape[2],
+        SUBHEADS=subheads,
+        K=K,
+        V=V,
+        BK=keys,
+        BV=values,
+        GATE=gate,
+        BETA=beta is not None,
+        num_warps=entry.warps,
+        num_stages=entry.stages,
+    )
     return o
 
 

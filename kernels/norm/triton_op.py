@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import op
 from ..columns import gradient_for
+from ..enqueue import cdiv, enqueue, next_power_of_2
 from ..launch import multiprocessors
 from . import triton_kernels
 
@@ -36,7 +36,7 @@ def strided(x: Tensor) -> Tensor:
 
 def tile(size: int) -> dict[str, int]:
     """Rows and columns of a tile, and its warps."""
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     rows = max(1, ELEMENTS // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(rows * block // PER_WARP, MOST_WARPS))}
 
@@ -57,10 +57,8 @@ def compute(
     x, gate = strided(x), None if gate is None else strided(gate)
     gate_outer = 0 if gate is None else gate.stride(0)
     fixed = constants(x, gate, weight, gate_first)
-    with torch.cuda.device_of(x):
-        triton_kernels.forward[(triton.cdiv(rows, int(fixed["ROWS"])),)](
-            x, gate, weight, None, y, None, rows, x.stride(0), gate_outer, eps, **fixed, ADD=False
-        )
+    grid, given = (cdiv(rows, int(fixed["ROWS"])),), (x, gate, weight, None, y, None)
+    enqueue(triton_kernels.forward, grid, *given, rows, x.stride(0), gate_outer, eps, **fixed, ADD=False)
     return (y,)
 
 
@@ -88,14 +86,10 @@ def differentiate_rows(
     x, gate = strided(x), None if gate is None else strided(gate)
     outer = [0 if given is None else given.stride(0) for given in (x, gate, dgate)]
     fixed = constants(x, gate, weight, gate_first)
-    programs = min(triton.cdiv(rows, int(fixed["ROWS"])), multiprocessors(x.device) * PROGRAMS)
+    programs = min(cdiv(rows, int(fixed["ROWS"])), multiprocessors(x.device) * PROGRAMS)
     parts = None if weight is None else new(x, programs, x.shape[2], dtype=torch.float32)
-    with torch.cuda.device_of(x):
-        triton_kernels.backward[(programs,)](
-            *(x, gate, weight, dy, dtotal, dx, dgate, parts, rows, *outer, eps),
-            **fixed,
-            ADD=dtotal is not None,
-        )
+    given = (x, gate, weight, dy, dtotal, dx, dgate, parts)
+    enqueue(triton_kernels.backward, (programs,), *given, rows, *outer, eps, **fixed, ADD=dtotal is not None)
     dweight = None if parts is None or weight is None else parts.sum(0).to(weight.dtype)
     return dx, None if dgate is None else dgate.view(dx.shape), dweight
 
@@ -132,10 +126,8 @@ class Added(torch.autograd.Function):
         flat, rows = strided(x.contiguous()), x.numel() // max(x.shape[-1], 1)
         total, h = new(x, *x.shape), new(x, *x.shape, dtype=dtype)
         fixed = constants(flat, None, weight, False)
-        with torch.cuda.device_of(x):
-            triton_kernels.forward[(triton.cdiv(rows, int(fixed["ROWS"])),)](
-                flat, None, weight, y.contiguous(), h, total, rows, flat.stride(0), 0, eps, **fixed, ADD=True
-            )
+        grid, given = (cdiv(rows, int(fixed["ROWS"])),), (flat, None, weight, y.contiguous(), h, total)
+        enqueue(triton_kernels.forward, grid, *given, rows, flat.stride(0), 0, eps, **fixed, ADD=True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.other = eps, y.dtype

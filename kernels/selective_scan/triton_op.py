@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import op
+from ..enqueue import cdiv, enqueue, next_power_of_2
 from .arguments import Scan
 from .triton_chunks import combine, local, outputs
 from .triton_gradients import gradients
@@ -57,15 +57,14 @@ class Call:
 
     def tile(self, elements: int) -> tuple[int, int]:
         """Channels and states of a tile."""
-        states = triton.next_power_of_2(self.N)
+        states = next_power_of_2(self.N)
         return max(1, min(CHANNELS, elements // states)), states
 
     def run(self, kernel: Any, rows: int, *given: Any, **constants: Any) -> None:
         """A program for each row of states and block of channels."""
         BD, BN = self.tile(GRADIENT_ELEMENTS if kernel is gradients else ELEMENTS)
         constants |= {"D": self.D, "N": self.N, "BD": BD, "BN": BN, "PACKED": self.cu_seqlens is not None}
-        with torch.cuda.device_of(given[0]):
-            kernel[(rows * triton.cdiv(self.D, BD),)](*given, **constants, num_warps=1)
+        enqueue(kernel, (rows * cdiv(self.D, BD),), *given, **constants, num_warps=1)
 
     def over_chunks(self, kernel: Any, *given: Any, rest: tuple[int, ...] = (), **constants: Any) -> None:
         sizes = (self.cu_seqlens, self.T, self.length, self.S, *rest)
@@ -148,7 +147,7 @@ def differentiate(
     if not call.whole:
         call.cuts(dy, tuple(arguments), after, dfinal, dinitial, reverse=True)
     BD, BN = call.tile(GRADIENT_ELEMENTS)
-    blocks, marks, tokens = triton.cdiv(call.D, BD), triton.cdiv(call.length, PART), call.B * call.T
+    blocks, marks, tokens = cdiv(call.D, BD), cdiv(call.length, PART), call.B * call.T
     scratch = call.new(call.slots * blocks, PART + marks, BN, BD)
     dx, dlog_decay = call.new(*x.shape, dtype=x.dtype), call.new(*log_decay.shape, dtype=log_decay.dtype)
     drate = call.states() if needed[2] else None

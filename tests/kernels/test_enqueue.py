@@ -1,0 +1,78 @@
+"""What looks alike to the compiler, and only that, shares a compiled kernel."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kernels.enqueue import cdiv, enqueue, next_power_of_2
+
+
+@triton.jit
+def scale(x, bias, out, size, factor, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * factor
+    if ADD:
+        y += tl.load(bias + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=at < size)
+
+
+def scaled(x: torch.Tensor, bias: torch.Tensor | None, factor: float, block: int = 64, **options: int) -> torch.Tensor:
+    out = torch.full_like(x, float("nan"))
+    grid = (cdiv(x.numel(), block),)
+    enqueue(scale, grid, x, bias, out, x.numel(), factor, ADD=bias is not None, BLOCK=block, **options)
+    return out
+
+
+@pytest.mark.parametrize("where", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+def test_every_launch_is_right_whatever_came_before(where: str):
+    """Sizes (one, multiples of 16 or not), alignment, dtypes, constants, a missing tensor, options: twice, in turns."""
+    memory = torch.randn(1 << 12, device=where)
+    for _ in range(2):
+        for size in (1, 15, 16, 17, 64, 100, 1024):
+            for shift in (0, 1, 4):
+                for dtype in (torch.float32, torch.float16):
+                    x = memory.to(dtype)[shift : shift + size]
+                    for bias in (None, x.flip(0), memory[1 : size + 1]):
+                        want = x.float() * 0.5 + (0 if bias is None else bias.float())
+                        for block, warps in ((64, 4), (16, 1)):
+                            y = scaled(x, bias, 0.5, block, num_warps=warps)
+                            torch.testing.assert_close(y, want.to(dtype), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_constants_by_place_and_by_name():
+    x = torch.randn(100, device="cuda")
+    for add, block in ((True, 64), (False, 64), (True, 32), (True, 64)):
+        out = torch.empty_like(x)
+        enqueue(scale, (cdiv(100, block),), x, x, out, 100, 2.0, add, block)
+        torch.testing.assert_close(out, x * (3 if add else 2))
+        enqueue(scale, (cdiv(100, block),), x, x, out, 100, 2.0, BLOCK=block, ADD=add)
+        torch.testing.assert_close(out, x * (3 if add else 2))
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_can_be_replayed():
+    x = torch.randn(256, device="cuda")
+    out = torch.zeros_like(x)
+    enqueue(scale, (4,), x, None, out, 256, 3.0, ADD=False, BLOCK=64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        enqueue(scale, (4,), x, None, out, 256, 3.0, ADD=False, BLOCK=64)
+    x.mul_(2)
+    graph.replay()
+    torch.testing.assert_close(out, 3 * x)
+
+
+@pytest.mark.multi_gpu
+def test_the_device_is_that_of_the_tensors():
+    for index in (1, 0, 1):
+        x = torch.randn(100, device=f"cuda:{index}")
+        torch.testing.assert_close(scaled(x, None, 2.0), 2 * x)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 16, 17, 1000, 1 << 20])
+def test_integers(n: int):
+    assert next_power_of_2(n) == triton.next_power_of_2(n)
+    assert cdiv(n, 16) == triton.cdiv(n, 16)
