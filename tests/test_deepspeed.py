@@ -108,8 +108,8 @@ def together(folder: Path, cache: Path, *commands: tuple[tuple[str, ...], dict[s
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
-    """Runs: `one` and `bf16-one` in this process; in two processes stages `2`, `3` and `bf16`, `2-again` from the
-    middle of `2`, and `3-killed`, of whose processes one was killed before it was continued."""
+    """Runs: `one` and `bf16-one` in this process; in two processes stages `2`, `3` and `bf16`, and `2-killed` and
+    `3-killed`, of whose processes one was killed before they were continued. `2-alone` is in the middle of `2`."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "zero_watcher.py").write_text(WATCHER)
     (folder / "setting.yaml").write_text(SETTING)
@@ -118,19 +118,19 @@ def desk(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
     with sitting_at(folder, shared_cache):
         assert cli.run([*RUN, "--run", "one"]) == 0
         assert cli.run([*RUN, "--run", "bf16-one", *bf16]) == 0
-    killed = ((*RUN, *zero(3), "--run", "3-killed"), {"KILL": f"[{KILLED_AT}, 1]"})
+    killed = [((*RUN, *zero(n), "--run", f"{n}-killed"), {"KILL": f"[{KILLED_AT}, 1]"}) for n in (2, 3)]
     whole = [((*RUN, *zero(stage), "--run", str(stage)), {}) for stage in (2, 3)]
-    *fine, (code, said) = together(folder, shared_cache, *whole, killed)
+    *fine, two, three = together(folder, shared_cache, *whole, *killed)
     assert [code for code, _ in fine] == [0, 0], fine
     (folder / "said-3.txt").write_text(fine[1][1])
-    assert code != 0, said
-    assert max(losses(folder / "runs" / "3-killed")) == KILLED_AT
-    for name in ("2-again", "2-alone"):
-        shutil.copytree(folder / "runs" / "2", folder / "runs" / name, ignore=shutil.ignore_patterns("seen-*"))
-        last = folder / "runs" / name / "checkpoints" / "last.ckpt"
-        shutil.copy(last.with_name("step-00000004.ckpt"), last)
+    for stage, (code, said) in ((2, two), (3, three)):
+        assert code != 0, said
+        assert max(losses(folder / "runs" / f"{stage}-killed")) == KILLED_AT
+    alone = folder / "runs" / "2-alone"
+    shutil.copytree(folder / "runs" / "2", alone, ignore=shutil.ignore_patterns("seen-*"))
+    shutil.copy(alone / "checkpoints" / "step-00000004.ckpt", alone / "checkpoints" / "last.ckpt")
     spoiled = ((*RUN, *zero(3), "--run", "bf16", *bf16), {"SPOIL": "[3, 1]"})
-    again = [(("fit", "--resume", name), {}) for name in ("2-again", "3-killed")]
+    again = [(("fit", "--resume", f"{stage}-killed"), {}) for stage in (2, 3)]
     for code, said in together(folder, shared_cache, *again, spoiled):
         assert code == 0, said
     return folder
@@ -196,14 +196,10 @@ def test_a_step_that_one_process_spoils_is_taken_by_none(desk: Path):
         assert tensor.isfinite().all()
 
 
-def test_a_run_continues_bitwise(desk: Path):
-    again, whole = (losses(desk / "runs" / name) for name in ("2-again", "2"))
-    assert again == {step: whole[step] for step in (5, 6)}
-    assert results(desk / "runs" / "2-again")["val_loss"] == results(desk / "runs" / "2")["val_loss"]
-
-
-def test_a_killed_run_continues_bitwise(desk: Path):
-    killed, whole = desk / "runs" / "3-killed", desk / "runs" / "3"
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_killed_run_continues_bitwise(stage: int, desk: Path):
+    """One process was killed in the middle of a step; the other one could not go on."""
+    killed, whole = desk / "runs" / f"{stage}-killed", desk / "runs" / str(stage)
     lines = (killed / "seen-0.jsonl").read_text().splitlines()
     last = KILLED_AT // EVERY * EVERY
     assert [json.loads(line)["step"] for line in lines] == [*range(1, KILLED_AT + 1), *range(last + 1, STEPS + 1)]
@@ -259,12 +255,17 @@ def test_damaged_shards_are_told_in_one_sentence(damage: str, desk: Path, tmp_pa
 
 
 def test_another_number_of_processes(desk: Path, shared_cache: Path):
-    """Stages 1 and 2 are divided anew, and go on as the two processes would."""
+    """Stages 1 and 2 are divided anew, and go on as the two processes would: no sample is lost or repeated."""
     resume = ("fit", "--resume", "2-alone", "--trainer.devices=1", "--trainer.strategy.init_args.stage=1")
     ((code, said),) = together(desk, shared_cache, (resume, {}))
     assert code == 0, said
     alone, one = (losses(desk / "runs" / name, ranks=1) for name in ("2-alone", "one"))
     assert [alone[step] for step in (5, 6)] == [pytest.approx(one[step], abs=1e-5) for step in (5, 6)]
+    halves = [seen(desk / "runs" / "2", rank) for rank in (0, 1)]
+    samples = [halves[0][step]["tokens"] + halves[1][step]["tokens"] for step in range(1, 5)]
+    samples += [row["tokens"] for row in seen(desk / "runs" / "2-alone", 0).values()]
+    assert samples == [row["tokens"] for row in seen(desk / "runs" / "one", 0).values()]
+    assert len({str(sequence) for step in samples for sequence in step}) == STEPS * 2
 
 
 @pytest.mark.parametrize(
