@@ -21,13 +21,19 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser().absolute() / "zoo"
 
 
-def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool = False, key: str = "ZOO_CACHE") -> Path:
     """Return `folder`; where it is missing, let `build` fill a temporary one that then takes its name.
 
-    Several processes may call this at once: one builds, the others wait for it. An interrupted build leaves nothing.
+    Several processes may call this at once: one builds, the others wait for it.
+
+    Args:
+        folder: What is to come into being.
+        build: Fills a folder.
+        resumable: Whether `build` goes on with what it left when it was interrupted; else that is thrown away.
+        key: What says where the folder lies.
 
     Raises:
-        UserError: the cache cannot be written.
+        UserError: the folder cannot be written.
     """
     if folder.is_dir():  # needs no lock, so a complete cache may be read-only
         return folder
@@ -43,19 +49,23 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
         try:
             if folder.is_dir():
                 return folder
-            for stale in folder.parent.glob(f".{folder.name}.*"):  # of a killed process: we hold the lock
-                shutil.rmtree(stale, ignore_errors=True)
-            temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+            if resumable:
+                temporary = folder.with_name(f".{folder.name}.partial")
+                temporary.mkdir(exist_ok=True)
+            else:
+                for stale in folder.parent.glob(f".{folder.name}.*"):  # of a killed process: we hold the lock
+                    shutil.rmtree(stale, ignore_errors=True)
+                temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
             build(temporary)
             os.replace(temporary, folder)
         finally:
             lock.release()
     except OSError as error:
         raise UserError(
-            f"the cache folder {folder.parent} cannot be written ({error.strerror or error}); "
-            "set ZOO_CACHE to a folder that can, with enough space."
+            f"the {'cache ' if key == 'ZOO_CACHE' else ''}folder {folder.parent} cannot be written "
+            f"({error.strerror or error}); set {key} to a folder that can, with enough space."
         ) from error
     finally:
-        if temporary is not None and temporary.is_dir():  # still there only after a failure or Ctrl-C
+        if not resumable and temporary is not None and temporary.is_dir():  # still there only after a failure or Ctrl-C
             shutil.rmtree(temporary, ignore_errors=True)
     return folder

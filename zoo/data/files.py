@@ -114,18 +114,18 @@ def _near_name(path: Path) -> str:
 
 
 def _remote(url: str, key: str) -> list[TextFile]:
-    filesystem, path = _filesystem(url, key)
+    fs, path = filesystem(url, key)
     try:
-        info = filesystem.info(path)
+        info = fs.info(path)
         if info["type"] != "directory" and not url.endswith("/"):
             _check_kind(url, info["size"], key)
-            return [_remote_file(url, url, filesystem, path, info)]
-        found = filesystem.find(path, detail=True)
-        inside = sorted(name for name in found if _suffix(filesystem.unstrip_protocol(name)) in SUFFIXES)
+            return [_remote_file(url, url, fs, path, info)]
+        found = fs.find(path, detail=True)
+        inside = sorted(name for name in found if _suffix(fs.unstrip_protocol(name)) in SUFFIXES)
         for name in inside:
             if found[name].get("size") is None:  # a listing by a web server, which says more of a file by itself
-                found[name] = filesystem.info(name)
-        files = [_remote_file(url, filesystem.unstrip_protocol(name), filesystem, name, found[name]) for name in inside]
+                found[name] = fs.info(name)
+        files = [_remote_file(url, fs.unstrip_protocol(name), fs, name, found[name]) for name in inside]
     except UserError:
         raise
     except FileNotFoundError as error:
@@ -138,7 +138,12 @@ def _remote(url: str, key: str) -> list[TextFile]:
     return files
 
 
-def _filesystem(url: str, key: str) -> tuple[fsspec.AbstractFileSystem, str]:
+def filesystem(url: str, key: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """What fsspec reads a URL or path with, and its name there.
+
+    Raises:
+        UserError: nothing can, or not without another package; `key` says whose URL it is.
+    """
     try:
         return fsspec.url_to_fs(url)
     except ImportError as error:  # it says what to install

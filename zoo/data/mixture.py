@@ -59,8 +59,10 @@ class MixedText(TokenisedText):
         validation_fraction: Expected share of each source's documents that is kept for validation, between 0 and 1.
         num_workers: Processes that read batches ahead, on each device; 0: none.
         preprocessing_workers: Processes that tokenise. Null: one per CPU.
+        shards: A folder or URL (`s3://bucket/tokens/`) for the tokens, which all machines may share. Behind a URL they
+            are read in place, a request for each window: let `num_workers` read ahead. Null: the cache of this machine.
         verify: Whether all shards are compared with their checksums before training, a second for each GB. Null: if a
-            split has less than 1 GB. Sizes are always compared.
+            split has less than 1 GB and is not behind a URL. Sizes are always compared.
         seed: Of the order of the training sequences.
 
     Raises:
@@ -80,6 +82,7 @@ class MixedText(TokenisedText):
         validation_fraction: float = 0.05,
         num_workers: int = 0,
         preprocessing_workers: int | None = None,
+        shards: str | None = None,
         verify: bool | None = None,
         seed: int = 0,
     ) -> None:
@@ -92,6 +95,7 @@ class MixedText(TokenisedText):
             validation_fraction=validation_fraction,
             num_workers=num_workers,
             preprocessing_workers=preprocessing_workers,
+            shards=shards,
             verify=verify,
             seed=seed,
         )

@@ -9,6 +9,8 @@ from zoo.data.packing import Packing, Windows
 from zoo.data.resumable import check_least
 from zoo.data.text import TokenisedText
 
+COUNTED = 20_000_000  # tokens of a split that the bigram model sees: corpora may be larger than memory
+
 
 class TextData(TokenisedText):
     """Text, tokenised once and cached, as batches that can be resumed at any step with any number of devices.
@@ -30,8 +32,10 @@ class TextData(TokenisedText):
         max_characters: Where the embedded corpus ends; null: all of it. Files of your own are never cut.
         num_workers: Processes that read batches ahead, on each device; 0: none.
         preprocessing_workers: Processes that tokenise. Null: one per CPU.
+        shards: A folder or URL (`s3://bucket/tokens/`) for the tokens, which all machines may share. Behind a URL they
+            are read in place, a request for each window: let `num_workers` read ahead. Null: the cache of this machine.
         verify: Whether all shards are compared with their checksums before training, a second for each GB. Null: if a
-            split has less than 1 GB. Sizes are always compared.
+            split has less than 1 GB and is not behind a URL. Sizes are always compared.
         seed: Of the order of the training sequences.
 
     Raises:
@@ -53,6 +57,7 @@ class TextData(TokenisedText):
         max_characters: int | None = 5_000_000,
         num_workers: int = 0,
         preprocessing_workers: int | None = None,
+        shards: str | None = None,
         verify: bool | None = None,
         seed: int = 0,
     ) -> None:
@@ -65,6 +70,7 @@ class TextData(TokenisedText):
             validation_fraction=validation_fraction,
             num_workers=num_workers,
             preprocessing_workers=preprocessing_workers,
+            shards=shards,
             verify=verify,
             seed=seed,
         )
@@ -107,11 +113,10 @@ class TextData(TokenisedText):
         return self._validation
 
     def bigram_loss(self) -> float:
-        """Nats per token of an interpolated bigram model of the training tokens on the validation tokens."""
-        train, validation = self.train.shards, self.validation.shards
-        return interpolated_bigram_loss(
-            train.read(0, len(train)), validation.read(0, len(validation)), self.get_tokenizer().vocab_size
-        )
+        """Nats per token of an interpolated bigram model of the (first) training tokens on the validation tokens."""
+        splits = (self.train.shards, self.validation.shards)
+        train, validation = (shards.read(0, min(len(shards), COUNTED)) for shards in splits)
+        return interpolated_bigram_loss(train, validation, self.get_tokenizer().vocab_size)
 
     def val_dataloader(self) -> ValidationLoader:
         """Batches of this rank, each sample once."""

@@ -22,6 +22,7 @@ class TokenisedText(ResumableData):
         validation_fraction: Expected share of the documents that is kept for validation, between 0 and 1.
         num_workers: Processes that read batches ahead, on each device; 0: none.
         preprocessing_workers: Processes that tokenise. Null: one per CPU.
+        shards: A folder or URL for the tokens. Null: the cache.
         verify: Whether all shards are compared with their checksums before training. Null: those of less than 1 GB.
         seed: Of the order of the training sequences.
 
@@ -40,6 +41,7 @@ class TokenisedText(ResumableData):
         validation_fraction: float,
         num_workers: int,
         preprocessing_workers: int | None,
+        shards: str | None,
         verify: bool | None,
         seed: int,
     ) -> None:
@@ -52,7 +54,7 @@ class TokenisedText(ResumableData):
         self.vocab_size, self.sequence_length = vocab_size, sequence_length
         self.packing: Packing = packing
         self.validation_fraction, self.preprocessing_workers = validation_fraction, preprocessing_workers
-        self.verify = verify
+        self.verify, self.shards = verify, shards
         self._tokenizer_path = tokenizer
         self._tokenizer: Tokenizer | None = None
 
@@ -87,5 +89,6 @@ class TokenisedText(ResumableData):
         cut = (self.sequence_length, self.packing)
         return Windows(train, *cut), Windows(validation, *cut)
 
-    def _prepare(self, corpus: Corpus) -> Path:
-        return prepare(corpus, self.get_tokenizer(), self.validation_fraction, self.preprocessing_workers)
+    def _prepare(self, corpus: Corpus) -> Path | str:
+        tokenizer, fraction = self.get_tokenizer(), self.validation_fraction
+        return prepare(corpus, tokenizer, fraction, self.preprocessing_workers, self.shards)

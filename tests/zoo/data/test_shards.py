@@ -1,5 +1,4 @@
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -135,16 +134,6 @@ def test_damage_is_named(text_folder: str, split: str):
     manifest.write_text("{")
     with pytest.raises(UserError, match=r"manifest\.json is missing or damaged"):
         Shards(train.folder, split)
-
-
-def test_interruption_leaves_nothing_half_made(text_folder: str, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    tokenizer = train_tokenizer(Corpus(text_folder), 300)
-    with monkeypatch.context() as patch:
-        patch.setattr("zoo.data.shards._file_hash", lambda file: os.kill(os.getpid(), 2))
-        with pytest.raises(KeyboardInterrupt):
-            prepare(Corpus(text_folder), tokenizer, 0.2, 2)
-    assert [file.suffix for file in (cache / "shards").iterdir()] in ([".lock"], [])
-    assert len(Shards(prepare(Corpus(text_folder), tokenizer, 0.2, 2), "train"))
 
 
 def test_two_processes_prepare_at_once(text_folder: str, cache: Path):

@@ -1,0 +1,226 @@
+"""Shards in a folder of one's own or behind a URL, and tokenising that was interrupted."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.errors import UserError
+from zoo.data import Corpus, Shards, TextData, Tokenizer, prepare, train_tokenizer
+from zoo.data.place import Place
+
+FEW = 500  # tokens of a file
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many files, many bundles of text, and progress that is written after each of them."""
+    monkeypatch.setattr("zoo.data.shards.SHARD_TOKENS", FEW)
+    monkeypatch.setattr("zoo.data.encoding.PIECE_CHARACTERS", 800)
+    monkeypatch.setattr("zoo.data.shards.SAVED_EVERY", 0.0)
+
+
+@pytest.fixture(params=["cache", "folder", "URL"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
+    """Where the shards are to lie."""
+    return {"cache": None, "folder": str(tmp_path / "own"), "URL": f"file://{tmp_path}/bucket/tokens/"}[request.param]
+
+
+@pytest.fixture
+def tokenizer(text_folder: str) -> Tokenizer:
+    return train_tokenizer(Corpus(text_folder), 300)
+
+
+def content(folder: Path | str) -> dict[str, bytes]:
+    """Name → bytes of every file of a folder of shards."""
+    path = Path(str(folder).removeprefix("file://"))
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
+    """Ctrl-C instead of some call of a function."""
+    module, _, attribute = name.rpartition(":")
+    owner: Any = sys.modules[module] if "." not in attribute else vars(sys.modules[module])[attribute.split(".")[0]]
+    original, calls = getattr(owner, attribute.rpartition(".")[2]), []
+
+    def function(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return original(*given, **named)
+
+    monkeypatch.setattr(owner, attribute.rpartition(".")[2], function)
+
+
+@pytest.mark.parametrize("name", ["_Writer.append", "_hash", "Place.put"])
+def test_it_goes_on_wherever_it_was_interrupted(
+    name: str,
+    where: str | None,
+    text_folder: str,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """When something is written, when a file is full, when it is sent; again and again, to the same bytes."""
+    corpus, folder, attempts = Corpus(text_folder), None, 0
+    whole = content(prepare(corpus, tokenizer, 0.2, 1, str(tmp_path / "whole")))
+    while folder is None:
+        with monkeypatch.context() as patch:
+            interrupted(patch, f"zoo.data.shards:{name}", call=attempts + (7 if name == "_Writer.append" else 1))
+            with contextlib.suppress(KeyboardInterrupt):
+                folder = prepare(corpus, tokenizer, 0.2, 1, where)
+        attempts += 1
+    sent = where is not None and "://" in where
+    assert attempts > 2 if sent or name != "Place.put" else attempts == 1
+    assert content(folder) == whole
+    assert len(Shards(folder, "train").manifest["splits"]["train"]["shards"]) > 3
+
+
+def test_what_was_tokenised_is_not_tokenised_again(
+    where: str | None, text_folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    corpus, encoded = Corpus(text_folder), []
+    encode = Tokenizer.encode_batch
+    monkeypatch.setattr(Tokenizer, "encode_batch", lambda self, texts: encoded.extend(texts) or encode(self, texts))
+    with monkeypatch.context() as patch:
+        interrupted(patch, "zoo.data.shards:_Writer.append", call=50)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(corpus, tokenizer, 0.2, 1, where)
+    first = len(encoded)
+    assert first > 15
+    prepare(corpus, tokenizer, 0.2, 1, where)
+    assert 40 <= len(encoded) < 40 + 10
+    assert len(encoded) - first < 30
+
+
+def test_a_killed_process_is_continued(text_folder: str, tokenizer: Tokenizer, cache: Path):
+    """kill -9 in the middle; the next one has the shards of a process that nobody killed."""
+    program = """
+import os, signal, sys, zoo.data.encoding, zoo.data.shards as shards
+from zoo.data import Corpus, prepare, train_tokenizer
+shards.SHARD_TOKENS, shards.SAVED_EVERY, zoo.data.encoding.PIECE_CHARACTERS = 500, 0.0, 800
+append, calls = shards._Writer.append, []
+def dying(self, ids):
+    calls.append(1)
+    if len(calls) == 50:
+        os.kill(os.getpid(), signal.SIGKILL)
+    append(self, ids)
+shards._Writer.append = dying
+prepare(Corpus(sys.argv[1]), train_tokenizer(Corpus(sys.argv[1]), 300), 0.2, 2)
+"""
+    died = subprocess.run([sys.executable, "-c", program, text_folder], timeout=60, check=False)
+    assert died.returncode == -signal.SIGKILL
+    (partial,) = (cache / "shards").glob(".*.partial")
+    assert json.loads((partial / "progress.json").read_text())["pieces"] > 10
+    found = content(prepare(Corpus(text_folder), tokenizer, 0.2, 1))
+    shutil.rmtree(cache / "shards")
+    assert found == content(prepare(Corpus(text_folder), tokenizer, 0.2, 1))
+
+
+def test_progress_with_another_text_is_not_used(
+    text_folder: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    """A file whose size and time of change are the same as before."""
+    first = Path(text_folder) / "00.txt"
+    with monkeypatch.context() as patch:
+        interrupted(patch, "zoo.data.shards:_Writer.append", call=50)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(Corpus(text_folder), tokenizer, 0.2, 1)
+    times = first.stat().st_atime_ns, first.stat().st_mtime_ns
+    first.write_text(first.read_text().replace("document 0", "documenT 0"))
+    os.utime(first, ns=times)
+    shards = Shards(prepare(Corpus(text_folder), tokenizer, 0.2, 1), "train")
+    both = [shards, Shards(shards.folder, "validation")]
+    assert sum("documenT 0" in tokenizer.decode(s.read(0, len(s)).tolist()) for s in both) == 1
+
+
+@pytest.fixture
+def arguments(text_folder: str) -> dict[str, Any]:
+    return {"path": text_folder, "vocab_size": 300, "sequence_length": 16, "batch_size": 4, "num_workers": 0}
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_from_behind_a_url_are_those_of_a_folder(
+    packing: str, num_workers: int, arguments: dict[str, Any], tmp_path: Path
+):
+    def batches(**more: Any) -> Iterator[torch.Tensor]:
+        data = TextData(**(arguments | {"packing": packing, "num_workers": num_workers} | more))
+        for batch in data.val_dataloader():
+            yield from (batch.tokens, batch.labels, *([] if batch.cu_seqlens is None else [batch.cu_seqlens]))
+        for _, batch in zip(range(5), data.train_dataloader(), strict=False):
+            yield batch.tokens
+
+    local, remote = list(batches()), list(batches(shards=f"file://{tmp_path}/bucket"))
+    assert len(local) == len(remote) > 6
+    assert all(torch.equal(a, b) for a, b in zip(local, remote, strict=True))
+
+
+def test_shards_behind_a_url_are_prepared_once_for_all_machines(
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first = TextData(**arguments, shards="memory://bucket/tokens").train.shards
+    assert str(first.folder).startswith("memory://bucket/tokens/")
+    kept = [file.name for file in (tmp_path / "cache" / "shards").rglob("*.bin")]
+    assert sorted(kept) == ["train.starts.bin", "validation.starts.bin"]  # no room is taken but for these
+    monkeypatch.setenv("ZOO_CACHE", str(tmp_path / "another machine"))
+    monkeypatch.setattr("zoo.data.shards._build", None)
+    again = TextData(**arguments, shards="memory://bucket/tokens/").train.shards
+    assert again.read(3, 2300).tolist() == first.read(3, 2300).tolist()
+    assert again.document_starts.tolist() == first.document_starts.tolist()
+    assert again.data_hash == first.data_hash
+
+
+@pytest.mark.parametrize(("how", "said"), [("cut", r"has \d+ bytes, its manifest says"), ("gone", "is missing")])
+def test_damage_behind_a_url_is_named(how: str, said: str, text_folder: str, tokenizer: Tokenizer, tmp_path: Path):
+    url = prepare(Corpus(text_folder), tokenizer, 0.2, 1, f"file://{tmp_path}/bucket")
+    file = Path(str(url).removeprefix("file://")) / "train-00001.bin"
+    if how == "cut":
+        os.truncate(file, 100)
+    else:
+        file.unlink()
+    with pytest.raises(UserError, match=rf"the shard {url}/train-00001\.bin {said}"):
+        Shards(url, "train")
+
+
+def test_altered_content_behind_a_url_is_found_on_request(text_folder: str, tokenizer: Tokenizer, tmp_path: Path):
+    url = prepare(Corpus(text_folder), tokenizer, 0.2, 1, f"file://{tmp_path}/bucket")
+    file = Path(str(url).removeprefix("file://")) / "train-00001.bin"
+    changed = bytearray(file.read_bytes())
+    changed[100] ^= 4
+    file.write_bytes(changed)
+    Shards(url, "train")
+    with pytest.raises(UserError, match=r"train-00001\.bin was altered"):
+        Shards(url, "train", verify=True)
+
+
+@pytest.mark.parametrize(
+    ("shards", "said"),
+    [
+        ("s4://bucket", "data.shards: fsspec cannot open s4://bucket"),
+        ("memory-typo://bucket", "data.shards: fsspec cannot open memory-typo://bucket"),
+        ("/proc/nowhere", r"the folder /proc/nowhere cannot be written .*; set data.shards to a folder that can"),
+    ],
+)
+def test_a_place_that_cannot_be_used(shards: str, said: str, arguments: dict[str, Any]):
+    with pytest.raises(UserError, match=said):
+        TextData(**arguments, shards=shards).setup()
+
+
+def test_a_file_that_goes_while_it_is_read_is_named(tmp_path: Path, text_folder: str, tokenizer: Tokenizer):
+    url = prepare(Corpus(text_folder), tokenizer, 0.2, 1, f"file://{tmp_path}/bucket")
+    shards = Shards(url, "train")
+    Path(str(url).removeprefix("file://"), "train-00001.bin").unlink()
+    with pytest.raises(UserError, match=r"data\.shards: .*train-00001\.bin cannot be read"):
+        shards.read(FEW, FEW + 10)
+    assert len(shards.read(0, 10)) == 10
+    assert Place(str(url)).sizes()["train-00000.bin"] == 2 * FEW
