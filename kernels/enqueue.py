@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-INT32 = 2**31
 PLAIN = torch.version.hip is not None  # its compiler also looks at the size of a tensor's memory
 # launches that look alike → what was compiled for them, and the constants in the order of its arguments
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
@@ -50,7 +49,16 @@ def _enqueue(
     kernel: Any, grid: tuple[int, ...], device: int, given: tuple[Any, ...], constants: dict[str, Any]
 ) -> None:
     first = kernel.constexprs[0] if kernel.constexprs else len(kernel.params)
-    alike = (id(kernel), device, *[_known(x) for x in given[:first]], *given[first:], *constants.items())
+    known: list[Any] = [id(kernel), device]  # and what the compiler knows of each argument
+    for x in given[:first]:
+        if isinstance(x, Tensor):
+            known.append((x.dtype,) if x.data_ptr() & 15 else x.dtype)
+        elif type(x) is int and x != 1:
+            bits = 32 if -(2**31) <= x < 2**31 else 64 if x < 2**63 else 65
+            known.append(-bits if x & 15 else bits)
+        else:  # a one is a constant; nothing is known of other numbers but their kind
+            known.append(x if x is None or type(x) is int else type(x))
+    alike = (*known, *given[first:], *constants.items())
     if (found := _compiled.get(alike)) is not None:
         compiled, rest = found
         compiled[(*grid, 1, 1)[:3]](*given, *rest)
@@ -59,12 +67,3 @@ def _enqueue(
     last = kernel.params[len(given) :]
     if isinstance(compiled, CompiledKernel) and all(p.is_constexpr for p in (*kernel.params[first:], *last)):
         _compiled[alike] = compiled, tuple(constants.get(p.name, p.default) for p in last)
-
-
-def _known(x: Any) -> Any:
-    """What the compiler knows of an argument: of a tensor its dtype and alignment, of a number its kind."""
-    if isinstance(x, Tensor):
-        return x.dtype if x.data_ptr() % 16 == 0 else (x.dtype,)
-    if type(x) is int:
-        return x if x == 1 else (x % 16 == 0, -INT32 <= x < INT32, x < 2 * INT32**2)
-    return None if x is None else type(x)

@@ -71,8 +71,7 @@ def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> 
 
 def largest(dtype: torch.dtype, device: torch.device) -> int:
     """The largest head that one program of every kernel can hold; longer ones are cut into several."""
-    file, gpu = launch_file.current(), launch_file.version(device)
-    return min(max(entries(kernel, dtype.itemsize, capability(device), file, gpu)) for kernel in TABLE)
+    return _largest(dtype.itemsize, capability(device), launch_file.current(), launch_file.version(device))
 
 
 # as in `backend.py`: the compiler need not look into files
@@ -86,6 +85,11 @@ def entries(
     known = {key[1]: entry for key, entry in TABLE[kernel].items() if (key[0], key[2]) == (architecture, itemsize)}
     given = launch_file.given(file, f"linear_recurrence.{kernel}", itemsize, gpu)
     return {**known, **{size: Launch(**entry) for size, entry in given.items()}}
+
+
+@cache
+def _largest(itemsize: int, architecture: int, file: str | None, gpu: tuple[int, int] | None) -> int:
+    return min(max(entries(kernel, itemsize, architecture, file, gpu)) for kernel in TABLE)
 
 
 @cache
