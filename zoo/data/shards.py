@@ -164,10 +164,13 @@ def prepare(
             key="ZOO_CACHE" if shards is None else "data.shards",
         )
     place = Place(f"{shards.rstrip('/')}/{name}")
+    own = _own_folder(place.where)
+    complete = own.is_dir()  # asked first: another process may complete it now
     if MANIFEST not in place.sizes():
-        shutil.rmtree(_own_folder(place.where), ignore_errors=True)  # what it is a copy of was deleted
+        if complete:  # and what it was made for has been deleted
+            shutil.rmtree(own)
         build_once(
-            _own_folder(place.where),
+            own,
             lambda new: _build(new, corpus, tokenizer, validation_fraction, workers, place),
             resumable=True,
         )
