@@ -23,11 +23,11 @@ Run = tuple[slice, range]  # a sequence of the states, and the chunks that it pa
 
 
 class Chunking:
-    """How the T tokens of `a` lie in N chunks of C."""
+    """How the T tokens of `a` lie in N chunks of C, which is at most `size`."""
 
-    def __init__(self, a: Recurrences):
+    def __init__(self, a: Recurrences, size: int = CHUNK):
         self.a, self.length = a, a.v.shape[1]
-        self.size = min(CHUNK, self.length)
+        self.size = min(size, self.length)
         self.chunks = a.documents.chunks(self.size) if a.documents else None
         self.count = self.chunks.count if self.chunks else -(-self.length // self.size)
         self.padded = self.count * self.size != self.length
@@ -57,9 +57,10 @@ class Chunking:
         """[B,T,H,V] → [N,B,G,R,C,V]."""
         return _heads_first(self.split(at_least_fp32(x)).unflatten(3, (self.a.groups, self.a.repeats)))
 
-    def wide_values(self, x: Tensor) -> Tensor:
-        """[B,T,H,V] → [N,B,G,C,R,V], contiguous: the value heads of a group lie side by side."""
-        return self.split(at_least_fp32(x)).unflatten(3, (self.a.groups, self.a.repeats)).transpose(2, 3).contiguous()
+    def by_group(self, x: Tensor) -> Tensor:
+        """[B,T,G·R,X] → [B,N,G,C,R,X], contiguous: the heads of a group lie side by side. No copy of a single group."""
+        x = self.split(at_least_fp32(x)).transpose(0, 1).unflatten(3, (self.a.groups, -1))
+        return x.transpose(2, 3).contiguous()
 
     def gates(self, x: Tensor) -> Tensor:
         """[B,T,H·E] → [N,B,G,R,E,C], and [B,T,H·E,K] → [N,B,G,R,E,C,K]."""
@@ -118,7 +119,7 @@ def scan(runs: list[Run], first: Tensor, step: Callable[[int, Tensor], Tensor], 
         for n in reversed(chunks) if back else chunks:
             S = step(n, S)
         last.append(S)
-    return torch.cat(last[::-1] if back else last)
+    return last[0] if len(last) == 1 else torch.cat(last[::-1] if back else last)
 
 
 def scan_stacked(runs: list[Run], first: Tensor, step: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:

@@ -83,5 +83,5 @@ class Mamba2(LinearMixer):
         return s.replace(log_decay=log_decay, beta=dt)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
-        skipped = o + self.D[:, None].to(o.dtype) * s.v
+        skipped = torch.addcmul(o, self.D[:, None].to(o.dtype), s.v)
         return self.out_proj(self.norm(skipped.flatten(2), s.gate))

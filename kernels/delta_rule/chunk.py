@@ -17,16 +17,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..arguments import Recurrences
-from ..chunking import Chunking, Run, causal_decay, scan, scan_stacked
+from ..chunking import CHUNK, Chunking, Run, causal_decay, scan, scan_stacked
 
-SOLVED = 8  # larger triangles are inverted by products
+MANY = 16  # so many heads of all sequences make a step worth its calls: shorter chunks then do less work
+SOLVED = 16  # larger triangles are inverted by products
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     assert a.beta is not None
     with torch.autocast(a.v.device.type, enabled=False):
-        c = Chunking(a)
+        c = Chunking(a, CHUNK if a.v.shape[0] * a.v.shape[2] < MANY else CHUNK // 2)
         kq, v, b = torch.cat([c.keys(a.k), c.keys(a.q) * a.scale], -2), c.values(a.v), c.log_decay()
         if b is None:
             b = v.new_zeros(1, 1, 1, a.repeats, 1, c.size)
@@ -49,20 +50,23 @@ class _Chunks(torch.autograd.Function):
             x[..., 0, :, :].mul_(beta[..., None])
         inverse, R, kept = unit_lower_inverse(L[..., 0, :, :]), R.flatten(-3, -2), kq[..., :C, :].unsqueeze(3) * fade
         written = v.unsqueeze(4) * beta[..., None]
-        updates, seen = [], []
+        U, seen = (written.new_empty(*x.shape[:-1], v.shape[-1]) for x in (written, R))
+        old, read = seen.split(C, -2)
+        fading = decay.expand(*written.shape[:5], 1, 1)
+        chunks = [_each(x) for x in (R, inverse, kept.mT, fading, written, U, seen, old)]
 
         def step(n: int, S: Tensor) -> Tensor:
-            old, read = (R[n] @ S).split(C, -2)
-            updates.append(inverse[n] @ (written[n] - old))
-            seen.append(read)
-            return decay[n] * S + kept[n].mT @ updates[n]
+            R, inverse, kept, decay, written, U, seen, old = (x[n] for x in chunks)
+            torch.bmm(R, S, out=seen)
+            torch.bmm(inverse, written.sub_(old), out=U)
+            return torch.addcmul(torch.bmm(kept, U), decay, S)
 
-        before, S = scan_stacked(runs, first, step)
-        U = torch.stack(updates)
-        o = _summed((L[..., 1, :, :] @ U).add_(torch.stack(seen)), 4)
+        before, S = scan_stacked(_flat(runs, first), first.flatten(0, 3), step)
+        before = before.unflatten(1, U.shape[1:5])
+        o = _summed((L[..., 1, :, :] @ U).add_(read), 4)
         ctx.save_for_backward(kq, v, beta, b, products, L, R, D, inverse, U, before)
         ctx.runs = runs
-        return o, S
+        return o, S.view(first.shape)
 
     @staticmethod
     @once_differentiable
@@ -76,17 +80,19 @@ class _Chunks(torch.autograd.Function):
             # of [−β(V − …); O], through which both triangles and both rows of readings get their gradients
             Z = U.new_empty(*U.shape[:-2], 2, C, U.shape[-1])
             Z[..., 1, :, :] = do
-            dU = L[..., 1, :, :].mT @ do
-
+            dU, both = L[..., 1, :, :].mT @ do, Z.flatten(-3, -2)
+            fading = decay.expand(*U.shape[:5], 1, 1)
+            chunks = [_each(x) for x in (R.mT, -inverse.mT, kept, fading, dU, Z[..., 0, :, :], both)]
             after: list[Tensor] = []
 
             def step(n: int, dS: Tensor) -> Tensor:
+                R, inverse, kept, decay, dU, left, both = (x[n] for x in chunks)
                 after.append(dS)
-                Z[n][..., 0, :, :] = -(inverse[n].mT @ (dU[n] + kept[n] @ dS))
-                return decay[n] * dS + R[n].mT @ Z[n].flatten(-3, -2)
+                left.copy_(torch.bmm(inverse, dU.add_(torch.bmm(kept, dS))))
+                return torch.addcmul(torch.bmm(R, both), decay, dS)
 
-            dfirst, dlater = scan(ctx.runs, dS, step, back=True), torch.stack(after[::-1])
-            both = Z.flatten(-3, -2)
+            dfirst = scan(_flat(ctx.runs, dS), dS.flatten(0, 3), step, back=True).view(dS.shape)
+            dlater = torch.stack(after[::-1]).unflatten(1, U.shape[1:5])
             dL, dR = _split(both @ U.mT) * D, _split(both @ before.mT) * shrink
             dL[..., 0, :, :].diagonal(dim1=-2, dim2=-1).zero_()
             # a decay raises its row and lowers its column; on the diagonal that cancels, and would drown small ones
@@ -111,9 +117,20 @@ class _Chunks(torch.autograd.Function):
 
 
 def _decays(b: Tensor, kq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """e^b [N,B,G,R,E,1,C,1], e^{b_C − b} [N,B,G,R,E,C,1], and e^{b_C} for each chunk [N,B,G,R,E,1,1]."""
+    """e^b [N,B,G,R,E,1,C,1], e^{b_C − b} [N,B,G,R,E,C,1], and e^{b_C} [N,B,G,R,E,1,1]; N … E are 1 where b's are."""
     shrink, fade = b.to(kq.dtype).exp(), (b[..., -1:] - b).to(kq.dtype).exp()
-    return shrink[..., None, :, None], fade[..., None], shrink[..., -1:, None].expand(len(kq), *[-1] * 6)
+    return shrink[..., None, :, None], fade[..., None], shrink[..., -1:, None]
+
+
+def _each(x: Tensor) -> tuple[Tensor, ...]:
+    """[N,B,G,R,E,X,Y] → for each chunk [B·G·R·E,X,Y], as products take it without looking for what to broadcast."""
+    return x.flatten(1, 4).unbind()
+
+
+def _flat(runs: list[Run], states: Tensor) -> list[Run]:
+    """The runs where the matrices of the states [sequences,G,R,E,K,V] are counted one by one."""
+    count = states.shape[1:4].numel()
+    return [(slice(*(None if i is None else i * count for i in (r.start, r.stop))), chunks) for r, chunks in runs]
 
 
 def _halves(x: Tensor) -> Tensor:

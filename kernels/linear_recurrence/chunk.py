@@ -24,11 +24,12 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     with torch.autocast(a.v.device.type, enabled=False):
         c = Chunking(a)
-        q, k = c.keys(a.q) * a.scale, c.keys(a.k)
         beta, b = None if a.beta is None else c.gates(a.beta), c.log_decay()
         if shared_scores.serves(a, b):
-            o, S = shared_scores.forward(c, q, k, beta, b)
-        elif b is not None and b.dim() == 7:
+            o, S = shared_scores.forward(c, beta, b)
+            return o, S.flatten(1, 3)
+        q, k = c.keys(a.q) * a.scale, c.keys(a.k)
+        if b is not None and b.dim() == 7:
             o, S = _per_channel(c, q, k, c.values(a.v), beta, b)
         else:
             o, S = _per_head(c, q, k, c.values(a.v), beta, b)

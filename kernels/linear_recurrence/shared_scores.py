@@ -29,19 +29,22 @@ def serves(a: Recurrences, b: Tensor | None) -> bool:
     return b is None or (b.dim() == 6 and float(b.detach().abs().max()) <= RANGE)
 
 
-def forward(c: Chunking, q: Tensor, k: Tensor, beta: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q, k [N,B,G,1,C,K], β and b [N,B,G,R,1,C] → o [N,B,G,R,C,V] and S [sequences,G,R,1,K,V]."""
-    v, heads = c.wide_values(c.a.v), (1, 1, 1, c.a.repeats, 1, c.size)
+def forward(c: Chunking, beta: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:
+    """β and b [N,B,G,R,1,C] → o [B,T,H,V] and S [sequences,G,R,1,K,V]."""
+    q, k, v = (c.by_group(x) for x in (c.a.q, c.a.k, c.a.v))
+    heads = (1, 1, 1, c.a.repeats, 1, c.size)
     beta = v.new_ones(heads) if beta is None else beta
     b = v.new_zeros(heads) if b is None else b
-    beta, b = (x.squeeze(4).transpose(3, 4).unsqueeze(-1) for x in (beta, b))
+    beta, b = (x.squeeze(4).transpose(0, 1).transpose(3, 4).unsqueeze(-1) for x in (beta, b))
     first = c.first_state().squeeze(3).transpose(2, 3)
-    o, S = _SharedScores.apply(q.squeeze(3), k.squeeze(3), v, beta, b, first, c.runs())
-    return o.transpose(3, 4), S.transpose(2, 3).unsqueeze(3)
+    q = q if c.a.scale == 1 else q * c.a.scale
+    o, S = _SharedScores.apply(q.squeeze(4), k.squeeze(4), v, beta, b, first, c.runs())
+    o = c.join(o.transpose(2, 3).flatten(3, 4).transpose(0, 1)).to(c.a.v.dtype)
+    return o, S.transpose(2, 3).unsqueeze(3)
 
 
 class _SharedScores(torch.autograd.Function):
-    """q, k [N,B,G,C,K], v [N,B,G,C,R,V], β and b [N,B,G,C,R,1], S [sequences,G,K,R,V] → o and S."""
+    """q, k [B,N,G,C,K], v [B,N,G,C,R,V], β and b [B,N,G,C,R,1], S [sequences,G,K,R,V] → o and S."""
 
     @staticmethod
     def forward(
@@ -57,7 +60,7 @@ class _SharedScores(torch.autograd.Function):
         start, after = torch.empty_like(added), []
 
         def step(n: int, S: Tensor) -> Tensor:
-            after.append((torch.mul(w[n], S, out=start[n]) + added[n]).mul_(w[n]))
+            after.append((torch.mul(w[:, n], S, out=start[:, n]) + added[:, n]).mul_(w[:, n]))
             return after[n]
 
         S = scan(runs, first, step)
@@ -78,8 +81,8 @@ class _SharedScores(torch.autograd.Function):
             dend, carried = torch.empty_like(added), f.new_empty(*added.shape[:3], v.shape[4])
 
             def step(n: int, dS: Tensor) -> Tensor:
-                carried[n] = (after[n] * dS).sum((-3, -1))
-                return (torch.mul(w[n], dS, out=dend[n]) + added[n]).mul_(w[n])
+                carried[:, n] = (after[n] * dS).sum((-3, -1))
+                return (torch.mul(w[:, n], dS, out=dend[:, n]) + added[:, n]).mul_(w[:, n])
 
             dfirst = scan(ctx.runs, dS, step, back=True)
             dend, u, start = dend.flatten(-2), u.flatten(-2), start.flatten(-2)
@@ -97,9 +100,9 @@ class _SharedScores(torch.autograd.Function):
 
 
 def _factors(b: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(b − m), exp(m − b) [N,B,G,C,R,1], and exp(m) for each chunk [N,B,G,1,R,1]."""
+    """exp(b − m), exp(m − b) [B,N,G,C,R,1], and exp(m) for each chunk [B,N,G,1,R,1]."""
     m = b[..., -1:, :, :] / 2
-    factors = (b - m).exp(), (m - b).exp(), m.exp().expand(len(v), *[-1] * 5)
+    factors = (b - m).exp(), (m - b).exp(), m.exp().expand(-1, v.shape[1], *[-1] * 4)
     f, f_inverse, w = (x.to(v.dtype) for x in factors)
     return f, f_inverse, w
 
