@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 import kernels
 from kernels import ACTIVATIONS, NORMS
+from kernels.op import plain
 
 from . import sequence
 
@@ -118,8 +119,34 @@ class Rotary(FeatureMap):
         pair = torch.arange(self.size // 2, device=x.device, dtype=kind)
         angle = positions[..., None, None] * self.base ** (-2 * pair / self.size)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        if x.is_cpu and plain((x,)):
+            return _Turn.apply(x, cos, sin)
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class _Turn(torch.autograd.Function):
+    """Rotary embedding with whole rows of heads as vectors: half a head is too short for a processor's loops.
+
+    x [B,T,H,D], cos and sin [B or 1,T,1,D/2]; the gradient turns back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _Turn.apply(dy, cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rows = (*x.shape[:2], x.shape[2] * x.shape[3])
+    cos, sin = (torch.cat(both, -1).expand(-1, -1, x.shape[2], -1).flatten(2) for both in ((cos, cos), (-sin, sin)))
+    other = torch.cat(x.chunk(2, -1)[::-1], -1)
+    return (x.reshape(rows) * cos).addcmul_(other.view(rows), sin).view(x.shape)
 
 
 class LRPE(FeatureMap):

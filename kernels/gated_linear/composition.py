@@ -39,7 +39,7 @@ class _Gated(torch.autograd.Function):
         found = torch.empty_like(gate_up)
         (gate, up), (dgate, dup) = gate_up.chunk(2, -1), found.chunk(2, -1)
         torch.mul(dy, opened, out=dup)
-        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
+        torch.ops.aten.silu_backward.grad_input(torch.mul(dy, up, out=dgate), gate, grad_input=dgate)
         return found
 
 

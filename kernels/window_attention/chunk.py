@@ -89,15 +89,17 @@ def _products(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Te
     """o [B,T,H,D]: two products around a softmax, which keeps the scores, but is faster on a processor."""
     with torch.autocast(q.device.type, enabled=False):
         (B, T, _, _), heads = q.shape, k.shape[2]
-        kind, rows = v.dtype, mask.shape[0] * BLOCK
+        kind, (count, _, keys) = v.dtype, mask.shape
+        before, after = keys - BLOCK, count * BLOCK - T
         # heads first, so that nothing is copied for a product
-        q = F.pad((at_least_fp32(q) * a.scale).transpose(1, 2), (0, 0, 0, rows - T))
+        q = (at_least_fp32(q) * a.scale).transpose(1, 2)
+        q = F.pad(q, (0, 0, 0, after)) if after else q
         q = q.unflatten(1, (heads, -1)).unflatten(3, (-1, BLOCK)).transpose(2, 3).flatten(3, 4)  # [B,Hkv,N,R·BLOCK,D]
-        k, v = (at_least_fp32(x).transpose(1, 2).flatten(0, 1) for x in (k, v))
-        k, v = (_stretches(x, mask).unflatten(0, (B, heads)) for x in (k, v))
+        k, v = (F.pad(at_least_fp32(x).transpose(1, 2), (0, 0, before, after)).flatten(0, 1) for x in (k, v))
+        k, v = (_Overlapping.apply(x.unflatten(1, (-1, BLOCK)), count).unflatten(0, (B, heads)) for x in (k, v))
         unseen = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
-        scores = (q @ k.mT).unflatten(3, (-1, BLOCK)) + unseen[:, None]  # [B,Hkv,N,R,BLOCK,before+BLOCK]
-        o = (torch.softmax(scores, -1).flatten(3, 4) @ v).unflatten(3, (-1, BLOCK))
+        scores = (q @ k.mT).add_(unseen.repeat(1, q.shape[3] // BLOCK, 1))  # [B,Hkv,N,R·BLOCK,before+BLOCK]
+        o = (torch.softmax(scores, -1) @ v).unflatten(3, (-1, BLOCK))
         return o.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)[:, :T].to(kind)
 
 
