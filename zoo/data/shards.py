@@ -358,19 +358,23 @@ def _build(
         log.info("%s: going on with the tokenising at character %d.", corpus, progress.characters)
     bar = tqdm(desc="Tokenising", total=sides.characters, initial=progress.characters, unit=" characters", disable=None)
     bar.unit_scale = True
-    with bar:  # disable=None: only on a terminal
-        for bundle, ids in encode_all(bundles(left), tokenizer, workers or os.cpu_count() or 1):
-            for piece, tokens in zip(bundle, ids, strict=True):
-                writer = progress.writers[piece.split]
-                if piece.first:
-                    writer.start_document()
-                writer.append(tokens)
-                if piece.last:
-                    writer.append(np.array([tokenizer.eos_id], np.uint32))
-                bar.update(len(piece.text))
-                progress.characters += len(piece.text)
-            progress.pieces += len(bundle)
-            progress.save()
+    try:
+        with bar:  # disable=None: only on a terminal
+            for bundle, ids in encode_all(bundles(left), tokenizer, workers or os.cpu_count() or 1):
+                for piece, tokens in zip(bundle, ids, strict=True):
+                    writer = progress.writers[piece.split]
+                    if piece.first:
+                        writer.start_document()
+                    writer.append(tokens)
+                    if piece.last:
+                        writer.append(np.array([tokenizer.eos_id], np.uint32))
+                    bar.update(len(piece.text))
+                    progress.characters += len(piece.text)
+                progress.pieces += len(bundle)
+                progress.save()
+    except KeyboardInterrupt:
+        log.warning("%s: tokenising was interrupted; the next run goes on with it.", corpus)
+        raise
     if read_again.digest() != sides.digest.digest():
         raise UserError(f"{corpus} changed while it was read; start again when its files are at rest.")
     for writer in progress.writers.values():
