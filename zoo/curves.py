@@ -154,7 +154,8 @@ class LossCurve(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Draw what there is of an interrupted run."""
-        if isinstance(exception, KeyboardInterrupt | SIGTERMException) and trainer.state.fn == "fit":
+        stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        if stopped and trainer.state.fn == "fit" and self.training:  # before a step there may be no data yet, either
             self._draw(trainer)
 
     def figure(self, baseline: float | None = None) -> Figure:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import cli
 from kernels.errors import UserError
 from zoo.data import Corpus, Shards, TextData, Tokenizer, prepare, train_tokenizer
 from zoo.data.place import Place
@@ -124,6 +125,19 @@ prepare(Corpus(sys.argv[1]), train_tokenizer(Corpus(sys.argv[1]), 300), 0.2, 2)
     found = content(prepare(Corpus(text_folder), tokenizer, 0.2, 1))
     shutil.rmtree(cache / "shards")
     assert found == content(prepare(Corpus(text_folder), tokenizer, 0.2, 1))
+
+
+def test_ctrl_c_while_tokenising_ends_a_run(
+    text_folder: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Nothing that is done at the end of a run tokenises the rest."""
+    monkeypatch.chdir(tmp_path)
+    interrupted(monkeypatch, "zoo.data.shards:_Writer.append", call=50)
+    small = ("--data.vocab_size=300", "--data.preprocessing_workers=1", "--trainer.accelerator=cpu")
+    with pytest.raises(KeyboardInterrupt):
+        cli.run(["fit", "--config", "gdn_h2.yaml", f"--data.path={text_folder}", *small, "--run", "a"])
+    assert "tokenising was interrupted; the next run goes on with it" in caplog.text
+    assert [folder.suffix for folder in (cache / "shards").iterdir() if folder.is_dir()] == [".partial"]
 
 
 def test_progress_with_another_text_is_not_used(
