@@ -406,7 +406,7 @@ def _gather_by_block(model: nn.Module) -> int:
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
         set_z3_leaf_module(block, True)
-    return max(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
+    return max((sum(parameter.numel() for parameter in block.parameters()) for block in blocks), default=0)
 
 
 def _shapes(module: nn.Module) -> dict[str, list[int]]:

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..enqueue import enqueue
+from ..enqueue import enqueue, next_power_of_2
 from ..launch import Launch, launch
 from .layout import BLOCK, CHUNK, LARGEST, Layout, filling, of_documents, of_rows, segment_length
 from .triton_carry import carry, scan
@@ -428,4 +428,4 @@ class Call:
 
 def padded(size: int) -> int:
     """The power of two that a tile has for `size`: products need 16."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, next_power_of_2(size))

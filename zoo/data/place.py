@@ -55,7 +55,7 @@ class Place:
                 found = fs.ls(path, detail=True)
             except FileNotFoundError:
                 return {}
-            return {info["name"].rpartition("/")[2]: info["size"] for info in found if info["type"] == "file"}
+            return {info["name"].rpartition("/")[2]: info["size"] for info in found if info["type"] != "directory"}
 
     @contextmanager
     def open(self, file: str) -> Iterator[BinaryIO]:

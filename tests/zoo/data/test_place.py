@@ -230,6 +230,15 @@ def test_a_place_that_cannot_be_used(shards: str, said: str, arguments: dict[str
         TextData(**arguments, shards=shards).setup()
 
 
+def test_files_may_be_links(tmp_path: Path, text_folder: str, tokenizer: Tokenizer):
+    """Such as on a larger disk."""
+    folder = Path(prepare(Corpus(text_folder), tokenizer, 0.2, 1))
+    whole = Shards(folder, "train").read(0, 2 * FEW).tolist()
+    moved = (folder / "train-00001.bin").rename(tmp_path / "elsewhere.bin")
+    (folder / "train-00001.bin").symlink_to(moved)
+    assert Shards(folder, "train").read(0, 2 * FEW).tolist() == whole
+
+
 def test_a_file_that_goes_while_it_is_read_is_named(tmp_path: Path, text_folder: str, tokenizer: Tokenizer):
     url = prepare(Corpus(text_folder), tokenizer, 0.2, 1, f"file://{tmp_path}/bucket")
     shards = Shards(url, "train")
