@@ -86,7 +86,8 @@ FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
 
 def launches(device: torch.device, K: int, V: int, dtype: torch.dtype) -> Launches:
     """The launches for keys of size K and values of size V."""
-    return _entry(device, max(K, V), dtype.itemsize, launch_file.current())
+    size = int(max(K, V))  # a compiler may not know it yet
+    return _entry(device, size, dtype.itemsize, launch_file.current())
 
 
 @cache
@@ -107,16 +108,21 @@ def _entry(device: torch.device, size: int, itemsize: int, file: str | None) -> 
     return found
 
 
-def spread(
-    wide: Launch, narrow: Launch | None, recurrences: int, V: int, chunks: int, device: torch.device
-) -> tuple[Launch, int]:
-    """The launch of a pass along time, and the number of segments, that keep the device busy.
+def segments(wide: Launch, recurrences: int, V: int, chunks: int, device: torch.device) -> int:
+    """Into how many segments the passes along time cut each sequence, to keep the device busy.
 
     Segments cost two more passes, so that a few of them gain nothing, and short ones do not either.
     """
-    room = multiprocessors(device) // (recurrences * -(-V // wide.values))
-    segments = min(room, chunks // FEWEST_CHUNKS)
-    if segments >= FEWEST_SEGMENTS:
-        # all of them have a chunk
-        return wide, -(-chunks // -(-chunks // segments))
-    return narrow if narrow and room > 1 else wide, 1
+    count = min(_room(wide, recurrences, V, device), chunks // FEWEST_CHUNKS)
+    # all of them have a chunk
+    return -(-chunks // -(-chunks // count)) if count >= FEWEST_SEGMENTS else 1
+
+
+def whole(wide: Launch, narrow: Launch | None, recurrences: int, V: int, device: torch.device) -> Launch:
+    """The launch of a pass over sequences that are not cut."""
+    return narrow if narrow and _room(wide, recurrences, V, device) > 1 else wide
+
+
+def _room(wide: Launch, recurrences: int, V: int, device: torch.device) -> int:
+    """How many times the device holds the programs of a pass."""
+    return multiprocessors(device) // (recurrences * -(-V // wide.values))

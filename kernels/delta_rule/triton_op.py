@@ -7,6 +7,7 @@ afterwards, in a fixed order: equal inputs give equal bits.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 from .. import op
 from ..arguments import Recurrences
 from ..enqueue import cdiv, enqueue, next_power_of_2
-from . import triton_step
+from . import triton_launch, triton_step
 from .triton_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
-from .triton_launch import Launch, launches, spread
+from .triton_launch import Launch, launches
 from .triton_prepare import prepare
 from .triton_scan import combine, scan_backward, scan_forward
 from .triton_tiles import CHUNK
@@ -48,20 +49,32 @@ class Call:
         results: Shapes = [((B, T, H, V), self.dtype), ((self.N, M, K, V), torch.float32)]
         kept: Shapes = [((slots, M, CHUNK, CHUNK), self.dtype)] * 2
         kept += [((slots, M, 4, CHUNK), torch.float32), ((B, T, M, V), self.dtype), ((slots, M, K, V), self.dtype)]
+        cut = self.N * self.segments if self.segments > 1 else 0
+        kept += [((cut, M, K, K), torch.float32)]
         return results + (kept if keep else [((0,), dtype) for _, dtype in kept])
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def states(self, segments: int = 1, columns: int | None = None) -> Tensor:
+    def states(self, columns: int | None = None) -> Tensor:
         """A state for each segment of each sequence."""
-        return self.new(self.N * segments, self.M, self.K, columns or self.V, dtype=torch.float32)
+        return self.new(self.N * self.segments, self.M, self.K, columns or self.V, dtype=torch.float32)
 
-    def scan(self, name: str) -> tuple[Launch, int]:
-        """The launch of a pass along time, and into how many segments it cuts each sequence."""
+    @cached_property
+    def segments(self) -> int:
+        """Into how many segments each sequence is cut; documents are not."""
+        if self.cu_seqlens is not None:
+            return 1
+        wide = launches(self.device, self.K, self.V, self.dtype).forward
+        return triton_launch.segments(wide, self.N * self.M, self.V, self.chunks, self.device)
+
+    def scan(self, name: str) -> Launch:
+        """The launch of a pass along time."""
         found = launches(self.device, self.K, self.V, self.dtype)
-        chunks = self.chunks if self.cu_seqlens is None else 1
-        return spread(getattr(found, name), found.narrow, self.N * self.M, self.V, chunks, self.device)
+        wide = getattr(found, name)
+        if self.segments > 1:
+            return wide
+        return triton_launch.whole(wide, found.narrow, self.N * self.M, self.V, self.device)
 
     def over_chunks(self, kernel: Any, launch: Launch, parts: int, *given: Any, **constants: Any) -> None:
         """A program for each chunk and recurrence, and each of `parts` blocks of keys."""
@@ -69,13 +82,13 @@ class Call:
         given = (*given, self.cu_seqlens, self.scale, *sizes)
         self._run(kernel, launch, self.slots * self.M * parts, given, constants)
 
-    def over_time(self, kernel: Any, launch: Launch, segments: int, *given: Any, **constants: Any) -> None:
+    def over_time(self, kernel: Any, launch: Launch, *given: Any, **constants: Any) -> None:
         """A program for each segment and recurrence, and each block of values."""
-        sizes = (self.T, segments, -(-self.chunks // segments), self.M, self.E, self.R)
+        sizes = (self.T, self.segments, -(-self.chunks // self.segments), self.M, self.E, self.R)
         given = (*given, self.cu_seqlens, self.scale, *sizes)
         constants = {"V": self.V, "BK": key_block(self.K), "STAGES": launch.stages, **constants}
         constants["BV"] = BV = min(launch.values, block(constants["V"]))
-        programs = self.N * segments * self.M * cdiv(constants["V"], BV)
+        programs = self.N * self.segments * self.M * cdiv(constants["V"], BV)
         self._run(kernel, launch, programs, given, constants)
 
     def _run(self, kernel: Any, launch: Launch, programs: int, given: tuple[Any, ...], constants: dict) -> None:
@@ -86,11 +99,11 @@ class Call:
         constants |= {"K": self.K, "PACKED": self.cu_seqlens is not None, "DTYPE": dtype, "PRECISION": precision}
         enqueue(kernel, (programs,), *given, **constants, num_warps=launch.warps, num_stages=launch.stages)
 
-    def cuts(self, transition: Tensor, local: Tensor, end: Tensor | None, segments: int, *, reverse: bool) -> Tensor:
+    def cuts(self, transition: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool) -> Tensor:
         """The states before all segments, or their gradients after them."""
-        states, BV = self.states(segments), 16
+        states, BV = self.states(), 16
         precision = "ieee" if INTERPRETED else "tf32x3"
-        given = (transition, local, end, states, segments, self.M)
+        given = (transition, local, end, states, self.segments, self.M)
         constants = (self.K, self.V, 64, BV, reverse, end is not None, precision)
         enqueue(combine, (self.N * self.M * cdiv(self.V, BV),), *given, *constants, num_warps=4)
         return states
@@ -134,47 +147,53 @@ def prepared(call: Call, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor |
 def run_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, chunks: tuple[Tensor, ...], initial: Tensor | None, *, save: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """o of every recurrence [B,T,H·E,V], the final states, and (if `save`) U and the states before all chunks."""
-    launch, segments = call.scan("forward")
+    """o of every recurrence [B,T,H·E,V], the final states, and (if `save`) what the gradients need of it.
+
+    That is U, the states before all chunks, and what becomes of a state from one end of a segment to the other.
+    """
+    launch = call.scan("forward")
     initial = None if initial is None else initial.contiguous()
-    if segments > 1:
-        local, transition = call.states(segments), call.states(segments, call.K)
+    transition = call.new(0, call.M, call.K, call.K, dtype=torch.float32)
+    if call.segments > 1:
+        local, transition = call.states(), call.states(call.K)
         flags: dict[str, Any] = {"OUTPUT": False, "SAVE": False}
         given = (q, k, v, *chunks, None, None, None, None)
-        call.over_time(scan_forward, launch, segments, *given, local, START="zero", **flags)
-        call.over_time(scan_forward, launch, segments, *given, transition, START="one", V=call.K, **flags)
-        initial = call.cuts(transition, local, initial, segments, reverse=False)
-    o, final = call.new(call.B, call.T, call.M, call.V), call.states(segments)
-    kept = [call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(True)[5:]] if save else []
+        call.over_time(scan_forward, launch, *given, local, START="zero", **flags)
+        call.over_time(scan_forward, launch, *given, transition, START="one", V=call.K, **flags)
+        initial = call.cuts(transition, local, initial, reverse=False)
+    o, final = call.new(call.B, call.T, call.M, call.V), call.states()
+    kept = [call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(True)[5:7]] if save else []
     u, states = kept or (None, None)
     given = (q, k, v, *chunks, initial, o, u, states, final)
     start = "zero" if initial is None else "given"
-    call.over_time(scan_forward, launch, segments, *given, START=start, OUTPUT=True, SAVE=save)
-    if segments > 1:
-        final = final.unflatten(0, (call.N, segments))[:, -1].contiguous()
-    return o, final, kept
+    call.over_time(scan_forward, launch, *given, START=start, OUTPUT=True, SAVE=save)
+    if call.segments > 1:
+        final = final.unflatten(0, (call.N, call.segments))[:, -1].contiguous()
+    return o, final, [*kept, transition]
 
 
 def run_backward(
-    call: Call, q: Tensor, k: Tensor, do: Tensor, chunks: tuple[Tensor, ...], dfinal: Tensor | None
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    do: Tensor,
+    chunks: tuple[Tensor, ...],
+    transition: Tensor,
+    dfinal: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of v for every recurrence [B,T,H·E,V], of the states after all chunks, and of the initial states."""
-    launch, segments = call.scan("backward")
-    if segments > 1:
-        local, transition = call.states(segments), call.states(segments, call.K)
+    launch = call.scan("backward")
+    if call.segments > 1:
+        local = call.states()
         given = (q, k, do, *chunks, None, None, None, local)
-        call.over_time(scan_backward, launch, segments, *given, FINAL=False, OUTPUT=False)
-        given = (q, k, do, *chunks, None, None, None, None, transition)
-        forward, _ = call.scan("forward")
-        flags = {"START": "one", "V": call.K, "OUTPUT": False, "SAVE": False}
-        call.over_time(scan_forward, forward, segments, *given, **flags)
-        dfinal = call.cuts(transition, local, dfinal, segments, reverse=True)
-    dv, dinitial = call.new(call.B, call.T, call.M, call.V), call.states(segments)
+        call.over_time(scan_backward, launch, *given, FINAL=False, OUTPUT=False)
+        dfinal = call.cuts(transition, local, dfinal, reverse=True)
+    dv, dinitial = call.new(call.B, call.T, call.M, call.V), call.states()
     dstates = call.new(call.slots, call.M, call.K, call.V)
     given = (q, k, do, *chunks, dfinal, dv, dstates, dinitial)
-    call.over_time(scan_backward, launch, segments, *given, FINAL=dfinal is not None, OUTPUT=True)
-    if segments > 1:
-        dinitial = dinitial.unflatten(0, (call.N, segments))[:, 0]
+    call.over_time(scan_backward, launch, *given, FINAL=dfinal is not None, OUTPUT=True)
+    if call.segments > 1:
+        dinitial = dinitial.unflatten(0, (call.N, call.segments))[:, 0]
     return dv, dstates, dinitial
 
 
@@ -189,13 +208,13 @@ def compute(
     subheads: int,
     scale: float,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o, the final states, and (if `keep`) what `differentiate` would otherwise have to compute again."""
     call = Call(q, v, subheads, scale, cu_seqlens)
     q, k, v, beta = q.contiguous(), k.contiguous(), v.contiguous(), beta.contiguous()
     chunks = prepared(call, q, k, beta, log_decay)
-    o, final, states = run_forward(call, q, k, v, chunks, initial_state, save=keep)
-    kept = (*chunks, *states) if keep else [call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(False)[2:]]
+    o, final, along = run_forward(call, q, k, v, chunks, initial_state, save=keep)
+    kept = (*chunks, *along) if keep else [call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(False)[2:]]
     if subheads > 1:
         o = o.unflatten(2, (call.H, subheads)).sum(3, dtype=o.dtype)
     return (o, final, *kept)
@@ -222,10 +241,10 @@ def differentiate(
     if not keep:
         again = prepared(call, q, k, beta, log_decay)
         kept = (*again, *run_forward(call, q, k, v, again, initial_state, save=True)[2])
-    inverse, scores, gates, u, states = kept
+    inverse, scores, gates, u, states, transition = kept
     do, dfinal = (None if x is None else x.contiguous() for x in gradients)
     do = torch.zeros_like(v) if do is None else do
-    dv, dstates, dinitial = run_backward(call, q, k, do, (inverse, scores, gates), dfinal)
+    dv, dstates, dinitial = run_backward(call, q, k, do, (inverse, scores, gates), transition, dfinal)
 
     B, T, M, K, V, gated = call.B, call.T, call.M, call.K, call.V, log_decay is not None
     table = launches(call.device, K, V, call.dtype)
@@ -252,7 +271,7 @@ def differentiate(
     if log_decay is not None:
         dlog_decay = call.new(B, T, M, dtype=torch.float32)
         given = (from_queries, from_keys, before_t, across, dlog_decay, cu_seqlens, call.N, T, M)
-        enqueue(gradient_of_log_decay, (call.slots * M,), *given, parts, parts_k, cu_seqlens is not None)
+        enqueue(gradient_of_log_decay, (call.slots * M,), *given, parts, parts_k, cu_seqlens is not None, num_warps=1)
         if log_decay.dim() == 1:
             dlog_decay = dlog_decay.sum((0, 1))
         dlog_decay = dlog_decay.to(log_decay.dtype)

@@ -134,7 +134,7 @@ def test_everything_in_bf16():
 @pytest.mark.parametrize(("gate", "state"), [("head", True), ("none", False)])
 def test_segments(gate: str, state: bool, monkeypatch: pytest.MonkeyPatch):
     # as where few and long sequences would leave a device idle; the last segment is shorter
-    monkeypatch.setattr(triton_op, "spread", lambda wide, narrow, recurrences, V, chunks, device: (wide, 3))
+    monkeypatch.setattr(triton_launch, "segments", lambda *given: 3)
     a = small(300, K=24, V=20, gate=gate, decay="mixed", correlated=True, state=state)
     agree(a)
 
@@ -230,7 +230,8 @@ def test_every_launch(size: int, itemsize: int, narrow: bool, monkeypatch: pytes
     if narrow and entry.narrow is None:
         pytest.skip("there is no narrow launch")
     pick = entry.narrow if narrow else None
-    monkeypatch.setattr(triton_op, "spread", lambda wide, *rest: (pick or wide, 1))
+    monkeypatch.setattr(triton_launch, "segments", lambda *given: 1)
+    monkeypatch.setattr(triton_launch, "whole", lambda wide, *rest: pick or wide)
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     a = on_device(1000, dtype, G=4, K=size, V=size, correlated=True)
     agree_on_device(a, dtype)
