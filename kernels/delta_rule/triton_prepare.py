@@ -14,6 +14,7 @@ what rounding takes from it, and from scores that read it, would not cancel in t
 import triton
 import triton.language as tl
 
+from ..triton_exponential import exp2
 from ..triton_slots import chunk_bounds
 from .triton_tiles import C, load_tokens, pair_decay, store_pairs
 
@@ -99,8 +100,8 @@ def prepare(
     high = b.to(tl.float32)
     low = (b - high.to(tl.float64)).to(tl.float32)
     at = gates + tile * (4 * C) + r
-    tl.store(at, tl.exp2(high))
-    tl.store(at + C, tl.exp2((tl.sum(g, 0) - b).to(tl.float32)))
+    tl.store(at, exp2(high))
+    tl.store(at + C, exp2((tl.sum(g, 0) - b).to(tl.float32)))
     tl.store(at + 2 * C, high)
     tl.store(at + 3 * C, low)
 

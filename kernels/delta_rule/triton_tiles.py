@@ -9,6 +9,7 @@ so that the difference of two sums of thousands keeps its digits, and never as t
 import triton
 import triton.language as tl
 
+from ..triton_exponential import exp2
 from ..triton_slots import sequence_bounds
 
 CHUNK = 64
@@ -83,4 +84,4 @@ def store_pairs(x, value):
 def pair_decay(high, low):
     """exp of minus the decay between two tokens of a chunk, symmetric [64, 64]; high + low [64] is the summed log2."""
     difference = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-    return tl.exp2(-tl.abs(difference))
+    return exp2(-tl.abs(difference))

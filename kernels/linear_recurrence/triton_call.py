@@ -13,9 +13,10 @@ from ..launch import Launch, launch
 from .layout import BLOCK, CHUNK, LARGEST, Layout, filling, of_documents, of_rows, segment_length
 from .triton_carry import carry, scan
 from .triton_channel import channel_grads, channel_score_grads, channel_scores
-from .triton_head import head_gate_grads, head_scores
+from .triton_head import head_gate_grads, head_gates, head_scores
 
 SCAN_BLOCK = 1024
+FEW = 2  # slices: each makes the scores of a chunk for itself, where nothing else needs them
 FP32 = torch.float32
 
 
@@ -80,8 +81,10 @@ class Call:
         self.channel = self.gate == "channel"
         self.dtype, self.device = q.dtype, q.device
         self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
-        self.scores = self.empty(self.heads, self.chunks, CHUNK, CHUNK)
-        if self.channel:
+        self.inside = not self.channel and not gates and self.slices(max(self.K, self.V))[1] <= FEW
+        if self.inside:
+            self._head_gates()
+        elif self.channel:
             self._channel_scores()
         else:
             self._head_scores()
@@ -126,7 +129,34 @@ class Call:
         """A pointer that a kernel does not follow has to point somewhere."""
         return [self.scores if x is None else x for x in tensors]
 
+    def _head_gates(self) -> None:
+        shape = (self.heads, self.chunks, CHUNK)
+        self.enter, self.leave = (self.empty(*shape, dtype=FP32) for _ in range(2))
+        self.decays = self.empty(self.heads, self.chunks, 2, CHUNK, dtype=FP32)
+        self.total = self.empty(self.heads, self.chunks, dtype=FP32)
+        self.scores = self.score_grads = self.enter
+        enqueue(
+            head_gates,
+            (self.chunks, self.heads),
+            *self._or_unused(self.log_decay, self.beta),
+            self.enter,
+            self.leave,
+            self.total,
+            self.decays,
+            self.layout.chunks,
+            self.scale,
+            self.heads,
+            self.chunks,
+            GATE=self.gate,
+            BETA=self.beta is not None,
+            WIDE=self.dtype == FP32,
+            num_warps=1,
+        )
+        self.queries, self.keys = self.q, self.k
+
     def _head_scores(self) -> None:
+        self.scores = self.empty(self.heads, self.chunks, CHUNK, CHUNK)
+        self.decays = self.scores
         vectors = self.empty(5 if self.gates else 2, self.heads, self.chunks, CHUNK, dtype=FP32).unbind()
         self.enter, self.leave = vectors[:2]
         self.total = self.empty(self.heads, self.chunks, dtype=FP32)
@@ -164,6 +194,8 @@ class Call:
         self.queries, self.keys = self.q, self.k
 
     def _channel_scores(self) -> None:
+        self.scores = self.empty(self.heads, self.chunks, CHUNK, CHUNK)
+        self.decays = self.scores
         entering, leaving = self.per_token(self.K), self.per_token(self.K)
         self.total = self.empty(self.heads, self.chunks, self.K, dtype=FP32)
         self.steep = self.empty(self.heads, self.chunks, dtype=torch.int8)
@@ -255,7 +287,8 @@ class Call:
             last = None  # that was the scan
         other, gates = other or z, checkpoints is not None
         tensors = [x.data, y.data, z.data, other.data, *self._or_unused(out)]
-        tensors += [self.score_grads if mode in ("dq", "dk") else self.scores, self.enter, self.leave, self.total]
+        tensors += [self.score_grads if mode in ("dq", "dk") else self.scores, self.decays, *self._or_unused(self.beta)]
+        tensors += [self.enter, self.leave, self.total]
         tensors += self._or_unused(products, checkpoints, anchors, first, last, shrunk)
         enqueue(
             carry,
@@ -266,6 +299,7 @@ class Call:
             *y.strides,
             *z.strides,
             *other.strides,
+            self.scale,
             self.heads,
             self.chunks,
             self.blocks,
@@ -280,6 +314,9 @@ class Call:
             OUTPUT=out is not None,
             CHANNEL=self.channel,
             DECAY=self.gate != "none",
+            INSIDE=self.inside,
+            BETA=self.inside and self.beta is not None,
+            WIDE=self.dtype == FP32,
             GATES=gates,
             PLAIN=plain,
             FIRST=first is not None,

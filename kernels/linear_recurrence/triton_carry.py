@@ -11,8 +11,10 @@ All four are the same pass over the chunks of a sequence, with a state that gath
 | dk  | v, do, q  | reverse | … transposed     | dSᵀ [V,K] |
 | dv  | k, q, do  | reverse | scores, transp.  | dS [K,V]  |
 
-In reverse order `enter` and `leave` change places. With a decay per channel, q and k come with their decays already
-inside, `total` is a vector over K, and dq, dk are what the state contributes: the rest is done chunk by chunk.
+In reverse order `enter` and `leave` change places. P is X Yᵀ with the decays between its tokens, and made on the way
+where nothing else needs it and few programs have to make the same one. With a decay per channel, q and k come with
+their decays already inside, `total` is a vector over K, and dq, dk are what the state contributes: the rest is done
+chunk by chunk.
 
 No chunk state is kept, but for the gradient of a decay per channel. Sequences are cut into segments where there are too
 few programs to fill the device: the states at the cuts come from the same kernel without an output, and a scan.
@@ -45,6 +47,18 @@ def store_tile(pointer, rows, stride, columns, valid, x, WIDTH: tl.constexpr, BL
     tl.store(pointer + rows[:, None] * stride + columns[None, :], x.to(pointer.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def decay_inside(sums, WIDE: tl.constexpr):
+    """[64,64]: what the tokens of a chunk have decayed by between each other, in either direction."""
+    r = tl.arange(0, CHUNK)
+    b = tl.load(sums + r)
+    between = b[:, None] - b[None, :]
+    if WIDE:
+        rest = tl.load(sums + CHUNK + r)
+        between += rest[:, None] - rest[None, :]
+    return tl.exp2(-tl.abs(between))
+
+
 @triton.jit(do_not_specialize=["heads", "chunks", "blocks", "per_block", "groups"])
 def carry(
     x,  # [tokens,·,DX], as y
@@ -52,7 +66,9 @@ def carry(
     z,  # [tokens,·,DZ], as other
     other,
     out,  # [tokens,heads,DZ]
-    scores,  # [heads,chunks,64,64]
+    scores,  # [heads,chunks,64,64], unless INSIDE
+    sums,  # INSIDE: [heads,chunks,2,64], summed decays in log2 units and what fp32 leaves of them
+    beta,  # INSIDE: [tokens,heads]
     enter,  # [heads,chunks,64], as leave
     leave,
     total,  # [heads,chunks], per channel [heads,chunks,K]
@@ -71,6 +87,7 @@ def carry(
     z_head,
     other_token,
     other_head,
+    scale,
     heads,
     chunks,
     blocks,
@@ -85,6 +102,9 @@ def carry(
     OUTPUT: tl.constexpr,  # else only the state
     CHANNEL: tl.constexpr,  # decay per channel
     DECAY: tl.constexpr,
+    INSIDE: tl.constexpr,  # scores are made here
+    BETA: tl.constexpr,
+    WIDE: tl.constexpr,  # decays between tokens are differences of what fp64 has summed
     GATES: tl.constexpr,  # what the gradients of the gates need
     PLAIN: tl.constexpr,  # the same product without the factor of `enter` or `leave` beside it, for the gradient of β
     FIRST: tl.constexpr,  # a first state is given, else zeros
@@ -121,6 +141,8 @@ def carry(
         other += start * other_token + z_row.to(tl.int64) * other_head
     place = n.to(tl.int64) * chunks + first_chunk
     scores += place * (CHUNK * CHUNK)
+    sums += place * (2 * CHUNK)
+    beta += start * heads + n
     enter += place * CHUNK
     leave += place * CHUNK
     products += (slice_.to(tl.int64) * heads * chunks + place) * (CHUNK * (2 if PLAIN else 1))
@@ -185,6 +207,16 @@ def carry(
                     before = tl.load(checkpoints + at, mask=in_state, other=0.0).to(tl.float32)
                     tl.store(anchors + (place + c) * DZ + cz, tl.sum(S * before, 0), mask=cz < DZ)
             if OUTPUT:
+                if INSIDE:
+                    P = tl.dot(X, tl.trans(Y), input_precision=PRECISION) * scale
+                    if DECAY:
+                        P *= decay_inside(sums + c * (2 * CHUNK), WIDE)
+                    if BETA:
+                        # of the token whose key it is: in order a column, in reverse a row
+                        write = tl.load(beta + t * heads, mask=valid, other=0.0)
+                        P *= write[:, None] if REVERSE else write[None, :]
+                    before = r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :]
+                    P = tl.where(before, P, 0.0).to(Z.dtype)
                 O = tl.dot(X, S.to(X.dtype), input_precision=PRECISION)
                 if GATES and TRANSPOSED and not CHANNEL:
                     W = load_tile(other, t, other_token, cz, valid, DZ, BZ)
@@ -200,7 +232,9 @@ def carry(
                         tl.store(products + t, product)
                 if SCALED:
                     O = O * into[:, None]
-                if not (CHANNEL and TRANSPOSED):
+                if INSIDE:
+                    O = tl.dot(P, Z, O, input_precision=PRECISION)
+                elif not (CHANNEL and TRANSPOSED):
                     P = tl.load(scores + t[:, None] * CHUNK + r[None, :])
                     if REVERSE:
                         O = tl.dot(tl.trans(P), Z, O, input_precision=PRECISION)

@@ -16,6 +16,7 @@ chunks and marks those that it got wrong, the slow one does these again.
 import triton
 import triton.language as tl
 
+from ..triton_exponential import exp2
 from .triton_carry import CHUNK, load_tile, store_tile
 from .triton_head import LEAST, LOG2E
 
@@ -109,26 +110,26 @@ def channel_scores(
                 end = j * BLOCK + BLOCK - 1
                 shifted = (b - row(b, end)[None, :]).to(tl.float32)
                 below, inside = r > end, (r <= end) & (r > end - BLOCK)
-                up = tl.where(below[:, None], Q * tl.exp2(tl.minimum(shifted, 0.0)), 0.0).to(DOT)
-                down = tl.where(inside[:, None], Kk * tl.exp2(tl.minimum(-shifted, 0.0)), 0.0).to(DOT)
+                up = tl.where(below[:, None], Q * exp2(tl.minimum(shifted, 0.0)), 0.0).to(DOT)
+                down = tl.where(inside[:, None], Kk * exp2(tl.minimum(-shifted, 0.0)), 0.0).to(DOT)
                 A = tl.dot(up, tl.trans(down), A, input_precision=PRECISION)
             between = tl.zeros([CHUNK, BK], tl.float32)
             for s in range(0, BLOCK):
                 inside = valid & (r % BLOCK >= s)
                 earlier = load_tile(k, r - s, k_token, ck, inside, K, BK).to(tl.float32)
-                pairs = tl.sum(Q * earlier * tl.exp2(between), 1)
+                pairs = tl.sum(Q * earlier * exp2(between), 1)
                 A += tl.where((distance == s) & inside[:, None], pairs[:, None], 0.0)
                 between += decays(log_decay + own, r - s, heads * K, ck, inside, K, BK)
         else:
-            e = tl.exp2(b.to(tl.float32))
-            w = tl.exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0)) * input_gate[:, None]
+            e = exp2(b.to(tl.float32))
+            w = exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0)) * input_gate[:, None]
             store_tile(entering + own, r, heads * K, ck, valid, Q * e * scale, K, BK)
             store_tile(leaving + own, r, heads * K, ck, valid, Kk * w, K, BK)
-            tl.store(total + place * K + ck, tl.exp2(last.to(tl.float32)), mask=ck < K)
+            tl.store(total + place * K + ck, exp2(last.to(tl.float32)), mask=ck < K)
             middle = row(b, CHUNK // 2 - 1)
             widest = tl.maximum(widest, span(b, middle))
             shifted = (b - middle[None, :]).to(tl.float32)
-            up, down = (Q * tl.exp2(shifted)).to(DOT), (Kk * tl.exp2(-shifted)).to(DOT)
+            up, down = (Q * exp2(shifted)).to(DOT), (Kk * exp2(-shifted)).to(DOT)
             A = tl.dot(up, tl.trans(down), A, input_precision=PRECISION)
     if not SLOW:
         tl.store(steep + place, (widest > SAFE).to(tl.int8))
@@ -250,8 +251,8 @@ def channel_grads(
             end = j * BLOCK + BLOCK - 1
             shifted = (b - row(b, end)[None, :]).to(tl.float32)
             below, inside = r > end, (r <= end) & (r > end - BLOCK)
-            up = tl.where(below[:, None], tl.exp2(tl.minimum(shifted, 0.0)), 0.0)
-            down = tl.where(inside[:, None], tl.exp2(tl.minimum(-shifted, 0.0)), 0.0)
+            up = tl.where(below[:, None], exp2(tl.minimum(shifted, 0.0)), 0.0)
+            down = tl.where(inside[:, None], exp2(tl.minimum(-shifted, 0.0)), 0.0)
             dQ += tl.dot(D, (gated * down).to(DOT), input_precision=PRECISION) * up
             dK += tl.dot(tl.trans(D), (Q * up).to(DOT), input_precision=PRECISION) * down
         at_row = of_head * (CHUNK * CHUNK) + r * CHUNK
@@ -264,29 +265,29 @@ def channel_grads(
             factor = tl.load(score_grads + at_row + r - s, mask=inside, other=0.0).to(tl.float32)
             if BETA:
                 factor *= tl.load(beta + (start + r - s) * heads + n, mask=inside, other=0.0)
-            dQ += factor[:, None] * earlier * tl.exp2(between)
+            dQ += factor[:, None] * earlier * exp2(between)
         between = tl.zeros([CHUNK, BK], tl.float32)
         for s in range(1, BLOCK):
             inside = (r + s < count) & (r % BLOCK + s < BLOCK)
             between += decays(log_decay + own, r + s, heads * K, ck, inside, K, BK)
             later = load_tile(q, r + s, q_token, ck, inside, K, BK).to(tl.float32)
             factor = tl.load(score_grads + at_row + s * CHUNK + r, mask=inside, other=0.0).to(tl.float32)
-            dK += factor[:, None] * later * tl.exp2(between)
+            dK += factor[:, None] * later * exp2(between)
     else:
         shifted = (b - row(b, CHUNK // 2 - 1)[None, :]).to(tl.float32)
-        up, down = tl.exp2(shifted), tl.exp2(-shifted)
+        up, down = exp2(shifted), exp2(-shifted)
         dQ = tl.dot(D, (gated * down).to(DOT), input_precision=PRECISION) * up
         dK = tl.dot(tl.trans(D), (Q * up).to(DOT), input_precision=PRECISION) * down
 
     from_state = load_tile(read + own, r, heads * K, ck, valid, K, BK).to(tl.float32)
     to_state = load_tile(written + own, r, heads * K, ck, valid, K, BK).to(tl.float32)
-    from_state = from_state * tl.exp2(b.to(tl.float32)) * scale
-    to_state = to_state * tl.exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0))
+    from_state = from_state * exp2(b.to(tl.float32)) * scale
+    to_state = to_state * exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0))
     if DECAY_GRAD:
         # what lies after a token flows back through it, what lies before it flows on: sums of one sign, no difference
         after = Q * (from_state + dQ) - gated * dK
         before = gated * to_state
-        through = tl.load(anchors + place * K + ck, mask=ck < K, other=0.0) * tl.exp2(last.to(tl.float32))
+        through = tl.load(anchors + place * K + ck, mask=ck < K, other=0.0) * exp2(last.to(tl.float32))
         change = before - after
         dg = tl.cumsum(change, 0) - change + (tl.sum(after, 0) + through)[None, :]
         store_tile(log_decay_grad + own, r, heads * K, ck, valid, dg, K, BK)

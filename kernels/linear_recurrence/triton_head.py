@@ -1,4 +1,4 @@
-"""Decays per head (or none): the scores inside the chunks, and the gradients of the gates.
+"""Decays per head (or none): their sums, the scores inside the chunks, and the gradients of the gates.
 
 With b the log decays summed inside a chunk, D_ij = exp(b_i − b_j) for j ≤ i:
 
@@ -14,6 +14,7 @@ to cancel cancels; between chunks it is q·dq − k·dk of the parts that go thr
 import triton
 import triton.language as tl
 
+from ..triton_exponential import exp2
 from .triton_carry import CHUNK, load_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -29,6 +30,55 @@ def log2_decay(log_decay, n, tokens, heads, valid, GATE: tl.constexpr):
     else:
         g = tl.load(log_decay + tokens * heads + n, mask=valid, other=0.0)
     return tl.maximum(g * LOG2E, LEAST)
+
+
+@triton.jit
+def chunk_decays(log_decay, n, tokens, heads, valid, GATE: tl.constexpr, WIDE: tl.constexpr):
+    """Summed decays of a chunk, in log2 units, and what is left at its end of what enters at each token."""
+    g = log2_decay(log_decay, n, tokens, heads, valid, GATE)
+    if WIDE:
+        g = g.to(tl.float64)
+    b = tl.cumsum(g, 0)
+    last = tl.sum(g, 0)
+    return b, exp2(last.to(tl.float32)), exp2(tl.minimum((last - b).to(tl.float32), 0.0))
+
+
+@triton.jit(do_not_specialize=["heads", "chunks"])
+def head_gates(
+    log_decay,  # [heads] or [tokens,heads]
+    beta,  # [tokens,heads]
+    enter,  # [heads,chunks,64]: scale · e^b
+    leave,  # β e^{b_C − b}
+    total,  # [heads,chunks]: e^{b_C}
+    sums,  # [heads,chunks,2,64]: b in log2 units, and what fp32 leaves of it
+    table,  # [chunks,2]: first token, tokens
+    scale,
+    heads,
+    chunks,
+    GATE: tl.constexpr,  # none, constant, head
+    BETA: tl.constexpr,
+    WIDE: tl.constexpr,  # sum decays in fp64
+):
+    """All that the passes need to know of the gates where they compute the scores themselves."""
+    c, n = tl.program_id(0), tl.program_id(1)
+    start = tl.load(table + c * 2).to(tl.int64)
+    count = tl.load(table + c * 2 + 1)
+    place = n.to(tl.int64) * chunks + c
+    r = tl.arange(0, CHUNK)
+    valid = r < count
+    e = tl.full([CHUNK], 1.0, tl.float32)
+    w = e
+    if GATE != "none":
+        b, whole, w = chunk_decays(log_decay, n, start + r, heads, valid, GATE, WIDE)
+        tl.store(total + place, whole)
+        high = b.to(tl.float32)
+        e = exp2(high)
+        tl.store(sums + place * (2 * CHUNK) + r, high)
+        tl.store(sums + place * (2 * CHUNK) + CHUNK + r, (b - high).to(tl.float32))
+    if BETA:
+        w *= tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
+    tl.store(enter + place * CHUNK + r, e * scale)
+    tl.store(leave + place * CHUNK + r, w)
 
 
 @triton.jit(do_not_specialize=["heads", "chunks", "groups"])
@@ -90,16 +140,11 @@ def head_scores(
         e = tl.full([CHUNK], 1.0, tl.float32)
         w = e
     else:
-        g = log2_decay(log_decay, n, start + r, heads, valid, GATE)
-        if WIDE:
-            g = g.to(tl.float64)
-        b = tl.cumsum(g, 0)
-        last = tl.sum(g, 0)
+        b, whole, w = chunk_decays(log_decay, n, start + r, heads, valid, GATE, WIDE)
         between = tl.minimum((b[:, None] - b[None, :]).to(tl.float32), 0.0)
-        D = tl.where(lower, tl.exp2(between) * scale, 0.0)
-        e = tl.exp2(b.to(tl.float32))
-        w = tl.exp2(tl.minimum((last - b).to(tl.float32), 0.0))
-        tl.store(total + place, tl.exp2(last.to(tl.float32)))
+        D = tl.where(lower, exp2(between) * scale, 0.0)
+        e = exp2(b.to(tl.float32))
+        tl.store(total + place, whole)
     if BETA:
         input_gate = tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
     else:

@@ -1,9 +1,10 @@
 """The linear recurrence in Triton, forward and backward.
 
-Forward: scores inside the chunks, then one pass. Backward: the scores again with their gradients, then three passes,
-and one kernel for the gradients of the gates. Kept for the backward are the arguments and, where the rows of a batch
-are cut into segments, the states that these start from. How often documents are cut is not known from shapes, and there
-the states are computed again. There are no atomics: results repeat bitwise.
+Forward: what the gates come to in every chunk (and the scores inside it, unless the pass makes them itself), then one
+pass. Backward: the same, with the gradients of the scores, then three passes, and one kernel for the gradients of the
+gates. Kept for the backward are the arguments and, where the rows of a batch are cut into segments, the states that
+these start from. How often documents are cut is not known from shapes, and there the states are computed again. There
+are no atomics: results repeat bitwise.
 
 Results per recurrence are summed over the subheads of a head (o, dv) or the value heads of a key head (dq, dk) at the
 end, in tensors of the inputs' dtype.

@@ -94,6 +94,29 @@ def test_segments(gate: str, packed: bool, short_segments: None):
     compare(inputs(320, gate=gate, B=1, G=1, K=16, V=16, documents=documents, dtype=torch.float32))
 
 
+def held(a: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The arguments, and the gates among them, which get no gradient."""
+    gates = {name: x.to(DEVICE) for name, x in a.items() if name in ("log_decay", "beta")}
+    return {name: x for name, x in a.items() if name not in gates}, gates
+
+
+@pytest.mark.parametrize("beta", [None, "random"])
+@pytest.mark.parametrize(("K", "V"), [(16, 16), (24, 17), (48, 16)])
+@pytest.mark.parametrize("gate", GATES[:3])
+def test_gates_without_gradients(gate: str, K: int, V: int, beta: str | None):
+    # of so few slices that the passes make the scores themselves, and of more
+    a, gates = held(inputs(130, gate=gate, decay="mixed", beta=beta, B=1, G=1, R=2, K=K, V=V, dtype=torch.float32))
+    compare(a, **gates)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("gate", GATES[:3])
+def test_segments_without_gradients_of_gates(gate: str, packed: bool, short_segments: None):
+    documents = [0, 0, 5, 300, 320, 320] if packed else None
+    a, gates = held(inputs(320, gate=gate, B=1, G=1, E=2, K=16, V=16, documents=documents, dtype=torch.float32))
+    compare(a, subheads=2, **gates)
+
+
 @pytest.mark.parametrize("beta", [None, 0])
 @pytest.mark.parametrize("gate", GATES)
 def test_beta_at_its_ends(gate: str, beta: float | None):
@@ -222,6 +245,21 @@ def realistic(T: int, gate: str, dtype: torch.dtype, **sizes: int) -> dict[str, 
 def test_device(dtype: torch.dtype, K: int, V: int, gate: str):
     a = realistic(2500, gate, dtype, B=1, G=2, K=K, V=V)
     compare(a, tolerance=2e-5 if dtype == torch.float32 else 1e-2, reference="torch")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", ["mild", "mixed"])
+@pytest.mark.parametrize("beta", [None, "random"])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (80, 48), (256, 128)])
+@pytest.mark.parametrize("gate", GATES[:3])
+def test_device_gates_without_gradients(gate: str, K: int, V: int, beta: str | None, decay: str):
+    a, gates = held(inputs(1100, gate=gate, decay=decay, beta=beta, B=2, G=2, K=K, V=V, dtype=torch.float32))
+    a = {name: x.bfloat16() if name in "qkv" else x for name, x in a.items()}
+    compare(a, tolerance=1e-2, reference="torch", **gates)
+    first = run({name: x.to(DEVICE) for name, x in a.items()}, backend="triton", **gates)
+    for _ in range(20):
+        again = run({name: x.to(DEVICE) for name, x in a.items()}, backend="triton", **gates)
+        assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 @pytest.mark.gpu
