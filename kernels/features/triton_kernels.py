@@ -12,6 +12,8 @@ history.
 import triton
 import triton.language as tl
 
+from ..triton_exponential import sigmoid
+
 
 @triton.jit
 def document_at(t, row, cu_seqlens, documents, T, PACKED: tl.constexpr):
@@ -52,8 +54,17 @@ def taps_of(weight, c, inside, W: tl.constexpr):
 
 @triton.jit
 def input_at(x, t, T, x_row, c, inside):
-    """A token, one step before it is needed; zeros behind the last."""
+    """A token; zeros behind the last."""
     return tl.load(x + t.to(tl.int64) * x_row + c, mask=inside & (t < T), other=0.0)
+
+
+@triton.jit
+def inputs_from(x, t, T, x_row, c, inside, AHEAD: tl.constexpr):
+    """The tokens from t on that are on their way before they are needed."""
+    coming = ()
+    for m in tl.static_range(AHEAD):
+        coming = coming + (input_at(x, t + m, T, x_row, c, inside),)
+    return coming
 
 
 @triton.jit
@@ -83,7 +94,7 @@ def convolve(window, taps, bias, W: tl.constexpr):
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
-        z = z * tl.sigmoid(z)
+        z = z * sigmoid(z)
     elif ACTIVATION == "relu":
         z = tl.maximum(z, 0.0)
     elif ACTIVATION == "elu1":
@@ -95,7 +106,7 @@ def activate(z, ACTIVATION: tl.constexpr):
 def slope(z, ACTIVATION: tl.constexpr):
     """The derivative of the activation."""
     if ACTIVATION == "silu":
-        s = tl.sigmoid(z)
+        s = sigmoid(z)
         d = s * (1 + z * (1 - s))
     elif ACTIVATION == "relu":
         d = tl.where(z > 0, 1.0, 0.0)
@@ -147,6 +158,8 @@ def forward(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,  # tokens that are read before they are needed
+    UNROLL: tl.constexpr,  # tokens of an iteration
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -170,15 +183,15 @@ def forward(
         taps = taps_of(weight, c, inside, W)
     n, start, stop = document_at(first, row, cu_seqlens, documents, T, PACKED)
     past = inputs_before(x, history, first, n, start, x_row, c, inside, C, W, HISTORY)
-    coming = input_at(x, first, T, x_row, c, inside)
-    for i in tl.range(0, last - first):
+    coming = inputs_from(x, first, T, x_row, c, inside, AHEAD)
+    for i in tl.range(0, last - first, loop_unroll_factor=UNROLL):
         t = first + i
         if PACKED:
             if t == stop:
                 n, start, stop = document_at(t, row, cu_seqlens, documents, T, PACKED)
                 past = inputs_before(x, history, t, n, start, x_row, c, inside, C, W, HISTORY)
-        new = coming.to(tl.float32)
-        coming = input_at(x, t + 1, T, x_row, c, inside)
+        new = coming[0].to(tl.float32)
+        coming = coming[1:] + (input_at(x, t + AHEAD, T, x_row, c, inside),)
         window = past + (new,)
         z = new
         if WEIGHT:
@@ -220,6 +233,8 @@ def backward(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,  # tokens that are read before they are needed
+    UNROLL: tl.constexpr,  # tokens of an iteration
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -251,15 +266,17 @@ def backward(
             totals = totals + (nothing,)
     n, start, stop = document_at(first, row, cu_seqlens, documents, T, PACKED)
     past = inputs_before(x, history, first, n, start, x_row, c, inside, C, W, HISTORY)
-    coming, dcoming = input_at(x, first, T, x_row, c, inside), input_at(dy, first, T, dy_row, c, inside)
-    for i in tl.range(0, last - first + W - 1):
+    coming = inputs_from(x, first, T, x_row, c, inside, AHEAD)
+    dcoming = inputs_from(dy, first, T, dy_row, c, inside, AHEAD)
+    for i in tl.range(0, last - first + W - 1, loop_unroll_factor=UNROLL):
         t = first + i
         if PACKED:
             if t == stop:
                 n, start, stop = document_at(t, row, cu_seqlens, documents, T, PACKED)
                 past = inputs_before(x, history, t, n, start, x_row, c, inside, C, W, HISTORY)
-        new, dz = coming.to(tl.float32), dcoming.to(tl.float32)
-        coming, dcoming = input_at(x, t + 1, T, x_row, c, inside), input_at(dy, t + 1, T, dy_row, c, inside)
+        new, dz = coming[0].to(tl.float32), dcoming[0].to(tl.float32)
+        coming = coming[1:] + (input_at(x, t + AHEAD, T, x_row, c, inside),)
+        dcoming = dcoming[1:] + (input_at(dy, t + AHEAD, T, dy_row, c, inside),)
         window = past + (new,)
         z = new
         if WEIGHT:

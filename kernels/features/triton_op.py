@@ -11,15 +11,18 @@ from .. import op
 from ..columns import gradient_for
 from ..enqueue import cdiv, enqueue, next_power_of_2
 from ..launch import multiprocessors
+from ..triton_parts import add_parts
 from . import triton_kernels
 from .arguments import Stream
 from .convolution import continued
 from .stages import EPS
 
-# Channels of a warp. They take 80 to 96 registers a thread, and backward, where gradients are in flight as well, 96 to
-# 128: so many warps run side by side on a multiprocessor.
+# Channels of a warp, backward, where gradients are in flight as well, half as many. They take up to 128 registers a
+# thread: so many warps run side by side on a multiprocessor.
 CHANNELS, CHANNELS_BACKWARD = 256, 128
-WARPS, WARPS_BACKWARD = 20, 16
+WARPS = 16
+AHEAD = 2  # tokens that a program reads before it needs them
+UNROLL = 2  # tokens of an iteration: what was read moves on from register to register only then
 SHORTEST = 16  # run of tokens: the W − 1 before or after it are read as well
 
 
@@ -72,6 +75,8 @@ def constants(
         "HEADS": cut.heads,
         "SIZE": cut.size,
         "BLOCK": cut.block,
+        "AHEAD": AHEAD,
+        "UNROLL": UNROLL,
         "EPS": EPS,
         "WEIGHT": weight is not None,
         "BIAS": bias is not None,
@@ -171,11 +176,11 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of all tensors; there is none for `cu_seqlens`."""
     assert gradients[0] is not None
-    given, kinds = history, [None if p is None else p.dtype for p in (weight, bias)]
+    given = history
     weight, bias, history = parameters(weight, bias, history)
     dx, *dx_strides = strided(gradient_for(x, new))
     (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
-    cut = plan(*x.shape, heads, norm, CHANNELS_BACKWARD, WARPS_BACKWARD * multiprocessors(x.device))
+    cut = plan(*x.shape, heads, norm, CHANNELS_BACKWARD, WARPS * multiprocessors(x.device))
     (B, T, C), W = x.shape, 1 if weight is None else weight.shape[2]
     dtaps = dhistory = None
     if weight is not None:
@@ -208,11 +213,11 @@ def differentiate(
         **constants(x, cut, weight, bias, history, cu_seqlens),
     )
     dweight = dbias = None
-    if dtaps is not None:
-        total = dtaps.sum(0)
-        dweight = total[:W].T.unsqueeze(1).to(kinds[0]).contiguous()
-        # a copy, as two results must not share memory
-        dbias = total[W].to(kinds[1], copy=True) if bias is not None else None
+    if weight is not None and dtaps is not None:
+        total = add_parts(dtaps, weight.dtype if bias is None else torch.float32)
+        # copies where there is a bias, as two results must not share memory
+        dweight = total[:, None, :W].to(weight.dtype).contiguous()
+        dbias = None if bias is None else total[:, W].to(bias.dtype, copy=True)
     past = None
     if given is not None:
         past = torch.zeros_like(given) if dhistory is None else dhistory.sum(1).to(given.dtype)

@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from ..triton_exponential import sigmoid
+
 
 @triton.jit
 def tile_of(first, rows, INNER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -52,7 +54,7 @@ def forward(
         u = both.to(tl.float32)  # as if the sum were read again
     if GATE != "none":
         g = load(gate, outer * gate_outer + within, inside)
-        opened = g * tl.sigmoid(g)
+        opened = g * sigmoid(g)
     if GATE == "first":
         u *= opened
     h = u * inverse_root(u, eps, D)
@@ -96,7 +98,7 @@ def backward(
         u, dh = load(x, outer * x_outer + within, inside), load(dy, dense, inside)
         if GATE != "none":
             g = load(gate, outer * gate_outer + within, inside)
-            s = tl.sigmoid(g)
+            s = sigmoid(g)
             opened, slope = g * s, s * (1 + g * (1 - s))
         if GATE == "first":
             ungated = u

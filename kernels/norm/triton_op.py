@@ -11,13 +11,14 @@ from .. import op
 from ..columns import gradient_for
 from ..enqueue import cdiv, enqueue, next_power_of_2
 from ..launch import multiprocessors
+from ..triton_parts import add_parts
 from . import triton_kernels
 
-ELEMENTS = 2048  # of a tile of short rows
+ELEMENTS = 1024  # of a tile of short rows
 PER_WARP, MOST_WARPS = 512, 16
-# Backward, each program walks over many rows, as it leaves a part of the weight's gradient. 3, 4 or 6 run side by side
-# on a multiprocessor: 12 are done by all of them at the same time.
-PROGRAMS = 12
+# Backward, each program walks over many rows, as it leaves a part of the weight's gradient: so many on a multiprocessor
+# are done at about the same time.
+PROGRAMS, PROGRAMS_GATED = 12, 8
 
 
 def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -86,11 +87,12 @@ def differentiate_rows(
     x, gate = strided(x), None if gate is None else strided(gate)
     outer = [0 if given is None else given.stride(0) for given in (x, gate, dgate)]
     fixed = constants(x, gate, weight, gate_first)
-    programs = min(cdiv(rows, int(fixed["ROWS"])), multiprocessors(x.device) * PROGRAMS)
-    parts = None if weight is None else new(x, programs, x.shape[2], dtype=torch.float32)
+    most = multiprocessors(x.device) * (PROGRAMS if gate is None else PROGRAMS_GATED)
+    programs = min(cdiv(rows, int(fixed["ROWS"])), most)
+    parts = None if weight is None else new(x, programs, 1, x.shape[2], dtype=torch.float32)
     given = (x, gate, weight, dy, dtotal, dx, dgate, parts)
     enqueue(triton_kernels.backward, (programs,), *given, rows, *outer, eps, **fixed, ADD=dtotal is not None)
-    dweight = None if parts is None or weight is None else parts.sum(0).to(weight.dtype)
+    dweight = None if parts is None or weight is None else add_parts(parts, weight.dtype).view(weight.shape)
     return dx, None if dgate is None else dgate.view(dx.shape), dweight
 
 

@@ -1,0 +1,32 @@
+"""The gradient of what all programs share: the part that each of them leaves is added up in one launch."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .enqueue import cdiv, enqueue
+
+# A program's columns are one sector of memory; with so many rows at a time few steps wait for it, one after another.
+COLUMNS, ROWS, WARPS = 8, 512, 4
+
+
+@triton.jit(do_not_specialize=["n"])
+def add(parts, total, n, R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < R * C
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in tl.range(0, n, ROWS):
+        part = (first + tl.arange(0, ROWS))[:, None]
+        sums += tl.load(parts + part.to(tl.int64) * (R * C) + at[None, :], mask=(part < n) & inside[None, :], other=0.0)
+    tl.store(total + at % C * R + at // C, tl.sum(sums, 0).to(total.dtype.element_ty), mask=inside)
+
+
+def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Σ_n of parts [n,R,C] in fp32, as [C,R] of `dtype`."""
+    n, R, C = parts.shape
+    total = torch.empty(C, R, dtype=dtype, device=parts.device)
+    enqueue(add, (cdiv(R * C, COLUMNS),), parts, total, n, R=R, C=C, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    return total
