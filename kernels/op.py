@@ -17,7 +17,15 @@ Forward = Callable[..., tuple[Tensor, ...]]
 Backward = Callable[..., Sequence[Tensor | None]]
 
 
-def register(name: str, forward: Forward, backward: Backward | None, fake: Forward, *, results: int) -> Forward:
+def register(
+    name: str,
+    forward: Forward,
+    backward: Backward | None,
+    fake: Forward,
+    *,
+    results: int,
+    unread: Callable[..., Sequence[int]] = lambda *given: (),
+) -> Forward:
     """Register an op and its gradient.
 
     Args:
@@ -30,6 +38,8 @@ def register(name: str, forward: Forward, backward: Backward | None, fake: Forwa
             `gradient_for` (`columns.py`) gave it a place, or None. None if the op has no gradient.
         fake: `forward` with empty tensors: shapes and dtypes only.
         results: How many of the outputs are results; the others are kept for `backward` and nobody else sees them.
+        unread: Given the arguments of a call, which of them are tensors whose numbers `backward` does not read: their
+            memory is not kept.
 
     Returns:
         A function like `forward` that returns the results only, with gradients.
@@ -69,7 +79,10 @@ def register(name: str, forward: Forward, backward: Backward | None, fake: Forwa
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[results:])
-        ctx.save_for_backward(*tensors(inputs), *output[results:])
+        kept = list(inputs)
+        for i in unread(*inputs):
+            kept[i] = inputs[i].new_empty(1).expand(inputs[i].shape)
+        ctx.save_for_backward(*tensors(kept), *output[results:])
         ctx.options = [x for x, is_tensor in zip(inputs, kinds, strict=True) if not is_tensor]
 
     def differentiate(run: Backward, ctx: Any, *gradients: Tensor | None) -> Any:

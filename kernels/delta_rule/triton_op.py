@@ -237,13 +237,13 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of all tensors; there is none for `cu_seqlens`."""
     call = Call(q, v, subheads, scale, cu_seqlens)
-    q, k, v, beta = q.contiguous(), k.contiguous(), v.contiguous(), beta.contiguous()
+    q, k, beta = q.contiguous(), k.contiguous(), beta.contiguous()
     if not keep:
         again = prepared(call, q, k, beta, log_decay)
-        kept = (*again, *run_forward(call, q, k, v, again, initial_state, save=True)[2])
+        kept = (*again, *run_forward(call, q, k, v.contiguous(), again, initial_state, save=True)[2])
     inverse, scores, gates, u, states, transition = kept
     do, dfinal = (None if x is None else x.contiguous() for x in gradients)
-    do = torch.zeros_like(v) if do is None else do
+    do = call.new(*v.shape).zero_() if do is None else do
     dv, dstates, dinitial = run_backward(call, q, k, do, (inverse, scores, gates), transition, dfinal)
 
     B, T, M, K, V, gated = call.B, call.T, call.M, call.K, call.V, log_decay is not None
@@ -307,7 +307,13 @@ def fake(
     return tuple(call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(keep))
 
 
-delta_rule = op.register("delta_rule", compute, differentiate, fake, results=2)
+def unread(*given: Any) -> Sequence[int]:
+    """The values: where U is kept, the gradients need nothing else of them."""
+    keep, values = given[-1], 2
+    return (values,) if keep else ()
+
+
+delta_rule = op.register("delta_rule", compute, differentiate, fake, results=2, unread=unread)
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:

@@ -315,6 +315,8 @@ class Call:
             CHANNEL=self.channel,
             DECAY=self.gate != "none",
             INSIDE=self.inside,
+            # elsewhere it would only make registers scarce
+            CONSTANT=mode == "o" and self.gate == "constant",
             BETA=self.inside and self.beta is not None,
             WIDE=self.dtype == FP32,
             GATES=gates,

@@ -48,9 +48,12 @@ def store_tile(pointer, rows, stride, columns, valid, x, WIDTH: tl.constexpr, BL
 
 
 @triton.jit
-def decay_inside(sums, WIDE: tl.constexpr):
+def decay_inside(sums, CONSTANT: tl.constexpr, WIDE: tl.constexpr):
     """[64,64]: what the tokens of a chunk have decayed by between each other, in either direction."""
     r = tl.arange(0, CHUNK)
+    if CONSTANT:
+        steps = tl.abs(r[:, None] - r[None, :]).to(tl.float32)
+        return tl.exp2(steps * tl.load(sums))
     b = tl.load(sums + r)
     between = b[:, None] - b[None, :]
     if WIDE:
@@ -103,6 +106,7 @@ def carry(
     CHANNEL: tl.constexpr,  # decay per channel
     DECAY: tl.constexpr,
     INSIDE: tl.constexpr,  # scores are made here
+    CONSTANT: tl.constexpr,  # INSIDE: all tokens decay alike, so that only the first sum is read
     BETA: tl.constexpr,
     WIDE: tl.constexpr,  # decays between tokens are differences of what fp64 has summed
     GATES: tl.constexpr,  # what the gradients of the gates need
@@ -210,7 +214,7 @@ def carry(
                 if INSIDE:
                     P = tl.dot(X, tl.trans(Y), input_precision=PRECISION) * scale
                     if DECAY:
-                        P *= decay_inside(sums + c * (2 * CHUNK), WIDE)
+                        P *= decay_inside(sums if CONSTANT else sums + c * (2 * CHUNK), CONSTANT, WIDE)
                     if BETA:
                         # of the token whose key it is: in order a column, in reverse a row
                         write = tl.load(beta + t * heads, mask=valid, other=0.0)

@@ -33,7 +33,7 @@ RULES = {
     (False, False): ("sdpa", "chunk"),
     (False, True): ("flex", "flash", "chunk"),
     (True, False): ("flash", "flex", "chunk"),
-    (True, True): ("flash", "flex", "chunk"),
+    (True, True): ("flex", "flash", "chunk"),
 }
 EXACT: tuple[str, ...] = ("sdpa", "chunk")  # in fp32, on a processor, and for more keys than queries
 

@@ -43,6 +43,35 @@ def test_opcheck(needs: tuple[bool, bool]):
     torch.library.opcheck(torch.ops.token_mixer_zoo.toy.default, (leaf(needs[0])[0], None, None, 2.0))
 
 
+def whole(a: Tensor, b: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    return a * b, a * 1
+
+
+def whole_backward(gradients, kept, needed, a, b, keep):
+    return gradients[0] * b, gradients[0] * (kept[0] if keep else a)
+
+
+def whole_fake(a: Tensor, b: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(a), torch.empty_like(a)
+
+
+unread = op.register("unread", whole, whole_backward, whole_fake, results=1, unread=lambda a, b, keep: (0,) * keep)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_memory_of_what_is_not_read(keep: bool):
+    a, b = leaf(True, True)
+    torch.autograd.gradcheck(lambda a, b: unread(a, b, keep)[0], (a, b), check_undefined_grad=False)
+    torch.autograd.gradcheck(
+        lambda a: unread(a, a, keep)[0], a, check_undefined_grad=False
+    )  # as another argument it is kept
+    torch.library.opcheck(torch.ops.token_mixer_zoo.unread.default, (a, b, keep))
+    (y,) = unread(a, b, keep)
+    memory = [x.untyped_storage().data_ptr() for x in y.grad_fn.saved_tensors]
+    assert (a.untyped_storage().data_ptr() in memory) == (not keep)
+    assert b.untyped_storage().data_ptr() in memory
+
+
 def test_only_what_arrives_and_what_is_wanted():
     a, b = leaf(False, True)
     SEEN.clear()

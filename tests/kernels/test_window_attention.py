@@ -209,7 +209,7 @@ def test_on_a_processor_and_in_fp32_nothing_new_is_tried():
         ("sdpa", {"T": 300}),
         ("flex", {"T": 300, "window": 20}),
         ("flash", {"T": 300, "window": 20, "D": 24}),
-        ("flash", {"T": 300, "window": 20, "documents": [0, 100, 300]}),
+        ("flex", {"T": 300, "window": 20, "documents": [0, 100, 300]}),
         ("flash", {"T": 300, "documents": [0, 100, 300]}),
         ("chunk", {"T": 300, "window": 20, "D": 12}),  # no size for any kernel
         ("chunk", {"T": 30, "S": 60}),
