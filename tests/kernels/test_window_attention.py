@@ -317,6 +317,7 @@ def test_a_step_is_a_row_of_scores(heads: tuple[int, int], first_key: list[int] 
 
 @pytest.mark.parametrize("name", ["step", "flash", "chunk"])
 def test_the_choice_and_the_chosen_compile_as_one_graph(name: str, monkeypatch: pytest.MonkeyPatch):
+    assert flash.has("window_size")  # found out once, and not from what replaces it
     monkeypatch.setattr(flash, "attention", lambda: lambda q, k, v, bounds, *rest, **options: q * v + bounds[-1])
     monkeypatch.setattr(candidates, "chosen", lambda a: name if CANDIDATES[name].serves(a) else "")
     a = {key: x.to(DEVICE) for key, x in inputs(64, **HALF).items()}
