@@ -1,5 +1,7 @@
 """What looks alike to the compiler, and only that, shares a compiled kernel."""
 
+import importlib
+
 import pytest
 import torch
 import triton
@@ -62,6 +64,38 @@ def test_a_captured_launch_can_be_replayed():
     x.mul_(2)
     graph.replay()
     torch.testing.assert_close(out, 3 * x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("direct", [False, True])
+def test_profilers_hear_of_every_launch(direct: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.import_module("kernels.enqueue"), "DIRECT", direct)
+    heard, x, hooks = [], torch.randn(100, device="cuda"), triton.knobs.runtime
+    for _ in range(2):
+        torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
+
+    def hear(launch) -> None:
+        heard.append(launch.get()["name"])
+
+    hooks.launch_enter_hook.add(hear)
+    try:
+        torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
+    finally:
+        hooks.launch_enter_hook.remove(hear)
+    monkeypatch.setattr(hooks, "launch_exit_hook", hear)
+    torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
+    monkeypatch.setattr(hooks, "launch_exit_hook", None)
+    torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
+    assert heard == ["scale", "scale"]
+
+
+@pytest.mark.gpu
+def test_a_tensor_elsewhere_is_refused():
+    x = torch.randn(100, device="cuda")
+    for _ in range(2):
+        scaled(x, x, 2.0)
+        with pytest.raises(ValueError, match="cpu tensor"):
+            scaled(x, x.cpu(), 2.0)
 
 
 @pytest.mark.multi_gpu
