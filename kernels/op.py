@@ -31,7 +31,8 @@ def register(
     Args:
         name: Of the op; its gradient is `<name>_backward`.
         forward: Plain function of positional arguments, annotated with `Tensor`, `Tensor | None`, `int`, `float`,
-            `bool` …, that returns a tuple of fresh contiguous tensors. The annotations become the schema.
+            `bool` …, the tensors first. It returns a tuple of fresh contiguous tensors. The annotations become the
+            schema.
         backward: `backward(gradients, residuals, needed, *arguments)`: the gradients of the results (None where none
             arrives), the outputs of `forward` that are no results, and for each argument whether its gradient is
             wanted. It returns, for each *tensor* argument, a gradient of its shape and dtype, contiguous unless
@@ -52,23 +53,22 @@ def register(
     derive: Backward = backward
     arguments, outputs = schema[1:].split(") -> (")
     kinds = [argument.startswith("Tensor") for argument in arguments.split(", ")]
+    count = sum(kinds)  # of tensors
+    assert all(kinds[:count])
     first = len(outputs.split(","))  # before it the gradient takes gradients and kept outputs, from it on the arguments
     given_first = [f"Tensor? gradient{i}" for i in range(results)] + [f"Tensor kept{i}" for i in range(first - results)]
-    signature = f"({', '.join([*given_first, 'bool[] needed', arguments])}) -> ({', '.join(['Tensor'] * sum(kinds))})"
-
-    def tensors(x: Sequence[Any]) -> list[Any]:
-        return [value for value, is_tensor in zip(x, kinds, strict=True) if is_tensor]
+    signature = f"({', '.join([*given_first, 'bool[] needed', arguments])}) -> ({', '.join(['Tensor'] * count)})"
 
     def run_backward(*values: Any) -> tuple[Tensor, ...]:
         needed, *given = values[first:]
         found = derive(values[:results], values[results:first], needed, *given)
-        wanted = zip(found, tensors(needed), strict=True)
+        wanted = zip(found, needed[:count], strict=True)
         # a schema has no optional results: nothing is an empty tensor
-        return tuple(g if g is not None and want else tensors(given)[0].new_empty(0) for g, want in wanted)
+        return tuple(g if g is not None and want else given[0].new_empty(0) for g, want in wanted)
 
     def fake_backward(*values: Any) -> tuple[Tensor, ...]:
         needed, *given = values[first:]
-        wanted = list(zip(tensors(given), tensors(needed), strict=True))
+        wanted = list(zip(given[:count], needed[:count], strict=True))
         return tuple(
             x.new_empty(x.shape) if x is not None and want else wanted[0][0].new_empty(0) for x, want in wanted
         )
@@ -76,27 +76,31 @@ def register(
     gradient = torch.library.custom_op(f"{NAMESPACE}::{name}_backward", run_backward, mutates_args=(), schema=signature)
     gradient.register_fake(fake_backward)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[results:])
-        kept = list(inputs)
+        kept = list(inputs[:count])
         for i in unread(*inputs):
             kept[i] = inputs[i].new_empty(1).expand(inputs[i].shape)
-        ctx.save_for_backward(*tensors(kept), *output[results:])
-        ctx.options = [x for x, is_tensor in zip(inputs, kinds, strict=True) if not is_tensor]
+        ctx.save_for_backward(*kept, *output[results:])
+        ctx.options = inputs[count:]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[results:])
+        keep(ctx, inputs, output)
 
     def differentiate(run: Backward, ctx: Any, *gradients: Tensor | None) -> Any:
-        saved, options = iter(ctx.saved_tensors), iter(ctx.options)
-        given = [next(saved) if is_tensor else next(options) for is_tensor in kinds]
-        needed = [n and x is not None for n, x in zip(ctx.needs_input_grad, given, strict=False)]
-        found = iter(run(gradients[:results], list(saved), needed, *given))
-        every = [next(found) if is_tensor else None for is_tensor in kinds]
-        return tuple(g if want else None for g, want in zip(every, needed, strict=True))
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[: len(kinds)]
+        found = run(gradients[:results], saved[count:], needed, *saved[:count], *ctx.options)
+        wanted = zip(found, needed[:count], strict=True)
+        return (*[g if want else None for g, want in wanted], *[None] * len(ctx.options))
 
     def dispatched(gradients: Sequence[Tensor | None], kept: Sequence[Tensor], *rest: Any) -> Sequence[Tensor | None]:
         return gradient(*gradients, *kept, *rest)
 
     op.register_autograd(partial(differentiate, dispatched), setup_context=setup_context)
+
+    derivative = partial(differentiate, derive)
+    once = once_differentiable(derivative)
 
     class Direct(torch.autograd.Function):
         """The same past the dispatcher, which takes as long as some kernels."""
@@ -104,19 +108,21 @@ def register(
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
             output = forward(*given)
-            setup_context(ctx, given, output)
-            return output
+            keep(ctx, given, output)
+            return output[:results]
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-            return differentiate(derive, ctx, *gradients)
+            # where nobody differentiates the gradient, nothing has to stop them
+            return (once if torch.is_grad_enabled() else derivative)(ctx, *gradients)
 
-    return lambda *given: (Direct.apply if plain(given) else op)(*given)[:results]
+    return lambda *given: Direct.apply(*given) if plain(given) else op(*given)[:results]
+
+
+# types that need no second look
+KNOWN = frozenset({Tensor, torch.nn.Parameter, torch.dtype, str, int, float, bool, type(None)})
 
 
 def plain(given: Sequence[Any]) -> bool:
     """Whether these are tensors with numbers in them, and nobody compiles or traces what happens to them."""
-    return not torch.compiler.is_compiling() and all(
-        type(x) in (Tensor, torch.nn.Parameter) for x in given if isinstance(x, Tensor)
-    )
+    return not torch.compiler.is_compiling() and not any(issubclass(x, Tensor) for x in {*map(type, given)} - KNOWN)
