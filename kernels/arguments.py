@@ -14,7 +14,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-@dataclass(frozen=True)
+@dataclass  # a frozen one takes five times as long to make
 class Recurrences:
     """Checked arguments of a recurrence over B rows.
 
@@ -88,14 +88,14 @@ def check(
     """
     if q.dim() != 4:
         raise ValueError(f"q: expected [B,T,heads,K], got shape {tuple(q.shape)}")
-    B, T, key_heads, K = q.shape
+    B, T, key_heads, K = shape = q.shape
     if v.dim() != 4 or v.shape[:2] != (B, T):
         raise ValueError(f"v: expected [{B},{T},H,V] as q has it, got shape {tuple(v.shape)}")
     if T < 1:
         raise ValueError("q: a sequence needs at least one token")
     H = v.shape[2]
-    if k.shape != q.shape:
-        raise ValueError(f"k: expected the shape of q, {tuple(q.shape)}, got {tuple(k.shape)}")
+    if k.shape != shape:
+        raise ValueError(f"k: expected the shape of q, {tuple(shape)}, got {tuple(k.shape)}")
     if subheads < 1 or key_heads % subheads:
         raise ValueError(f"subheads: {subheads} does not divide the {key_heads} heads of q")
     if H % (key_heads // subheads):
@@ -118,18 +118,19 @@ def check(
         documents(cu_seqlens, T, B, q.device)
     if initial_state is not None and tuple(initial_state.shape) != result.state_shape:
         raise ValueError(f"initial_state: expected {result.state_shape}, got shape {tuple(initial_state.shape)}")
-    named = dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state)
-    for name, x in named.items():
+    device, dtype = q.device, q.dtype
+    for name, x in dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state).items():
         if x is None:
             continue
         if not x.is_floating_point():
             raise ValueError(f"{name}: expected a floating dtype, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
-        if name in ("q", "k", "v") and x.stride(-1) != 1 and x.shape[-1] > 1:
+        if x.device != device:
+            raise ValueError(f"{name}: is on {x.device}, but q is on {device}")
+    for name, x in dict(q=q, k=k, v=v).items():
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: the last axis must be contiguous, its stride is {x.stride(-1)}")
-        if name in ("k", "v") and x.dtype != q.dtype:
-            raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
+        if x.dtype != dtype:
+            raise ValueError(f"{name}: is {x.dtype}, but q is {dtype}")
     return result
 
 

@@ -99,9 +99,6 @@ def register(
 
     op.register_autograd(partial(differentiate, dispatched), setup_context=setup_context)
 
-    derivative = partial(differentiate, derive)
-    once = once_differentiable(derivative)
-
     class Direct(torch.autograd.Function):
         """The same past the dispatcher, which takes as long as some kernels."""
 
@@ -111,12 +108,19 @@ def register(
             keep(ctx, given, output)
             return output[:results]
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-            # where nobody differentiates the gradient, nothing has to stop them
-            return (once if torch.is_grad_enabled() else derivative)(ctx, *gradients)
+        backward = staticmethod(once(partial(differentiate, derive)))
 
     return lambda *given: Direct.apply(*given) if plain(given) else op(*given)[:results]
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`once_differentiable`, without its guard where nobody differentiates the gradient."""
+    guarded = once_differentiable(backward)
+
+    def run(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return run
 
 
 # types that need no second look

@@ -9,7 +9,7 @@ from ..documents import documents
 from .stages import ACTIVATIONS, NORMS
 
 
-@dataclass(frozen=True)
+@dataclass  # a frozen one takes five times as long to make
 class Stream:
     """Checked arguments: a stream of heads, and what is done to it."""
 

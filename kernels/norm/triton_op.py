@@ -1,11 +1,11 @@
 """RMS normalisation in Triton: one launch forward, one backward, which keeps nothing but the arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import op
 from ..columns import gradient_for
@@ -26,27 +26,33 @@ def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
-def strided(x: Tensor) -> Tensor:
-    """x […,D] as [outer, inner, D], where only the outer axis may have gaps: heads of a view of a projection."""
-    if x.dim() < 2:
-        return x.contiguous().view(1, 1, -1)
-    x = x.flatten(0, -3) if x.dim() > 3 else x.flatten(0, -2).unsqueeze(1)
-    dense = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
-    return x if dense else x.contiguous()
+def inner(x: Tensor) -> int:
+    """How many rows of x […,D] lie side by side: the heads of a token."""
+    return x.shape[-2] if x.dim() > 3 else 1
 
 
-def tile(size: int) -> dict[str, int]:
-    """Rows and columns of a tile, and its warps."""
+def strided(x: Tensor) -> tuple[Tensor, int]:
+    """x […,D], where only the outer axes may have gaps, as of heads of a view of a projection; and their stride."""
+    if not x.is_contiguous() and x.dim() > 1:
+        flat = x.flatten(0, -3) if x.dim() > 3 else x.flatten(0, -2).unsqueeze(1)
+        if flat.stride(2) == 1 and (flat.shape[1] == 1 or flat.stride(1) == flat.shape[2]):
+            return flat, flat.stride(0)
+    return x.contiguous(), inner(x) * x.shape[-1]
+
+
+def order(gate: Tensor | None, gate_first: bool) -> str:
+    """Where the gate enters."""
+    return "none" if gate is None else "first" if gate_first else "last"
+
+
+@cache
+def constants(inner: int, size: int, gate: str, weight: bool) -> Mapping[str, Any]:
+    """What both kernels are compiled for: among others the rows and columns of a tile, and its warps."""
     block = next_power_of_2(size)
     rows = max(1, ELEMENTS // block)
-    return {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(rows * block // PER_WARP, MOST_WARPS))}
-
-
-def constants(x: Tensor, gate: Tensor | None, weight: Tensor | None, gate_first: bool) -> dict[str, int | str | bool]:
-    """What both kernels are compiled for, x being [outer, inner, D]."""
-    order = "none" if gate is None else "first" if gate_first else "last"
-    size = x.shape[2]
-    return {"INNER": x.shape[1], "D": size, "GATE": order, "WEIGHT": weight is not None, **tile(size)}
+    warps = max(1, min(rows * block // PER_WARP, MOST_WARPS))
+    sizes = {"INNER": inner, "D": size, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+    return {**sizes, "GATE": gate, "WEIGHT": weight}
 
 
 def compute(
@@ -55,11 +61,10 @@ def compute(
     """y of the shape of x."""
     y, rows = new(x, *x.shape, dtype=dtype), x.numel() // max(x.shape[-1], 1)
     weight = None if weight is None else weight.contiguous()
-    x, gate = strided(x), None if gate is None else strided(gate)
-    gate_outer = 0 if gate is None else gate.stride(0)
-    fixed = constants(x, gate, weight, gate_first)
-    grid, given = (cdiv(rows, int(fixed["ROWS"])),), (x, gate, weight, None, y, None)
-    enqueue(triton_kernels.forward, grid, *given, rows, x.stride(0), gate_outer, eps, **fixed, ADD=False)
+    fixed = constants(inner(x), x.shape[-1], order(gate, gate_first), weight is not None)
+    (x, outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
+    grid, given = (cdiv(rows, fixed["ROWS"]),), (x, gate, weight, None, y, None)
+    enqueue(triton_kernels.forward, grid, *given, rows, outer, gate_outer, eps, **fixed, ADD=False)
     return (y,)
 
 
@@ -82,16 +87,15 @@ def differentiate_rows(
     """The gradients of x, to which `dtotal` is added, of the gate and of the weight."""
     dy, rows = dy.contiguous(), x.numel() // max(x.shape[-1], 1)
     dtotal = None if dtotal is None else dtotal.contiguous()
-    dx, dgate = new(x, *x.shape), None if gate is None else strided(gradient_for(gate, new))
     weight = None if weight is None else weight.contiguous()
-    x, gate = strided(x), None if gate is None else strided(gate)
-    outer = [0 if given is None else given.stride(0) for given in (x, gate, dgate)]
-    fixed = constants(x, gate, weight, gate_first)
+    fixed = constants(inner(x), x.shape[-1], order(gate, gate_first), weight is not None)
     most = multiprocessors(x.device) * (PROGRAMS if gate is None else PROGRAMS_GATED)
-    programs = min(cdiv(rows, int(fixed["ROWS"])), most)
-    parts = None if weight is None else new(x, programs, 1, x.shape[2], dtype=torch.float32)
-    given = (x, gate, weight, dy, dtotal, dx, dgate, parts)
-    enqueue(triton_kernels.backward, (programs,), *given, rows, *outer, eps, **fixed, ADD=dtotal is not None)
+    programs = min(cdiv(rows, fixed["ROWS"]), most)
+    parts = None if weight is None else new(x, programs, 1, x.shape[-1], dtype=torch.float32)
+    dx, (dgate, dgate_outer) = new(x, *x.shape), (None, 0) if gate is None else strided(gradient_for(gate, new))
+    (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
+    given = (x, gate, weight, dy, dtotal, dx, dgate, parts, rows, x_outer, gate_outer, dgate_outer, eps)
+    enqueue(triton_kernels.backward, (programs,), *given, **fixed, ADD=dtotal is not None)
     dweight = None if parts is None or weight is None else add_parts(parts, weight.dtype).view(weight.shape)
     return dx, None if dgate is None else dgate.view(dx.shape), dweight
 
@@ -125,18 +129,17 @@ class Added(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        flat, rows = strided(x.contiguous()), x.numel() // max(x.shape[-1], 1)
-        total, h = new(x, *x.shape), new(x, *x.shape, dtype=dtype)
-        fixed = constants(flat, None, weight, False)
-        grid, given = (cdiv(rows, int(fixed["ROWS"])),), (flat, None, weight, y.contiguous(), h, total)
-        enqueue(triton_kernels.forward, grid, *given, rows, flat.stride(0), 0, eps, **fixed, ADD=True)
+        rows, total, h = x.numel() // max(x.shape[-1], 1), new(x, *x.shape), new(x, *x.shape, dtype=dtype)
+        fixed = constants(1, x.shape[-1], "none", weight is not None)
+        grid, given = (cdiv(rows, fixed["ROWS"]),), (x.contiguous(), None, weight, y.contiguous(), h, total)
+        enqueue(triton_kernels.forward, grid, *given, rows, x.shape[-1], 0, eps, **fixed, ADD=True)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.other = eps, y.dtype
         return total, h
 
     @staticmethod
-    @once_differentiable
+    @op.once
     def backward(ctx: Any, dtotal: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight = ctx.saved_tensors
         if dh is None:
