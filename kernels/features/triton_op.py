@@ -39,12 +39,12 @@ class Plan(NamedTuple):
 
 
 @cache
-def plan(B: int, T: int, C: int, heads: int, norm: str, channels: int, warps: int) -> Plan:
-    """Cut x [B,T,C] for so many warps of so many channels each, if there is enough to do."""
+def plan(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: int) -> Plan:
+    """Cut x [B,T,heads,size] for so many warps of so many channels each, if there is enough to do."""
+    C = heads * size
     if norm == "none":  # then nothing knows of heads
         together, size = 1, min(channels, next_power_of_2(C))
     else:
-        size = C // heads
         together = max(1, min(channels // next_power_of_2(size), next_power_of_2(heads)))
     block, blocks = next_power_of_2(size), cdiv(C, together * size)
     each = max(1, together * block // channels)
@@ -60,8 +60,11 @@ def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def strided(x: Tensor) -> tuple[Tensor, int, int]:
-    """x [B,T,C] with its channels side by side, and the strides of rows and tokens."""
-    x = x if x.stride(2) == 1 else x.contiguous()
+    """x [B,T,heads,size] with the channels of a token side by side, and the strides of rows and tokens."""
+    heads, size = x.shape[2:]
+    _, _, head, channel = x.stride()
+    if (channel != 1 and size > 1) or (head != size and heads > 1):
+        x = x.contiguous()
     return x, x.stride(0), x.stride(1)
 
 
@@ -70,7 +73,7 @@ def constants(
 ) -> dict[str, int | float | bool]:
     """What both kernels are compiled for."""
     return {
-        "C": x.shape[2],
+        "C": x.shape[2] * x.shape[3],
         "W": 1 if weight is None else weight.shape[2],
         "HEADS": cut.heads,
         "SIZE": cut.size,
@@ -101,14 +104,13 @@ def run(
     history: Tensor | None,
     cu_seqlens: Tensor | None,
     tail: Tensor | None,
-    heads: int,
     activation: str,
     norm: str,
 ) -> Tensor:
-    """y [B,T,C]; writes the last W − 1 inputs into `tail` [B,W−1,C]."""
+    """y, as x [B,T,heads,size]; writes the last W − 1 inputs into `tail` [B,W−1,C]."""
     weight, bias, history = parameters(weight, bias, history)
     x, *strides = strided(x)
-    cut = plan(*x.shape, heads, norm, CHANNELS, WARPS * multiprocessors(x.device))
+    cut = plan(*x.shape, norm, CHANNELS, WARPS * multiprocessors(x.device))
     y = new(x, *x.shape)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     enqueue(
@@ -139,12 +141,11 @@ def compute(
     bias: Tensor | None,
     history: Tensor | None,
     cu_seqlens: Tensor | None,
-    heads: int,
     activation: str,
     norm: str,
 ) -> tuple[Tensor]:
-    """y [B,T,C]."""
-    return (run(x, weight, bias, history, cu_seqlens, None, heads, activation, norm),)
+    """y, as x [B,T,heads,size]."""
+    return (run(x, weight, bias, history, cu_seqlens, None, activation, norm),)
 
 
 def fake(
@@ -153,7 +154,6 @@ def fake(
     bias: Tensor | None,
     history: Tensor | None,
     cu_seqlens: Tensor | None,
-    heads: int,
     activation: str,
     norm: str,
 ) -> tuple[Tensor]:
@@ -170,7 +170,6 @@ def differentiate(
     bias: Tensor | None,
     history: Tensor | None,
     cu_seqlens: Tensor | None,
-    heads: int,
     activation: str,
     norm: str,
 ) -> list[Tensor | None]:
@@ -180,8 +179,9 @@ def differentiate(
     weight, bias, history = parameters(weight, bias, history)
     dx, *dx_strides = strided(gradient_for(x, new))
     (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
-    cut = plan(*x.shape, heads, norm, CHANNELS_BACKWARD, WARPS * multiprocessors(x.device))
-    (B, T, C), W = x.shape, 1 if weight is None else weight.shape[2]
+    cut = plan(*x.shape, norm, CHANNELS_BACKWARD, WARPS * multiprocessors(x.device))
+    (B, T, heads, size), W = x.shape, 1 if weight is None else weight.shape[2]
+    C = heads * size
     dtaps = dhistory = None
     if weight is not None:
         dtaps = new(x, B * cut.runs, W + (bias is not None), C, dtype=torch.float32)
@@ -232,14 +232,13 @@ def compute_step(
     weight: Tensor,
     bias: Tensor | None,
     history: Tensor | None,
-    heads: int,
     activation: str,
     norm: str,
 ) -> tuple[Tensor, Tensor]:
-    """y [B,T,C] and the last W − 1 inputs [B,W−1,C], in one launch."""
+    """y, as x [B,T,heads,size], and the last W − 1 inputs [B,W−1,C], in one launch."""
     kind = x.dtype if history is None else history.dtype
-    tail = new(x, x.shape[0], weight.shape[2] - 1, x.shape[2], dtype=kind)
-    return run(x, weight, bias, history, None, tail, heads, activation, norm), tail
+    tail = new(x, x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=kind)
+    return run(x, weight, bias, history, None, tail, activation, norm), tail
 
 
 def fake_step(
@@ -247,13 +246,12 @@ def fake_step(
     weight: Tensor,
     bias: Tensor | None,
     history: Tensor | None,
-    heads: int,
     activation: str,
     norm: str,
 ) -> tuple[Tensor, Tensor]:
     """The shapes of `compute_step`."""
     kind = x.dtype if history is None else history.dtype
-    return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[2] - 1, x.shape[2], dtype=kind)
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=kind)
 
 
 step = op.register("features_step", compute_step, None, fake_step, results=2)
@@ -264,10 +262,10 @@ def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
     x, weight, bias, history = stream.x, stream.weight, stream.bias, stream.history
     if weight is None and stream.activation == "identity" and stream.norm == "none":
         return x, continued(stream) if stream.return_history else None
-    flat, how = x.flatten(2), (x.shape[2], stream.activation, stream.norm)
+    how = (stream.activation, stream.norm)
     wanted = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, weight, bias, history))
     if stream.return_history and weight is not None and stream.cu_seqlens is None and not wanted:
-        y, tail = step(flat, weight, bias, history, *how)
-        return y.view(x.shape), tail
-    (y,) = features(flat, weight, bias, history, stream.cu_seqlens, *how)
-    return y.view(x.shape), continued(stream) if stream.return_history else None
+        y, tail = step(x, weight, bias, history, *how)
+        return y, tail
+    (y,) = features(x, weight, bias, history, stream.cu_seqlens, *how)
+    return y, continued(stream) if stream.return_history else None
