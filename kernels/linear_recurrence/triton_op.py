@@ -34,14 +34,13 @@ def _forward(
     scale: float,
     subheads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.cuda.device_of(q):
-        call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads)
-        o, final = call.per_token(call.V), call.states()
-        first = call.starts("o", call.keys, call.v, initial_state, final)
-        call.carry("o", call.queries, call.keys, call.v, o, first, final)
-        if first is None or cu_seqlens is not None or not call.layout.segmented:
-            first = call.empty(0, *final.shape[1:], dtype=torch.float32)
-        return call.per_head(o), final, first
+    call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads)
+    o, final = call.per_token(call.V), call.states()
+    first = call.starts("o", call.keys, call.v, initial_state, final)
+    call.carry("o", call.queries, call.keys, call.v, o, first, final)
+    if first is None or cu_seqlens is not None or not call.layout.segmented:
+        first = call.empty(0, *final.shape[1:], dtype=torch.float32)
+    return call.per_head(o), final, first
 
 
 def _fake(
@@ -79,18 +78,17 @@ def _backward(
     grad = torch.zeros_like(v) if o_grad is None else o_grad.contiguous()
     state_grad = None if state_grad is None else state_grad.contiguous()
     decay_grad, beta_grad = log_decay is not None and needed[3], beta is not None and needed[4]
-    with torch.cuda.device_of(q):
-        call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads, grad, decay_grad or beta_grad)
-        assert call.grad
-        first_grad = call.states() if initial_state is not None and needed[5] else None
-        dq, dk, dv = (call.per_token(size) for size in (call.K, call.K, call.V))
-        (kept,) = residuals
-        first = kept if kept.numel() else call.starts("o", call.keys, call.v, initial_state, None)
-        last = call.starts("dv", call.queries, call.grad, state_grad, first_grad)
-        call.carry("dv", call.keys, call.queries, call.grad, dv, last, first_grad)
-        finish = call.channel_grads if call.channel else call.head_grads
-        dg, dbeta = finish(dq, dk, first, last, decay_grad, beta_grad)
-        return call.per_key_head(dq), call.per_key_head(dk), call.per_head(dv), dg, dbeta, first_grad, None
+    call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads, grad, decay_grad or beta_grad)
+    assert call.grad
+    first_grad = call.states() if initial_state is not None and needed[5] else None
+    dq, dk, dv = (call.per_token(size) for size in (call.K, call.K, call.V))
+    (kept,) = residuals
+    first = kept if kept.numel() else call.starts("o", call.keys, call.v, initial_state, None)
+    last = call.starts("dv", call.queries, call.grad, state_grad, first_grad)
+    call.carry("dv", call.keys, call.queries, call.grad, dv, last, first_grad)
+    finish = call.channel_grads if call.channel else call.head_grads
+    dg, dbeta = finish(dq, dk, first, last, decay_grad, beta_grad)
+    return call.per_key_head(dq), call.per_key_head(dk), call.per_head(dv), dg, dbeta, first_grad, None
 
 
 _op = register("linear_recurrence", _forward, _backward, _fake, results=2)
@@ -107,7 +105,8 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     if v.shape[1] == 1 and a.cu_seqlens is None and not _differentiated(q, k, v, g, beta, state):
         o, final = step(q, k, v, g, beta, state, a.scale, E)
         return o.to(a.v.dtype), final
-    keys, values = (_parts(x.shape[3], largest(q.dtype, q.device)) for x in (q, v))
+    most = largest(q.dtype, q.device)
+    keys, values = _parts(q.shape[3], most), _parts(v.shape[3], most)
     if keys > 1:  # blocks of a long key are subheads under one gate
         q, k = (x.unflatten(3, (keys, -1)).flatten(2, 3) for x in (q, k))
         if g is not None:
