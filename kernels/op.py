@@ -36,7 +36,8 @@ def register(
         backward: `backward(gradients, residuals, needed, *arguments)`: the gradients of the results (None where none
             arrives), the outputs of `forward` that are no results, and for each argument whether its gradient is
             wanted. It returns, for each *tensor* argument, a gradient of its shape and dtype, contiguous unless
-            `gradient_for` (`columns.py`) gave it a place, or None. None if the op has no gradient.
+            `gradient_for` (`columns.py`) gave it a place, or None; several may be parts of one tensor. None if the op
+            has no gradient.
         fake: `forward` with empty tensors: shapes and dtypes only.
         results: How many of the outputs are results; the others are kept for `backward` and nobody else sees them.
         unread: Given the arguments of a call, which of them are tensors whose numbers `backward` does not read: their
@@ -64,7 +65,10 @@ def register(
         found = derive(values[:results], values[results:first], needed, *given)
         wanted = zip(found, needed[:count], strict=True)
         # a schema has no optional results: nothing is an empty tensor
-        return tuple(g if g is not None and want else given[0].new_empty(0) for g, want in wanted)
+        every = [g if g is not None and want else given[0].new_empty(0) for g, want in wanted]
+        # nor may two of them share memory
+        memory = [g.untyped_storage().data_ptr() for g in every]
+        return tuple(g.clone() if memory[i] in memory[:i] else g for i, g in enumerate(every))
 
     def fake_backward(*values: Any) -> tuple[Tensor, ...]:
         needed, *given = values[first:]

@@ -131,7 +131,7 @@ def differentiate(
     given = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a.stride(0))
     enqueue(discretise_backward, (programs,), *given, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
     total = parts.sum(0)
-    return [da, total[0].to(A_log.dtype, copy=True), total[1].to(dt_bias.dtype, copy=True)]
+    return [da, total[0].to(A_log.dtype), total[1].to(dt_bias.dtype)]
 
 
 discretise = op.register("discretise", compute, differentiate, fake, results=2)

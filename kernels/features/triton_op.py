@@ -215,7 +215,7 @@ def differentiate(
     dweight = dbias = None
     if weight is not None and dtaps is not None:
         total = add_parts(dtaps, weight.dtype if bias is None else torch.float32)
-        # copies where there is a bias, as two results must not share memory
+        # copies where there is a bias, which lies between the taps
         dweight = total[:, None, :W].to(weight.dtype).contiguous()
         dbias = None if bias is None else total[:, W].to(bias.dtype, copy=True)
     past = None

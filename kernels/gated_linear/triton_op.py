@@ -3,6 +3,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -57,10 +59,15 @@ def new(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape)
 
 
+def as_given(device: str) -> AbstractContextManager[Any]:
+    """Products in the dtype of what is given: without autocast, which takes long to switch off where it is not on."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
 def compute(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
     """y [N,O] of gate and up [N,2·I]."""
     size = gate_up.shape[1] // 2
-    with torch.autocast(gate_up.device.type, enabled=False):
+    with as_given(gate_up.device.type):
         h = new(gate_up, gate_up.shape[0], size)
         grid = (gate_up.shape[0] * cdiv(size, BLOCK),)
         enqueue(multiply, grid, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, num_warps=WARPS)
@@ -83,7 +90,7 @@ def differentiate(
     """The gradients of gate and up, and of the weight."""
     (dy,), size = gradients, weight.shape[1]
     assert dy is not None
-    with torch.autocast(gate_up.device.type, enabled=False):
+    with as_given(gate_up.device.type):
         dh = dy @ weight.to(gate_up.dtype)
         h, dgate_up = new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
         grid = (gate_up.shape[0] * cdiv(size, BLOCK),)

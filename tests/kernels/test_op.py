@@ -28,6 +28,17 @@ def fake(a: Tensor, b: Tensor | None, index: Tensor | None, scale: float) -> tup
 toy = op.register("toy", forward, backward, fake, results=2)
 
 
+def product(a: Tensor, b: Tensor) -> tuple[Tensor]:
+    return (a * b,)
+
+
+def both_at_once(gradients, kept, needed, a, b):
+    return torch.stack((b, a)).mul_(0 if gradients[0] is None else gradients[0]).unbind()
+
+
+pair = op.register("pair", product, both_at_once, lambda a, b: (torch.empty_like(a),), results=1)
+
+
 def leaf(*needs: bool) -> list[Tensor]:
     return [torch.randn(3, 4, dtype=torch.float64, requires_grad=need) for need in needs]
 
@@ -62,14 +73,29 @@ unread = op.register("unread", whole, whole_backward, whole_fake, results=1, unr
 def test_memory_of_what_is_not_read(keep: bool):
     a, b = leaf(True, True)
     torch.autograd.gradcheck(lambda a, b: unread(a, b, keep)[0], (a, b), check_undefined_grad=False)
-    torch.autograd.gradcheck(
-        lambda a: unread(a, a, keep)[0], a, check_undefined_grad=False
-    )  # as another argument it is kept
+    # as another argument it is kept
+    torch.autograd.gradcheck(lambda a: unread(a, a, keep)[0], a, check_undefined_grad=False)
     torch.library.opcheck(torch.ops.token_mixer_zoo.unread.default, (a, b, keep))
     (y,) = unread(a, b, keep)
     memory = [x.untyped_storage().data_ptr() for x in y.grad_fn.saved_tensors]
     assert (a.untyped_storage().data_ptr() in memory) == (not keep)
     assert b.untyped_storage().data_ptr() in memory
+
+
+def test_gradients_may_be_parts_of_one_tensor():
+    torch.autograd.gradcheck(pair, leaf(True, True))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.pair.default, leaf(True, True))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_no_second_derivative(create_graph: bool):
+    a, b = leaf(True, True)
+    (da,) = torch.autograd.grad(pair(a, b)[0].sin().sum(), a, create_graph=create_graph)
+    torch.testing.assert_close(da.detach(), (b * (a * b).cos()).detach())
+    assert da.requires_grad is create_graph
+    if create_graph:
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            da.sum().backward()
 
 
 def test_only_what_arrives_and_what_is_wanted():
