@@ -94,18 +94,21 @@ def tile(size: int) -> dict[str, int]:
     return {"M": size, "ROWS": max(1, ELEMENTS // block), "BLOCK": block}
 
 
-def rows_of(a: Tensor) -> Tensor:
-    """a [rows,M], in which recurrences lie side by side."""
-    return a if a.stride(1) == 1 else a.contiguous()
+def rows_of(a: Tensor) -> tuple[Tensor, int, int]:
+    """a […,M], in which recurrences lie side by side, how many rows it has, and how far apart these are."""
+    rows, size = a.numel() // max(a.shape[-1], 1), a.shape[-1]
+    if not a.is_contiguous():
+        a = a.flatten(0, -2)
+        if a.stride(1) == 1:
+            return a, rows, a.stride(0)
+    return a.contiguous(), rows, size
 
 
 def compute(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """log_decay and dt of a [rows,M]."""
-    a, (rows, size) = rows_of(a), a.shape
-    log_decay, dt, sizes = new(a, rows, size), new(a, rows, size), tile(size)
-    enqueue(
-        discretise_forward, (cdiv(rows, sizes["ROWS"]),), a, A_log, dt_bias, log_decay, dt, rows, a.stride(0), **sizes
-    )
+    """log_decay and dt, of the shape of a […,M]."""
+    log_decay, dt, sizes = new(a, *a.shape), new(a, *a.shape), tile(a.shape[-1])
+    a, rows, a_row = rows_of(a)
+    enqueue(discretise_forward, (cdiv(rows, sizes["ROWS"]),), a, A_log, dt_bias, log_decay, dt, rows, a_row, **sizes)
     return log_decay, dt
 
 
@@ -124,11 +127,11 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of all three."""
     dlog_decay, ddt = (None if g is None else g.contiguous() for g in gradients)
-    a, (rows, size) = rows_of(a), a.shape
-    sizes = tile(size)
+    da, sizes = new(a, *a.shape, dtype=a.dtype), tile(a.shape[-1])
+    a, rows, a_row = rows_of(a)
     programs = min(cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
-    da, parts = new(a, rows, size, dtype=a.dtype), new(a, programs, 2, size)
-    given = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a.stride(0))
+    parts = new(a, programs, 2, sizes["M"])
+    given = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a_row)
     enqueue(discretise_backward, (programs,), *given, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
     total = parts.sum(0)
     return [da, total[0].to(A_log.dtype), total[1].to(dt_bias.dtype)]
@@ -139,5 +142,5 @@ discretise = op.register("discretise", compute, differentiate, fake, results=2)
 
 def forward(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """log_decay and dt, of the shape of a."""
-    log_decay, dt = discretise(a.flatten(0, -2), A_log.contiguous(), dt_bias.contiguous())
-    return log_decay.view(a.shape), dt.view(a.shape)
+    log_decay, dt = discretise(a, A_log.contiguous(), dt_bias.contiguous())
+    return log_decay, dt

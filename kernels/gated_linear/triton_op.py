@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -65,18 +66,18 @@ def as_given(device: str) -> AbstractContextManager[Any]:
 
 
 def compute(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
-    """y [N,O] of gate and up [N,2·I]."""
-    size = gate_up.shape[1] // 2
+    """y […,O] of gate and up […,2·I]."""
+    (*outer, both), size = gate_up.shape, weight.shape[1]
     with as_given(gate_up.device.type):
-        h = new(gate_up, gate_up.shape[0], size)
-        grid = (gate_up.shape[0] * cdiv(size, BLOCK),)
+        h = new(gate_up, *outer, size)
+        grid = (gate_up.numel() // max(both, 1) * cdiv(size, BLOCK),)
         enqueue(multiply, grid, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, num_warps=WARPS)
-        return (h @ weight.to(gate_up.dtype).T,)
+        return (F.linear(h, weight.to(gate_up.dtype)),)
 
 
 def fake(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
     """The shape of `compute`."""
-    return (gate_up.new_empty(gate_up.shape[0], weight.shape[0]),)
+    return (gate_up.new_empty(*gate_up.shape[:-1], weight.shape[0]),)
 
 
 def differentiate(
@@ -88,12 +89,12 @@ def differentiate(
     activation: str,
 ) -> list[Tensor | None]:
     """The gradients of gate and up, and of the weight."""
-    (dy,), size = gradients, weight.shape[1]
-    assert dy is not None
+    assert gradients[0] is not None
+    dy, size = gradients[0].reshape(-1, weight.shape[0]), weight.shape[1]
     with as_given(gate_up.device.type):
         dh = dy @ weight.to(gate_up.dtype)
         h, dgate_up = new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
-        grid = (gate_up.shape[0] * cdiv(size, BLOCK),)
+        grid = (len(dy) * cdiv(size, BLOCK),)
         constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
         enqueue(differentiate_product, grid, gate_up, dh, h, dgate_up, **constants, num_warps=WARPS)
         return [dgate_up, (dy.T @ h).to(weight.dtype) if needed[1] else None]
@@ -106,5 +107,5 @@ def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """[…,O]; see `gated_linear`."""
     if torch.is_autocast_enabled(gate_up.device.type):
         gate_up = gate_up.to(torch.get_autocast_dtype(gate_up.device.type))
-    (y,) = gated_linear(gate_up.reshape(-1, gate_up.shape[-1]).contiguous(), weight, activation)
-    return y.view(*gate_up.shape[:-1], weight.shape[0])
+    (y,) = gated_linear(gate_up.contiguous(), weight, activation)
+    return y
