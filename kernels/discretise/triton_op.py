@@ -84,7 +84,9 @@ def discretise_backward(
 
 
 def new(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor that a kernel will fill."""
+    """A tensor that a kernel will fill: of this shape, or of that of `like`, which is quicker."""
+    if not shape:
+        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
@@ -106,7 +108,7 @@ def rows_of(a: Tensor) -> tuple[Tensor, int, int]:
 
 def compute(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """log_decay and dt, of the shape of a […,M]."""
-    log_decay, dt, sizes = new(a, *a.shape), new(a, *a.shape), tile(a.shape[-1])
+    log_decay, dt, sizes = new(a), new(a), tile(a.shape[-1])
     a, rows, a_row = rows_of(a)
     enqueue(discretise_forward, (cdiv(rows, sizes["ROWS"]),), a, A_log, dt_bias, log_decay, dt, rows, a_row, **sizes)
     return log_decay, dt
@@ -127,7 +129,7 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of all three."""
     dlog_decay, ddt = (None if g is None else g.contiguous() for g in gradients)
-    da, sizes = new(a, *a.shape, dtype=a.dtype), tile(a.shape[-1])
+    da, sizes = new(a, dtype=a.dtype), tile(a.shape[-1])
     a, rows, a_row = rows_of(a)
     programs = min(cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
     parts = new(a, programs, 2, sizes["M"])

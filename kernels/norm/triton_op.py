@@ -22,7 +22,9 @@ PROGRAMS, PROGRAMS_GATED = 12, 8
 
 
 def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor that a kernel will fill."""
+    """A tensor that a kernel will fill: of this shape, or of that of `like`, which is quicker."""
+    if not shape:
+        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
@@ -59,7 +61,7 @@ def compute(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
 ) -> tuple[Tensor]:
     """y of the shape of x."""
-    y, rows = new(x, *x.shape, dtype=dtype), x.numel() // max(x.shape[-1], 1)
+    y, rows = new(x, dtype=dtype), x.numel() // max(x.shape[-1], 1)
     weight = None if weight is None else weight.contiguous()
     fixed = constants(inner(x), x.shape[-1], order(gate, gate_first), weight is not None)
     (x, outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
@@ -92,7 +94,7 @@ def differentiate_rows(
     most = multiprocessors(x.device) * (PROGRAMS if gate is None else PROGRAMS_GATED)
     programs = min(cdiv(rows, fixed["ROWS"]), most)
     parts = None if weight is None else new(x, programs, 1, x.shape[-1], dtype=torch.float32)
-    dx, (dgate, dgate_outer) = new(x, *x.shape), (None, 0) if gate is None else strided(gradient_for(gate, new))
+    dx, (dgate, dgate_outer) = new(x), (None, 0) if gate is None else strided(gradient_for(gate, new))
     (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
     given = (x, gate, weight, dy, dtotal, dx, dgate, parts, rows, x_outer, gate_outer, dgate_outer, eps)
     enqueue(triton_kernels.backward, (programs,), *given, **fixed, ADD=dtotal is not None)
@@ -129,7 +131,7 @@ class Added(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        rows, total, h = x.numel() // max(x.shape[-1], 1), new(x, *x.shape), new(x, *x.shape, dtype=dtype)
+        rows, total, h = x.numel() // max(x.shape[-1], 1), new(x), new(x, dtype=dtype)
         fixed = constants(1, x.shape[-1], "none", weight is not None)
         grid, given = (cdiv(rows, fixed["ROWS"]),), (x.contiguous(), None, weight, y.contiguous(), h, total)
         enqueue(triton_kernels.forward, grid, *given, rows, x.shape[-1], 0, eps, **fixed, ADD=True)
