@@ -1,7 +1,7 @@
 """Features in Triton: one launch forward, one backward, which keeps nothing but the arguments and repeats bitwise."""
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import op
 from ..columns import gradient_for
-from ..enqueue import cdiv, enqueue, next_power_of_2
+from ..enqueue import Prepared, cdiv, next_power_of_2
 from ..launch import multiprocessors
 from ..triton_parts import add_parts
 from . import triton_kernels
@@ -70,25 +70,42 @@ def strided(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.stride(0), x.stride(1)
 
 
-def constants(
-    x: Tensor, cut: Plan, weight: Tensor | None, bias: Tensor | None, history: Tensor | None, cu_seqlens: Tensor | None
-) -> dict[str, int | float | bool]:
-    """What both kernels are compiled for."""
-    return {
-        "C": x.shape[2] * x.shape[3],
-        "W": 1 if weight is None else weight.shape[2],
-        "HEADS": cut.heads,
-        "SIZE": cut.size,
-        "BLOCK": cut.block,
-        "AHEAD": AHEAD,
-        "UNROLL": UNROLL,
-        "EPS": EPS,
-        "WEIGHT": weight is not None,
-        "BIAS": bias is not None,
-        "HISTORY": history is not None,
-        "PACKED": cu_seqlens is not None,
-        "num_warps": cut.warps,
-    }
+@lru_cache(maxsize=1024)
+def launch(
+    backward: bool,
+    cut: Plan,
+    shape: tuple[int, ...],
+    taps: int,
+    activation: str,
+    norm: str,
+    present: tuple[bool, ...],
+    *numbers: int,
+) -> Prepared:
+    """The launch for x of a shape.
+
+    Whether there are, in this order: weight, bias, history, cu_seqlens, and the tail (or backward, the gradient of the
+    history). Numbers are how many documents there are, and the strides of the rows and tokens of all streams.
+    """
+    names = ("WEIGHT", "BIAS", "HISTORY", "PACKED", "DHISTORY" if backward else "TAIL")
+    return Prepared(
+        triton_kernels.backward if backward else triton_kernels.forward,
+        (cut.programs,),
+        shape[1],
+        cut.length,
+        *numbers,
+        C=shape[2] * shape[3],
+        W=taps,
+        HEADS=cut.heads,
+        SIZE=cut.size,
+        BLOCK=cut.block,
+        AHEAD=AHEAD,
+        UNROLL=UNROLL,
+        ACTIVATION=activation,
+        NORM=norm,
+        EPS=EPS,
+        num_warps=cut.warps,
+        **dict(zip(names, present, strict=True)),
+    )
 
 
 def parameters(
@@ -115,25 +132,10 @@ def run(
     cut = plan(*x.shape, norm, CHANNELS, WARPS * multiprocessors(x.device))
     y = new(x)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    enqueue(
-        triton_kernels.forward,
-        (cut.programs,),
-        x,
-        weight,
-        bias,
-        history,
-        cu_seqlens,
-        y,
-        tail,
-        x.shape[1],
-        cut.length,
-        documents,
-        *strides,
-        ACTIVATION=activation,
-        NORM=norm,
-        TAIL=tail is not None,
-        **constants(x, cut, weight, bias, history, cu_seqlens),
-    )
+    tensors = (weight, bias, history, cu_seqlens)
+    present = (*(p is not None for p in tensors), tail is not None)
+    taps = 1 if weight is None else weight.shape[2]
+    launch(False, cut, x.shape, taps, activation, norm, present, documents, *strides)(x, *tensors, y, tail)
     return y
 
 
@@ -182,8 +184,7 @@ def differentiate(
     dx, *dx_strides = strided(gradient_for(x, new))
     (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
     cut = plan(*x.shape, norm, CHANNELS_BACKWARD, WARPS * multiprocessors(x.device))
-    (B, T, heads, size), W = x.shape, 1 if weight is None else weight.shape[2]
-    C = heads * size
+    B, C, W = x.shape[0], x.shape[2] * x.shape[3], 1 if weight is None else weight.shape[2]
     dtaps = dhistory = None
     if weight is not None:
         dtaps = new(x, B * cut.runs, W + (bias is not None), C, dtype=torch.float32)
@@ -191,29 +192,10 @@ def differentiate(
         # only so many tokens meet it, fewer in short documents
         dhistory = torch.zeros(len(history), W - 1, W - 1, C, dtype=torch.float32, device=x.device)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    enqueue(
-        triton_kernels.backward,
-        (cut.programs,),
-        x,
-        weight,
-        bias,
-        history,
-        cu_seqlens,
-        dy,
-        dx,
-        dtaps,
-        dhistory,
-        T,
-        cut.length,
-        documents,
-        *strides,
-        *dy_strides,
-        *dx_strides,
-        ACTIVATION=activation,
-        NORM=norm,
-        DHISTORY=dhistory is not None,
-        **constants(x, cut, weight, bias, history, cu_seqlens),
-    )
+    tensors, strides = (weight, bias, history, cu_seqlens), [*strides, *dy_strides, *dx_strides]
+    present = (*(p is not None for p in tensors), dhistory is not None)
+    queue = launch(True, cut, x.shape, W, activation, norm, present, documents, *strides)
+    queue(x, *tensors, dy, dx, dtaps, dhistory)
     dweight = dbias = None
     if weight is not None and dtaps is not None:
         total = add_parts(dtaps, weight.dtype if bias is None else torch.float32)

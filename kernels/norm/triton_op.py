@@ -1,7 +1,7 @@
 """RMS normalisation in Triton: one launch forward, one backward, which keeps nothing but the arguments."""
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import op
 from ..columns import gradient_for
-from ..enqueue import cdiv, enqueue, next_power_of_2
+from ..enqueue import Prepared, cdiv, next_power_of_2
 from ..launch import multiprocessors
 from ..triton_parts import add_parts
 from . import triton_kernels
@@ -57,16 +57,31 @@ def constants(inner: int, size: int, gate: str, weight: bool) -> Mapping[str, An
     return {**sizes, "GATE": gate, "WEIGHT": weight}
 
 
+@lru_cache(maxsize=1024)
+def forward(rows: int, inner: int, size: int, gate: str, weight: bool, add: bool, *numbers: Any) -> Prepared:
+    """The launch for so many rows; numbers are the strides of x and of the gate, and eps."""
+    fixed = constants(inner, size, gate, weight)
+    return Prepared(triton_kernels.forward, (cdiv(rows, fixed["ROWS"]),), rows, *numbers, **fixed, ADD=add)
+
+
+@lru_cache(maxsize=1024)
+def backward(
+    programs: int, rows: int, inner: int, size: int, gate: str, weight: bool, add: bool, *numbers: Any
+) -> Prepared:
+    """The launch of so many programs over so many rows; numbers are the strides of x, gate and dgate, and eps."""
+    fixed = constants(inner, size, gate, weight)
+    return Prepared(triton_kernels.backward, (programs,), rows, *numbers, **fixed, ADD=add)
+
+
 def compute(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
 ) -> tuple[Tensor]:
     """y of the shape of x."""
     y, rows = new(x, dtype=dtype), x.numel() // max(x.shape[-1], 1)
     weight = None if weight is None else weight.contiguous()
-    fixed = constants(inner(x), x.shape[-1], order(gate, gate_first), weight is not None)
+    kind = (rows, inner(x), x.shape[-1], order(gate, gate_first), weight is not None, False)
     (x, outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
-    grid, given = (cdiv(rows, fixed["ROWS"]),), (x, gate, weight, None, y, None)
-    enqueue(triton_kernels.forward, grid, *given, rows, outer, gate_outer, eps, **fixed, ADD=False)
+    forward(*kind, outer, gate_outer, eps)(x, gate, weight, None, y, None)
     return (y,)
 
 
@@ -90,14 +105,14 @@ def differentiate_rows(
     dy, rows = dy.contiguous(), x.numel() // max(x.shape[-1], 1)
     dtotal = None if dtotal is None else dtotal.contiguous()
     weight = None if weight is None else weight.contiguous()
-    fixed = constants(inner(x), x.shape[-1], order(gate, gate_first), weight is not None)
+    sizes = (inner(x), x.shape[-1], order(gate, gate_first), weight is not None)
     most = multiprocessors(x.device) * (PROGRAMS if gate is None else PROGRAMS_GATED)
-    programs = min(cdiv(rows, fixed["ROWS"]), most)
+    programs = min(cdiv(rows, constants(*sizes)["ROWS"]), most)
     parts = None if weight is None else new(x, programs, 1, x.shape[-1], dtype=torch.float32)
     dx, (dgate, dgate_outer) = new(x), (None, 0) if gate is None else strided(gradient_for(gate, new))
     (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
-    given = (x, gate, weight, dy, dtotal, dx, dgate, parts, rows, x_outer, gate_outer, dgate_outer, eps)
-    enqueue(triton_kernels.backward, (programs,), *given, **fixed, ADD=dtotal is not None)
+    launch = backward(programs, rows, *sizes, dtotal is not None, x_outer, gate_outer, dgate_outer, eps)
+    launch(x, gate, weight, dy, dtotal, dx, dgate, parts)
     dweight = None if parts is None or weight is None else add_parts(parts, weight.dtype).view(weight.shape)
     return dx, None if dgate is None else dgate.view(dx.shape), dweight
 
@@ -132,9 +147,8 @@ class Added(torch.autograd.Function):
         ctx: Any, x: Tensor, y: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         rows, total, h = x.numel() // max(x.shape[-1], 1), new(x), new(x, dtype=dtype)
-        fixed = constants(1, x.shape[-1], "none", weight is not None)
-        grid, given = (cdiv(rows, fixed["ROWS"]),), (x.contiguous(), None, weight, y.contiguous(), h, total)
-        enqueue(triton_kernels.forward, grid, *given, rows, x.shape[-1], 0, eps, **fixed, ADD=True)
+        launch = forward(rows, 1, x.shape[-1], "none", weight is not None, True, x.shape[-1], 0, eps)
+        launch(x.contiguous(), None, weight, y.contiguous(), h, total)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.other = eps, y.dtype

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.enqueue import cdiv, enqueue, next_power_of_2
+from kernels.enqueue import Prepared, cdiv, enqueue, next_power_of_2
 
 
 @triton.jit
@@ -42,6 +42,21 @@ def test_every_launch_is_right_whatever_came_before(where: str):
                             torch.testing.assert_close(y, want.to(dtype), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("where", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+def test_a_prepared_launch_looks_at_its_tensors(where: str):
+    memory = torch.randn(1 << 12, device=where)
+    for size, add in ((1, True), (64, False), (100, True)):
+        launch = Prepared(scale, (cdiv(size, 64),), size, 0.5, ADD=add, BLOCK=64, num_warps=1)
+        for _ in range(2):
+            for shift in (0, 1, 4):
+                for dtype in (torch.float32, torch.float16):
+                    x = memory.to(dtype)[shift : shift + size]
+                    bias, out = memory[shift : shift + size] if add else None, torch.full_like(x, float("nan"))
+                    launch(x, bias, out)
+                    want = x.float() * 0.5 + (0 if bias is None else bias)
+                    torch.testing.assert_close(out, want.to(dtype), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.gpu
 def test_constants_by_place_and_by_name():
     x = torch.randn(100, device="cuda")
@@ -71,8 +86,10 @@ def test_a_captured_launch_can_be_replayed():
 def test_profilers_hear_of_every_launch(direct: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.import_module("kernels.enqueue"), "DIRECT", direct)
     heard, x, hooks = [], torch.randn(100, device="cuda"), triton.knobs.runtime
+    launch, out = Prepared(scale, (2,), 100, 2.0, ADD=True, BLOCK=64), torch.empty_like(x)
     for _ in range(2):
         torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
+        launch(x, x, out)
 
     def hear(launch) -> None:
         heard.append(launch.get()["name"])
@@ -80,29 +97,38 @@ def test_profilers_hear_of_every_launch(direct: bool, monkeypatch: pytest.Monkey
     hooks.launch_enter_hook.add(hear)
     try:
         torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
+        launch(x, x, out)
     finally:
         hooks.launch_enter_hook.remove(hear)
     monkeypatch.setattr(hooks, "launch_exit_hook", hear)
     torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
     monkeypatch.setattr(hooks, "launch_exit_hook", None)
     torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
-    assert heard == ["scale", "scale"]
+    launch(x, x, out.zero_())
+    torch.testing.assert_close(out, 3 * x)
+    assert heard == ["scale"] * 3
 
 
 @pytest.mark.gpu
 def test_a_tensor_elsewhere_is_refused():
     x = torch.randn(100, device="cuda")
+    launch = Prepared(scale, (2,), 100, 2.0, ADD=True, BLOCK=64)
     for _ in range(2):
-        scaled(x, x, 2.0)
-        with pytest.raises(ValueError, match="cpu tensor"):
-            scaled(x, x.cpu(), 2.0)
+        for run in (lambda bias: scaled(x, bias, 2.0), lambda bias: launch(x, bias, torch.empty_like(x))):
+            run(x)
+            with pytest.raises(ValueError, match="cpu tensor"):
+                run(x.cpu())
 
 
 @pytest.mark.multi_gpu
 def test_the_device_is_that_of_the_tensors():
-    for index in (1, 0, 1):
+    launch = Prepared(scale, (2,), 100, 2.0, ADD=True, BLOCK=64)
+    for index in (1, 0, 1, 1):
         x = torch.randn(100, device=f"cuda:{index}")
         torch.testing.assert_close(scaled(x, None, 2.0), 2 * x)
+        out = torch.empty_like(x)
+        launch(x, x, out)
+        torch.testing.assert_close(out, 3 * x)
     assert torch.cuda.current_device() == 0
 
 
