@@ -7,7 +7,7 @@ afterwards, in a fixed order: equal inputs give equal bits.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import op
 from ..arguments import Recurrences
-from ..enqueue import cdiv, enqueue, next_power_of_2
+from ..enqueue import Prepared, cdiv, enqueue, next_power_of_2
 from . import triton_launch, triton_step
 from .triton_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
 from .triton_launch import Launch, launches
@@ -78,26 +78,29 @@ class Call:
 
     def over_chunks(self, kernel: Any, launch: Launch, parts: int, *given: Any, **constants: Any) -> None:
         """A program for each chunk and recurrence, and each of `parts` blocks of keys."""
-        sizes = (self.N, self.T, self.M, self.E, self.R)
-        given = (*given, self.cu_seqlens, self.scale, *sizes)
-        self._run(kernel, launch, self.slots * self.M * parts, given, constants)
+        sizes = (self.scale, self.N, self.T, self.M, self.E, self.R)
+        self._run(kernel, launch, self.slots * self.M * parts, given, sizes, constants)
 
     def over_time(self, kernel: Any, launch: Launch, *given: Any, **constants: Any) -> None:
         """A program for each segment and recurrence, and each block of values."""
-        sizes = (self.T, self.segments, -(-self.chunks // self.segments), self.M, self.E, self.R)
-        given = (*given, self.cu_seqlens, self.scale, *sizes)
+        sizes = (self.scale, self.T, self.segments, -(-self.chunks // self.segments), self.M, self.E, self.R)
         constants = {"V": self.V, "BK": key_block(self.K), "STAGES": launch.stages, **constants}
         constants["BV"] = BV = min(launch.values, block(constants["V"]))
         programs = self.N * self.segments * self.M * cdiv(constants["V"], BV)
-        self._run(kernel, launch, programs, given, constants)
+        self._run(kernel, launch, programs, given, sizes, constants)
 
-    def _run(self, kernel: Any, launch: Launch, programs: int, given: tuple[Any, ...], constants: dict) -> None:
-        exact = self.dtype == torch.float32
-        # in the interpreter any arithmetic on bf16 is wrong: what is loaded becomes fp32 at once
-        dtype = tl.float32 if exact or INTERPRETED else tl.bfloat16
-        precision = "tf32x3" if exact and not INTERPRETED else "ieee"
-        constants |= {"K": self.K, "PACKED": self.cu_seqlens is not None, "DTYPE": dtype, "PRECISION": precision}
-        enqueue(kernel, (programs,), *given, **constants, num_warps=launch.warps, num_stages=launch.stages)
+    def _run(
+        self,
+        kernel: Any,
+        launch: Launch,
+        programs: int,
+        given: tuple[Any, ...],
+        sizes: tuple[Any, ...],
+        constants: dict,
+    ) -> None:
+        packed = self.cu_seqlens is not None
+        found = ready(kernel, launch, programs, sizes, self.K, self.dtype, packed, *constants.items())
+        found(*given, self.cu_seqlens)
 
     def cuts(self, transition: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool) -> Tensor:
         """The states before all segments, or their gradients after them."""
@@ -107,6 +110,26 @@ class Call:
         constants = (self.K, self.V, 64, BV, reverse, end is not None, precision)
         enqueue(combine, (self.N * self.M * cdiv(self.V, BV),), *given, *constants, num_warps=4)
         return states
+
+
+@lru_cache(maxsize=4096)
+def ready(
+    kernel: Any,
+    launch: Launch,
+    programs: int,
+    sizes: tuple[Any, ...],
+    K: int,
+    dtype: torch.dtype,
+    packed: bool,
+    *constants: tuple[str, Any],
+) -> Prepared:
+    """A launch of which the tensors are missing."""
+    exact = dtype == torch.float32
+    # in the interpreter any arithmetic on bf16 is wrong: what is loaded becomes fp32 at once
+    kind = tl.float32 if exact or INTERPRETED else tl.bfloat16
+    precision = "tf32x3" if exact and not INTERPRETED else "ieee"
+    every = {**dict(constants), "K": K, "PACKED": packed, "DTYPE": kind, "PRECISION": precision}
+    return Prepared(kernel, (programs,), *sizes, **every, num_warps=launch.warps, num_stages=launch.stages)
 
 
 def block(size: int) -> int:
@@ -257,7 +280,7 @@ def differentiate(
             call.new(call.slots, M, n, CHUNK, dtype=torch.float32) for n in (parts, parts_k, parts_k)
         )
         across = call.new(call.slots, M, parts_k, dtype=torch.float32)
-    reads, writes = call.new(*inverse.shape), call.new(*inverse.shape)
+    reads, writes = torch.empty_like(inverse), torch.empty_like(inverse)
     diagonal = call.new(call.slots, M, CHUNK, dtype=torch.float32)
     dq, dk, dbeta = call.new(B, T, M, K), call.new(B, T, M, K), call.new(B, T, M, dtype=torch.float32)
     given: tuple[Any, ...] = (q, k, u, do, dv, beta, gates, states, dq, dbeta, reads, writes, diagonal, from_queries)

@@ -1,14 +1,14 @@
 """One call of the linear recurrence in Triton: its sizes, its workspaces, and the launches that it is made of."""
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..enqueue import enqueue, next_power_of_2
+from ..enqueue import Prepared, enqueue, next_power_of_2
 from ..launch import Launch, launch
 from .layout import BLOCK, CHUNK, LARGEST, Layout, filling, of_documents, of_rows, segment_length
 from .triton_carry import carry, scan
@@ -104,11 +104,6 @@ class Call:
     def sequential(self) -> Launch:
         return self.launch("carry")
 
-    def options(self, entry: Launch) -> Mapping[str, Any]:
-        """What all kernels are compiled with."""
-        precision = "tf32x3" if self.dtype == FP32 else "tf32"
-        return {"PRECISION": precision, "num_warps": entry.warps, "num_stages": entry.stages}
-
     @property
     def sums(self) -> Mapping[str, Any]:
         """How decays are summed, and the dtype of factors that know a reference point: with the range of fp32."""
@@ -189,7 +184,7 @@ class Call:
             BACKWARD=self.grad is not None,
             GATES=self.gates,
             WIDE=self.dtype == FP32,
-            **self.options(self.launch("head_scores")),
+            **options(self.dtype, self.launch("head_scores")),
         )
         self.queries, self.keys = self.q, self.k
 
@@ -225,7 +220,7 @@ class Call:
                 BETA=self.beta is not None,
                 SLOW=slow,
                 **self.sums,
-                **self.options(entry),
+                **options(self.dtype, entry),
             )
         self.queries, self.keys = Tokens(entering), Tokens(leaving)
         self.enter = self.leave = self.score_grads = self.scores
@@ -290,27 +285,19 @@ class Call:
         tensors += [self.score_grads if mode in ("dq", "dk") else self.scores, self.decays, *self._or_unused(self.beta)]
         tensors += [self.enter, self.leave, self.total]
         tensors += self._or_unused(products, checkpoints, anchors, first, last, shrunk)
-        enqueue(
-            carry,
+        sizes = (*x.strides, *y.strides, *z.strides, *other.strides, self.scale, self.heads, self.chunks, self.blocks)
+        per_block = BLOCK // CHUNK if gates and not self.channel else 1 << 30
+        ready(
             (slices * self.layout.segments.shape[0], self.heads),
-            *tensors,
-            self.layout.segments,
-            *x.strides,
-            *y.strides,
-            *z.strides,
-            *other.strides,
-            self.scale,
-            self.heads,
-            self.chunks,
-            self.blocks,
-            BLOCK // CHUNK if gates and not self.channel else 1 << 30,
-            self.groups,
+            (*sizes, per_block, self.groups),
+            self.sequential,
+            self.dtype,
+            MODE=mode,
             SUBHEADS=self.subheads,
             DX=DX,
             DZ=DZ,
             BX=padded(DX),
             BZ=width,
-            MODE=mode,
             OUTPUT=out is not None,
             CHANNEL=self.channel,
             DECAY=self.gate != "none",
@@ -318,14 +305,11 @@ class Call:
             # elsewhere it would only make registers scarce
             CONSTANT=mode == "o" and self.gate == "constant",
             BETA=self.inside and self.beta is not None,
-            WIDE=self.dtype == FP32,
             GATES=gates,
             PLAIN=plain,
             FIRST=first is not None,
             LAST=last is not None,
-            STAGES=self.sequential.stages,
-            **self.options(self.sequential),
-        )
+        )(*tensors, self.layout.segments)
 
     def head_grads(
         self,
@@ -410,7 +394,7 @@ class Call:
             self.chunks,
             V=self.V,
             BV=padded(self.V),
-            **self.options(self.launch("head_scores")),
+            **options(self.dtype, self.launch("head_scores")),
         )
         entry = self.launch("channel_grads")
         width = min(entry.block, padded(self.K))
@@ -449,7 +433,7 @@ class Call:
                 DECAY_GRAD=decay_grad,
                 SLOW=slow,
                 **self.sums,
-                **self.options(entry),
+                **options(self.dtype, entry),
             )
         return dg, None if dbeta is None else dbeta.sum(0)
 
@@ -463,6 +447,20 @@ class Call:
         if self.groups == 1:
             return x
         return x.unflatten(2, (-1, self.groups, self.subheads)).sum(3, dtype=x.dtype).flatten(2, 3)
+
+
+def options(dtype: torch.dtype, entry: Launch) -> Mapping[str, Any]:
+    """What all kernels are compiled with."""
+    return {"PRECISION": "tf32x3" if dtype == FP32 else "tf32", "num_warps": entry.warps, "num_stages": entry.stages}
+
+
+@lru_cache(maxsize=4096)
+def ready(
+    grid: tuple[int, ...], sizes: tuple[Any, ...], entry: Launch, dtype: torch.dtype, **constants: Any
+) -> Prepared:
+    """A sequential pass of which the tensors are missing."""
+    fixed = {**constants, "WIDE": dtype == FP32, "STAGES": entry.stages, **options(dtype, entry)}
+    return Prepared(carry, grid, *sizes, **fixed)
 
 
 def padded(size: int) -> int:

@@ -203,9 +203,10 @@ def test_cases_reach_the_kernel_that_is_meant(processors: int, hopper: None, mon
             used, segments = set(), set()
             for timed in (True, False):
                 for _, (B, H, T, D) in cases(Target(f"delta_rule.{name}", size, 2), timed=timed):
-                    found = triton_launch.spread(entry.forward, entry.narrow, B * H, D, -(-T // 64), GPU)
-                    used.add("narrow" if found[0] == entry.narrow else "wide")
-                    segments.add(found[1] > 1)
+                    cut = triton_launch.segments(entry.forward, B * H, D, -(-T // 64), GPU) > 1
+                    found = triton_launch.whole(entry.forward, entry.narrow, B * H, D, GPU)
+                    used.add("narrow" if found == entry.narrow and not cut else "wide")
+                    segments.add(cut)
             assert used == {"narrow"} if name == "narrow" else "wide" in used
             assert segments == ({False} if name == "narrow" else {False, True})
 
