@@ -302,8 +302,8 @@ class Call:
             CHANNEL=self.channel,
             DECAY=self.gate != "none",
             INSIDE=self.inside,
-            # elsewhere it would only make registers scarce
-            CONSTANT=mode == "o" and self.gate == "constant",
+            # in reverse it would only make registers scarce
+            CONSTANT=mode in ("o", "dq") and self.gate == "constant",
             BETA=self.inside and self.beta is not None,
             GATES=gates,
             PLAIN=plain,
