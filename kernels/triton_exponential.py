@@ -24,7 +24,7 @@ def exp2(x):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e^−x) in fp32, likewise."""
+    """1 / (1 + e^−x) in fp32; of a large x, as in Triton's own, the product with log2 e has fewer bits."""
     if PTX:
         divisor = 1 + exp2(x * -1.4426950408889634)
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], tl.float32, True, 1)

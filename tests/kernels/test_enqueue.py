@@ -9,6 +9,8 @@ import triton.language as tl
 
 from kernels.enqueue import Prepared, cdiv, enqueue, next_power_of_2
 
+from .places import PLACES
+
 
 @triton.jit
 def scale(x, bias, out, size, factor, ADD: tl.constexpr, BLOCK: tl.constexpr):
@@ -26,7 +28,7 @@ def scaled(x: torch.Tensor, bias: torch.Tensor | None, factor: float, block: int
     return out
 
 
-@pytest.mark.parametrize("where", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+@pytest.mark.parametrize("where", PLACES)
 def test_every_launch_is_right_whatever_came_before(where: str):
     """Sizes (one, multiples of 16 or not), alignment, dtypes, constants, a missing tensor, options: twice, in turns."""
     memory = torch.randn(1 << 12, device=where)
@@ -42,7 +44,7 @@ def test_every_launch_is_right_whatever_came_before(where: str):
                             torch.testing.assert_close(y, want.to(dtype), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("where", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+@pytest.mark.parametrize("where", PLACES)
 def test_a_prepared_launch_looks_at_its_tensors(where: str):
     memory = torch.randn(1 << 12, device=where)
     for size, add in ((1, True), (64, False), (100, True)):

@@ -4,13 +4,14 @@ import torch
 pytest.importorskip("triton")
 from kernels.triton_parts import add_parts
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .places import PLACES
 
 
+@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "R", "C"), [(1, 1, 1), (3, 5, 7), (512, 1, 9), (1100, 4, 6)])
-def test_parts_are_added_up(n: int, R: int, C: int, dtype: torch.dtype):
-    parts = torch.randn(n, R, C, device=DEVICE)
+def test_parts_are_added_up(n: int, R: int, C: int, dtype: torch.dtype, where: str):
+    parts = torch.randn(n, R, C, device=where)
     found = add_parts(parts, dtype)
     expected = parts.double().sum(0).T
     assert (found.shape, found.dtype) == ((C, R), dtype)
