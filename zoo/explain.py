@@ -62,7 +62,8 @@ def explain(message: str, options: Iterable[str]) -> str:
             return f"{key}: {value!r} is not one of {', '.join(dict.fromkeys(choices.split(', ')))}"
         kinds = dict.fromkeys(re.findall(r"Expected a <class '(?:\w+\.)*(?!NoneType)(\w+)'>", message))
         if kinds:
-            return f"{key}: {value!r} is no {' and no '.join(map(_plain, kinds))}"
+            instead = f", as [{value}] would be" if [*kinds] == ["list"] else ""
+            return f"{key}: {value!r} is no {' and no '.join(map(_plain, kinds))}{instead}"
     return re.sub(r"\s+", " ", message).strip()
 
 
