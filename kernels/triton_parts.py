@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .allocation import new
 from .enqueue import cdiv, enqueue
 
 # A program's columns are one sector of memory; with so many rows at a time few steps wait for it, one after another.
@@ -27,6 +28,6 @@ def add(parts, total, n, R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, C
 def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Σ_n of parts [n,R,C] in fp32, as [C,R] of `dtype`."""
     n, R, C = parts.shape
-    total = torch.empty(C, R, dtype=dtype, device=parts.device)
+    total = new(parts, C, R, dtype=dtype)
     enqueue(add, (cdiv(R * C, COLUMNS),), parts, total, n, R=R, C=C, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
     return total

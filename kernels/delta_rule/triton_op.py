@@ -45,13 +45,21 @@ class Call:
 
     def shapes(self, keep: bool) -> Shapes:
         """Of the outputs of `compute`: o, the final states, and what the backward pass needs."""
-        B, T, H, V, M, K, slots = self.B, self.T, self.H, self.V, self.M, self.K, self.slots
-        results: Shapes = [((B, T, H, V), self.dtype), ((self.N, M, K, V), torch.float32)]
-        kept: Shapes = [((slots, M, CHUNK, CHUNK), self.dtype)] * 2
-        kept += [((slots, M, 4, CHUNK), torch.float32), ((B, T, M, V), self.dtype), ((slots, M, K, V), self.dtype)]
+        results: Shapes = [
+            ((self.B, self.T, self.H, self.V), self.dtype),
+            ((self.N, self.M, self.K, self.V), torch.float32),
+        ]
+        return results + (self.kept if keep else [((0,), dtype) for _, dtype in self.kept])
+
+    @cached_property
+    def kept(self) -> Shapes:
+        """Of inverse, scores and gates of all chunks, and of what `run_forward` keeps."""
+        B, T, V, M, K, slots = self.B, self.T, self.V, self.M, self.K, self.slots
+        pairs = ((slots, M, CHUNK, CHUNK), self.dtype)
+        of_chunks: Shapes = [pairs, pairs, ((slots, M, 4, CHUNK), torch.float32)]
         cut = self.N * self.segments if self.segments > 1 else 0
-        kept += [((cut, M, K, K), torch.float32)]
-        return results + (kept if keep else [((0,), dtype) for _, dtype in kept])
+        along: Shapes = [((B, T, M, V), self.dtype), ((slots, M, K, V), self.dtype), ((cut, M, K, K), torch.float32)]
+        return of_chunks + along
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -144,7 +152,7 @@ def key_block(size: int) -> int:
 
 def prepared(call: Call, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Inverse, scores and gates of every chunk."""
-    inverse, scores, gates = (call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(True)[2:5])
+    inverse, scores, gates = (call.new(*shape, dtype=dtype) for shape, dtype in call.kept[:3])
     launch = launches(call.device, call.K, call.V, call.dtype).prepare
     # left to itself the compiler takes up to 242, and only two programs fit; 16 to 22 of a thread's numbers spill, once
     registers = THIRD if call.dtype == torch.bfloat16 and launch.warps == 4 else None
@@ -185,7 +193,7 @@ def run_forward(
         call.over_time(scan_forward, launch, *given, transition, START="one", V=call.K, **flags)
         initial = call.cuts(transition, local, initial, reverse=False)
     o, final = call.new(call.B, call.T, call.M, call.V), call.states()
-    kept = [call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(True)[5:7]] if save else []
+    kept = [call.new(*shape, dtype=dtype) for shape, dtype in call.kept[3:5]] if save else []
     u, states = kept or (None, None)
     given = (q, k, v, *chunks, initial, o, u, states, final)
     start = "zero" if initial is None else "given"
@@ -280,7 +288,7 @@ def differentiate(
             call.new(call.slots, M, n, CHUNK, dtype=torch.float32) for n in (parts, parts_k, parts_k)
         )
         across = call.new(call.slots, M, parts_k, dtype=torch.float32)
-    reads, writes = torch.empty_like(inverse), torch.empty_like(inverse)
+    reads, writes = call.new(*inverse.shape), call.new(*inverse.shape)
     diagonal = call.new(call.slots, M, CHUNK, dtype=torch.float32)
     dq, dk, dbeta = call.new(B, T, M, K), call.new(B, T, M, K), call.new(B, T, M, dtype=torch.float32)
     given: tuple[Any, ...] = (q, k, u, do, dv, beta, gates, states, dq, dbeta, reads, writes, diagonal, from_queries)

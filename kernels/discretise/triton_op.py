@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import op
+from ..allocation import new
 from ..enqueue import cdiv, enqueue, next_power_of_2
 from ..launch import multiprocessors
 
@@ -83,13 +84,6 @@ def discretise_backward(
     tl.store(at + M, tl.sum(from_bias, 0), mask=m < M)
 
 
-def new(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor that a kernel will fill: of this shape, or of that of `like`, which is quicker."""
-    if not shape:
-        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
 def tile(size: int) -> dict[str, int]:
     """Rows and columns of a tile."""
     block = next_power_of_2(size)
@@ -108,7 +102,7 @@ def rows_of(a: Tensor) -> tuple[Tensor, int, int]:
 
 def compute(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """log_decay and dt, of the shape of a […,M]."""
-    log_decay, dt, sizes = new(a), new(a), tile(a.shape[-1])
+    (log_decay, dt), sizes = (new(a, dtype=torch.float32) for _ in range(2)), tile(a.shape[-1])
     a, rows, a_row = rows_of(a)
     enqueue(discretise_forward, (cdiv(rows, sizes["ROWS"]),), a, A_log, dt_bias, log_decay, dt, rows, a_row, **sizes)
     return log_decay, dt
@@ -129,10 +123,10 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of all three."""
     dlog_decay, ddt = (None if g is None else g.contiguous() for g in gradients)
-    da, sizes = new(a, dtype=a.dtype), tile(a.shape[-1])
+    da, sizes = new(a), tile(a.shape[-1])
     a, rows, a_row = rows_of(a)
     programs = min(cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
-    parts = new(a, programs, 2, sizes["M"])
+    parts = new(a, programs, 2, sizes["M"], dtype=torch.float32)
     given = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a_row)
     enqueue(discretise_backward, (programs,), *given, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
     total = parts.sum(0)

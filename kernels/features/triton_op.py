@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import op
+from ..allocation import new
 from ..columns import gradient_for
 from ..enqueue import Prepared, cdiv, next_power_of_2
 from ..launch import multiprocessors
@@ -52,13 +53,6 @@ def plan(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps:
     length = max(SHORTEST, cdiv(T, runs))
     runs = cdiv(T, length)
     return Plan(together, size, block, length, runs, B * runs * blocks, each)
-
-
-def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor that a kernel will fill: of this shape, or of that of `like`, which is quicker."""
-    if not shape:
-        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 def strided(x: Tensor) -> tuple[Tensor, int, int]:

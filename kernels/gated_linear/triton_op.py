@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import op
+from ..allocation import new
 from ..enqueue import cdiv, enqueue
 
 BLOCK, WARPS = 1024, 4
@@ -53,11 +54,6 @@ def differentiate_product(gate_up, dh, h, dgate_up, SIZE: tl.constexpr, SILU: tl
     tl.store(h + at, (opened * up).to(h.dtype.element_ty), mask=inside)
     tl.store(dgate_up + at_gate, dgate.to(h.dtype.element_ty), mask=inside)
     tl.store(dgate_up + at_gate + SIZE, (d * opened).to(h.dtype.element_ty), mask=inside)
-
-
-def new(like: Tensor, *shape: int) -> Tensor:
-    """A tensor that a kernel will fill."""
-    return like.new_empty(shape)
 
 
 def as_given(device: str) -> AbstractContextManager[Any]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import op
+from ..allocation import new
 from ..enqueue import cdiv, enqueue, next_power_of_2
 from .triton_rows import BLOCK, WARPS, softmax_loss
 
@@ -49,11 +50,6 @@ def _compute(
         if weight_learns:
             add_product(dweight, logits, x[some], first > 0)
     return losses.sum(), dx, dweight.to(weight.dtype)
-
-
-def new(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor on the device of x."""
-    return x.new_empty(shape, dtype=dtype)
 
 
 def add_product(total: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import op
+from ..allocation import new
 from ..columns import gradient_for
 from ..enqueue import Prepared, cdiv, next_power_of_2
 from ..launch import multiprocessors
@@ -19,13 +20,6 @@ PER_WARP, MOST_WARPS = 512, 16
 # Backward, each program walks over many rows, as it leaves a part of the weight's gradient: so many on a multiprocessor
 # are done at about the same time.
 PROGRAMS, PROGRAMS_GATED = 12, 8
-
-
-def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor that a kernel will fill: of this shape, or of that of `like`, which is quicker."""
-    if not shape:
-        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 def inner(x: Tensor) -> int:
