@@ -49,11 +49,14 @@ class Prepared:
         kernel: As of `enqueue`; its tensors precede all other arguments.
         grid: As of `enqueue`.
         numbers: The arguments between the tensors and the constants.
+        checked: Whether the caller has seen to it that the tensors have the same dtypes each time, or are missing each
+            time, and that all of them lie where the first one does. Then nobody looks again.
         constants: As of `enqueue`.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any):
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, checked: bool = False, **constants: Any):
         self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
+        self.checked = checked
         self.found: dict[tuple[Any, ...], Found | None] = {}  # by device, and what the compiler knows of the tensors
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
@@ -61,14 +64,22 @@ class Prepared:
         device, tensors = first.get_device(), (first, *others)
         known: list[Any] = [device]
         values: list[Any] = []  # see below
-        for x in tensors:
-            if x is None:
-                known.append(None)
-                values.append(None)
-            else:
-                at, kind = x.data_ptr(), x.dtype
-                known.append((kind,) if at & 15 else kind)
-                values.append(at if x.is_cuda else x)
+        aligned = False
+        if self.checked:
+            values, bits = [None if x is None else x.data_ptr() for x in tensors], 0
+            for at in values:
+                bits |= at or 0
+            aligned = not bits & 15
+        if not aligned:
+            values = []
+            for x in tensors:
+                if x is None:
+                    known.append(None)
+                    values.append(None)
+                else:
+                    at, kind = x.data_ptr(), x.dtype
+                    known.append((kind,) if at & 15 else kind)
+                    values.append(at if x.is_cuda else x)
         alike = tuple(known)
         found = self.found.get(alike)
         if found is None or device != torch.accelerator.current_device_index():

@@ -1,46 +1,31 @@
-"""One call of the linear recurrence in Triton: its sizes, its workspaces, and the launches that it is made of."""
+"""One call of the linear recurrence in Triton: its tensors, and the launches that it is made of."""
 
-from collections.abc import Mapping
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from ..enqueue import Prepared, enqueue, next_power_of_2
-from ..launch import Launch, launch
-from .layout import BLOCK, CHUNK, LARGEST, Layout, filling, of_documents, of_rows, segment_length
+from ..enqueue import Prepared
+from .layout import BLOCK, CHUNK
 from .triton_carry import carry, scan
 from .triton_channel import channel_grads, channel_score_grads, channel_scores
 from .triton_head import head_gate_grads, head_gates, head_scores
+from .triton_plan import Strides, dense, padded, plan
 
 SCAN_BLOCK = 1024
-FEW = 2  # slices: each makes the scores of a chunk for itself, where nothing else needs them
 FP32 = torch.float32
 
 
-class Tokens:
-    """A tensor [B,T,heads,D] as the kernels see it: tokens of all rows one after another, and two strides.
+class Tokens(NamedTuple):
+    """A tensor [B,T,heads,D] as the kernels see it: tokens of all rows one after another, and two strides."""
 
-    Args:
-        x: The tensor.
-        segment: How many tokens 32 bits have to reach over.
-    """
-
-    def __init__(self, x: Tensor, segment: int = 1):
-        B, T = x.shape[:2]
-        row, token, head, channel = x.stride()
-        joined = B == 1 or T == 1 or row == T * token
-        if not joined or channel != 1 or (T > 1 and token * segment > LARGEST):
-            x = x.contiguous()
-            row, token, head, _ = x.stride()
-        self.data = x
-        self.strides = (token if T > 1 else row, head)
+    data: Tensor
+    strides: Strides
 
 
 class Call:
-    """Sizes, workspaces and launches of one call.
+    """Tensors and launches of one call.
 
     Args:
         q: Queries [B,T,G·E,K].
@@ -51,7 +36,7 @@ class Call:
         cu_seqlens: Boundaries of packed documents.
         scale: Factor of the output.
         subheads: E.
-        grad: In the backward, the gradient of the output.
+        grad: In the backward, the gradient of the output, contiguous.
         gates: In the backward, whether log_decay or beta needs a gradient.
     """
 
@@ -68,194 +53,146 @@ class Call:
         grad: Tensor | None = None,
         gates: bool = False,
     ):
-        self.log_decay, self.beta, self.cu_seqlens = log_decay, beta, cu_seqlens
-        self.scale, self.subheads = scale, subheads
-        self.segment = 1 if cu_seqlens is not None else segment_length(q, v, subheads)
-        self.q, self.k, self.v = (Tokens(x, min(self.segment, q.shape[1])) for x in (q, k, v))
-        self.grad, self.gates = None if grad is None else Tokens(grad), gates
-        self.B, self.T, _, self.K = q.shape
-        self.H, self.V = v.shape[2:]
-        self.heads = self.H * subheads
-        self.groups = self.heads // q.shape[2]  # value heads per key head
-        self.gate = "none" if log_decay is None else {1: "constant", 3: "head", 4: "channel"}[log_decay.dim()]
-        self.channel = self.gate == "channel"
-        self.dtype, self.device = q.dtype, q.device
-        self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
-        self.inside = not self.channel and not gates and self.slices(max(self.K, self.V))[1] <= FEW
-        if self.inside:
+        self.log_decay, self.beta = log_decay, beta
+        self.plan = to = plan(q, k, v, log_decay, beta, cu_seqlens, scale, subheads, grad is not None, gates)
+        self.dtype, self.device = to.dtype, to.device
+        if any(to.copied):
+            q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), to.copied, strict=True))
+        self.q, self.k, self.v = Tokens(q, to.q), Tokens(k, to.k), Tokens(v, to.v)
+        self.grad = None if grad is None else Tokens(grad, dense(to.H, to.V))
+        self.queries, self.keys = self.q, self.k
+        if to.inside:
             self._head_gates()
-        elif self.channel:
+        elif to.channel:
             self._channel_scores()
         else:
             self._head_scores()
-
-    @cached_property
-    def layout(self) -> Layout:
-        if self.cu_seqlens is None:
-            return of_rows(self.B, self.T, self.segment, self.device)
-        widest = max(self.heads * max(self.K, self.V, CHUNK), *(x.strides[0] for x in (self.q, self.k, self.v)))
-        segments = filling(self.heads, self.K, self.V, self.dtype, self.device)
-        return of_documents(self.cu_seqlens, self.T, segments, LARGEST // widest, self.device)
-
-    def launch(self, kernel: str) -> Launch:
-        return launch(kernel, max(self.K, self.V), self.dtype, self.device)
-
-    @cached_property
-    def sequential(self) -> Launch:
-        return self.launch("carry")
-
-    @property
-    def sums(self) -> Mapping[str, Any]:
-        """How decays are summed, and the dtype of factors that know a reference point: with the range of fp32."""
-        return {"WIDE": self.dtype == FP32, "DOT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32}
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
     def per_token(self, size: int) -> Tensor:
         """An uninitialised [B,T,H·E,size]."""
-        return self.empty(self.B, self.T, self.heads, size)
+        return self.empty(self.plan.B, self.plan.T, self.plan.heads, size)
 
     def states(self) -> Tensor:
         """Uninitialised states [N,H·E,K,V]."""
-        return self.empty(self.layout.sequences.shape[0], self.heads, self.K, self.V, dtype=FP32)
-
-    def _or_unused(self, *tensors: Tensor | None) -> list[Tensor]:
-        """A pointer that a kernel does not follow has to point somewhere."""
-        return [self.scores if x is None else x for x in tensors]
+        to = self.plan
+        return self.empty(to.sequences, to.heads, to.K, to.V, dtype=FP32)
 
     def _head_gates(self) -> None:
-        shape = (self.heads, self.chunks, CHUNK)
-        self.enter, self.leave = (self.empty(*shape, dtype=FP32) for _ in range(2))
-        self.decays = self.empty(self.heads, self.chunks, 2, CHUNK, dtype=FP32)
-        self.total = self.empty(self.heads, self.chunks, dtype=FP32)
-        self.scores = self.score_grads = self.enter
-        enqueue(
-            head_gates,
-            (self.chunks, self.heads),
-            *self._or_unused(self.log_decay, self.beta),
-            self.enter,
-            self.leave,
-            self.total,
-            self.decays,
-            self.layout.chunks,
-            self.scale,
-            self.heads,
-            self.chunks,
-            GATE=self.gate,
-            BETA=self.beta is not None,
-            WIDE=self.dtype == FP32,
-            num_warps=1,
+        to = self.plan
+        self.gates = self.scores = self.score_grads = self.empty(to.heads, to.chunks, to.parts, CHUNK, dtype=FP32)
+        launch = to.ready(
+            "gates",
+            lambda: Prepared(
+                head_gates,
+                (to.chunks, to.heads),
+                to.scale,
+                to.heads,
+                to.chunks,
+                PARTS=to.parts,
+                GATE=to.gate,
+                BETA=to.beta,
+                WIDE=to.wide,
+                num_warps=1,
+                checked=True,
+            ),
         )
-        self.queries, self.keys = self.q, self.k
+        launch(self.gates, self.log_decay, self.beta, to.layout.chunks)
 
     def _head_scores(self) -> None:
-        self.scores = self.empty(self.heads, self.chunks, CHUNK, CHUNK)
-        self.decays = self.scores
-        vectors = self.empty(5 if self.gates else 2, self.heads, self.chunks, CHUNK, dtype=FP32).unbind()
-        self.enter, self.leave = vectors[:2]
-        self.total = self.empty(self.heads, self.chunks, dtype=FP32)
-        self.score_grads = self.scores if self.grad is None else torch.empty_like(self.scores)
-        self.rest, self.rows, self.columns = vectors[2:] if self.gates else [self.enter] * 3
-        grad = self.grad or self.v
-        tensors = [self.q.data, self.k.data, self.v.data, grad.data, *self._or_unused(self.log_decay, self.beta)]
-        tensors += [self.scores, self.score_grads, self.enter, self.leave, self.rest, self.total, self.rows]
-        enqueue(
-            head_scores,
-            (self.chunks, self.heads),
-            *tensors,
-            self.columns,
-            self.layout.chunks,
-            self.scale,
-            *self.q.strides,
-            *self.k.strides,
-            *self.v.strides,
-            *grad.strides,
-            self.heads,
-            self.chunks,
-            self.groups,
-            SUBHEADS=self.subheads,
-            K=self.K,
-            V=self.V,
-            BK=padded(self.K),
-            BV=padded(self.V),
-            GATE=self.gate,
-            BETA=self.beta is not None,
-            BACKWARD=self.grad is not None,
-            GATES=self.gates,
-            WIDE=self.dtype == FP32,
-            **options(self.dtype, self.launch("head_scores")),
+        to, grad = self.plan, self.grad or self.v
+        self.gates = self.empty(to.heads, to.chunks, to.parts, CHUNK, dtype=FP32)
+        self.scores = self.score_grads = self.empty(to.heads, to.chunks, CHUNK, CHUNK)
+        if to.backward:
+            self.score_grads = torch.empty_like(self.scores)
+        launch = to.ready(
+            "scores",
+            lambda: Prepared(
+                head_scores,
+                (to.chunks, to.heads),
+                to.scale,
+                *(*to.q, *to.k, *to.v, *grad.strides),
+                to.heads,
+                to.chunks,
+                to.groups,
+                SUBHEADS=to.subheads,
+                K=to.K,
+                V=to.V,
+                BK=padded(to.K),
+                BV=padded(to.V),
+                PARTS=to.parts,
+                GATE=to.gate,
+                BETA=to.beta,
+                BACKWARD=to.backward,
+                GATES=to.gates,
+                WIDE=to.wide,
+                **to.options(to.launch("head_scores")),
+            ),
         )
-        self.queries, self.keys = self.q, self.k
+        given = (self.q.data, self.k.data, self.v.data, grad.data, self.log_decay, self.beta)
+        launch(*given, self.scores, self.score_grads, self.gates, to.layout.chunks)
 
     def _channel_scores(self) -> None:
-        self.scores = self.empty(self.heads, self.chunks, CHUNK, CHUNK)
-        self.decays = self.scores
-        entering, leaving = self.per_token(self.K), self.per_token(self.K)
-        self.total = self.empty(self.heads, self.chunks, self.K, dtype=FP32)
-        self.steep = self.empty(self.heads, self.chunks, dtype=torch.int8)
-        entry = self.launch("channel_scores")
-        for slow in (False, True):
-            enqueue(
-                channel_scores,
-                (self.chunks, self.heads),
-                self.q.data,
-                self.k.data,
-                *self._or_unused(self.log_decay, self.beta),
-                self.scores,
-                entering,
-                leaving,
-                self.total,
-                self.steep,
-                self.layout.chunks,
-                self.scale,
-                *self.q.strides,
-                *self.k.strides,
-                self.heads,
-                self.chunks,
-                self.groups,
-                SUBHEADS=self.subheads,
-                K=self.K,
-                BK=min(entry.block, padded(self.K)),
-                BETA=self.beta is not None,
-                SLOW=slow,
-                **self.sums,
-                **options(self.dtype, entry),
-            )
-        self.queries, self.keys = Tokens(entering), Tokens(leaving)
-        self.enter = self.leave = self.score_grads = self.scores
+        to = self.plan
+        self.scores = self.score_grads = self.empty(to.heads, to.chunks, CHUNK, CHUNK)
+        entering, leaving = self.per_token(to.K), self.per_token(to.K)
+        self.gates = self.empty(to.heads, to.chunks, to.K, dtype=FP32)
+        self.steep = self.empty(to.heads, to.chunks, dtype=torch.int8)
 
-    def slices(self, size: int) -> tuple[int, int]:
-        """Width and number of the slices that the output of a pass is cut into."""
-        width = min(self.sequential.block, padded(size))
-        return width, -(-size // width)
+        def prepare(slow: bool) -> Prepared:
+            entry = to.launch("channel_scores")
+            return Prepared(
+                channel_scores,
+                (to.chunks, to.heads),
+                to.scale,
+                *(*to.q, *to.k),
+                to.heads,
+                to.chunks,
+                to.groups,
+                SUBHEADS=to.subheads,
+                K=to.K,
+                BK=min(entry.block, padded(to.K)),
+                BETA=to.beta,
+                SLOW=slow,
+                **to.sums,
+                **to.options(entry),
+            )
+
+        given = (self.q.data, self.k.data, self.log_decay, self.beta, self.scores, entering, leaving, self.gates)
+        for slow in (False, True):
+            to.ready(("scores", slow), partial(prepare, slow))(*given, self.steep, to.layout.chunks)
+        strides = dense(to.heads, to.K)
+        self.queries, self.keys = Tokens(entering, strides), Tokens(leaving, strides)
 
     def starts(self, mode: str, y: Tokens, z: Tokens, first: Tensor | None, last: Tensor | None) -> Tensor | None:
         """The states that segments start from, in forward order (mode o) or in reverse (dv); fills `last`."""
-        if not self.layout.segmented:
+        to = self.plan
+        if not to.layout.segmented:
             return first
-        count = self.layout.segments.shape[0]
-        local = self.empty(count, self.heads, self.K, self.V, dtype=FP32)
-        shrunk = self.empty(count, self.heads, self.K if self.channel else 1, dtype=FP32)
+        local = self.empty(to.segments, to.heads, to.K, to.V, dtype=FP32)
+        shrunk = self.empty(to.segments, to.heads, to.K if to.channel else 1, dtype=FP32)
         self.carry(mode, y, y, z, last=local, shrunk=shrunk)
-        enqueue(
-            scan,
-            (-(-self.K * self.V // SCAN_BLOCK), self.heads, self.layout.sequences.shape[0]),
-            local,
-            shrunk,
-            *self._or_unused(first, last),
-            self.layout.sequences,
-            self.heads,
-            K=self.K,
-            V=self.V,
-            BLOCK=SCAN_BLOCK,
-            CHANNEL=self.channel,
-            DECAY=self.gate != "none",
-            REVERSE=mode == "dv",
-            FIRST=first is not None,
-            LAST=last is not None,
-            num_warps=4,
+        launch = to.ready(
+            ("scan", mode, first is None, last is None),
+            lambda: Prepared(
+                scan,
+                (-(-to.K * to.V // SCAN_BLOCK), to.heads, to.sequences),
+                to.heads,
+                K=to.K,
+                V=to.V,
+                BLOCK=SCAN_BLOCK,
+                CHANNEL=to.channel,
+                DECAY=to.decays,
+                REVERSE=mode == "dv",
+                FIRST=first is not None,
+                LAST=last is not None,
+                num_warps=4,
+                checked=True,
+            ),
         )
+        launch(local, shrunk, first, last, to.layout.sequences)
         return local
 
     def carry(
@@ -276,40 +213,52 @@ class Call:
         anchors: Tensor | None = None,
     ) -> None:
         """One sequential pass, for the output or, without `out`, for the last state of each segment."""
-        DX, DZ = x.data.shape[3], z.data.shape[3]
-        width, slices = self.slices(DZ)
-        if out is not None and self.layout.segmented:
+        to = self.plan
+        if out is not None and to.layout.segmented:
             last = None  # that was the scan
-        other, gates = other or z, checkpoints is not None
-        tensors = [x.data, y.data, z.data, other.data, *self._or_unused(out)]
-        tensors += [self.score_grads if mode in ("dq", "dk") else self.scores, self.decays, *self._or_unused(self.beta)]
-        tensors += [self.enter, self.leave, self.total]
-        tensors += self._or_unused(products, checkpoints, anchors, first, last, shrunk)
-        sizes = (*x.strides, *y.strides, *z.strides, *other.strides, self.scale, self.heads, self.chunks, self.blocks)
-        per_block = BLOCK // CHUNK if gates and not self.channel else 1 << 30
-        ready(
-            (slices * self.layout.segments.shape[0], self.heads),
-            (*sizes, per_block, self.groups),
-            self.sequential,
-            self.dtype,
-            MODE=mode,
-            SUBHEADS=self.subheads,
-            DX=DX,
-            DZ=DZ,
-            BX=padded(DX),
-            BZ=width,
-            OUTPUT=out is not None,
-            CHANNEL=self.channel,
-            DECAY=self.gate != "none",
-            INSIDE=self.inside,
-            # in reverse it would only make registers scarce
-            CONSTANT=mode in ("o", "dq") and self.gate == "constant",
-            BETA=self.inside and self.beta is not None,
-            GATES=gates,
-            PLAIN=plain,
-            FIRST=first is not None,
-            LAST=last is not None,
-        )(*tensors, self.layout.segments)
+        other = other or z
+
+        def prepare() -> Prepared:
+            DX, DZ = x.data.shape[3], z.data.shape[3]
+            width, slices = to.slices(DZ)
+            gates = checkpoints is not None
+            return Prepared(
+                carry,
+                (slices * to.segments, to.heads),
+                *(*x.strides, *y.strides, *z.strides, *other.strides),
+                to.scale,
+                to.heads,
+                to.chunks,
+                to.blocks,
+                BLOCK // CHUNK if gates and not to.channel else 1 << 30,
+                to.groups,
+                MODE=mode,
+                SUBHEADS=to.subheads,
+                DX=DX,
+                DZ=DZ,
+                BX=padded(DX),
+                BZ=width,
+                PARTS=to.parts,
+                OUTPUT=out is not None,
+                CHANNEL=to.channel,
+                DECAY=to.decays,
+                INSIDE=to.inside,
+                # in reverse it would only make registers scarce
+                CONSTANT=mode in ("o", "dq") and to.gate == "constant",
+                BETA=to.inside and to.beta,
+                GATES=gates,
+                PLAIN=plain,
+                FIRST=first is not None,
+                LAST=last is not None,
+                WIDE=to.wide,
+                STAGES=to.sequential.stages,
+                **to.options(to.sequential),
+            )
+
+        launch = to.ready((mode, out is None, first is None, last is None, checkpoints is None, plain), prepare)
+        scores = self.score_grads if mode in ("dq", "dk") else self.scores
+        given = (x.data, y.data, z.data, other.data, out, scores, self.beta, self.gates)
+        launch(*given, products, checkpoints, anchors, first, last, shrunk, to.layout.segments)
 
     def head_grads(
         self,
@@ -322,43 +271,42 @@ class Call:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Fills dq and dk; returns the gradients of the gates, which are per head."""
         assert self.grad
-        if not self.gates:
+        to = self.plan
+        if not to.gates:
             self.carry("dq", self.grad, self.v, self.k, dq, first)
             self.carry("dk", self.v, self.grad, self.q, dk, last)
             return None, None
-        slices = self.slices(self.K)[1]
-        shape = (slices, self.heads, self.chunks, CHUNK)
+        slices = to.slices(to.K)[1]
+        shape = (slices, to.heads, to.chunks, CHUNK)
         read, written = (self.empty(*shape, parts, dtype=FP32) for parts in (1, 2 if beta_grad else 1))
         marks: dict[str, Any] = {
-            "checkpoints": self.empty(self.blocks, self.heads, self.K, self.V, dtype=FP32),
-            "anchors": self.empty(slices, self.heads, self.blocks, dtype=FP32),
+            "checkpoints": self.empty(to.blocks, to.heads, to.K, to.V, dtype=FP32),
+            "anchors": self.empty(slices, to.heads, to.blocks, dtype=FP32),
         }
         self.carry("dq", self.grad, self.v, self.k, dq, first, other=self.q, products=read, **marks)
         self.carry("dk", self.v, self.grad, self.q, dk, last, other=self.k, products=written, plain=beta_grad, **marks)
         wanted = (decay_grad, beta_grad)
-        dg, dbeta = (self.empty(self.B, self.T, self.heads, dtype=FP32) if w else None for w in wanted)
-        enqueue(
-            head_gate_grads,
-            (self.blocks, self.heads),
-            read,
-            written,
-            self.rows,
-            self.columns,
-            self.rest,
-            marks["anchors"],
-            *self._or_unused(self.beta, dg, dbeta),
-            self.layout.blocks,
-            self.heads,
-            self.chunks,
-            self.blocks,
-            SLICES=slices,
-            BLOCK=BLOCK,
-            DECAY=decay_grad,
-            BETA=self.beta is not None,
-            BETA_GRAD=beta_grad,
-            num_warps=4,
+        dg, dbeta = (self.empty(to.B, to.T, to.heads, dtype=FP32) if w else None for w in wanted)
+        launch = to.ready(
+            ("gate grads", *wanted),
+            lambda: Prepared(
+                head_gate_grads,
+                (to.blocks, to.heads),
+                to.heads,
+                to.chunks,
+                to.blocks,
+                PARTS=to.parts,
+                SLICES=slices,
+                BLOCK=BLOCK,
+                DECAY=decay_grad,
+                BETA=to.beta,
+                BETA_GRAD=beta_grad,
+                num_warps=4,
+                checked=True,
+            ),
         )
-        return dg.sum((0, 1)) if dg is not None and self.gate == "constant" else dg, dbeta
+        launch(read, written, self.gates, marks["anchors"], self.beta, dg, dbeta, to.layout.blocks)
+        return dg.sum((0, 1)) if dg is not None and to.gate == "constant" else dg, dbeta
 
     def channel_grads(
         self,
@@ -371,98 +319,72 @@ class Call:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Fills dq and dk; returns the gradients of the gates, of which the decay is per channel."""
         assert self.grad
-        read, written = self.per_token(self.K), self.per_token(self.K)
+        to = self.plan
+        read, written = self.per_token(to.K), self.per_token(to.K)
         marks: dict[str, Any] = {}
         if decay_grad:
-            marks["checkpoints"] = self.empty(self.chunks, self.heads, self.K, self.V)
-            marks["anchors"] = self.empty(self.heads, self.chunks, self.K, dtype=FP32)
+            marks["checkpoints"] = self.empty(to.chunks, to.heads, to.K, to.V)
+            marks["anchors"] = self.empty(to.heads, to.chunks, to.K, dtype=FP32)
         self.carry("dq", self.grad, self.v, self.keys, read, first, **marks)
         self.carry("dk", self.v, self.grad, self.queries, written, last, **marks)
-        score_grads = self.empty(self.H, self.chunks, CHUNK, CHUNK)
-        diagonal = self.empty(self.H, self.chunks, CHUNK, dtype=FP32)
-        enqueue(
-            channel_score_grads,
-            (self.chunks, self.H),
-            self.v.data,
-            self.grad.data,
-            score_grads,
-            diagonal,
-            self.layout.chunks,
-            self.scale,
-            *self.v.strides,
-            *self.grad.strides,
-            self.chunks,
-            V=self.V,
-            BV=padded(self.V),
-            **options(self.dtype, self.launch("head_scores")),
+        score_grads = self.empty(to.H, to.chunks, CHUNK, CHUNK)
+        diagonal = self.empty(to.H, to.chunks, CHUNK, dtype=FP32)
+        launch = to.ready(
+            "score grads",
+            lambda: Prepared(
+                channel_score_grads,
+                (to.chunks, to.H),
+                to.scale,
+                *(*to.v, *dense(to.H, to.V)),
+                to.chunks,
+                V=to.V,
+                BV=padded(to.V),
+                **to.options(to.launch("head_scores")),
+            ),
         )
-        entry = self.launch("channel_grads")
-        width = min(entry.block, padded(self.K))
-        slices = -(-self.K // width)
-        dg = self.empty(self.B, self.T, self.heads, self.K, dtype=FP32) if decay_grad else None
-        dbeta = self.empty(slices, self.B, self.T, self.heads, dtype=FP32) if beta_grad else None
-        for slow in (False, True):
-            enqueue(
+        launch(self.v.data, self.grad.data, score_grads, diagonal, to.layout.chunks)
+        entry = to.launch("channel_grads")
+        width = min(entry.block, padded(to.K))
+        slices = -(-to.K // width)
+        dg = self.empty(to.B, to.T, to.heads, to.K, dtype=FP32) if decay_grad else None
+        dbeta = self.empty(slices, to.B, to.T, to.heads, dtype=FP32) if beta_grad else None
+
+        def prepare(slow: bool) -> Prepared:
+            return Prepared(
                 channel_grads,
-                (self.chunks * slices, self.heads),
-                self.q.data,
-                self.k.data,
-                score_grads,
-                diagonal,
-                *self._or_unused(self.log_decay, self.beta),
-                read,
-                written,
-                *self._or_unused(marks.get("anchors")),
-                dq,
-                dk,
-                *self._or_unused(dg, dbeta),
-                self.steep,
-                self.layout.chunks,
-                self.scale,
-                *self.q.strides,
-                *self.k.strides,
-                self.B * self.T,
-                self.heads,
-                self.chunks,
-                self.groups,
-                SUBHEADS=self.subheads,
-                K=self.K,
+                (to.chunks * slices, to.heads),
+                to.scale,
+                *(*to.q, *to.k),
+                to.B * to.T,
+                to.heads,
+                to.chunks,
+                to.groups,
+                SUBHEADS=to.subheads,
+                K=to.K,
                 BK=width,
-                BETA=self.beta is not None,
+                BETA=to.beta,
                 BETA_GRAD=beta_grad,
                 DECAY_GRAD=decay_grad,
                 SLOW=slow,
-                **self.sums,
-                **options(self.dtype, entry),
+                **to.sums,
+                **to.options(entry),
             )
+
+        given = (self.q.data, self.k.data, score_grads, diagonal, self.log_decay, self.beta, read, written)
+        wanted = (marks.get("anchors"), dq, dk, dg, dbeta, self.steep)
+        for slow in (False, True):
+            to.ready(("grads", decay_grad, beta_grad, slow), partial(prepare, slow))(*given, *wanted, to.layout.chunks)
         return dg, None if dbeta is None else dbeta.sum(0)
 
     def per_head(self, x: Tensor) -> Tensor:
         """[B,T,H·E,·] summed over subheads: [B,T,H,·]."""
         # with a dtype, or autocast would change it
-        return x if self.subheads == 1 else x.unflatten(2, (self.H, self.subheads)).sum(3, dtype=x.dtype)
+        to = self.plan
+        return x if to.subheads == 1 else x.unflatten(2, (to.H, to.subheads)).sum(3, dtype=x.dtype)
 
     def per_key_head(self, x: Tensor) -> Tensor:
         """[B,T,H·E,·] summed over the value heads of a key head: [B,T,G·E,·]."""
-        if self.groups == 1:
+        to = self.plan
+        if to.groups == 1:
             return x
-        return x.unflatten(2, (-1, self.groups, self.subheads)).sum(3, dtype=x.dtype).flatten(2, 3)
-
-
-def options(dtype: torch.dtype, entry: Launch) -> Mapping[str, Any]:
-    """What all kernels are compiled with."""
-    return {"PRECISION": "tf32x3" if dtype == FP32 else "tf32", "num_warps": entry.warps, "num_stages": entry.stages}
-
-
-@lru_cache(maxsize=4096)
-def ready(
-    grid: tuple[int, ...], sizes: tuple[Any, ...], entry: Launch, dtype: torch.dtype, **constants: Any
-) -> Prepared:
-    """A sequential pass of which the tensors are missing."""
-    fixed = {**constants, "WIDE": dtype == FP32, "STAGES": entry.stages, **options(dtype, entry)}
-    return Prepared(carry, grid, *sizes, **fixed)
-
-
-def padded(size: int) -> int:
-    """The power of two that a tile has for `size`: products need 16."""
-    return max(16, next_power_of_2(size))
+        return x.unflatten(2, (-1, to.groups, to.subheads)).sum(3, dtype=x.dtype).flatten(2, 3)

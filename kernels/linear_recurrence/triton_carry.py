@@ -28,6 +28,15 @@ import triton
 import triton.language as tl
 
 CHUNK = tl.constexpr(64)
+# what the gates of a chunk come to, as vectors over its tokens: b are log decays summed from its start, in log2 units
+ENTER = tl.constexpr(0)  # scale · e^b
+LEAVE = tl.constexpr(1)  # β e^{b_C − b}
+TOTAL = tl.constexpr(2)  # e^{b_C}, once
+SUMS = tl.constexpr(3)  # where passes make the scores: b,
+REST_OF_SUMS = tl.constexpr(4)  # and what fp32 leaves of it
+SURVIVES = tl.constexpr(3)  # where gates have gradients: e^{b_C − b},
+ROWS = tl.constexpr(4)  # row sums of dO Vᵀ ⊙ P,
+COLUMNS = tl.constexpr(5)  # and its column sums, without β
 
 
 @triton.jit
@@ -48,8 +57,9 @@ def store_tile(pointer, rows, stride, columns, valid, x, WIDTH: tl.constexpr, BL
 
 
 @triton.jit
-def decay_inside(sums, CONSTANT: tl.constexpr, WIDE: tl.constexpr):
+def decay_inside(gates, CONSTANT: tl.constexpr, WIDE: tl.constexpr):
     """[64,64]: what the tokens of a chunk have decayed by between each other, in either direction."""
+    sums = gates + SUMS * CHUNK
     r = tl.arange(0, CHUNK)
     if CONSTANT:
         steps = tl.abs(r[:, None] - r[None, :]).to(tl.float32)
@@ -57,7 +67,7 @@ def decay_inside(sums, CONSTANT: tl.constexpr, WIDE: tl.constexpr):
     b = tl.load(sums + r)
     between = b[:, None] - b[None, :]
     if WIDE:
-        rest = tl.load(sums + CHUNK + r)
+        rest = tl.load(gates + REST_OF_SUMS * CHUNK + r)
         between += rest[:, None] - rest[None, :]
     return tl.exp2(-tl.abs(between))
 
@@ -70,11 +80,8 @@ def carry(
     other,
     out,  # [tokens,heads,DZ]
     scores,  # [heads,chunks,64,64], unless INSIDE
-    sums,  # INSIDE: [heads,chunks,2,64], summed decays in log2 units and what fp32 leaves of them
     beta,  # INSIDE: [tokens,heads]
-    enter,  # [heads,chunks,64], as leave
-    leave,
-    total,  # [heads,chunks], per channel [heads,chunks,K]
+    gates,  # [heads,chunks,PARTS,64]: ENTER …; per channel [heads,chunks,K]: e^{b_C}
     products,  # [blocks of DZ,heads,chunks,64], PLAIN […,64,2]: Σ other · (what out has from the state)
     checkpoints,  # [blocks or chunks,heads,K,V]
     anchors,  # [blocks of DZ,heads,blocks]: <S,dS> at the end of a block; per channel [heads,chunks,K]
@@ -101,6 +108,7 @@ def carry(
     DZ: tl.constexpr,
     BX: tl.constexpr,
     BZ: tl.constexpr,
+    PARTS: tl.constexpr,
     MODE: tl.constexpr,  # o, dq, dk, dv
     OUTPUT: tl.constexpr,  # else only the state
     CHANNEL: tl.constexpr,  # decay per channel
@@ -140,16 +148,15 @@ def carry(
     x += start * x_token + x_row.to(tl.int64) * x_head
     y += start * y_token + x_row.to(tl.int64) * y_head
     z += start * z_token + z_row.to(tl.int64) * z_head
-    out += (start * heads + n) * DZ
-    if GATES and TRANSPOSED and not CHANNEL:
-        other += start * other_token + z_row.to(tl.int64) * other_head
+    if OUTPUT:
+        out += (start * heads + n) * DZ
     place = n.to(tl.int64) * chunks + first_chunk
     scores += place * (CHUNK * CHUNK)
-    sums += place * (2 * CHUNK)
-    beta += start * heads + n
-    enter += place * CHUNK
-    leave += place * CHUNK
-    products += (slice_.to(tl.int64) * heads * chunks + place) * (CHUNK * (2 if PLAIN else 1))
+    if BETA:
+        beta += start * heads + n
+    if GATES and TRANSPOSED and not CHANNEL:
+        other += start * other_token + z_row.to(tl.int64) * other_head
+        products += (slice_.to(tl.int64) * heads * chunks + place) * (CHUNK * (2 if PLAIN else 1))
 
     r = tl.arange(0, CHUNK)
     cx = tl.arange(0, BX)
@@ -167,10 +174,10 @@ def carry(
         # the decay lies along K, which is z where the state is transposed
         cd = cz if TRANSPOSED else cx
         DK: tl.constexpr = DZ if TRANSPOSED else DX
-        total += place * DK
+        gates += place * DK
         survives = tl.full([BZ if TRANSPOSED else BX], 1.0, tl.float32)
     else:
-        total += place
+        gates += place * (PARTS * CHUNK)
         survives = 1.0
 
     for b in range(0, tl.cdiv(count, per_block)):
@@ -184,7 +191,8 @@ def carry(
             tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
         if DECAY and not CHANNEL:
             # one chunk ahead: a scalar that is needed at once would stall every step
-            following = tl.load(total + (block_start + block_count - 1 if REVERSE else block_start))
+            next_ = block_start + block_count - 1 if REVERSE else block_start
+            following = tl.load(gates + next_ * (PARTS * CHUNK) + TOTAL * CHUNK)
         for i in tl.range(0, block_count, num_stages=STAGES):
             c = block_start + (block_count - 1 - i if REVERSE else i)
             t = c * CHUNK + r
@@ -194,15 +202,15 @@ def carry(
             if OUTPUT:
                 X = load_tile(x, t, x_token, cx, valid, DX, BX)
             if SCALED:
-                into = tl.load((leave if REVERSE else enter) + t)
-                rest = tl.load((enter if REVERSE else leave) + t)
+                into = tl.load(gates + c * (PARTS * CHUNK) + (LEAVE if REVERSE else ENTER) * CHUNK + r)
+                rest = tl.load(gates + c * (PARTS * CHUNK) + (ENTER if REVERSE else LEAVE) * CHUNK + r)
             if DECAY:
                 if CHANNEL:
-                    keep = tl.load(total + c * DK + cd, mask=cd < DK, other=0.0)
+                    keep = tl.load(gates + c * DK + cd, mask=cd < DK, other=0.0)
                 else:
                     keep = following
                     ahead = tl.maximum(c - 1, 0) if REVERSE else tl.minimum(c + 1, count - 1)
-                    following = tl.load(total + ahead)
+                    following = tl.load(gates + ahead * (PARTS * CHUNK) + TOTAL * CHUNK)
             if GATES and CHANNEL:
                 at = ((first_chunk + c).to(tl.int64) * heads + n) * (DX * DZ) + at_state
                 if MODE == "dq":
@@ -214,7 +222,7 @@ def carry(
                 if INSIDE:
                     P = tl.dot(X, tl.trans(Y), input_precision=PRECISION) * scale
                     if DECAY:
-                        P *= decay_inside(sums if CONSTANT else sums + c * (2 * CHUNK), CONSTANT, WIDE)
+                        P *= decay_inside(gates if CONSTANT else gates + c * (PARTS * CHUNK), CONSTANT, WIDE)
                     if BETA:
                         # of the token whose key it is: in order a column, in reverse a row
                         write = tl.load(beta + t * heads, mask=valid, other=0.0)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..triton_exponential import exp2
-from .triton_carry import CHUNK, load_tile
+from .triton_carry import CHUNK, COLUMNS, ENTER, LEAVE, REST_OF_SUMS, ROWS, SUMS, SURVIVES, TOTAL, load_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # 2^-100 is nothing in fp32 already, and a sum of 64 of them still has digits left for its differences
@@ -45,16 +45,14 @@ def chunk_decays(log_decay, n, tokens, heads, valid, GATE: tl.constexpr, WIDE: t
 
 @triton.jit(do_not_specialize=["heads", "chunks"])
 def head_gates(
+    gates,  # [heads,chunks,PARTS,64]: ENTER, LEAVE, TOTAL, SUMS, REST_OF_SUMS
     log_decay,  # [heads] or [tokens,heads]
     beta,  # [tokens,heads]
-    enter,  # [heads,chunks,64]: scale · e^b
-    leave,  # β e^{b_C − b}
-    total,  # [heads,chunks]: e^{b_C}
-    sums,  # [heads,chunks,2,64]: b in log2 units, and what fp32 leaves of it
     table,  # [chunks,2]: first token, tokens
     scale,
     heads,
     chunks,
+    PARTS: tl.constexpr,
     GATE: tl.constexpr,  # none, constant, head
     BETA: tl.constexpr,
     WIDE: tl.constexpr,  # sum decays in fp64
@@ -63,22 +61,22 @@ def head_gates(
     c, n = tl.program_id(0), tl.program_id(1)
     start = tl.load(table + c * 2).to(tl.int64)
     count = tl.load(table + c * 2 + 1)
-    place = n.to(tl.int64) * chunks + c
+    gates += (n.to(tl.int64) * chunks + c) * (PARTS * CHUNK)
     r = tl.arange(0, CHUNK)
     valid = r < count
     e = tl.full([CHUNK], 1.0, tl.float32)
     w = e
     if GATE != "none":
         b, whole, w = chunk_decays(log_decay, n, start + r, heads, valid, GATE, WIDE)
-        tl.store(total + place, whole)
+        tl.store(gates + TOTAL * CHUNK, whole)
         high = b.to(tl.float32)
         e = exp2(high)
-        tl.store(sums + place * (2 * CHUNK) + r, high)
-        tl.store(sums + place * (2 * CHUNK) + CHUNK + r, (b - high).to(tl.float32))
+        tl.store(gates + SUMS * CHUNK + r, high)
+        tl.store(gates + REST_OF_SUMS * CHUNK + r, (b - high).to(tl.float32))
     if BETA:
         w *= tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
-    tl.store(enter + place * CHUNK + r, e * scale)
-    tl.store(leave + place * CHUNK + r, w)
+    tl.store(gates + ENTER * CHUNK + r, e * scale)
+    tl.store(gates + LEAVE * CHUNK + r, w)
 
 
 @triton.jit(do_not_specialize=["heads", "chunks", "groups"])
@@ -91,12 +89,7 @@ def head_scores(
     beta,  # [tokens,heads]
     scores,  # [heads,chunks,64,64]
     score_grads,
-    enter,  # [heads,chunks,64]: scale · e^b
-    leave,  # β e^{b_C − b}
-    rest,  # e^{b_C − b}
-    total,  # [heads,chunks]: e^{b_C}
-    rows,  # [heads,chunks,64]: row sums of dO Vᵀ ⊙ P
-    columns,  # its column sums, without β
+    gates,  # [heads,chunks,PARTS,64]: ENTER, LEAVE, TOTAL, and with GATES also SURVIVES, ROWS, COLUMNS
     table,  # [chunks,2]: first token, tokens
     scale,
     q_token,
@@ -115,6 +108,7 @@ def head_scores(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    PARTS: tl.constexpr,
     GATE: tl.constexpr,  # none, constant, head
     BETA: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -128,6 +122,7 @@ def head_scores(
     value_head = n // SUBHEADS
     key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
     place = n.to(tl.int64) * chunks + c
+    gates += place * (PARTS * CHUNK)
     r = tl.arange(0, CHUNK)
     valid = r < count
     ck = tl.arange(0, BK)
@@ -144,7 +139,7 @@ def head_scores(
         between = tl.minimum((b[:, None] - b[None, :]).to(tl.float32), 0.0)
         D = tl.where(lower, exp2(between) * scale, 0.0)
         e = exp2(b.to(tl.float32))
-        tl.store(total + place, whole)
+        tl.store(gates + TOTAL * CHUNK, whole)
     if BETA:
         input_gate = tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
     else:
@@ -152,8 +147,8 @@ def head_scores(
     P = P * D
     tile = place * (CHUNK * CHUNK) + r[:, None] * CHUNK + r[None, :]
     tl.store(scores + tile, (P * input_gate[None, :]).to(scores.dtype.element_ty))
-    tl.store(enter + place * CHUNK + r, e * scale)
-    tl.store(leave + place * CHUNK + r, w * input_gate)
+    tl.store(gates + ENTER * CHUNK + r, e * scale)
+    tl.store(gates + LEAVE * CHUNK + r, w * input_gate)
     if BACKWARD:
         cv = tl.arange(0, BV)
         dO = load_tile(grad + start * grad_token + value_head.to(tl.int64) * grad_head, r, grad_token, cv, valid, V, BV)
@@ -162,18 +157,16 @@ def head_scores(
         tl.store(score_grads + tile, (dP * D * input_gate[None, :]).to(scores.dtype.element_ty))
         if GATES:
             G = dP * P
-            tl.store(rest + place * CHUNK + r, w)
-            tl.store(rows + place * CHUNK + r, tl.sum(G * input_gate[None, :], 1))
-            tl.store(columns + place * CHUNK + r, tl.sum(G, 0))
+            tl.store(gates + SURVIVES * CHUNK + r, w)
+            tl.store(gates + ROWS * CHUNK + r, tl.sum(G * input_gate[None, :], 1))
+            tl.store(gates + COLUMNS * CHUNK + r, tl.sum(G, 0))
 
 
 @triton.jit(do_not_specialize=["heads", "chunks", "blocks"])
 def head_gate_grads(
     read,  # [key slices,heads,chunks,64]: Σ enter q · (what q reads from the state)
     written,  # Σ leave k · (what the gradient of the state reads); BETA_GRAD […,64,2]: beside it Σ k · (the same)
-    rows,
-    columns,
-    rest,
+    gates,  # [heads,chunks,PARTS,64]: SURVIVES, ROWS, COLUMNS
     anchors,  # [key slices,heads,blocks]
     beta,
     log_decay_grad,  # [tokens,heads]
@@ -182,6 +175,7 @@ def head_gate_grads(
     heads,
     chunks,
     blocks,
+    PARTS: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,  # tokens of a block
     DECAY: tl.constexpr,  # whether its gradient is wanted
@@ -194,7 +188,9 @@ def head_gate_grads(
     first_chunk = tl.load(table + block * 3 + 2)
     t = tl.arange(0, BLOCK)
     valid = t < count
-    at = (n.to(tl.int64) * chunks + first_chunk) * CHUNK + t
+    place = n.to(tl.int64) * chunks + first_chunk
+    at = place * CHUNK + t
+    gates += (place + t // CHUNK) * (PARTS * CHUNK) + t % CHUNK
     x = tl.zeros([BLOCK], tl.float32)
     y = tl.zeros([BLOCK], tl.float32)
     z = tl.zeros([BLOCK], tl.float32)
@@ -207,12 +203,12 @@ def head_gate_grads(
             x += tl.load(read + shift + at, mask=valid, other=0.0)
             y += tl.load(written + (shift + at) * (2 if BETA_GRAD else 1), mask=valid, other=0.0)
             anchor += tl.load(anchors + (i * heads + n) * blocks + block)
-    inside = tl.load(columns + at, mask=valid, other=0.0)
+    inside = tl.load(gates + COLUMNS * CHUNK, mask=valid, other=0.0)
     tokens = (start + t) * heads + n
     if BETA_GRAD:
-        tl.store(beta_grad + tokens, z * tl.load(rest + at, mask=valid, other=0.0) + inside, mask=valid)
+        tl.store(beta_grad + tokens, z * tl.load(gates + SURVIVES * CHUNK, mask=valid, other=0.0) + inside, mask=valid)
     if DECAY:
         if BETA:
             inside = inside * tl.load(beta + tokens, mask=valid, other=0.0)
-        d = x + tl.load(rows + at, mask=valid, other=0.0) - y - inside
+        d = x + tl.load(gates + ROWS * CHUNK, mask=valid, other=0.0) - y - inside
         tl.store(log_decay_grad + tokens, tl.cumsum(d, 0, reverse=True) + anchor, mask=valid)

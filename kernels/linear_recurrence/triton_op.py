@@ -35,10 +35,10 @@ def _forward(
     subheads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads)
-    o, final = call.per_token(call.V), call.states()
+    o, final = call.per_token(call.plan.V), call.states()
     first = call.starts("o", call.keys, call.v, initial_state, final)
     call.carry("o", call.queries, call.keys, call.v, o, first, final)
-    if first is None or cu_seqlens is not None or not call.layout.segmented:
+    if first is None or cu_seqlens is not None or not call.plan.layout.segmented:
         first = call.empty(0, *final.shape[1:], dtype=torch.float32)
     return call.per_head(o), final, first
 
@@ -81,12 +81,12 @@ def _backward(
     call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads, grad, decay_grad or beta_grad)
     assert call.grad
     first_grad = call.states() if initial_state is not None and needed[5] else None
-    dq, dk, dv = (call.per_token(size) for size in (call.K, call.K, call.V))
+    dq, dk, dv = (call.per_token(size) for size in (call.plan.K, call.plan.K, call.plan.V))
     (kept,) = residuals
     first = kept if kept.numel() else call.starts("o", call.keys, call.v, initial_state, None)
     last = call.starts("dv", call.queries, call.grad, state_grad, first_grad)
     call.carry("dv", call.keys, call.queries, call.grad, dv, last, first_grad)
-    finish = call.channel_grads if call.channel else call.head_grads
+    finish = call.channel_grads if call.plan.channel else call.head_grads
     dg, dbeta = finish(dq, dk, first, last, decay_grad, beta_grad)
     return call.per_key_head(dq), call.per_key_head(dk), call.per_head(dv), dg, dbeta, first_grad, None
 

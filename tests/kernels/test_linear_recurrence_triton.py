@@ -15,7 +15,7 @@ from kernels.linear_recurrence import layout
 from .recurrences import PACKED, inputs, results
 
 pytest.importorskip("triton")
-from kernels.linear_recurrence import triton_call, triton_op
+from kernels.linear_recurrence import triton_call, triton_op, triton_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the fast way for decays per channel overflows where the slow one takes over
@@ -39,8 +39,10 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "BLOCK", 128)
     monkeypatch.setattr(layout, "RESIDENT", 1000)
     layout.of_rows.cache_clear()
+    triton_plan.plans.clear()
     yield
     layout.of_rows.cache_clear()
+    triton_plan.plans.clear()
 
 
 def compare(a: dict[str, Tensor], tolerance: float = 1e-5, reference: str = "reference", **options: object) -> None:
