@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import op
+from .. import launch_file, op
 from ..arguments import Recurrences
 from ..enqueue import Prepared, cdiv, enqueue, next_power_of_2
 from . import triton_launch, triton_step
@@ -32,16 +32,36 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 
 class Call:
-    """The sizes of one call, and its launches: M = H·E recurrences over N sequences, which lie in `slots` chunks."""
+    """The sizes of one call, and its launches: M = H·E recurrences over N sequences, which lie in `slots` chunks.
 
-    def __init__(self, q: Tensor, v: Tensor, subheads: int, scale: float, cu_seqlens: Tensor | None):
-        (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q.shape, v.shape[2:], subheads
+    Args:
+        q: Shape of the queries [B,T,G·E,K].
+        v: Shape of the values [B,T,H,V].
+        subheads: E.
+        scale: Factor of the output.
+        dtype: Of q, k and v.
+        device: Where.
+        cu_seqlens: Boundaries of packed documents.
+    """
+
+    def __init__(
+        self,
+        q: Sequence[int],
+        v: Sequence[int],
+        subheads: int,
+        scale: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        cu_seqlens: Tensor | None = None,
+    ):
+        (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q, v[2:], subheads
         self.G = heads // subheads
         self.R, self.M = self.H // self.G, self.H * subheads
-        self.dtype, self.device, self.scale, self.cu_seqlens = q.dtype, q.device, scale, cu_seqlens
+        self.dtype, self.device, self.scale, self.cu_seqlens = dtype, device, scale, cu_seqlens
         self.N = self.B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         self.chunks = -(-self.T // CHUNK)  # of a sequence
         self.slots = self.B * self.chunks if cu_seqlens is None else self.T // CHUNK + self.N
+        self.prepared: dict[tuple[Any, ...], Prepared] = {}  # launches of this call that came before
 
     def shapes(self, keep: bool) -> Shapes:
         """Of the outputs of `compute`: o, the final states, and what the backward pass needs."""
@@ -86,29 +106,36 @@ class Call:
 
     def over_chunks(self, kernel: Any, launch: Launch, parts: int, *given: Any, **constants: Any) -> None:
         """A program for each chunk and recurrence, and each of `parts` blocks of keys."""
-        sizes = (self.scale, self.N, self.T, self.M, self.E, self.R)
-        self._run(kernel, launch, self.slots * self.M * parts, given, sizes, constants)
+        found = self.prepared.get((kernel, *constants.values()))
+        if found is None:
+            sizes = (self.scale, self.N, self.T, self.M, self.E, self.R)
+            found = self._prepare(kernel, launch, self.slots * self.M * parts, sizes, constants, constants)
+        found(*given, self.cu_seqlens)
 
     def over_time(self, kernel: Any, launch: Launch, *given: Any, **constants: Any) -> None:
         """A program for each segment and recurrence, and each block of values."""
-        sizes = (self.scale, self.T, self.segments, -(-self.chunks // self.segments), self.M, self.E, self.R)
-        constants = {"V": self.V, "BK": key_block(self.K), "STAGES": launch.stages, **constants}
-        constants["BV"] = BV = min(launch.values, block(constants["V"]))
-        programs = self.N * self.segments * self.M * cdiv(constants["V"], BV)
-        self._run(kernel, launch, programs, given, sizes, constants)
+        found = self.prepared.get((kernel, *constants.values()))
+        if found is None:
+            sizes = (self.scale, self.T, self.segments, -(-self.chunks // self.segments), self.M, self.E, self.R)
+            every = {"V": self.V, "BK": key_block(self.K), "STAGES": launch.stages, **constants}
+            every["BV"] = BV = min(launch.values, block(every["V"]))
+            programs = self.N * self.segments * self.M * cdiv(every["V"], BV)
+            found = self._prepare(kernel, launch, programs, sizes, constants, every)
+        found(*given, self.cu_seqlens)
 
-    def _run(
+    def _prepare(
         self,
         kernel: Any,
         launch: Launch,
         programs: int,
-        given: tuple[Any, ...],
         sizes: tuple[Any, ...],
-        constants: dict,
-    ) -> None:
+        given: dict[str, Any],
+        constants: dict[str, Any],
+    ) -> Prepared:
         packed = self.cu_seqlens is not None
         found = ready(kernel, launch, programs, sizes, self.K, self.dtype, packed, *constants.items())
-        found(*given, self.cu_seqlens)
+        self.prepared[kernel, *given.values()] = found
+        return found
 
     def cuts(self, transition: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool) -> Tensor:
         """The states before all segments, or their gradients after them."""
@@ -118,6 +145,28 @@ class Call:
         constants = (self.K, self.V, 64, BV, reverse, end is not None, precision)
         enqueue(combine, (self.N * self.M * cdiv(self.V, BV),), *given, *constants, num_warps=4)
         return states
+
+
+def call_of(q: Tensor, v: Tensor, subheads: int, scale: float, cu_seqlens: Tensor | None) -> Call:
+    """The sizes of these tensors; made once for rows that are alike."""
+    if cu_seqlens is not None:
+        return Call(q.shape, v.shape, subheads, scale, q.dtype, q.device, cu_seqlens)
+    return of_rows(q.shape, v.shape, subheads, scale, q.dtype, q.device, launch_file.current())
+
+
+@lru_cache(maxsize=256)
+def of_rows(
+    q: Sequence[int],
+    v: Sequence[int],
+    subheads: int,
+    scale: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    file: str | None,
+) -> Call:
+    """The sizes of rows, while launches come from this file."""
+    del file
+    return Call(q, v, subheads, scale, dtype, device)
 
 
 @lru_cache(maxsize=4096)
@@ -241,7 +290,7 @@ def compute(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o, the final states, and (if `keep`) what `differentiate` would otherwise have to compute again."""
-    call = Call(q, v, subheads, scale, cu_seqlens)
+    call = call_of(q, v, subheads, scale, cu_seqlens)
     q, k, v, beta = q.contiguous(), k.contiguous(), v.contiguous(), beta.contiguous()
     chunks = prepared(call, q, k, beta, log_decay)
     o, final, along = run_forward(call, q, k, v, chunks, initial_state, save=keep)
@@ -267,7 +316,7 @@ def differentiate(
     keep: bool,
 ) -> list[Tensor | None]:
     """The gradients of all tensors; there is none for `cu_seqlens`."""
-    call = Call(q, v, subheads, scale, cu_seqlens)
+    call = call_of(q, v, subheads, scale, cu_seqlens)
     q, k, beta = q.contiguous(), k.contiguous(), beta.contiguous()
     if not keep:
         again = prepared(call, q, k, beta, log_decay)
@@ -334,7 +383,7 @@ def fake(
     keep: bool,
 ) -> tuple[Tensor, ...]:
     """The shapes of `compute`."""
-    call = Call(q, v, subheads, scale, cu_seqlens)
+    call = Call(q.shape, v.shape, subheads, scale, q.dtype, q.device, cu_seqlens)
     return tuple(call.new(*shape, dtype=dtype) for shape, dtype in call.shapes(keep))
 
 

@@ -5,7 +5,7 @@ Nothing here is a size that a kernel is compiled for.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ def kept_states(q: Tensor, v: Tensor, subheads: int) -> tuple[int, int, int, int
     return segments if segments > B else 0, H * subheads, K, V
 
 
-@lru_cache(maxsize=64)
+@cache  # for good: a CUDA graph that read them would not keep them
 def of_rows(batch_size: int, length: int, segment: int, device: torch.device) -> Layout:
     """The tables of a batch of rows of `length` tokens, cut into segments of so many."""
     return _tables(torch.arange(batch_size + 1) * length, segment // BLOCK, device)

@@ -23,7 +23,8 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote must not be read."""
+    """What nobody wrote must not be read. And what a test has patched must not be remembered."""
+    triton_op.of_rows.cache_clear()
     allocate = triton_op.Call.new
     monkeypatch.setattr(triton_op.Call, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 
