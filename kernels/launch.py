@@ -36,6 +36,13 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
         (OTHER, 64, 2): Launch(32, 4, 2),
         (OTHER, 32, 4): Launch(16, 4, 2),
     },
+    "local": {  # the pass without an output
+        (HOPPER, 128, 2): Launch(128, 4, 3),
+        (HOPPER, 256, 2): Launch(32, 4, 2),
+        (HOPPER, 64, 4): Launch(16, 4, 2),
+        (OTHER, 64, 2): Launch(32, 4, 2),
+        (OTHER, 32, 4): Launch(16, 4, 2),
+    },
     "head_scores": {
         (HOPPER, 256, 2): Launch(256, 4, 2),
         (HOPPER, 64, 4): Launch(64, 4, 2),

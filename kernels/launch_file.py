@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "ZOO_LAUNCH"
 NAMES = {
-    "linear_recurrence": ("carry", "head_scores", "channel_scores", "channel_grads", "step"),
+    "linear_recurrence": ("carry", "local", "head_scores", "channel_scores", "channel_grads", "step"),
     "delta_rule": ("prepare", "forward", "backward", "dq", "dk", "narrow"),
 }
 NUMBERS = {

@@ -220,7 +220,8 @@ class Call:
 
         def prepare() -> Prepared:
             DX, DZ = x.data.shape[3], z.data.shape[3]
-            width, slices = to.slices(DZ)
+            entry = to.sequential if out is not None else to.local
+            width, slices = to.slices(DZ, entry)
             gates = checkpoints is not None
             return Prepared(
                 carry,
@@ -251,8 +252,8 @@ class Call:
                 FIRST=first is not None,
                 LAST=last is not None,
                 WIDE=to.wide,
-                STAGES=to.sequential.stages,
-                **to.options(to.sequential),
+                STAGES=entry.stages,
+                **to.options(entry),
             )
 
         launch = to.ready((mode, out is None, first is None, last is None, checkpoints is None, plain), prepare)

@@ -59,7 +59,7 @@ class Plan:
         self.layout = self._layout(segment, cu_seqlens)
         self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
         self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
-        self.sequential = self.launch("carry")
+        self.sequential, self.local = self.launch("carry"), self.launch("local")
         self.inside = not self.channel and not gates and self.slices(max(self.K, self.V))[1] <= FEW
         self.parts = int(REST_OF_SUMS if self.inside else COLUMNS if gates else TOTAL) + 1
         self.prepared: dict[Hashable, Prepared] = {}
@@ -74,9 +74,9 @@ class Plan:
     def launch(self, kernel: str) -> Launch:
         return launch(kernel, max(self.K, self.V), self.dtype, self.device)
 
-    def slices(self, size: int) -> tuple[int, int]:
-        """Width and number of the slices that the output of a pass is cut into."""
-        width = min(self.sequential.block, padded(size))
+    def slices(self, size: int, entry: Launch | None = None) -> tuple[int, int]:
+        """Width and number of the slices that a pass cuts z into."""
+        width = min((entry or self.sequential).block, padded(size))
         return width, -(-size // width)
 
     @property

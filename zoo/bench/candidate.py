@@ -81,7 +81,7 @@ def fits(target: Target, entry: Entry, shared: int) -> bool:
     """
     name = target.kernel.partition(".")[2]
     blocks = sum(entry[axis] for axis in ("block", "keys", "values") if axis in entry)
-    if name in ("carry", "forward", "backward", "narrow"):  # these hold whole keys beside the block
+    if name in ("carry", "local", "forward", "backward", "narrow"):  # these hold whole keys beside the block
         blocks += 2 * target.size
     return name == "step" or (entry["stages"] - 1) * 64 * blocks * target.itemsize <= shared
 
@@ -95,12 +95,19 @@ def cases(target: Target, *, timed: bool) -> Iterator[tuple[str, Shape]]:
         shapes = [Shape(64, 16, 1, D)]
     elif name == "narrow":  # few recurrences, and not so long that they are cut into segments
         shapes = [Shape(1, 8, 4096 if timed else 1000, D)]
+    elif name == "local":  # only where sequences are cut into segments
+        shapes = [Shape(1, wide // 8, 16384, D)] if timed else [Shape(1, 2, 8192, D), Shape(2, 4, 1000, D)]
     elif timed:
         shapes = [Shape(2, wide, 2048, D)]  # fills a device, and leaves room for a graph of each candidate
     else:
         shapes = [Shape(4, 64, 200, D), Shape(2, 4, 1000, D)]
         shapes += [Shape(1, 2, 8192, D)] if name in ("carry", "forward", "backward") else []
-    ops = {"carry": ("head", "channel"), "step": ("head", "channel"), "head_scores": ("head",)}
+    ops = {
+        "carry": ("head", "channel"),
+        "local": ("head", "channel"),
+        "step": ("head", "channel"),
+        "head_scores": ("head",),
+    }
     decays = ops.get(name, ("channel",))
     for case in ["delta_rule"] if op == "delta_rule" else [f"linear_{decay}" for decay in decays]:
         for shape in shapes:

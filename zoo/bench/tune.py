@@ -73,8 +73,8 @@ def tune(
     variable ZOO_LAUNCH names it.
 
     Args:
-        kernels: Some of carry, head_scores, channel_scores, channel_grads and step (linear_recurrence), and of prepare,
-            forward, backward, dq, dk and narrow (delta_rule), or these ops; all by default.
+        kernels: Some of carry, local, head_scores, channel_scores, channel_grads and step (linear_recurrence), and of
+            prepare, forward, backward, dq, dk and narrow (delta_rule), or these ops; all by default.
         sizes: Head sizes; null for 64, 128 and 256.
         dtypes: bf16 or fp32; null for both.
         jobs: Candidates that are checked at a time.
