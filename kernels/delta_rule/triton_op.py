@@ -238,8 +238,9 @@ def run_forward(
         local, transition = call.states(), call.states(call.K)
         flags: dict[str, Any] = {"OUTPUT": False, "SAVE": False}
         given = (q, k, v, *chunks, None, None, None, None)
-        call.over_time(scan_forward, launch, *given, local, START="zero", **flags)
-        call.over_time(scan_forward, launch, *given, transition, START="one", V=call.K, **flags)
+        before = launches(call.device, call.K, call.V, call.dtype).local
+        call.over_time(scan_forward, before, *given, local, START="zero", **flags)
+        call.over_time(scan_forward, before, *given, transition, START="one", V=call.K, **flags)
         initial = call.cuts(transition, local, initial, reverse=False)
     o, final = call.new(call.B, call.T, call.M, call.V), call.states()
     kept = [call.new(*shape, dtype=dtype) for shape, dtype in call.kept[3:5]] if save else []

@@ -224,14 +224,14 @@ def agree_on_device(a: dict[str, Tensor], dtype: torch.dtype, **options: Any) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("passes", ["wide", "narrow", "cut"])
 @pytest.mark.parametrize(("size", "itemsize"), ENTRIES)
-def test_every_launch(size: int, itemsize: int, narrow: bool, monkeypatch: pytest.MonkeyPatch):
+def test_every_launch(size: int, itemsize: int, passes: str, monkeypatch: pytest.MonkeyPatch):
     entry = triton_launch.TABLE[9, size, itemsize]
-    if narrow and entry.narrow is None:
+    if passes == "narrow" and entry.narrow is None:
         pytest.skip("there is no narrow launch")
-    pick = entry.narrow if narrow else None
-    monkeypatch.setattr(triton_launch, "segments", lambda *given: 1)
+    pick = entry.narrow if passes == "narrow" else None
+    monkeypatch.setattr(triton_launch, "segments", lambda *given: 3 if passes == "cut" else 1)
     monkeypatch.setattr(triton_launch, "whole", lambda wide, *rest: pick or wide)
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     a = on_device(1000, dtype, G=4, K=size, V=size, correlated=True)

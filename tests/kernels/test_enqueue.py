@@ -44,14 +44,15 @@ def test_every_launch_is_right_whatever_came_before(where: str):
                             torch.testing.assert_close(y, want.to(dtype), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtypes", [[torch.float32, torch.float16], [torch.float16]])
 @pytest.mark.parametrize("where", PLACES)
-def test_a_prepared_launch_looks_at_its_tensors(where: str):
-    memory = torch.randn(1 << 12, device=where)
+def test_a_prepared_launch_looks_at_its_tensors(where: str, dtypes: list[torch.dtype]):
+    memory, checked = torch.randn(1 << 12, device=where), len(dtypes) == 1
     for size, add in ((1, True), (64, False), (100, True)):
-        launch = Prepared(scale, (cdiv(size, 64),), size, 0.5, ADD=add, BLOCK=64, num_warps=1)
+        launch = Prepared(scale, (cdiv(size, 64),), size, 0.5, checked=checked, ADD=add, BLOCK=64, num_warps=1)
         for _ in range(2):
-            for shift in (0, 1, 4):
-                for dtype in (torch.float32, torch.float16):
+            for shift in (0, 1, 4):  # aligned or not is asked even where dtypes are known
+                for dtype in dtypes:
                     x = memory.to(dtype)[shift : shift + size]
                     bias, out = memory[shift : shift + size] if add else None, torch.full_like(x, float("nan"))
                     launch(x, bias, out)

@@ -96,7 +96,7 @@ def cases(target: Target, *, timed: bool) -> Iterator[tuple[str, Shape]]:
     elif name == "narrow":  # few recurrences, and not so long that they are cut into segments
         shapes = [Shape(1, 8, 4096 if timed else 1000, D)]
     elif name == "local":  # only where sequences are cut into segments
-        shapes = [Shape(1, wide // 8, 16384, D)] if timed else [Shape(1, 2, 8192, D), Shape(2, 4, 1000, D)]
+        shapes = [Shape(1, 2, 65536 if timed else 8192, D)]
     elif timed:
         shapes = [Shape(2, wide, 2048, D)]  # fills a device, and leaves room for a graph of each candidate
     else:

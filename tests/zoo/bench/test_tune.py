@@ -199,7 +199,7 @@ def test_cases_reach_the_kernel_that_is_meant(processors: int, hopper: None, mon
     monkeypatch.setattr(triton_launch, "multiprocessors", lambda device: processors)
     for size in (64, 128):
         entry = triton_launch.launches(GPU, size, size, BF16)
-        for name in ("forward", "backward", "narrow"):
+        for name in ("forward", "local", "backward", "narrow"):
             used, segments = set(), set()
             for timed in (True, False):
                 for _, (B, H, T, D) in cases(Target(f"delta_rule.{name}", size, 2), timed=timed):
@@ -208,7 +208,7 @@ def test_cases_reach_the_kernel_that_is_meant(processors: int, hopper: None, mon
                     used.add("narrow" if found == entry.narrow and not cut else "wide")
                     segments.add(cut)
             assert used == {"narrow"} if name == "narrow" else "wide" in used
-            assert segments == ({False} if name == "narrow" else {False, True})
+            assert segments == {"narrow": {False}, "local": {True}}.get(name, {False, True})
 
 
 class Processes:
