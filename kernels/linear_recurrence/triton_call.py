@@ -61,7 +61,9 @@ class Call:
         self.q, self.k, self.v = Tokens(q, to.q), Tokens(k, to.k), Tokens(v, to.v)
         self.grad = None if grad is None else Tokens(grad, dense(to.H, to.V))
         self.queries, self.keys = self.q, self.k
-        if to.inside:
+        if to.constant:
+            self.gates = self.scores = self.score_grads = log_decay
+        elif to.inside:
             self._head_gates()
         elif to.channel:
             self._channel_scores()
@@ -92,7 +94,6 @@ class Call:
                 to.heads,
                 to.chunks,
                 PARTS=to.parts,
-                GATE=to.gate,
                 BETA=to.beta,
                 WIDE=to.wide,
                 num_warps=1,
@@ -244,8 +245,7 @@ class Call:
                 CHANNEL=to.channel,
                 DECAY=to.decays,
                 INSIDE=to.inside,
-                # in reverse it would only make registers scarce
-                CONSTANT=mode in ("o", "dq") and to.gate == "constant",
+                CONSTANT=to.constant,
                 BETA=to.inside and to.beta,
                 GATES=gates,
                 PLAIN=plain,

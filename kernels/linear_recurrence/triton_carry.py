@@ -27,7 +27,12 @@ few programs to fill the device: the states at the cuts come from the same kerne
 import triton
 import triton.language as tl
 
+from ..triton_exponential import exp2
+
 CHUNK = tl.constexpr(64)
+LOG2E = tl.constexpr(1.4426950408889634)
+# 2^-100 is nothing in fp32 already, and a sum of 64 of them still has digits left for its differences
+LEAST = tl.constexpr(-100.0)
 # what the gates of a chunk come to, as vectors over its tokens: b are log decays summed from its start, in log2 units
 ENTER = tl.constexpr(0)  # scale · e^b
 LEAVE = tl.constexpr(1)  # β e^{b_C − b}
@@ -57,14 +62,19 @@ def store_tile(pointer, rows, stride, columns, valid, x, WIDTH: tl.constexpr, BL
 
 
 @triton.jit
-def decay_inside(gates, CONSTANT: tl.constexpr, WIDE: tl.constexpr):
+def constant_decay(log_decay, n, DECAY: tl.constexpr):
+    """Of a step, in log2 units."""
+    if DECAY:
+        # volatile: else all that follows from it is moved out of the loop that asks for it, into scarce registers
+        return tl.maximum(tl.load(log_decay + n, volatile=True) * LOG2E, LEAST)
+    return 0.0
+
+
+@triton.jit
+def decay_inside(gates, WIDE: tl.constexpr):
     """[64,64]: what the tokens of a chunk have decayed by between each other, in either direction."""
-    sums = gates + SUMS * CHUNK
     r = tl.arange(0, CHUNK)
-    if CONSTANT:
-        steps = tl.abs(r[:, None] - r[None, :]).to(tl.float32)
-        return tl.exp2(steps * tl.load(sums))
-    b = tl.load(sums + r)
+    b = tl.load(gates + SUMS * CHUNK + r)
     between = b[:, None] - b[None, :]
     if WIDE:
         rest = tl.load(gates + REST_OF_SUMS * CHUNK + r)
@@ -81,7 +91,7 @@ def carry(
     out,  # [tokens,heads,DZ]
     scores,  # [heads,chunks,64,64], unless INSIDE
     beta,  # INSIDE: [tokens,heads]
-    gates,  # [heads,chunks,PARTS,64]: ENTER …; per channel [heads,chunks,K]: e^{b_C}
+    gates,  # [heads,chunks,PARTS,64]: ENTER …; per channel [heads,chunks,K]: e^{b_C}; CONSTANT: log decays [heads]
     products,  # [blocks of DZ,heads,chunks,64], PLAIN […,64,2]: Σ other · (what out has from the state)
     checkpoints,  # [blocks or chunks,heads,K,V]
     anchors,  # [blocks of DZ,heads,blocks]: <S,dS> at the end of a block; per channel [heads,chunks,K]
@@ -114,7 +124,7 @@ def carry(
     CHANNEL: tl.constexpr,  # decay per channel
     DECAY: tl.constexpr,
     INSIDE: tl.constexpr,  # scores are made here
-    CONSTANT: tl.constexpr,  # INSIDE: all tokens decay alike, so that only the first sum is read
+    CONSTANT: tl.constexpr,  # INSIDE: all tokens decay alike, or not at all
     BETA: tl.constexpr,
     WIDE: tl.constexpr,  # decays between tokens are differences of what fp64 has summed
     GATES: tl.constexpr,  # what the gradients of the gates need
@@ -151,7 +161,8 @@ def carry(
     if OUTPUT:
         out += (start * heads + n) * DZ
     place = n.to(tl.int64) * chunks + first_chunk
-    scores += place * (CHUNK * CHUNK)
+    if not INSIDE:
+        scores += place * (CHUNK * CHUNK)
     if BETA:
         beta += start * heads + n
     if GATES and TRANSPOSED and not CHANNEL:
@@ -177,8 +188,11 @@ def carry(
         gates += place * DK
         survives = tl.full([BZ if TRANSPOSED else BX], 1.0, tl.float32)
     else:
-        gates += place * (PARTS * CHUNK)
         survives = 1.0
+        if not CONSTANT:
+            gates += place * (PARTS * CHUNK)
+    if CONSTANT and not REVERSE:
+        g = constant_decay(gates, n, DECAY)
 
     for b in range(0, tl.cdiv(count, per_block)):
         block = tl.cdiv(count, per_block) - 1 - b if REVERSE else b
@@ -189,7 +203,7 @@ def carry(
             checkpoint = tl.load(checkpoints + at, mask=in_state, other=0.0)
             anchor = tl.sum(tl.sum(S * checkpoint, 1), 0)
             tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
-        if DECAY and not CHANNEL:
+        if DECAY and not CHANNEL and not CONSTANT:
             # one chunk ahead: a scalar that is needed at once would stall every step
             next_ = block_start + block_count - 1 if REVERSE else block_start
             following = tl.load(gates + next_ * (PARTS * CHUNK) + TOTAL * CHUNK)
@@ -201,11 +215,23 @@ def carry(
             Z = load_tile(z, t, z_token, cz, valid, DZ, BZ)
             if OUTPUT:
                 X = load_tile(x, t, x_token, cx, valid, DX, BX)
-            if SCALED:
+            if CONSTANT:
+                if REVERSE:
+                    g = constant_decay(gates, n, DECAY)
+                here = tl.minimum(length - c * CHUNK, CHUNK)
+                entering = exp2((r + 1).to(tl.float32) * g) * scale
+                leaving = exp2(tl.maximum(here - 1 - r, 0).to(tl.float32) * g)
+                if BETA:
+                    leaving *= tl.load(beta + t * heads, mask=valid, other=0.0)
+                into = leaving if REVERSE else entering
+                rest = entering if REVERSE else leaving
+            elif SCALED:
                 into = tl.load(gates + c * (PARTS * CHUNK) + (LEAVE if REVERSE else ENTER) * CHUNK + r)
                 rest = tl.load(gates + c * (PARTS * CHUNK) + (ENTER if REVERSE else LEAVE) * CHUNK + r)
             if DECAY:
-                if CHANNEL:
+                if CONSTANT:
+                    keep = exp2(here.to(tl.float32) * g)
+                elif CHANNEL:
                     keep = tl.load(gates + c * DK + cd, mask=cd < DK, other=0.0)
                 else:
                     keep = following
@@ -222,7 +248,10 @@ def carry(
                 if INSIDE:
                     P = tl.dot(X, tl.trans(Y), input_precision=PRECISION) * scale
                     if DECAY:
-                        P *= decay_inside(gates if CONSTANT else gates + c * (PARTS * CHUNK), CONSTANT, WIDE)
+                        if CONSTANT:
+                            P *= tl.exp2(tl.abs(r[:, None] - r[None, :]).to(tl.float32) * g)
+                        else:
+                            P *= decay_inside(gates + c * (PARTS * CHUNK), WIDE)
                     if BETA:
                         # of the token whose key it is: in order a column, in reverse a row
                         write = tl.load(beta + t * heads, mask=valid, other=0.0)

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from ..triton_exponential import exp2
-from .triton_carry import CHUNK, load_tile, store_tile
-from .triton_head import LEAST, LOG2E
+from .triton_carry import CHUNK, LEAST, LOG2E, load_tile, store_tile
 
 # factors up to 2^±115 (e^±80) stay finite in fp32 and bf16, and their products exact enough below the diagonal
 SAFE = tl.constexpr(115.0)

@@ -15,11 +15,20 @@ import triton
 import triton.language as tl
 
 from ..triton_exponential import exp2
-from .triton_carry import CHUNK, COLUMNS, ENTER, LEAVE, REST_OF_SUMS, ROWS, SUMS, SURVIVES, TOTAL, load_tile
-
-LOG2E = tl.constexpr(1.4426950408889634)
-# 2^-100 is nothing in fp32 already, and a sum of 64 of them still has digits left for its differences
-LEAST = tl.constexpr(-100.0)
+from .triton_carry import (
+    CHUNK,
+    COLUMNS,
+    ENTER,
+    LEAST,
+    LEAVE,
+    LOG2E,
+    REST_OF_SUMS,
+    ROWS,
+    SUMS,
+    SURVIVES,
+    TOTAL,
+    load_tile,
+)
 
 
 @triton.jit
@@ -46,36 +55,31 @@ def chunk_decays(log_decay, n, tokens, heads, valid, GATE: tl.constexpr, WIDE: t
 @triton.jit(do_not_specialize=["heads", "chunks"])
 def head_gates(
     gates,  # [heads,chunks,PARTS,64]: ENTER, LEAVE, TOTAL, SUMS, REST_OF_SUMS
-    log_decay,  # [heads] or [tokens,heads]
+    log_decay,  # [tokens,heads]
     beta,  # [tokens,heads]
     table,  # [chunks,2]: first token, tokens
     scale,
     heads,
     chunks,
     PARTS: tl.constexpr,
-    GATE: tl.constexpr,  # none, constant, head
     BETA: tl.constexpr,
     WIDE: tl.constexpr,  # sum decays in fp64
 ):
-    """All that the passes need to know of the gates where they compute the scores themselves."""
+    """All that the passes need to know of the gates where they make the scores themselves."""
     c, n = tl.program_id(0), tl.program_id(1)
     start = tl.load(table + c * 2).to(tl.int64)
     count = tl.load(table + c * 2 + 1)
     gates += (n.to(tl.int64) * chunks + c) * (PARTS * CHUNK)
     r = tl.arange(0, CHUNK)
     valid = r < count
-    e = tl.full([CHUNK], 1.0, tl.float32)
-    w = e
-    if GATE != "none":
-        b, whole, w = chunk_decays(log_decay, n, start + r, heads, valid, GATE, WIDE)
-        tl.store(gates + TOTAL * CHUNK, whole)
-        high = b.to(tl.float32)
-        e = exp2(high)
-        tl.store(gates + SUMS * CHUNK + r, high)
-        tl.store(gates + REST_OF_SUMS * CHUNK + r, (b - high).to(tl.float32))
+    b, whole, w = chunk_decays(log_decay, n, start + r, heads, valid, "head", WIDE)
+    high = b.to(tl.float32)
     if BETA:
         w *= tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
-    tl.store(gates + ENTER * CHUNK + r, e * scale)
+    tl.store(gates + TOTAL * CHUNK, whole)
+    tl.store(gates + SUMS * CHUNK + r, high)
+    tl.store(gates + REST_OF_SUMS * CHUNK + r, (b - high).to(tl.float32))
+    tl.store(gates + ENTER * CHUNK + r, exp2(high) * scale)
     tl.store(gates + LEAVE * CHUNK + r, w)
 
 

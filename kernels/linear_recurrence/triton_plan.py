@@ -61,6 +61,7 @@ class Plan:
         self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
         self.sequential, self.local = self.launch("carry"), self.launch("local")
         self.inside = not self.channel and not gates and self.slices(max(self.K, self.V))[1] <= FEW
+        self.constant = self.inside and self.gate in ("none", "constant")
         self.parts = int(REST_OF_SUMS if self.inside else COLUMNS if gates else TOTAL) + 1
         self.prepared: dict[Hashable, Prepared] = {}
 
