@@ -79,7 +79,7 @@ def decay_inside(gates, WIDE: tl.constexpr):
     if WIDE:
         rest = tl.load(gates + REST_OF_SUMS * CHUNK + r)
         between += rest[:, None] - rest[None, :]
-    return tl.exp2(-tl.abs(between))
+    return exp2(-tl.abs(between))
 
 
 @triton.jit(do_not_specialize=["heads", "chunks", "blocks", "per_block", "groups"])
@@ -249,7 +249,7 @@ def carry(
                     P = tl.dot(X, tl.trans(Y), input_precision=PRECISION) * scale
                     if DECAY:
                         if CONSTANT:
-                            P *= tl.exp2(tl.abs(r[:, None] - r[None, :]).to(tl.float32) * g)
+                            P *= exp2(tl.abs(r[:, None] - r[None, :]).to(tl.float32) * g)
                         else:
                             P *= decay_inside(gates + c * (PARTS * CHUNK), WIDE)
                     if BETA:
@@ -332,7 +332,7 @@ def scan(
         S = tl.load(first + whole, mask=inside, other=0.0)
     else:
         S = tl.zeros([BLOCK], tl.float32)
-    for i in range(0, count):
+    for i in tl.range(0, count, num_stages=4):  # reads ahead
         segment = begin + (count - 1 - i if REVERSE else i)
         row = segment.to(tl.int64) * heads + n
         added = tl.load(local + row * (K * V) + at, mask=inside, other=0.0)
