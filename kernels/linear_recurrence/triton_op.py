@@ -81,10 +81,10 @@ def _backward(
     call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads, grad, decay_grad or beta_grad)
     assert call.grad
     first_grad = call.states() if initial_state is not None and needed[5] else None
-    dq, dk, dv = (call.per_token(size) for size in (call.plan.K, call.plan.K, call.plan.V))
     (kept,) = residuals
     first = kept if kept.numel() else call.starts("o", call.keys, call.v, initial_state, None)
     last = call.starts("dv", call.queries, call.grad, state_grad, first_grad)
+    dq, dk, dv = (call.per_token(size) for size in (call.plan.K, call.plan.K, call.plan.V))
     call.carry("dv", call.keys, call.queries, call.grad, dv, last, first_grad)
     finish = call.channel_grads if call.plan.channel else call.head_grads
     dg, dbeta = finish(dq, dk, first, last, decay_grad, beta_grad)
