@@ -15,7 +15,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
-from kernels.launch_file import NAMES, launch_file
+from kernels.launch_file import KERNELS, NAMES, launch_file
 from mixers import did_you_mean
 
 from ..atomic import atomic_write
@@ -228,13 +228,17 @@ def _group(target: Target) -> tuple[str, int, int]:
 
 def _targets(kernels: list[str] | str | None, sizes: list[int] | None, dtypes: list[str] | str | None) -> list[Target]:
     """What is asked for."""
-    full = {name: f"{op}.{name}" for op, names in NAMES.items() for name in names}
-    known = [*NAMES, *full.values(), *full]
+    meant: dict[str, list[str]] = {op: [] for op in NAMES}  # by op, by name (which two ops may share), by both
+    for kernel in KERNELS:
+        op, _, name = kernel.partition(".")
+        for given in (op, name, kernel):
+            meant.setdefault(given, []).append(kernel)
     chosen = []
-    for name in _listed(kernels, list(NAMES)):
-        if name not in known:
-            raise UserError(f"kernels: {name!r} is not one of {', '.join([*NAMES, *full])}{did_you_mean(name, known)}")
-        chosen += [f"{name}.{part}" for part in NAMES[name]] if name in NAMES else [full.get(name, name)]
+    for given in _listed(kernels, list(NAMES)):
+        if given not in meant:
+            allowed = ", ".join(name for name in meant if name not in KERNELS)
+            raise UserError(f"kernels: {given!r} is not one of {allowed}{did_you_mean(given, list(meant))}")
+        chosen += meant[given]
     precisions = _listed(dtypes, ["bf16", "fp32"])
     for dtype in precisions:
         if dtype not in ("bf16", "fp32"):

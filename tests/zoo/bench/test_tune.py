@@ -239,6 +239,16 @@ def tuned(targets, time, folder: Path) -> tuple[Tuner, dict[str, Any]]:
     return tuner, json.loads((folder / "out" / "launch.json").read_text())
 
 
+def test_kernels_by_op_by_name_and_by_both():
+    def kernels(given: str) -> list[str]:
+        return [target.kernel for target in _targets(given, [64], "bf16")]
+
+    assert kernels("local") == ["linear_recurrence.local", "delta_rule.local"]
+    assert kernels("delta_rule.local,dq,delta_rule.dq") == ["delta_rule.local", "delta_rule.dq"]
+    assert kernels("delta_rule") == [f"delta_rule.{name}" for name in launch_file.NAMES["delta_rule"]]
+    assert {target.kernel for target in _targets(None, [64], "bf16")} == set(launch_file.KERNELS)
+
+
 def test_the_fastest_right_candidate_is_proposed_and_the_file_can_be_used(hopper: None, tmp_path: Path):
     targets = _targets("carry,delta_rule", [128], "bf16")
 
