@@ -83,6 +83,18 @@ def test_packed_documents(gate: str):
     compare(a)
 
 
+def test_plans_are_few_and_tables_stay(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_plan, "MOST", 2)
+    triton_plan.plans.clear()
+    tables = layout.of_rows(3, 1000, 512, torch.device(DEVICE))
+    for length in (3, 5, 3, 66, 5):  # what was forgotten is made again
+        compare(inputs(length, gate="head", B=1, G=1, K=16, V=16, dtype=torch.float32))
+        assert 0 < len(triton_plan.plans) <= 2
+    for length in range(1, 200):
+        layout.of_rows(1, length, 512, torch.device(DEVICE))
+    assert layout.of_rows(3, 1000, 512, torch.device(DEVICE)) is tables  # a CUDA graph may read them
+
+
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_packed_documents_without_states(gate: str):
     a = inputs(9, gate=gate, G=1, K=16, V=16, state=False, beta=None, documents=[0, 4, 4, 9], dtype=torch.float32)
