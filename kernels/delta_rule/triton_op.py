@@ -106,36 +106,29 @@ class Call:
 
     def over_chunks(self, kernel: Any, launch: Launch, parts: int, *given: Any, **constants: Any) -> None:
         """A program for each chunk and recurrence, and each of `parts` blocks of keys."""
-        found = self.prepared.get((kernel, *constants.values()))
+        found = self.prepared.get(key := (kernel, *constants.values()))
         if found is None:
             sizes = (self.scale, self.N, self.T, self.M, self.E, self.R)
-            found = self._prepare(kernel, launch, self.slots * self.M * parts, sizes, constants, constants)
+            programs = self.slots * self.M * parts
+            found = self.prepared[key] = self._prepare(kernel, launch, programs, sizes, constants)
         found(*given, self.cu_seqlens)
 
     def over_time(self, kernel: Any, launch: Launch, *given: Any, **constants: Any) -> None:
         """A program for each segment and recurrence, and each block of values."""
-        found = self.prepared.get((kernel, *constants.values()))
+        found = self.prepared.get(key := (kernel, *constants.values()))
         if found is None:
             sizes = (self.scale, self.T, self.segments, -(-self.chunks // self.segments), self.M, self.E, self.R)
             every = {"V": self.V, "BK": key_block(self.K), "STAGES": launch.stages, **constants}
             every["BV"] = BV = min(launch.values, block(every["V"]))
             programs = self.N * self.segments * self.M * cdiv(every["V"], BV)
-            found = self._prepare(kernel, launch, programs, sizes, constants, every)
+            found = self.prepared[key] = self._prepare(kernel, launch, programs, sizes, every)
         found(*given, self.cu_seqlens)
 
     def _prepare(
-        self,
-        kernel: Any,
-        launch: Launch,
-        programs: int,
-        sizes: tuple[Any, ...],
-        given: dict[str, Any],
-        constants: dict[str, Any],
+        self, kernel: Any, launch: Launch, programs: int, sizes: tuple[Any, ...], constants: dict[str, Any]
     ) -> Prepared:
         packed = self.cu_seqlens is not None
-        found = ready(kernel, launch, programs, sizes, self.K, self.dtype, packed, *constants.items())
-        self.prepared[kernel, *given.values()] = found
-        return found
+        return ready(kernel, launch, programs, sizes, self.K, self.dtype, packed, *constants.items())
 
     def cuts(self, transition: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool) -> Tensor:
         """The states before all segments, or their gradients after them."""
@@ -149,24 +142,15 @@ class Call:
 
 def call_of(q: Tensor, v: Tensor, subheads: int, scale: float, cu_seqlens: Tensor | None) -> Call:
     """The sizes of these tensors; made once for rows that are alike."""
-    if cu_seqlens is not None:
-        return Call(q.shape, v.shape, subheads, scale, q.dtype, q.device, cu_seqlens)
-    return of_rows(q.shape, v.shape, subheads, scale, q.dtype, q.device, launch_file.current())
+    sizes = (q.shape, v.shape, subheads, scale, q.dtype, q.device)
+    return of_rows(launch_file.current(), *sizes) if cu_seqlens is None else Call(*sizes, cu_seqlens)
 
 
 @lru_cache(maxsize=256)
-def of_rows(
-    q: Sequence[int],
-    v: Sequence[int],
-    subheads: int,
-    scale: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    file: str | None,
-) -> Call:
+def of_rows(file: str | None, *sizes: Any) -> Call:
     """The sizes of rows, while launches come from this file."""
     del file
-    return Call(q, v, subheads, scale, dtype, device)
+    return Call(*sizes)
 
 
 @lru_cache(maxsize=4096)

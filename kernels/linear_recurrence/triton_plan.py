@@ -105,15 +105,12 @@ def plan(
     log_decay: Tensor | None,
     beta: Tensor | None,
     cu_seqlens: Tensor | None,
-    scale: float,
-    subheads: int,
-    backward: bool,
-    gates: bool,
+    *numbers: Any,
 ) -> Plan:
-    """The plan of a call; see `Plan`. Documents keep those of their packing."""
+    """The plan of a call, whose tensors and numbers are those of `Plan`. Documents keep those of their packing."""
     of_gates = None if log_decay is None else log_decay.dim(), beta is None
     of_tokens = q.shape, q.stride(), k.stride(), v.shape, v.stride(), q.dtype, q.device
-    alike = (*of_tokens, *of_gates, scale, subheads, backward, gates, launch_file.current())
+    alike = (*of_tokens, *of_gates, *numbers, launch_file.current())
     known = plans
     if cu_seqlens is not None:
         known = documents(cu_seqlens, q.shape[1]).__dict__.setdefault("_plans", {})
@@ -121,7 +118,7 @@ def plan(
     if found is None:
         if len(known) == MOST:
             known.clear()
-        found = known[alike] = Plan(q, k, v, log_decay, beta, cu_seqlens, scale, subheads, backward, gates)
+        found = known[alike] = Plan(q, k, v, log_decay, beta, cu_seqlens, *numbers)
     return found
 
 
