@@ -11,8 +11,10 @@ from torch import Tensor
 
 from .. import op
 from ..allocation import new
+from ..columns import gradient_for
 from ..enqueue import cdiv, enqueue, next_power_of_2
 from ..launch import multiprocessors
+from ..triton_parts import add_parts
 
 ELEMENTS = 1024  # of a tile of rows
 PROGRAMS = 4  # backward, on each multiprocessor; each leaves a part of the parameters' gradients
@@ -54,9 +56,10 @@ def discretise_backward(
     dlog_decay,
     ddt,
     da,
-    parts,  # [programs,2,M]: gradients of A_log and dt_bias, to be summed over the programs
+    parts,  # [programs,M,2]: gradients of A_log and dt_bias, to be summed over the programs
     rows,
     a_row,
+    da_row,
     M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -77,11 +80,11 @@ def discretise_backward(
             dx += tl.load(ddt + dense, mask=inside, other=0.0).to(tl.float32)
         dx *= tl.sigmoid(x)
         from_bias += dx
-        tl.store(da + dense, dx.to(da.dtype.element_ty), mask=inside)
+        tl.store(da + tile_of(first, rows, da_row, M, ROWS, BLOCK)[0], dx.to(da.dtype.element_ty), mask=inside)
     m = tl.arange(0, BLOCK)
-    at = parts + tl.program_id(0) * (2 * M) + m
+    at = parts + (tl.program_id(0) * M + m) * 2
     tl.store(at, tl.sum(from_rate, 0), mask=m < M)
-    tl.store(at + M, tl.sum(from_bias, 0), mask=m < M)
+    tl.store(at + 1, tl.sum(from_bias, 0), mask=m < M)
 
 
 def tile(size: int) -> dict[str, int]:
@@ -123,14 +126,14 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of all three."""
     dlog_decay, ddt = (None if g is None else g.contiguous() for g in gradients)
-    da, sizes = new(a), tile(a.shape[-1])
-    a, rows, a_row = rows_of(a)
+    sizes, found = tile(a.shape[-1]), gradient_for(a, new) if a.dim() <= 3 else new(a)  # rows at equal distances
+    (da, _, da_row), (a, rows, a_row) = rows_of(found), rows_of(a)
     programs = min(cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
-    parts = new(a, programs, 2, sizes["M"], dtype=torch.float32)
-    given = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a_row)
+    parts = new(a, programs, sizes["M"], 2, dtype=torch.float32)
+    given = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a_row, da_row)
     enqueue(discretise_backward, (programs,), *given, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
-    total = parts.sum(0)
-    return [da, total[0].to(A_log.dtype), total[1].to(dt_bias.dtype)]
+    dA_log, ddt_bias = add_parts(parts, A_log.dtype)
+    return [found, dA_log, ddt_bias.to(dt_bias.dtype)]
 
 
 discretise = op.register("discretise", compute, differentiate, fake, results=2)

@@ -2,8 +2,9 @@
 
 A program owns a run of consecutive tokens of one row, and a few heads. It walks along the run token by token with the
 last inputs (and, backward, the unfinished gradients of the last inputs) in registers: every number is read once, and
-computed once but for the W − 1 tokens before or after a run. A document that begins in the run begins with its own
-history.
+computed once but for the W − 1 tokens before or after a run. An iteration is a few tokens, and the next ones are on
+their way meanwhile; with four of them and four taps no input has to move from register to register. A document that
+begins in the run begins with its own history.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -59,10 +60,10 @@ def input_at(x, t, T, x_row, c, inside):
 
 
 @triton.jit
-def inputs_from(x, t, T, x_row, c, inside, AHEAD: tl.constexpr):
-    """The tokens from t on that are on their way before they are needed."""
+def inputs_from(x, t, T, x_row, c, inside, TOKENS: tl.constexpr):
+    """The tokens of the iteration that begins with t."""
     coming = ()
-    for m in tl.static_range(AHEAD):
+    for m in tl.static_range(TOKENS):
         coming = coming + (input_at(x, t + m, T, x_row, c, inside),)
     return coming
 
@@ -158,8 +159,7 @@ def forward(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,  # tokens that are read before they are needed
-    UNROLL: tl.constexpr,  # tokens of an iteration
+    TOKENS: tl.constexpr,  # of an iteration, which the next so many are read ahead of
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -183,26 +183,30 @@ def forward(
         taps = taps_of(weight, c, inside, W)
     n, start, stop = document_at(first, row, cu_seqlens, documents, T, PACKED)
     past = inputs_before(x, history, first, n, start, x_row, c, inside, C, W, HISTORY)
-    coming = inputs_from(x, first, T, x_row, c, inside, AHEAD)
-    for i in tl.range(0, last - first, loop_unroll_factor=UNROLL):
-        t = first + i
-        if PACKED:
-            if t == stop:
-                n, start, stop = document_at(t, row, cu_seqlens, documents, T, PACKED)
-                past = inputs_before(x, history, t, n, start, x_row, c, inside, C, W, HISTORY)
-        new = coming[0].to(tl.float32)
-        coming = coming[1:] + (input_at(x, t + AHEAD, T, x_row, c, inside),)
-        window = past + (new,)
-        z = new
-        if WEIGHT:
-            z = convolve(window, taps, added, W)
-        a = activate(z, ACTIVATION)
-        if ACTIVATION == "elu1" and NORM != "none":
-            a = tl.where(inside, a, 0.0)
-        tl.store(y + t.to(tl.int64) * C + c, normalise(a, NORM, EPS).to(y.dtype.element_ty), mask=inside)
-        past = window[1:]
+    coming = inputs_from(x, first, T, x_row, c, inside, TOKENS)
+    for i in tl.range(0, last - first, TOKENS):
+        news = coming
+        coming = inputs_from(x, first + i + TOKENS, T, x_row, c, inside, TOKENS)
+        for j in tl.static_range(TOKENS):
+            t = first + i + j
+            if PACKED:
+                if t == stop:
+                    n, start, stop = document_at(t, row, cu_seqlens, documents, T, PACKED)
+                    past = inputs_before(x, history, t, n, start, x_row, c, inside, C, W, HISTORY)
+            new = news[j].to(tl.float32)
+            window = past + (new,)
+            z = new
+            if WEIGHT:
+                z = convolve(window, taps, added, W)
+            a = activate(z, ACTIVATION)
+            if ACTIVATION == "elu1" and NORM != "none":
+                a = tl.where(inside, a, 0.0)
+            at = y + t.to(tl.int64) * C + c
+            tl.store(at, normalise(a, NORM, EPS).to(y.dtype.element_ty), mask=inside & (t < last))
+            past = window[1:]
     if TAIL:
         if last == T:
+            past = inputs_before(x, history, T, n, start, x_row, c, inside, C, W, HISTORY)
             for j in tl.static_range(W - 1):
                 place = (row.to(tl.int64) * (W - 1) + j) * C + c
                 tl.store(tail + place, past[j].to(tail.dtype.element_ty), mask=inside)
@@ -233,8 +237,7 @@ def backward(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr,  # tokens that are read before they are needed
-    UNROLL: tl.constexpr,  # tokens of an iteration
+    TOKENS: tl.constexpr,  # of an iteration, which the next so many are read ahead of
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -266,57 +269,59 @@ def backward(
             totals = totals + (nothing,)
     n, start, stop = document_at(first, row, cu_seqlens, documents, T, PACKED)
     past = inputs_before(x, history, first, n, start, x_row, c, inside, C, W, HISTORY)
-    coming = inputs_from(x, first, T, x_row, c, inside, AHEAD)
-    dcoming = inputs_from(dy, first, T, dy_row, c, inside, AHEAD)
-    for i in tl.range(0, last - first + W - 1, loop_unroll_factor=UNROLL):
-        t = first + i
-        if PACKED:
-            if t == stop:
-                n, start, stop = document_at(t, row, cu_seqlens, documents, T, PACKED)
-                past = inputs_before(x, history, t, n, start, x_row, c, inside, C, W, HISTORY)
-        new, dz = coming[0].to(tl.float32), dcoming[0].to(tl.float32)
-        coming = coming[1:] + (input_at(x, t + AHEAD, T, x_row, c, inside),)
-        dcoming = dcoming[1:] + (input_at(dy, t + AHEAD, T, dy_row, c, inside),)
-        window = past + (new,)
-        z = new
-        if WEIGHT:
-            z = convolve(window, taps, added, W)
-        if NORM != "none":
-            a = activate(z, ACTIVATION)
-            if ACTIVATION == "elu1":
-                a = tl.where(inside, a, 0.0)
-            dz = normalise_gradient(a, dz, NORM, EPS)
-        dz *= slope(z, ACTIVATION)
-        if WEIGHT:
-            own = tl.where(t < last, dz, 0.0)
-            summed = (totals[0] + own,)
-            for j in tl.static_range(W):
-                summed = summed + (totals[1 + j] + own * window[j],)
-            totals = summed
-            if DHISTORY:
-                # written once, by the run that has the first token of the document
-                if (t - start < W - 1) & (start >= first) & (start < last):
-                    for j in tl.static_range(W - 1):
-                        met = j - (t - start)
-                        tap = tl.load(weight + c * W + met, mask=inside & (met >= 0), other=0.0).to(tl.float32)
-                        place = (n.to(tl.int64) * (W - 1) + t - start) * (W - 1) + j
-                        tl.store(dhistory + place * C + c, tap * dz, mask=inside)
-            reached = ()
-            for j in tl.static_range(W):
-                share = taps[j] * dz
-                if PACKED:
-                    share = tl.where(t - start >= W - 1 - j, share, 0.0)
-                if j < W - 1:
-                    share += pending[j]
-                reached = reached + (share,)
-            finished = reached[0]
-            pending = reached[1:]
-        else:
-            finished = dz
-        token = t - (W - 1)
-        at = dx + token.to(tl.int64) * dx_row + c
-        tl.store(at, finished.to(dx.dtype.element_ty), mask=inside & (token >= first))
-        past = window[1:]
+    coming = inputs_from(x, first, T, x_row, c, inside, TOKENS)
+    dcoming = inputs_from(dy, first, T, dy_row, c, inside, TOKENS)
+    for i in tl.range(0, last - first + W - 1, TOKENS):
+        news, dnews = coming, dcoming
+        coming = inputs_from(x, first + i + TOKENS, T, x_row, c, inside, TOKENS)
+        dcoming = inputs_from(dy, first + i + TOKENS, T, dy_row, c, inside, TOKENS)
+        for m in tl.static_range(TOKENS):
+            t = first + i + m
+            if PACKED:
+                if t == stop:
+                    n, start, stop = document_at(t, row, cu_seqlens, documents, T, PACKED)
+                    past = inputs_before(x, history, t, n, start, x_row, c, inside, C, W, HISTORY)
+            new, dz = news[m].to(tl.float32), dnews[m].to(tl.float32)
+            window = past + (new,)
+            z = new
+            if WEIGHT:
+                z = convolve(window, taps, added, W)
+            if NORM != "none":
+                a = activate(z, ACTIVATION)
+                if ACTIVATION == "elu1":
+                    a = tl.where(inside, a, 0.0)
+                dz = normalise_gradient(a, dz, NORM, EPS)
+            dz *= slope(z, ACTIVATION)
+            if WEIGHT:
+                own = tl.where(t < last, dz, 0.0)
+                summed = (totals[0] + own,)
+                for j in tl.static_range(W):
+                    summed = summed + (totals[1 + j] + own * window[j],)
+                totals = summed
+                if DHISTORY:
+                    # written once, by the run that has the first token of the document
+                    if (t - start < W - 1) & (start >= first) & (start < last):
+                        for j in tl.static_range(W - 1):
+                            met = j - (t - start)
+                            tap = tl.load(weight + c * W + met, mask=inside & (met >= 0), other=0.0).to(tl.float32)
+                            place = (n.to(tl.int64) * (W - 1) + t - start) * (W - 1) + j
+                            tl.store(dhistory + place * C + c, tap * dz, mask=inside)
+                reached = ()
+                for j in tl.static_range(W):
+                    share = taps[j] * dz
+                    if PACKED:
+                        share = tl.where(t - start >= W - 1 - j, share, 0.0)
+                    if j < W - 1:
+                        share += pending[j]
+                    reached = reached + (share,)
+                finished = reached[0]
+                pending = reached[1:]
+            else:
+                finished = dz
+            token = t - (W - 1)
+            at = dx + token.to(tl.int64) * dx_row + c
+            tl.store(at, finished.to(dx.dtype.element_ty), mask=inside & (token >= first) & (token < last))
+            past = window[1:]
     if WEIGHT:
         ROWS: tl.constexpr = W + 1 if BIAS else W
         dtaps += run.to(tl.int64) * ROWS * C + c

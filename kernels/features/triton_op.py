@@ -18,12 +18,11 @@ from .arguments import Stream
 from .convolution import continued
 from .stages import EPS
 
-# Channels of a warp, backward, where gradients are in flight as well, half as many. They take up to 128 registers a
-# thread: so many warps run side by side on a multiprocessor.
-CHANNELS, CHANNELS_BACKWARD = 256, 128
-WARPS = 16
-AHEAD = 2  # tokens that a program reads before it needs them
-UNROLL = 2  # tokens of an iteration: what was read moves on from register to register only then
+LOAD = 512  # bytes that a warp reads at once: 16 for each of its threads
+# so many warps run side by side on a multiprocessor; backward, where gradients are on their way too, they have
+# twice the registers
+WARPS, WARPS_BACKWARD = 16, 8
+TOKENS = 4  # of an iteration
 SHORTEST = 16  # run of tokens: the W − 1 before or after it are read as well
 
 
@@ -40,8 +39,11 @@ class Plan(NamedTuple):
 
 
 @cache
-def plan(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: int) -> Plan:
-    """Cut x [B,T,heads,size] for so many warps of so many channels each, if there is enough to do."""
+def plan(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: int, beyond: int = 0) -> Plan:
+    """Cut x [B,T,heads,size] for so many warps of so many channels each, if there is enough to do.
+
+    A run with the `beyond` tokens that are read after it is a number of whole iterations.
+    """
     C = heads * size
     if norm == "none":  # then nothing knows of heads
         together, size = 1, min(channels, next_power_of_2(C))
@@ -50,7 +52,7 @@ def plan(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps:
     block, blocks = next_power_of_2(size), cdiv(C, together * size)
     each = max(1, together * block // channels)
     runs = cdiv(warps, B * blocks * each)
-    length = max(SHORTEST, cdiv(T, runs))
+    length = cdiv(max(SHORTEST, cdiv(T, runs)) + beyond, TOKENS) * TOKENS - beyond
     runs = cdiv(T, length)
     return Plan(together, size, block, length, runs, B * runs * blocks, each)
 
@@ -92,8 +94,7 @@ def launch(
         HEADS=cut.heads,
         SIZE=cut.size,
         BLOCK=cut.block,
-        AHEAD=AHEAD,
-        UNROLL=UNROLL,
+        TOKENS=TOKENS,
         ACTIVATION=activation,
         NORM=norm,
         EPS=EPS,
@@ -123,7 +124,7 @@ def run(
     """y, as x [B,T,heads,size]; writes the last W − 1 inputs into `tail` [B,W−1,C]."""
     weight, bias, history = parameters(weight, bias, history)
     x, *strides = strided(x)
-    cut = plan(*x.shape, norm, CHANNELS, WARPS * multiprocessors(x.device))
+    cut = plan(*x.shape, norm, LOAD // x.element_size(), WARPS * multiprocessors(x.device))
     y = new(x)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tensors = (weight, bias, history, cu_seqlens)
@@ -177,8 +178,8 @@ def differentiate(
     weight, bias, history = parameters(weight, bias, history)
     dx, *dx_strides = strided(gradient_for(x, new))
     (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
-    cut = plan(*x.shape, norm, CHANNELS_BACKWARD, WARPS * multiprocessors(x.device))
     B, C, W = x.shape[0], x.shape[2] * x.shape[3], 1 if weight is None else weight.shape[2]
+    cut = plan(*x.shape, norm, LOAD // x.element_size(), WARPS_BACKWARD * multiprocessors(x.device), W - 1)
     dtaps = dhistory = None
     if weight is not None:
         dtaps = new(x, B * cut.runs, W + (bias is not None), C, dtype=torch.float32)

@@ -278,7 +278,8 @@ def test_dtypes():
 
 
 def written_in_place(x: Tensor, heads: int, size: int, gate_first: bool, again: bool) -> list[Tensor]:
-    """The gradient of a small mixer, in which those of q, v and the gate lie; and the same put together by a copy."""
+    """The gradient of a small mixer, in which those of all streams lie; and the same put together by a copy."""
+    rate, bias = torch.zeros(2, heads, device=x.device)
     weight, sizes = torch.randn(heads * size, 1, 4, device=x.device), [heads * size] * 3 + [heads]
     arrived: list[int] = []
 
@@ -286,13 +287,14 @@ def written_in_place(x: Tensor, heads: int, size: int, gate_first: bool, again: 
         return kernels.features(part.unflatten(-1, (heads, size)), weight, activation="silu", norm="l2")[0]
 
     def block(x: Tensor, split: Callable[..., tuple[Tensor, ...]]) -> Tensor:
-        q, v, gate, b = split(x, sizes)
-        for part in (q, v, gate):
+        q, v, gate, a = split(x, sizes)
+        for part in (q, v, gate, a):
             part.register_hook(lambda g: arrived.append(g.untyped_storage().data_ptr()))
         with kernels.backend("triton"):
             gate = gate.unflatten(-1, (heads, size))
             o = kernels.gated_rms_norm(feature(q) * feature(v), gate, gate_first=gate_first)
-        return (o * b[..., None]).float().sin().sum()
+            log_decay, _ = kernels.discretise(a, rate, bias)
+        return (o * log_decay.exp()[..., None]).sin().sum()
 
     found = []
     for split in (split_columns, lambda x, sizes: x.split(sizes, -1)):
@@ -302,7 +304,7 @@ def written_in_place(x: Tensor, heads: int, size: int, gate_first: bool, again: 
         found.append(torch.autograd.grad(y, inner)[0])
         together = set(arrived) == {found[-1].untyped_storage().data_ptr()}
         assert together == (split is split_columns)
-        assert len(arrived) == 3
+        assert len(arrived) == 4
     return found
 
 
@@ -311,7 +313,7 @@ def written_in_place(x: Tensor, heads: int, size: int, gate_first: bool, again: 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 def test_the_kernels_write_in_place(gate_first: bool, again: bool, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
-    for op in ("features", "norm"):
+    for op in ("features", "norm", "discretise"):
         module = importlib.import_module(f"kernels.{op}.triton_op")
         poison = partial(lambda new, *given, **options: new(*given, **options).fill_(torch.nan), module.new)
         monkeypatch.setattr(module, "new", poison)

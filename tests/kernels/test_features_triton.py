@@ -26,7 +26,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several runs in few tokens, and several blocks in few channels."""
-    for name, value in (("SHORTEST", 4), ("CHANNELS", 16), ("CHANNELS_BACKWARD", 8)):
+    for name, value in (("SHORTEST", 4), ("LOAD", 32)):
         monkeypatch.setattr(triton_op, name, value)
 
 
