@@ -14,4 +14,4 @@ def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
         x = convolve(stream).unflatten(-1, x.shape[2:])
     y = NORMS[stream.norm](ACTIVATIONS[stream.activation](x))
     # autocast takes norms to fp32
-    return y.to(x.dtype), continued(stream) if stream.return_history else None
+    return y.to(stream.x.dtype), continued(stream) if stream.return_history else None
