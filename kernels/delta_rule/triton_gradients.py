@@ -33,7 +33,7 @@ def of_diagonal(x):
     return tl.sum(tl.where(r[:, None] == r[None, :], x, 0.0), 1)
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "M", "E", "R"])
+@triton.jit(do_not_specialize=["sequences", "T"])
 def gradient_of_queries(
     q,
     k,
@@ -53,9 +53,9 @@ def gradient_of_queries(
     scale,
     sequences,
     T,
-    M,
-    E,
-    R,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -72,7 +72,8 @@ def gradient_of_queries(
     token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, C, PACKED)
     if token >= stop:
         return
-    keys, values = M // R, M // E  # heads of q and k, and of v
+    keys: tl.constexpr = M // R  # heads of q and k
+    values: tl.constexpr = M // E  # and of v
     head = (m // (E * R)) * E + m % E
     tile = slot.to(tl.int64) * M + m
     r = tl.arange(0, C)
@@ -112,7 +113,7 @@ def gradient_of_queries(
     store_tokens(dq + m * K, token, stop, M * K, part * BK, K, BK, dQ)
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "M", "E", "R"])
+@triton.jit(do_not_specialize=["sequences", "T"])
 def gradient_of_keys(
     q,
     k,
@@ -132,9 +133,9 @@ def gradient_of_keys(
     scale,
     sequences,
     T,
-    M,
-    E,
-    R,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -151,7 +152,7 @@ def gradient_of_keys(
     token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, C, PACKED)
     if token >= stop:
         return
-    keys = M // R  # heads of q and k
+    keys: tl.constexpr = M // R  # heads of q and k
     head = (m // (E * R)) * E + m % E
     tile = slot.to(tl.int64) * M + m
     r = tl.arange(0, C)

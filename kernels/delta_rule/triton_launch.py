@@ -28,7 +28,6 @@ class Launches(NamedTuple):
 
     prepare: Launch
     forward: Launch
-    local: Launch  # the forward pass without an output, where sequences are cut
     backward: Launch
     dq: Launch
     dk: Launch
@@ -40,7 +39,6 @@ TABLE: dict[tuple[int, int, int], Launches] = {
     (HOPPER, 64, 2): Launches(
         prepare=Launch(64, 0, 4, 2),
         forward=Launch(0, 64, 4, 2),
-        local=Launch(0, 64, 4, 2),
         backward=Launch(0, 64, 4, 2),
         dq=Launch(64, 64, 4, 2),
         dk=Launch(64, 64, 4, 2),
@@ -48,8 +46,7 @@ TABLE: dict[tuple[int, int, int], Launches] = {
     ),
     (HOPPER, 128, 2): Launches(
         prepare=Launch(128, 0, 4, 2),
-        forward=Launch(0, 64, 4, 2),
-        local=Launch(0, 64, 4, 3),
+        forward=Launch(0, 64, 4, 3),
         backward=Launch(0, 64, 4, 3),
         dq=Launch(128, 64, 4, 2),
         dk=Launch(64, 32, 4, 3),
@@ -58,7 +55,6 @@ TABLE: dict[tuple[int, int, int], Launches] = {
     (HOPPER, 256, 2): Launches(
         prepare=Launch(128, 0, 4, 2),
         forward=Launch(0, 32, 4, 2),
-        local=Launch(0, 32, 4, 2),
         backward=Launch(0, 32, 4, 2),
         dq=Launch(128, 64, 4, 2),
         dk=Launch(64, 64, 4, 2),
@@ -66,7 +62,6 @@ TABLE: dict[tuple[int, int, int], Launches] = {
     (HOPPER, 64, 4): Launches(
         prepare=Launch(64, 0, 4, 2),
         forward=Launch(0, 32, 4, 2),
-        local=Launch(0, 32, 4, 2),
         backward=Launch(0, 32, 4, 2),
         dq=Launch(64, 32, 4, 2),
         dk=Launch(32, 32, 4, 2),
@@ -74,7 +69,6 @@ TABLE: dict[tuple[int, int, int], Launches] = {
     (HOPPER, 128, 4): Launches(
         prepare=Launch(64, 0, 4, 2),
         forward=Launch(0, 16, 4, 2),
-        local=Launch(0, 16, 4, 2),
         backward=Launch(0, 16, 4, 2),
         dq=Launch(64, 32, 4, 2),
         dk=Launch(32, 32, 4, 2),
@@ -82,7 +76,6 @@ TABLE: dict[tuple[int, int, int], Launches] = {
     (HOPPER, 256, 4): Launches(
         prepare=Launch(64, 0, 4, 2),
         forward=Launch(0, 16, 4, 1),
-        local=Launch(0, 16, 4, 1),
         backward=Launch(0, 16, 4, 1),
         dq=Launch(64, 32, 4, 2),
         dk=Launch(32, 32, 4, 2),
@@ -103,7 +96,7 @@ def _entry(device: torch.device, size: int, itemsize: int, file: str | None) -> 
     if architecture == OTHER:
         # blocks as small as they come: right before fast
         small, narrow = Launch(32, 32, 4, 2), Launch(32, 16, 4, 2)
-        served, found = 1 << 30, Launches(small, narrow, narrow, narrow, small, small)
+        served, found = 1 << 30, Launches(small, narrow, narrow, small, small)
     else:
         key = min(key for key in TABLE if key[0] == architecture and key[1] >= size and key[2] == itemsize)
         served, found = key[1], TABLE[key]

@@ -104,21 +104,27 @@ class Call:
             return wide
         return triton_launch.whole(wide, found.narrow, self.N * self.M, self.V, self.device)
 
+    def registers(self, launch: Launch) -> int | None:
+        """How many the compiler may take, where it would take up to 242 and a few of a thread's numbers spill, once."""
+        return THIRD if self.dtype == torch.bfloat16 and launch.warps == 4 else None
+
     def over_chunks(self, kernel: Any, launch: Launch, parts: int, *given: Any, **constants: Any) -> None:
         """A program for each chunk and recurrence, and each of `parts` blocks of keys."""
         found = self.prepared.get(key := (kernel, *constants.values()))
         if found is None:
-            sizes = (self.scale, self.N, self.T, self.M, self.E, self.R)
+            sizes = (self.scale, self.N, self.T)
+            every = {"M": self.M, "E": self.E, "R": self.R, **constants}
             programs = self.slots * self.M * parts
-            found = self.prepared[key] = self._prepare(kernel, launch, programs, sizes, constants)
+            found = self.prepared[key] = self._prepare(kernel, launch, programs, sizes, every)
         found(*given, self.cu_seqlens)
 
     def over_time(self, kernel: Any, launch: Launch, *given: Any, **constants: Any) -> None:
         """A program for each segment and recurrence, and each block of values."""
         found = self.prepared.get(key := (kernel, *constants.values()))
         if found is None:
-            sizes = (self.scale, self.T, self.segments, -(-self.chunks // self.segments), self.M, self.E, self.R)
-            every = {"V": self.V, "BK": key_block(self.K), "STAGES": launch.stages, **constants}
+            sizes = (self.scale, self.T, self.segments, -(-self.chunks // self.segments))
+            every = {"M": self.M, "E": self.E, "R": self.R}
+            every |= {"V": self.V, "BK": key_block(self.K), "STAGES": launch.stages, **constants}
             every["BV"] = BV = min(launch.values, block(every["V"]))
             programs = self.N * self.segments * self.M * cdiv(every["V"], BV)
             found = self.prepared[key] = self._prepare(kernel, launch, programs, sizes, every)
@@ -187,8 +193,6 @@ def prepared(call: Call, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor |
     """Inverse, scores and gates of every chunk."""
     inverse, scores, gates = (call.new(*shape, dtype=dtype) for shape, dtype in call.kept[:3])
     launch = launches(call.device, call.K, call.V, call.dtype).prepare
-    # left to itself the compiler takes up to 242, and only two programs fit; 16 to 22 of a thread's numbers spill, once
-    registers = THIRD if call.dtype == torch.bfloat16 and launch.warps == 4 else None
     call.over_chunks(
         prepare,
         launch,
@@ -203,7 +207,7 @@ def prepared(call: Call, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor |
         BK=min(launch.keys, key_block(call.K)),
         GATE="none" if log_decay is None else "constant" if log_decay.dim() == 1 else "per step",
         MERGE="ieee" if INTERPRETED else "tf32x3" if call.dtype == torch.float32 else "tf32",
-        maxnreg=registers,
+        maxnreg=call.registers(launch),
     )
     return inverse, scores, gates
 
@@ -222,9 +226,8 @@ def run_forward(
         local, transition = call.states(), call.states(call.K)
         flags: dict[str, Any] = {"OUTPUT": False, "SAVE": False}
         given = (q, k, v, *chunks, None, None, None, None)
-        before = launches(call.device, call.K, call.V, call.dtype).local
-        call.over_time(scan_forward, before, *given, local, START="zero", **flags)
-        call.over_time(scan_forward, before, *given, transition, START="one", V=call.K, **flags)
+        call.over_time(scan_forward, launch, *given, local, START="zero", **flags)
+        call.over_time(scan_forward, launch, *given, transition, START="one", V=call.K, **flags)
         initial = call.cuts(transition, local, initial, reverse=False)
     o, final = call.new(call.B, call.T, call.M, call.V), call.states()
     kept = [call.new(*shape, dtype=dtype) for shape, dtype in call.kept[3:5]] if save else []
@@ -329,7 +332,15 @@ def differentiate(
     call.over_chunks(gradient_of_queries, table.dq, parts, *given, BK=keys, BV=values, STAGES=table.dq.stages, **shared)
     given = (q, k, u, dv, gates, states, dstates, reads, writes, diagonal, dk, from_keys, before_t, across)
     call.over_chunks(
-        gradient_of_keys, table.dk, parts_k, *given, BK=keys_k, BV=values_k, STAGES=table.dk.stages, **shared
+        gradient_of_keys,
+        table.dk,
+        parts_k,
+        *given,
+        BK=keys_k,
+        BV=values_k,
+        STAGES=table.dk.stages,
+        maxnreg=call.registers(table.dk),
+        **shared,
     )
 
     dlog_decay = None

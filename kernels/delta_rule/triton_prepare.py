@@ -55,7 +55,7 @@ def unit_lower_inverse(lower, PRECISION: tl.constexpr):
     return full - tl.dot(step, full, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "M", "E", "R"])
+@triton.jit(do_not_specialize=["sequences", "T"])
 def prepare(
     q,
     k,
@@ -68,9 +68,9 @@ def prepare(
     scale,
     sequences,
     T,
-    M,
-    E,
-    R,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     GATE: tl.constexpr,
@@ -84,7 +84,7 @@ def prepare(
     token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, C, PACKED)
     if token >= stop:
         return
-    keys = M // R  # heads of q and k
+    keys: tl.constexpr = M // R  # heads of q and k
     head = (m // (E * R)) * E + m % E
     r = tl.arange(0, C)
     valid = r < stop - token

@@ -12,7 +12,7 @@ with the transition transposed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM108
+# ruff: noqa: SIM102, SIM108
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ import triton.language as tl
 from .triton_tiles import C, load_pairs, load_state, load_tokens, segment_bounds, store_state, store_tokens
 
 
-@triton.jit(do_not_specialize=["T", "segments", "length", "M", "E", "R"])
+@triton.jit(do_not_specialize=["T", "segments", "length"])
 def scan_forward(
     q,
     k,
@@ -38,9 +38,9 @@ def scan_forward(
     T,
     segments,
     length,
-    M,
-    E,
-    R,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -58,7 +58,8 @@ def scan_forward(
     recurrence = tl.program_id(0) // BLOCKS
     n, m = recurrence // M, recurrence % M
     start, stop, first = segment_bounds(n, cu_seqlens, T, segments, length, PACKED)
-    keys, values = M // R, M // E  # heads of q and k, and of v
+    keys: tl.constexpr = M // R  # heads of q and k
+    values: tl.constexpr = M // E  # and of v
     head = (m // (E * R)) * E + m % E
     q += head * K
     k += head * K
@@ -77,34 +78,43 @@ def scan_forward(
         S = tl.where(tl.arange(0, BK)[:, None] == (column + tl.arange(0, BV))[None, :], 1.0, 0.0)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    for c in tl.range(0, tl.cdiv(stop - start, C), num_stages=STAGES):
+    chunks = tl.cdiv(stop - start, C)
+    before = S.to(DTYPE)
+    if SAVE:
+        if chunks > 0:
+            store_state(states + (first.to(tl.int64) * M + m) * (K * V), 0, column, K, V, BK, BV, before)
+    # All that a chunk leaves in memory is written after its products: what waits for a product waits for writes, too.
+    # And the numbers of heads are constants, so that addresses need few registers: there are none left.
+    for c in tl.range(0, chunks, num_stages=STAGES):
         token = start + c * C
         tile = (first + c).to(tl.int64) * M + m
         at = gates + tile * (4 * C)
         shrink, keep, total = tl.load(at + r), tl.load(at + C + r), tl.load(at + (C - 1))
         keys_here = load_tokens(k, token, stop, keys * K, 0, K, BK, DTYPE)
         solve = load_pairs(inverse + tile * (C * C), DTYPE)
-        before = S.to(DTYPE)
-        if SAVE:
-            store_state(states + tile * (K * V), 0, column, K, V, BK, BV, before)
         update = tl.dot(keys_here, before, input_precision=PRECISION) * -shrink[:, None]
         if START != "one":
             update += load_tokens(v, token, stop, values * V, column, V, BV, DTYPE).to(tl.float32)
         W = update.to(DTYPE)
         U = tl.dot(solve, W, input_precision=PRECISION)
-        if SAVE:
-            store_tokens(u, token, stop, M * V, column, V, BV, U)
         if OUTPUT:
             queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
             weights = load_pairs(scores + tile * (C * C), DTYPE)
             O = tl.dot(queries, before, input_precision=PRECISION) * (shrink * scale)[:, None]
             O = tl.dot(weights, W, O, input_precision=PRECISION)
-            store_tokens(o, token, stop, M * V, column, V, BV, O)
         S = tl.dot(tl.trans(keys_here), (U * keep[:, None]).to(DTYPE), S * total, input_precision=PRECISION)
+        before = S.to(DTYPE)
+        if SAVE:
+            store_tokens(u, token, stop, M * V, column, V, BV, U)
+        if OUTPUT:
+            store_tokens(o, token, stop, M * V, column, V, BV, O)
+        if SAVE:
+            if c + 1 < chunks:
+                store_state(states + (tile + M) * (K * V), 0, column, K, V, BK, BV, before)
     store_state(final + state, 0, column, K, V, BK, BV, S)
 
 
-@triton.jit(do_not_specialize=["T", "segments", "length", "M", "E", "R"])
+@triton.jit(do_not_specialize=["T", "segments", "length"])
 def scan_backward(
     q,
     k,
@@ -121,9 +131,9 @@ def scan_backward(
     T,
     segments,
     length,
-    M,
-    E,
-    R,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -140,7 +150,8 @@ def scan_backward(
     recurrence = tl.program_id(0) // BLOCKS
     n, m = recurrence // M, recurrence % M
     start, stop, first = segment_bounds(n, cu_seqlens, T, segments, length, PACKED)
-    keys, values = M // R, M // E  # heads of q and k, and of v
+    keys: tl.constexpr = M // R  # heads of q and k
+    values: tl.constexpr = M // E  # and of v
     head = (m // (E * R)) * E + m % E
     q += head * K
     k += head * K

@@ -24,6 +24,16 @@ class Tokens(NamedTuple):
     strides: Strides
 
 
+def heads_of(*streams: Strides) -> list[int]:
+    """How far the heads of each stream lie apart."""
+    return [head for _, head in streams]
+
+
+def tokens_of(**streams: Strides) -> dict[str, Any]:
+    """How far its tokens do, which kernels are compiled for: as the heads, it is the same at each length."""
+    return {f"{name}_token": token for name, (token, _) in streams.items()}
+
+
 class Call:
     """Tensors and launches of one call.
 
@@ -114,10 +124,11 @@ class Call:
                 head_scores,
                 (to.chunks, to.heads),
                 to.scale,
-                *(*to.q, *to.k, *to.v, *grad.strides),
-                to.heads,
+                *heads_of(to.q, to.k, to.v, grad.strides),
                 to.chunks,
                 to.groups,
+                **tokens_of(q=to.q, k=to.k, v=to.v, grad=grad.strides),
+                heads=to.heads,
                 SUBHEADS=to.subheads,
                 K=to.K,
                 V=to.V,
@@ -148,10 +159,11 @@ class Call:
                 channel_scores,
                 (to.chunks, to.heads),
                 to.scale,
-                *(*to.q, *to.k),
-                to.heads,
+                *heads_of(to.q, to.k),
                 to.chunks,
                 to.groups,
+                **tokens_of(q=to.q, k=to.k),
+                heads=to.heads,
                 SUBHEADS=to.subheads,
                 K=to.K,
                 BK=min(entry.block, padded(to.K)),
@@ -227,13 +239,14 @@ class Call:
             return Prepared(
                 carry,
                 (slices * to.segments, to.heads),
-                *(*x.strides, *y.strides, *z.strides, *other.strides),
+                *heads_of(x.strides, y.strides, z.strides, other.strides),
                 to.scale,
-                to.heads,
                 to.chunks,
                 to.blocks,
                 BLOCK // CHUNK if gates and not to.channel else 1 << 30,
                 to.groups,
+                **tokens_of(x=x.strides, y=y.strides, z=z.strides, other=other.strides),
+                heads=to.heads,
                 MODE=mode,
                 SUBHEADS=to.subheads,
                 DX=DX,
@@ -320,7 +333,7 @@ class Call:
     ) -> tuple[Tensor | None, Tensor | None]:
         """Fills dq and dk; returns the gradients of the gates, of which the decay is per channel."""
         assert self.grad
-        to = self.plan
+        to, of_grad = self.plan, self.grad.strides
         read, written = self.per_token(to.K), self.per_token(to.K)
         marks: dict[str, Any] = {}
         if decay_grad:
@@ -336,8 +349,9 @@ class Call:
                 channel_score_grads,
                 (to.chunks, to.H),
                 to.scale,
-                *(*to.v, *dense(to.H, to.V)),
+                *heads_of(to.v, of_grad),
                 to.chunks,
+                **tokens_of(v=to.v, grad=of_grad),
                 V=to.V,
                 BV=padded(to.V),
                 **to.options(to.launch("head_scores")),
@@ -355,11 +369,12 @@ class Call:
                 channel_grads,
                 (to.chunks * slices, to.heads),
                 to.scale,
-                *(*to.q, *to.k),
+                *heads_of(to.q, to.k),
                 to.B * to.T,
-                to.heads,
                 to.chunks,
                 to.groups,
+                **tokens_of(q=to.q, k=to.k),
+                heads=to.heads,
                 SUBHEADS=to.subheads,
                 K=to.K,
                 BK=width,

@@ -82,7 +82,7 @@ def decay_inside(gates, WIDE: tl.constexpr):
     return exp2(-tl.abs(between))
 
 
-@triton.jit(do_not_specialize=["heads", "chunks", "blocks", "per_block", "groups"])
+@triton.jit(do_not_specialize=["chunks", "blocks", "per_block", "groups"])
 def carry(
     x,  # [tokens,·,DX], as y
     y,
@@ -99,20 +99,20 @@ def carry(
     last,
     shrunk,  # [segments,heads]: how much of a state survives the segment; per channel [segments,heads,K]
     segments,  # [segments,5]: first token, tokens, first chunk, first block, row of `first` and `last`
-    x_token,
     x_head,
-    y_token,
     y_head,
-    z_token,
     z_head,
-    other_token,
     other_head,
     scale,
-    heads,
     chunks,
     blocks,
     per_block,
     groups,  # value heads per key head
+    x_token: tl.constexpr,
+    y_token: tl.constexpr,
+    z_token: tl.constexpr,
+    other_token: tl.constexpr,
+    heads: tl.constexpr,
     SUBHEADS: tl.constexpr,
     DX: tl.constexpr,
     DZ: tl.constexpr,

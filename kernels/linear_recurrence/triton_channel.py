@@ -45,7 +45,7 @@ def span(b, middle):
     return tl.maximum(earlier, later).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["heads", "chunks", "groups"])
+@triton.jit(do_not_specialize=["chunks", "groups"])
 def channel_scores(
     q,  # [tokens,·,K], as k
     k,
@@ -58,13 +58,13 @@ def channel_scores(
     steep,  # [heads,chunks]: 1 where the decay is too strong for one reference point
     table,  # [chunks,2]: first token, tokens
     scale,
-    q_token,
     q_head,
-    k_token,
     k_head,
-    heads,
     chunks,
     groups,
+    q_token: tl.constexpr,
+    k_token: tl.constexpr,
+    heads: tl.constexpr,
     SUBHEADS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
@@ -147,11 +147,11 @@ def channel_score_grads(
     diagonal,  # [heads,chunks,64]: … and on it
     table,
     scale,
-    v_token,
     v_head,
-    grad_token,
     grad_head,
     chunks,
+    v_token: tl.constexpr,
+    grad_token: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -172,7 +172,7 @@ def channel_score_grads(
     tl.store(score_grads + tile, tl.where(distance > 0, D, 0.0).to(score_grads.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["heads", "chunks", "groups", "tokens"])
+@triton.jit(do_not_specialize=["chunks", "groups", "tokens"])
 def channel_grads(
     q,
     k,
@@ -190,14 +190,14 @@ def channel_grads(
     steep,
     table,
     scale,
-    q_token,
     q_head,
-    k_token,
     k_head,
     tokens,
-    heads,
     chunks,
     groups,
+    q_token: tl.constexpr,
+    k_token: tl.constexpr,
+    heads: tl.constexpr,
     SUBHEADS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,

@@ -83,7 +83,7 @@ def head_gates(
     tl.store(gates + LEAVE * CHUNK + r, w)
 
 
-@triton.jit(do_not_specialize=["heads", "chunks", "groups"])
+@triton.jit(do_not_specialize=["chunks", "groups"])
 def head_scores(
     q,  # [tokens,·,K], as k
     k,
@@ -96,17 +96,17 @@ def head_scores(
     gates,  # [heads,chunks,PARTS,64]: ENTER, LEAVE, TOTAL, and with GATES also SURVIVES, ROWS, COLUMNS
     table,  # [chunks,2]: first token, tokens
     scale,
-    q_token,
     q_head,
-    k_token,
     k_head,
-    v_token,
     v_head,
-    grad_token,
     grad_head,
-    heads,
     chunks,
     groups,
+    q_token: tl.constexpr,
+    k_token: tl.constexpr,
+    v_token: tl.constexpr,
+    grad_token: tl.constexpr,
+    heads: tl.constexpr,
     SUBHEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,

@@ -74,7 +74,7 @@ def tune(
 
     Args:
         kernels: Some of carry, local, head_scores, channel_scores, channel_grads and step (linear_recurrence), and of
-            prepare, forward, local, backward, dq, dk and narrow (delta_rule), or these ops; all by default.
+            prepare, forward, backward, dq, dk and narrow (delta_rule), or these ops; all by default.
         sizes: Head sizes; null for 64, 128 and 256.
         dtypes: bf16 or fp32; null for both.
         jobs: Candidates that are checked at a time.

@@ -199,7 +199,7 @@ def test_cases_reach_the_kernel_that_is_meant(processors: int, hopper: None, mon
     monkeypatch.setattr(triton_launch, "multiprocessors", lambda device: processors)
     for size in (64, 128):
         entry = triton_launch.launches(GPU, size, size, BF16)
-        for name in ("forward", "local", "backward", "narrow"):
+        for name in ("forward", "backward", "narrow"):
             used, segments = set(), set()
             for timed in (True, False):
                 for _, (B, H, T, D) in cases(Target(f"delta_rule.{name}", size, 2), timed=timed):
@@ -208,7 +208,7 @@ def test_cases_reach_the_kernel_that_is_meant(processors: int, hopper: None, mon
                     used.add("narrow" if found == entry.narrow and not cut else "wide")
                     segments.add(cut)
             assert used == {"narrow"} if name == "narrow" else "wide" in used
-            assert segments == {"narrow": {False}, "local": {True}}.get(name, {False, True})
+            assert segments == ({False} if name == "narrow" else {False, True})
 
 
 class Processes:
@@ -243,8 +243,8 @@ def test_kernels_by_op_by_name_and_by_both():
     def kernels(given: str) -> list[str]:
         return [target.kernel for target in _targets(given, [64], "bf16")]
 
-    assert kernels("local") == ["linear_recurrence.local", "delta_rule.local"]
-    assert kernels("delta_rule.local,dq,delta_rule.dq") == ["delta_rule.local", "delta_rule.dq"]
+    assert kernels("local") == ["linear_recurrence.local"]
+    assert kernels("delta_rule.narrow,dq,delta_rule.dq") == ["delta_rule.narrow", "delta_rule.dq"]
     assert kernels("delta_rule") == [f"delta_rule.{name}" for name in launch_file.NAMES["delta_rule"]]
     assert {target.kernel for target in _targets(None, [64], "bf16")} == set(launch_file.KERNELS)
 
