@@ -38,11 +38,11 @@ class Launches(NamedTuple):
 TABLE: dict[tuple[int, int, int], Launches] = {
     (HOPPER, 64, 2): Launches(
         prepare=Launch(64, 0, 4, 2),
-        forward=Launch(0, 64, 4, 2),
-        backward=Launch(0, 64, 4, 2),
+        forward=Launch(0, 64, 4, 3),
+        backward=Launch(0, 64, 4, 3),
         dq=Launch(64, 64, 4, 2),
         dk=Launch(64, 64, 4, 2),
-        narrow=Launch(0, 32, 4, 2),
+        narrow=Launch(0, 32, 4, 3),
     ),
     (HOPPER, 128, 2): Launches(
         prepare=Launch(128, 0, 4, 2),
@@ -55,7 +55,7 @@ TABLE: dict[tuple[int, int, int], Launches] = {
     (HOPPER, 256, 2): Launches(
         prepare=Launch(128, 0, 4, 2),
         forward=Launch(0, 32, 4, 2),
-        backward=Launch(0, 32, 4, 2),
+        backward=Launch(0, 64, 4, 2),
         dq=Launch(128, 64, 4, 2),
         dk=Launch(64, 64, 4, 2),
     ),
