@@ -83,8 +83,8 @@ def scan_forward(
     if SAVE:
         if chunks > 0:
             store_state(states + (first.to(tl.int64) * M + m) * (K * V), 0, column, K, V, BK, BV, before)
-    # Registers are what three stages lack, and spills make them slower than two. What a chunk leaves in memory is written
-    # at its end, when little else is alive, and numbers of heads are constants, so that addresses need few.
+    # Registers are what three stages lack, and spills make them slower than two. What a chunk leaves in memory is
+    # written at its end, when little else is alive, and numbers of heads are constants, so that addresses need few.
     for c in tl.range(0, chunks, num_stages=STAGES):
         token = start + c * C
         tile = (first + c).to(tl.int64) * M + m
