@@ -105,7 +105,7 @@ class Call:
         return triton_launch.whole(wide, found.narrow, self.N * self.M, self.V, self.device)
 
     def registers(self, launch: Launch) -> int | None:
-        """How many the compiler may take, where it would take up to 242 and a few of a thread's numbers spill, once."""
+        """So few for a thread that three programs fit, for a few spills; the compiler would take 195 to 242."""
         return THIRD if self.dtype == torch.bfloat16 and launch.warps == 4 else None
 
     def over_chunks(self, kernel: Any, launch: Launch, parts: int, *given: Any, **constants: Any) -> None:
@@ -113,9 +113,8 @@ class Call:
         found = self.prepared.get(key := (kernel, *constants.values()))
         if found is None:
             sizes = (self.scale, self.N, self.T)
-            every = {"M": self.M, "E": self.E, "R": self.R, **constants}
             programs = self.slots * self.M * parts
-            found = self.prepared[key] = self._prepare(kernel, launch, programs, sizes, every)
+            found = self.prepared[key] = self._prepare(kernel, launch, programs, sizes, constants)
         found(*given, self.cu_seqlens)
 
     def over_time(self, kernel: Any, launch: Launch, *given: Any, **constants: Any) -> None:
@@ -123,8 +122,7 @@ class Call:
         found = self.prepared.get(key := (kernel, *constants.values()))
         if found is None:
             sizes = (self.scale, self.T, self.segments, -(-self.chunks // self.segments))
-            every = {"M": self.M, "E": self.E, "R": self.R}
-            every |= {"V": self.V, "BK": key_block(self.K), "STAGES": launch.stages, **constants}
+            every = {"V": self.V, "BK": key_block(self.K), "STAGES": launch.stages, **constants}
             every["BV"] = BV = min(launch.values, block(every["V"]))
             programs = self.N * self.segments * self.M * cdiv(every["V"], BV)
             found = self.prepared[key] = self._prepare(kernel, launch, programs, sizes, every)
@@ -133,8 +131,8 @@ class Call:
     def _prepare(
         self, kernel: Any, launch: Launch, programs: int, sizes: tuple[Any, ...], constants: dict[str, Any]
     ) -> Prepared:
-        packed = self.cu_seqlens is not None
-        return ready(kernel, launch, programs, sizes, self.K, self.dtype, packed, *constants.items())
+        every = {"M": self.M, "E": self.E, "R": self.R, "K": self.K, "PACKED": self.cu_seqlens is not None, **constants}
+        return ready(kernel, launch, programs, sizes, self.dtype, *every.items())
 
     def cuts(self, transition: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool) -> Tensor:
         """The states before all segments, or their gradients after them."""
@@ -165,9 +163,7 @@ def ready(
     launch: Launch,
     programs: int,
     sizes: tuple[Any, ...],
-    K: int,
     dtype: torch.dtype,
-    packed: bool,
     *constants: tuple[str, Any],
 ) -> Prepared:
     """A launch of which the tensors are missing."""
@@ -175,7 +171,7 @@ def ready(
     # in the interpreter any arithmetic on bf16 is wrong: what is loaded becomes fp32 at once
     kind = tl.float32 if exact or INTERPRETED else tl.bfloat16
     precision = "tf32x3" if exact and not INTERPRETED else "ieee"
-    every = {**dict(constants), "K": K, "PACKED": packed, "DTYPE": kind, "PRECISION": precision}
+    every = {**dict(constants), "DTYPE": kind, "PRECISION": precision}
     return Prepared(kernel, (programs,), *sizes, **every, num_warps=launch.warps, num_stages=launch.stages)
 
 

@@ -159,7 +159,7 @@ def forward(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,  # of an iteration, which the next so many are read ahead of
+    TOKENS: tl.constexpr,  # of an iteration; as many are on their way for the next one
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -237,7 +237,7 @@ def backward(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,  # of an iteration, which the next so many are read ahead of
+    TOKENS: tl.constexpr,  # of an iteration; as many are on their way for the next one
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
