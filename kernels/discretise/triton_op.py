@@ -132,8 +132,8 @@ def differentiate(
     parts = new(a, programs, sizes["M"], 2, dtype=torch.float32)
     given = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a_row, da_row)
     enqueue(discretise_backward, (programs,), *given, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
-    dA_log, ddt_bias = add_parts(parts, A_log.dtype)
-    return [found, dA_log, ddt_bias.to(dt_bias.dtype)]
+    dA_log, ddt_bias = add_parts(parts, torch.promote_types(A_log.dtype, dt_bias.dtype))
+    return [found, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype)]
 
 
 discretise = op.register("discretise", compute, differentiate, fake, results=2)

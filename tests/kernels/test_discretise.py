@@ -73,6 +73,17 @@ def test_a_view_in_half_precision():
 
 
 @interpreted
+@pytest.mark.parametrize("low", ["A_log", "dt_bias"])
+def test_parameters_of_different_precision(low: str):
+    a = inputs(2, 70, 8)
+    a[low] = a[low].bfloat16()
+    found, expected = results(a, "triton"), results(a, "reference")
+    assert found[low].dtype == torch.bfloat16
+    del found[low], expected[low]
+    assert_close(found, expected, 1e-5)
+
+
+@interpreted
 def test_the_op_is_registered_properly(monkeypatch: pytest.MonkeyPatch):
     given = [x.requires_grad_() for x in inputs(3, 4).values()]
     results(inputs(3, 4), "triton")
