@@ -20,10 +20,16 @@ class CosFormer2(LowRankGated):
         site: Where the layer stands.
         num_heads: Heads; the model's by default.
         qk: Features of queries and keys.
+        norm_eps: Added inside the root of the output norm.
     """
 
     def __init__(
-        self, site: Site, *, num_heads: int | None = None, qk: Features = Features(activation="silu", map=LRPE)
+        self,
+        site: Site,
+        *,
+        num_heads: int | None = None,
+        qk: Features = Features(activation="silu", map=LRPE),
+        norm_eps: float = 1e-6,
     ):
-        super().__init__(site, num_heads=num_heads, qk=qk)
+        super().__init__(site, num_heads=num_heads, qk=qk, norm_eps=norm_eps)
         self.k_features.map = self.q_features.map  # one θ for both

@@ -27,6 +27,7 @@ class DeltaNet(LinearMixer):
         qk: Features of queries and keys.
         v: Features of values.
         allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
+        norm_eps: Added inside the root of the output norm.
     """
 
     recurrence = staticmethod(kernels.delta_rule)
@@ -40,12 +41,13 @@ class DeltaNet(LinearMixer):
         qk: Features = Features(4, activation="silu", norm="l2"),
         v: Features = Features(4, activation="silu"),
         allow_neg_eigval: bool = False,
+        norm_eps: float = 1e-5,
     ):
         num_heads, head_dim = site.heads(num_heads, head_dim)
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk, v=v)
         width = num_heads * head_dim
         self.in_proj = Projection(site.hidden_size, {"q": width, "k": width, "v": width, "b": self.gate_heads})
-        self.o_norm = RMSNorm(head_dim, eps=1e-5)
+        self.o_norm = RMSNorm(head_dim, eps=norm_eps)
         self.o_proj = nn.Linear(width, site.hidden_size, bias=False)
         self.beta_max = 2.0 if allow_neg_eigval else 1.0
 

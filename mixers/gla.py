@@ -31,6 +31,7 @@ class GLA(LinearMixer):
         gate_normalizer: What the log of the decay is divided by; 16 makes it forget slowly.
         qk: Features of queries and keys.
         v: Features of values.
+        norm_eps: Added inside the root of the output norm.
     """
 
     decay_per_channel = True
@@ -46,6 +47,7 @@ class GLA(LinearMixer):
         gate_normalizer: float = 16.0,
         qk: Features = Features(),
         v: Features = Features(),
+        norm_eps: float = 1e-5,
     ):
         num_heads, _ = site.heads(num_heads)
         keys, values = int(site.hidden_size * expand_k), int(site.hidden_size * expand_v)
@@ -58,7 +60,7 @@ class GLA(LinearMixer):
         widths = {"q": keys, "k": keys, "v": values, "g": values, "decay": gate_rank}
         self.in_proj = Projection(site.hidden_size, widths)
         self.decay_up = nn.Linear(gate_rank, self.gate_heads * self.subhead_size)
-        self.o_norm = GatedRMSNorm(value_size, eps=1e-5)
+        self.o_norm = GatedRMSNorm(value_size, eps=norm_eps)
         self.o_proj = nn.Linear(values, site.hidden_size, bias=False)
 
     def project(self, x: Tensor) -> Streams:

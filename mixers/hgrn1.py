@@ -30,16 +30,23 @@ class HGRN1(TokenMixer):
     Args:
         site: Where the layer stands.
         lower_bounds: Lower bounds of the forget gates, shared by all layers; null for none.
+        norm_eps: Added inside the root of the output norm.
     """
 
     sequence_parallel = True
 
-    def __init__(self, site: Site, *, lower_bounds: Callable[[int, int], LowerBounds] | None = LowerBounds):
+    def __init__(
+        self,
+        site: Site,
+        *,
+        lower_bounds: Callable[[int, int], LowerBounds] | None = LowerBounds,
+        norm_eps: float = 1e-5,
+    ):
         super().__init__()
         self.site, width = site, site.hidden_size
         self.in_proj = Projection(width, {"i": width, "f": width, "g": width})
         self.lower_bounds = build_lower_bounds(lower_bounds, site, width)
-        self.g_norm, self.o_proj = GatedRMSNorm(width, eps=1e-5), nn.Linear(width, width, bias=False)
+        self.g_norm, self.o_proj = GatedRMSNorm(width, eps=norm_eps), nn.Linear(width, width, bias=False)
 
     def share(self, below: Sequence[TokenMixer]) -> None:
         adopt_lower_bounds(self, below)

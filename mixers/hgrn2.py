@@ -88,6 +88,7 @@ class HGRN2(LinearMixer):
         head_dim: Size K = V of a head; the number of heads is hidden_size / head_dim.
         lower_bounds: The lower bounds of all layers; null for none, f = σ(W_f x).
         q: Features of queries.
+        norm_eps: Added inside the root of the output norm.
     """
 
     decay_per_channel = True
@@ -99,6 +100,7 @@ class HGRN2(LinearMixer):
         head_dim: int | None = None,
         lower_bounds: Callable[[int, int], LowerBounds] | None = LowerBounds,
         q: Features = Features(activation="silu"),
+        norm_eps: float = 1e-5,
     ):
         head_dim = head_dim or site.heads()[1]
         if site.hidden_size % head_dim:
@@ -108,7 +110,7 @@ class HGRN2(LinearMixer):
         self.in_proj = Projection(width, {"q": width, "f": width, "i": width})
         channels = self.gate_heads * self.subhead_size
         self.lower_bounds = build_lower_bounds(lower_bounds, site, channels)
-        self.g_norm, self.o_proj = RMSNorm(width, eps=1e-5), nn.Linear(width, width, bias=False)
+        self.g_norm, self.o_proj = RMSNorm(width, eps=norm_eps), nn.Linear(width, width, bias=False)
 
     def share(self, below: Sequence[TokenMixer]) -> None:
         adopt_lower_bounds(self, below)

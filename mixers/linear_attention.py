@@ -18,6 +18,7 @@ class LinearAttention(LinearMixer):
         num_heads: Heads; the model's by default.
         head_dim: Size K = V of a head; hidden_size / num_heads by default.
         qk: Features of queries and keys, φ: activation elu1 (1 + ELU), relu or identity.
+        norm_eps: Added inside the root of the output norm.
     """
 
     def __init__(
@@ -27,12 +28,13 @@ class LinearAttention(LinearMixer):
         num_heads: int | None = None,
         head_dim: int | None = None,
         qk: Features = Features(activation="elu1"),
+        norm_eps: float = 1e-5,
     ):
         num_heads, head_dim = site.heads(num_heads, head_dim)
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk)
         width = num_heads * head_dim
         self.in_proj = Projection(site.hidden_size, {"q": width, "k": width, "v": width})
-        self.o_norm, self.o_proj = RMSNorm(head_dim, eps=1e-5), nn.Linear(width, site.hidden_size, bias=False)
+        self.o_norm, self.o_proj = RMSNorm(head_dim, eps=norm_eps), nn.Linear(width, site.hidden_size, bias=False)
 
     def project(self, x: Tensor) -> Streams:
         q, k, v = (split_heads(stream, self.num_heads) for stream in self.in_proj(x))

@@ -31,6 +31,7 @@ class Mamba2(LinearMixer):
         state_dim: Key size K, "the state size" of the paper.
         num_groups: Groups of heads that share B and C.
         xbc: Features of x, B and C.
+        norm_eps: Added inside the root of the output norm.
     """
 
     scale = 1.0
@@ -44,6 +45,7 @@ class Mamba2(LinearMixer):
         state_dim: int = 128,
         num_groups: int = 1,
         xbc: Features = Features(4, bias=True, activation="silu"),
+        norm_eps: float = 1e-5,
     ):
         width = expand * site.hidden_size
         if width % head_dim:
@@ -66,7 +68,7 @@ class Mamba2(LinearMixer):
             site.hidden_size, {"z": width, "x": width, "B": keys, "C": keys, "dt": self.gate_heads}
         )
         self.decay, self.D = Discretisation(self.gate_heads, 1, 16), nn.Parameter(torch.empty(self.num_heads))
-        self.norm = GatedRMSNorm(width, eps=1e-5, gate_first=True, groups=num_groups)
+        self.norm = GatedRMSNorm(width, eps=norm_eps, gate_first=True, groups=num_groups)
         self.out_proj = nn.Linear(width, site.hidden_size, bias=False)
         self.reset_parameters()
 

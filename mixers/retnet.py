@@ -25,6 +25,7 @@ class RetNet(LinearMixer):
         head_dim: Key size K of a head; hidden_size / num_heads by default.
         expand_v: Value size over key size.
         qk: Features of queries and keys.
+        norm_eps: Added inside the root of the output norm.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class RetNet(LinearMixer):
         head_dim: int | None = None,
         expand_v: int = 2,
         qk: Features = Features(map=Rotary),
+        norm_eps: float = 1e-5,
     ):
         num_heads, head_dim = site.heads(num_heads, head_dim)
         value_dim = expand_v * head_dim
@@ -42,7 +44,7 @@ class RetNet(LinearMixer):
         self.decay = ConstantDecay([math.log1p(-(2.0 ** (-5 - n / self.subheads))) for n in range(self.gate_heads)])
         keys, values = num_heads * head_dim, num_heads * value_dim
         self.in_proj = Projection(site.hidden_size, {"q": keys, "k": keys, "v": values, "g": values})
-        self.o_norm = GatedRMSNorm(value_dim, eps=1e-5)
+        self.o_norm = GatedRMSNorm(value_dim, eps=norm_eps)
         self.o_proj = nn.Linear(values, site.hidden_size, bias=False)
 
     def project(self, x: Tensor) -> Streams:

@@ -16,10 +16,10 @@ from .registry import register
 class LowRankGated(LinearMixer):
     """What TNL and cosFormer2 share: a weightless norm over the full width × σ(W_up W_down x), bottleneck K."""
 
-    def __init__(self, site: Site, *, num_heads: int | None, qk: Features):
+    def __init__(self, site: Site, *, num_heads: int | None, qk: Features, norm_eps: float):
         num_heads, head_dim = site.heads(num_heads)
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk)
-        width = site.hidden_size
+        self.norm_eps, width = norm_eps, site.hidden_size
         self.in_proj = Projection(width, {"q": width, "k": width, "v": width, "g": head_dim})
         self.g_up = nn.Linear(head_dim, width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
@@ -30,7 +30,7 @@ class LowRankGated(LinearMixer):
         return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), gate=self.g_up(g))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
-        return self.o_proj(kernels.rms_norm(o.flatten(2)) * s.gate.sigmoid())
+        return self.o_proj(kernels.rms_norm(o.flatten(2), eps=self.norm_eps) * s.gate.sigmoid())
 
 
 class LayerwiseAlibi(ConstantDecay):
@@ -72,6 +72,7 @@ class TNL(LowRankGated):
         num_heads: Heads; the model's by default.
         qk: Features of queries and keys.
         decay: The constant decays of all recurrences at a site: LayerwiseAlibi or LayerwiseLinear.
+        norm_eps: Added inside the root of the output norm.
     """
 
     def __init__(
@@ -81,8 +82,9 @@ class TNL(LowRankGated):
         num_heads: int | None = None,
         qk: Features = Features(activation="silu"),
         decay: Callable[[Site, int], ConstantDecay] = LayerwiseAlibi,
+        norm_eps: float = 1e-6,
     ):
-        super().__init__(site, num_heads=num_heads, qk=qk)
+        super().__init__(site, num_heads=num_heads, qk=qk, norm_eps=norm_eps)
         self.decay = decay(site, self.gate_heads)
 
     def gates(self, s: Streams) -> Streams:
