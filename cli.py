@@ -7,10 +7,12 @@ import dataclasses
 import errno
 import logging
 import os
+import signal
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ from zoo import saving  # noqa: E402
 from zoo.activations import CheckpointedBlocks  # noqa: E402
 from zoo.bench import bench  # noqa: E402
 from zoo.bench.tune import tune  # noqa: E402
-from zoo.callbacks import FinalValidation, PeakMemory, StepSeeds, Throughput  # noqa: E402
+from zoo.callbacks import Validations, PeakMemory, StepSeeds, Throughput  # noqa: E402
 from zoo.catalogue import catalogue, page  # noqa: E402
 from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
 from zoo.comparison import compare as compare_configs  # noqa: E402
@@ -58,7 +60,8 @@ from zoo.predictions import Predictions  # noqa: E402
 from zoo.processor import use_processor  # noqa: E402
 from zoo.progress import Progress, Summary  # noqa: E402
 from zoo.results import ResultRow  # noqa: E402
-from zoo.run import RunFiles, find_run, launched, new_run  # noqa: E402
+from zoo.run import RunFiles, claimed, find_run, launched, new_run  # noqa: E402
+from zoo.signals import end_with_parent  # noqa: E402
 from zoo.step_times import StepTimes  # noqa: E402
 from zoo.sweep import Runner, Sweep, failed, report  # noqa: E402
 from zoo.sweep.cluster import run_on_cluster  # noqa: E402
@@ -94,12 +97,13 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 # numbers that Lightning takes as they are, and divides by later
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")  # of training
 LEAST = {
     "accumulate_grad_batches": 1,
     "num_nodes": 1,
     "max_steps": -1,
     "log_every_n_steps": 0,
-    **dict.fromkeys(("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches"), 0),
+    **dict.fromkeys(LIMITS, 0),
 }
 # keys of a config
 CALLBACKS = ("guard", "watchdog", "checkpoints", "samples", "loss_curve", "state_norms", "profile")
@@ -115,7 +119,16 @@ DESCRIPTIONS = {
 
 
 class CLI(LightningCLI):
-    """fit, validate, test and predict on a model built from `model`, `optim`, `data` and `trainer`."""
+    """fit, validate, test and predict on a model built from `model`, `optim`, `data` and `trainer`.
+
+    Args:
+        held: What is to be held until the verb has ended: the run's folder.
+        settings: LightningCLI's own.
+    """
+
+    def __init__(self, held: ExitStack, **settings: Any) -> None:
+        self.held = held
+        super().__init__(**settings)
 
     def init_parser(self, **settings: Any) -> LightningArgumentParser:
         parser = configs.Parser(**settings)
@@ -165,6 +178,8 @@ class CLI(LightningCLI):
             raise UserError(f"sequence_parallel: {stretches} processes cannot share sequences of compiled blocks yet")
         self.model = Pretraining(model, optim, tokenizer, plain, length, tasks, stretches)
         folder = _run_folder(config) if fitting else None
+        if folder is not None:
+            self.held.enter_context(claimed(folder, new=config.resume is None))
         trainer = _trainer_arguments(for_run(config, folder))
         trainer["precision"] = trainer["precision"] or best_precision(str(trainer["accelerator"]))
         trainer["callbacks"] = [*_listed(trainer["callbacks"]), Progress()]
@@ -194,13 +209,13 @@ class CLI(LightningCLI):
             RunFiles(folder, config, tokenizer),
             LoggedConfig(),
             Summary(),
-            FinalValidation(),
             StepSeeds(),
             Throughput(),
             PeakMemory(),
             *([CompiledBlocks()] if config.compile else []),
             *([CheckpointedBlocks(every)] if (every := config.activation_checkpointing) is not None else []),
             *(configs.instantiate(key, config) for key in CALLBACKS),
+            Validations(),  # those that it runs are seen by all before it
             self.result_row,
         ]
 
@@ -226,7 +241,7 @@ class CLI(LightningCLI):
 def _run_folder(config: Any) -> Path:
     """The folder of the run, new or to be continued."""
     if config.resume:
-        return find_run(config.resume)
+        return find_run(config.resume)[0]
     files = [Path(str(file)) for file in config.config or [] if str(file).endswith((".yaml", ".yml"))]
     return new_run(config.run, files[0].stem if files else "run")
 
@@ -253,7 +268,7 @@ def _checkpoint(config: Any, verb: str) -> str | None:
     if verb == "fit":
         if config.resume and config.run:
             raise UserError("run: --run names a new run and --resume continues one; give one of them")
-        return None if config.resume is None else str(find_run(config.resume) / "checkpoints" / "last.ckpt")
+        return None if config.resume is None else str(find_run(config.resume)[1])
     if config.checkpoint is None:
         raise UserError(f"checkpoint: {verb} needs one, --checkpoint runs/NAME")
     return str(checkpoint_of(config.checkpoint))
@@ -276,23 +291,26 @@ def _value(arguments: list[str], option: str) -> str | None:
 def lightning(verb: str, arguments: list[str]) -> int:
     """Run a verb of the trainer. A run or checkpoint that is named brings its own config, below those given."""
     saved = _value(arguments, "--resume") if verb == "fit" else _value(arguments, "--checkpoint")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
         if saved is not None:
-            file = find_run(saved) / "checkpoints" / "last.ckpt" if verb == "fit" else checkpoint_of(saved)
+            run, file = find_run(saved) if verb == "fit" else (Path("checkpoint"), checkpoint_of(saved))
             kept = read_checkpoint(file)[KEY]["config"]
-            path = Path(folder) / (find_run(saved).name + ".yaml" if verb == "fit" else "checkpoint.yaml")
+            if verb != "fit":
+                kept["trainer"] = {key: value for key, value in kept["trainer"].items() if key not in LIMITS}
+            path = Path(folder) / f"{run.name}.yaml"
             path.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
             arguments = ["--config", str(path), *arguments]
         usage = f"cli.py {verb} --config NAME [--config OVERLAY …] [--key=value …]"
         CLI(
-            Pretraining,
-            L.LightningDataModule,
+            held,
+            model_class=Pretraining,
+            datamodule_class=L.LightningDataModule,
             save_config_callback=None,
             seed_everything_default=0,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
             parser_kwargs={verb: {"usage": usage, "description": DESCRIPTIONS[verb]}},
-            args=[verb, *configs.nulls_as_overlays(arguments)],
+            args=[verb, *configs.as_overlays(arguments)],
         )
     return 0
 
@@ -474,6 +492,7 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())  # mixers of one's own, by dotted path
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    end_with_parent(signal.SIGTERM if int(os.environ.get("LOCAL_RANK", "0")) == 0 else signal.SIGKILL)
     try:
         code = run(launched(sys.argv[1:]))
     except UserError as error:

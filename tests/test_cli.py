@@ -122,8 +122,12 @@ def test_a_failed_start_does_not_use_up_the_name(command: Command):
 
 def test_evaluation_of_a_run(command: Command, finished: Path):
     run = str(finished / "runs" / "done")
-    validated, tested = command("validate", "--checkpoint", run), command("test", "--checkpoint", run)
+    validated = command("validate", "--checkpoint", run, "--trainer.limit_val_batches=2")
+    tested = command("test", "--checkpoint", run)
     assert validated.code == tested.code == 0, validated.err + tested.err
+    assert re.search(r"validated on 2 of \d+ batches \(trainer.limit_val_batches\)", validated.out)
+    assert (whole := re.search(r"tested on all (\d+) batches", tested.out))  # whatever training did
+    assert int(whole[1]) > 2
     results = json.loads((finished / "runs" / "done" / "results.json").read_text())
     shown = re.search(r"val_loss\W+([\d.]+)", validated.out)
     assert float(shown[1]) == pytest.approx(results["val_loss"], abs=1e-5)  # of the same two batches

@@ -67,22 +67,46 @@ class StepSeeds(Callback):
         torch.manual_seed(seed)
 
 
-class FinalValidation(Callback):
-    """Validates once more when a run ends between two validations, so that its result is that of its last step."""
+class Validations(Callback):
+    """Leaves no validation out: one more when a run ends between two, and first of all what a stopped run left out."""
 
     def __init__(self) -> None:
-        self._validated = -1
+        self._step = -1  # of the last one
+        self._batch = 0  # after which it was, counted over all epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        """After which batch the last one was."""
+        return {"batch": self._batch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Know which one may be missing."""
+        self._batch = state_dict["batch"]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make up for one that was due when the run was stopped; its loss may be the best."""
+        loop = trainer.fit_loop.epoch_loop
+        batches, every = loop.batch_progress, trainer.val_check_batch
+        by_epoch = trainer.check_val_every_n_epoch is not None
+        read = batches.current.ready if by_epoch else batches.total.ready
+        due = bool(read and every) and read % every == 0 and loop._should_check_val_epoch()
+        if due and self._batch != batches.total.ready:
+            loop.val_loop.restarting = False
+            self._run(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remember when."""
         if not trainer.sanity_checking:
-            self._validated = trainer.global_step
+            self._step, self._batch = trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Run Lightning's own validation loop, as it does between steps."""
-        loop = trainer.fit_loop.epoch_loop.val_loop
         stopped = trainer.interrupted or trainer.received_sigterm
-        if self._validated != trainer.global_step and not loop.skip and not trainer.fast_dev_run and not stopped:
+        if self._step != trainer.global_step and not trainer.fast_dev_run and not stopped:
+            self._run(trainer)
+
+    def _run(self, trainer: L.Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        if not loop.skip:
             trainer.validating = True
             loop.run()
             trainer.training = True

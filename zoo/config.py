@@ -5,7 +5,13 @@ module, `trainer` Lightning's; smaller ones say what a run leaves behind, and wh
 in order.
 """
 
+import copy
+import dataclasses
+import inspect
 import json
+import logging
+import pydoc
+import warnings
 from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +39,8 @@ from .profile import Profile
 from .saving import Checkpoints
 from .state_norms import StateNorms
 from .watchdog import Watchdog
+
+log = logging.getLogger(__name__)
 
 CLASSES = {
     "model": LanguageModel,
@@ -67,10 +75,11 @@ def find_config(name: str | Path) -> Path:
 
 
 class ConfigFile(ActionConfigFile):
-    """--config with bare names."""
+    """--config with bare names, and without the defaults of one data class for another."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        if isinstance(values, str) and not values.startswith("{"):
+        contents: Any = yaml.safe_load(values) if isinstance(values, str) and values.startswith("{") else None
+        if isinstance(values, str) and contents is None:
             values = str(find_config(values))
             try:
                 contents = yaml.safe_load(Path(values).read_text(encoding="utf-8"))
@@ -80,7 +89,30 @@ class ConfigFile(ActionConfigFile):
                 raise UserError(f"config: {values} is not YAML: {' '.join(str(error).split())}") from None
             if not isinstance(contents, dict):
                 raise UserError(f"config: {values} holds no keys such as model, data or trainer")
+        if contents is not None and (named := _class_name(contents.get("data"))) is not None:
+            _leave_defaults_behind(cfg.get("data"), named)
         super().__call__(parser, cfg, values, option_string)
+
+
+def _class_name(spec: Any) -> str | None:
+    """The class that a config's `data` names, if it names one."""
+    return spec if isinstance(spec, str) else spec.get("class_path") if isinstance(spec, dict) else None
+
+
+def _leave_defaults_behind(before: Any, named: str) -> None:
+    """Take the defaults of the data class so far out of its arguments, as another class may have other ones.
+
+    The parser hands every argument that the new class knows on to it, and does not tell defaults from what was set.
+    """
+    arguments = None if before is None else before.get("init_args")
+    if not arguments or before.class_path.rpartition(".")[2] == named.rpartition(".")[2]:
+        return
+    known = inspect.signature(pydoc.locate(before.class_path)).parameters  # type: ignore[arg-type]
+    for name, value in list(vars(arguments).items()):
+        if name in known and value == known[name].default:
+            del arguments[name]
+    if kept := ", ".join(f"{name}={value}" for name, value in vars(arguments).items()):
+        log.info("data: %s in place of %s keeps what was set before: %s", named, before.class_path, kept)
 
 
 class Parser(LightningArgumentParser):
@@ -166,16 +198,23 @@ def read(*configs_and_overrides: str | Path) -> Namespace:
     for item in map(str, configs_and_overrides):
         arguments += [f"--{item.lstrip('-')}"] if "=" in item and not item.startswith("{") else ["--config", item]
     with explained(parser):
-        return parser.parse_args(nulls_as_overlays(arguments))
+        return parser.parse_args(as_overlays(arguments))
 
 
-def nulls_as_overlays(arguments: list[str]) -> list[str]:
-    """`--model.a.b=null` as an inline overlay: deep in a component the parser would take it for a class name."""
-    done = []
-    for argument in arguments:
+def as_overlays(arguments: list[str]) -> list[str]:
+    """Options that the parser would misread, as inline overlays.
+
+    Deep in a component it would take the null of `--model.a.b=null` for a class name; and `--data=NAME` would get the
+    defaults of the class before (see `ConfigFile`).
+    """
+    done: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--data" and (name := next(rest, None)) is not None:
+            argument = f"--data={name}"
         key, _, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--model.") and value == "null":
-            overlay: Any = None
+        if argument.startswith("--model.") and value == "null" or argument.startswith("--data=") and "{" not in value:
+            overlay: Any = None if value == "null" else {"class_path": value}
             for part in reversed(key.split(".")):
                 overlay = {part: overlay}
             done += ["--config", json.dumps(overlay)]
@@ -257,10 +296,56 @@ def from_config(config: Namespace, device: torch.device | str | None = None) -> 
 
 
 def to_dict(config: Namespace) -> dict[str, Any]:
-    """A parsed config as plain containers, from which `parse` makes it again."""
-    parser = _parser()
-    known = Namespace({key: config[key] for key in vars(config) if key in KEYS})
-    return yaml.safe_load(parser.dump(known, skip_none=False, skip_validation=True))
+    """A parsed config as plain containers, from which `parse` makes it again.
+
+    Raises:
+        UserError: A value, such as the default of somebody's class, cannot be written as YAML and read back.
+    """
+    plain = _dumped(config)
+    if (bad := next(_unwritable(plain), None)) is not None:
+        raise UserError(f"{bad}; give it in the config as plain values: numbers, texts, lists and mappings")
+    again = _dumped(parse(copy.deepcopy(plain)))  # the parser changes what it is given
+    for key, before, now in differences(plain, again):
+        raise UserError(f"{key}: {before!r} is read back from config.yaml as {now!r}; give it as plain values")
+    return plain
+
+
+def _dumped(config: Namespace) -> dict[str, Any]:
+    known = Namespace({key: _without_instances(config[key]) for key in vars(config) if key in KEYS})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="\\s*Unable to serialize instance")  # `to_dict` says it
+        return yaml.safe_load(_parser().dump(known, skip_none=False, skip_validation=True))
+
+
+def _without_instances(value: Any) -> Any:
+    """Dataclass instances, as in the defaults of constructors, as their fields; the parser writes only some of them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _without_instances(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Namespace):
+        return Namespace({key: _without_instances(item) for key, item in vars(value).items()})
+    if isinstance(value, dict):
+        return {key: _without_instances(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_instances(item) for item in value]
+    return value
+
+
+def _unwritable(plain: Any, key: str = "") -> Iterator[str]:
+    """Where the parser wrote a remark instead of a value."""
+    if isinstance(plain, dict | list):
+        for name, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
+            yield from _unwritable(value, f"{key}.{name}".lstrip("."))
+    elif isinstance(plain, str) and plain.startswith("Unable to serialize instance "):
+        yield f"{key.replace('init_args.', '')}: {plain.removeprefix('Unable to serialize instance ')} is no plain value"
+
+
+def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Keys at which two plain configs differ, with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new
 
 
 def parse(config: dict[str, Any]) -> Namespace:

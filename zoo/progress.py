@@ -81,8 +81,14 @@ class Progress(ProgressBar):
         self._bars[-1].update()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remove it."""
+        """Remove it, and say how much was evaluated if that is what the verb is for."""
         self._close()
+        if self._enabled and trainer.state.fn in ("validate", "test"):
+            testing = trainer.state.fn == "test"
+            done, there = batches_of(trainer, testing)
+            what = f"all {there:,}" if done == there else f"{done:,} of {there:,}"
+            limit = "" if done == there else f" (trainer.limit_{'test' if testing else 'val'}_batches)"
+            self.print(f"{'tested' if testing else 'validated'} on {what} batches{limit}")
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open a bar for the test."""
@@ -113,6 +119,19 @@ class Progress(ProgressBar):
 
     def _close(self) -> None:
         self._bars.pop().close()
+
+
+def batches_of(trainer: L.Trainer, testing: bool = False) -> tuple[int, int]:
+    """Batches of a validation or test, and how many there are without a limit.
+
+    Args:
+        trainer: After its loaders were made.
+        testing: Of the test.
+    """
+    limited = trainer.num_test_batches if testing else trainer.num_val_batches
+    loaders = trainer.test_dataloaders if testing else trainer.val_dataloaders
+    every = loaders if isinstance(loaders, list | tuple) else [] if loaders is None else [loaders]
+    return int(sum(limited)), sum(map(len, every))
 
 
 class Summary(Callback):

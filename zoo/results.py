@@ -22,6 +22,7 @@ from zoo.atomic import atomic_write
 from zoo.curves import bigram_loss, finite
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.metrics import token_losses
+from zoo.progress import batches_of
 
 # The numbers of a results row, or groups of numbers.
 COLUMNS = (
@@ -32,6 +33,7 @@ COLUMNS = (
     "state_size",
     "forward_flops_per_token",
     "val_loss",
+    "val_batches",
     "val_perplexity",
     "val_loss_by_position",
     "val_loss_by_task",
@@ -147,6 +149,7 @@ class ResultRow(Callback):
         model, metrics = pl_module.model, trainer.callback_metrics
         length = pl_module.context_length or pl_module.context_loss.context_length
         speed = metrics.get("tokens_per_second")
+        batches = batches_of(trainer)
         row = {
             "run": Path(trainer.default_root_dir).resolve().name,
             "status": status,
@@ -157,6 +160,8 @@ class ResultRow(Callback):
             "state_size": model.state_size(length) if length else None,
             "forward_flops_per_token": model.flops(length) / length if length else None,
             "val_loss": metrics.get("val_loss"),
+            "val_batches": batches[0],
+            "val_batches_in_split": batches[1],
             "val_perplexity": metrics.get("val_perplexity"),
             "val_loss_by_position": [finite(loss) for loss in pl_module.loss_by_position],
             "val_loss_by_task": {name: finite(metrics.get(f"val_loss_{name}")) for name in pl_module.tasks},
@@ -187,7 +192,10 @@ def read_row(folder: Path) -> dict[str, Any] | None:
 
 def result_table(row: Mapping[str, Any]) -> Table:
     """The result row in short: is the loss below the bigram model's, does the context help, do the mixers?"""
-    table = Table(title=f"{row['run']}: {row['steps']} steps, {row['tokens_seen']:,} tokens", title_justify="left")
+    batches, there = row.get("val_batches"), row.get("val_batches_in_split")
+    part = f"validation on {batches} of {there} batches (trainer.limit_val_batches)" if batches != there else None
+    title = f"{row['run']}: {row['steps']} steps, {row['tokens_seen']:,} tokens"
+    table = Table(title=title, title_justify="left", caption=part, caption_justify="left")
     table.add_column("loss", no_wrap=True)
     table.add_column("nats per token", justify="right")
     by_position = [loss for loss in row["val_loss_by_position"] if loss is not None]

@@ -2,14 +2,11 @@
 
 import os
 import shutil
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning as L
@@ -17,6 +14,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tqdm import tqdm
 
@@ -26,6 +24,7 @@ from zoo.background import Background, host_copy
 from zoo.checkpoint import not_written, read_whole_checkpoint
 from zoo.guard import Diverged
 from zoo.sharded import SHARDS
+from zoo.signals import Agreement, Signals
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -63,19 +62,22 @@ def _write(checkpoint: dict[str, Any], path: Any) -> None:
 
 
 def install(trainer: L.Trainer) -> None:
-    """Let a trainer read and write checkpoints by `AtomicCheckpointIO`, unless somebody chose another way."""
+    """Let a trainer read and write checkpoints by `AtomicCheckpointIO`, unless somebody chose another way.
+
+    Signals are then those of `Signals`, too.
+    """
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+    if type(trainer._signal_connector) is _SignalConnector:
+        trainer._signal_connector = Signals(trainer)
 
 
 class Checkpoints(Checkpoint):
-    """Keeps `last.ckpt` and `best.ckpt`, and saves when the run is asked to stop.
+    """Keeps `last.ckpt` and `best.ckpt`, and saves when the run is to stop.
 
-    Ctrl-C or SIGTERM let the step in progress finish, save it, and end the run; an interrupt in the middle of an
-    optimiser step would save half of it. A second Ctrl-C ends at once, without saving.
-
-    A run that was stopped exactly when a validation was due continues without that validation; the training steps are
-    the same.
+    Ctrl-C, SIGTERM or SIGHUP let the step in progress finish, save it, and end the run; an interrupt in the middle of
+    an optimiser step would save half of it. A second Ctrl-C ends at once, without saving. Several processes stop at
+    the same step, the one after, whichever of them received the signal.
 
     Args:
         every_n_steps: Save `last.ckpt` each time that so many optimiser steps are done; also after each validation and
@@ -119,11 +121,10 @@ class Checkpoints(Checkpoint):
         self._saved_step = 0
         self._saved_at = 0.0  # seconds of the monotonic clock
         self._started_step = 0  # the step count when the batch in progress began
-        self._between_steps = True
-        self._asked_to_stop = False
-        self._stopping = False  # saved, and to be ended at the next opportunity
-        self._fitting = False
-        self._previous_handler: Any = None
+        self._between_steps = False  # and there is something to save
+        self._signals: Signals | None = None
+        self._agreement: Agreement | None = None  # of several processes
+        self._stop_signal = 0  # the run is saved, and to be ended by this at the next opportunity
         self._background: Background | None = None  # where checkpoints are written; None: here
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,32 +168,30 @@ class Checkpoints(Checkpoint):
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take over Ctrl-C. Data workers are forked later, and so survive a Ctrl-C until the step is done."""
-        self._fitting, self._asked_to_stop, self._stopping, self._between_steps = True, False, False, True
-        if threading.current_thread() is threading.main_thread():
-            self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
-            self._process = os.getpid()
+        """Have the processes know each other's signals."""
+        self._stop_signal, self._between_steps = 0, False
+        self._agreement = Agreement() if trainer.world_size > 1 else None
 
-    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            return  # a forked data worker: its parent decides
-        if self._fitting and not self._asked_to_stop:
-            self._asked_to_stop = True
-            _say("Stopping when this step is done and saved; Ctrl-C again stops at once, without saving.")
-        elif callable(self._previous_handler):
-            self._previous_handler(number, frame)
-        else:
-            raise KeyboardInterrupt
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """From here on signals wait for a whole step."""
+        self._note_signals(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """What the run starts from need not be saved again."""
+        self._note_signals(trainer)
+        self._between_steps = True
         self._saved_step = self._started_step = trainer.global_step
         self._saved_at = time.monotonic()
+
+    def _note_signals(self, trainer: L.Trainer) -> None:
+        if isinstance(trainer._signal_connector, Signals):
+            self._signals = trainer._signal_connector
+            self._signals.noted = True
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """End here if that was asked for: the metrics of the last step are written by now."""
+        """End here if the run is to stop: the metrics of the last step are written by now."""
         self._end_if_stopping(trainer)
         self._between_steps = False
         self._started_step = trainer.global_step
@@ -200,24 +199,24 @@ class Checkpoints(Checkpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if it is time, if the run is complete, or if it was asked to stop."""
+        """Save if it is time, if the run is complete, or if it is to stop."""
         self._between_steps = True
         step = trainer.global_step
         if step == self._started_step:  # gradients are still being accumulated
             return
         complete = step == trainer.max_steps
-        self._stopping = self._agree(trainer, step, self._asked(trainer)) and not complete
         old = self.every_n_minutes is not None and time.monotonic() - self._saved_at > 60 * self.every_n_minutes
-        due = self.every_n_minutes is not None and self._agree(trainer, step, old)
+        stop_signal, due = self._known_to_all(int(old))
+        self._stop_signal = 0 if complete else stop_signal
         keep = self.keep_every_n_steps is not None and step % self.keep_every_n_steps == 0
-        if self._stopping or complete or keep or due or step % self.every_n_steps == 0:
+        if self._stop_signal or complete or keep or due or step % self.every_n_steps == 0:
             self._save(trainer)
         if keep:
             self._copy(trainer, f"step-{step:08d}.ckpt")
             self._forget_the_oldest(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A validation is not begun when the run is asked to stop."""
+        """A validation is not begun when the run is to stop; the continued run begins with it."""
         self._end_if_stopping(trainer)
 
     def on_validation_batch_end(
@@ -230,11 +229,12 @@ class Checkpoints(Checkpoint):
         dataloader_idx: int = 0,
     ) -> None:
         """A validation does not hold up a stop, unless it is the last thing that the run does."""
-        alone = trainer.world_size == 1  # several processes would have to agree at each batch
-        if alone and trainer.state.fn == "fit" and not trainer.sanity_checking and self._asked(trainer):
-            if trainer.global_step == trainer.max_steps:
-                return
-            self._stopping = True
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
+        self._stop_signal, _ = self._known_to_all(0)
+        if trainer.global_step == trainer.max_steps:
+            self._stop_signal = 0
+        if self._stop_signal:
             self._save(trainer)
             self._end_if_stopping(trainer)
 
@@ -258,11 +258,9 @@ class Checkpoints(Checkpoint):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save the last step of an interrupted run if none is in progress, and say how to continue."""
-        self._fitting = False
-        if isinstance(exception, SIGTERMException):  # Lightning's has no code: a scheduler would see success
-            exception.code = 128 + signal.SIGTERM
         stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException | Diverged)
-        if trainer.state.fn != "fit" or not (stopped or self._asked(trainer)):  # data workers may die of the signal
+        signalled = self._signals is not None and self._signals.wish is not None  # what fails then may be the signal's
+        if trainer.state.fn != "fit" or not (stopped or signalled):
             try:
                 self._wait()
             except (UserError, OSError) as error:  # in addition to what ends the run
@@ -278,25 +276,20 @@ class Checkpoints(Checkpoint):
             _say(f"Stopped; step {self._saved_step} is saved in {self._folder(trainer)}. Continue with: {command}")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give Ctrl-C back."""
-        self._fitting = False
-        if self._previous_handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._previous_handler)
-            self._previous_handler = None
+        """Signals end the process again."""
+        self._between_steps = False
+        if self._signals is not None:
+            self._signals.noted = False
 
-    def _asked(self, trainer: L.Trainer) -> bool:
-        return self._asked_to_stop or trainer.received_sigterm
-
-    def _agree(self, trainer: L.Trainer, step: int, own: bool) -> bool:
-        """Whether any process says yes; several ask each other every tenth step, as it makes them wait."""
-        if trainer.world_size == 1:
-            return own
-        return step % 10 == 0 and trainer.strategy.reduce_boolean_decision(own, all=False)
+    def _known_to_all(self, number: int) -> list[int]:
+        """The signal that is to stop the run (0: none) and a number, the largest of all processes."""
+        own = [(self._signals and self._signals.wish) or 0, number]
+        return own if self._agreement is None else self._agreement.share(*own)
 
     def _end_if_stopping(self, trainer: L.Trainer) -> None:
-        if self._stopping:
-            self._stopping = False
-            raise SIGTERMException if trainer.received_sigterm else KeyboardInterrupt
+        if self._stop_signal and self._signals is not None:
+            number, self._stop_signal = self._stop_signal, 0
+            raise self._signals.end(number)
 
     def _folder(self, trainer: L.Trainer) -> Path:
         return Path(trainer.default_root_dir) / self.folder

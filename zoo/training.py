@@ -17,6 +17,7 @@ from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.resumable import ResumableData
 from zoo.metrics import ContextLoss, TaskAccuracy, TaskLoss, token_losses, total_loss
 from zoo.optim import Optimisation, build_optimizer, build_schedule
+from zoo.whole_steps import forget_unfinished, unfinished_batches
 
 
 class Tokenizer(Protocol):
@@ -86,6 +87,7 @@ class Pretraining(L.LightningModule):
         self._stretch: sequence.Stretch | None = None  # of this process; None for whole sequences
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: their sum, and how many they are
+        self._tokens_before_step = 0
 
     def setup(self, stage: str) -> None:
         """Divide the sequences, and load the given initial weights, before any strategy shards or copies parameters.
@@ -150,6 +152,14 @@ class Pretraining(L.LightningModule):
     def on_train_start(self) -> None:
         """Forget what an interrupted step may have left."""
         self._losses = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note where a step begins."""
+        loop = self.trainer.fit_loop.epoch_loop
+        if unfinished_batches(self.trainer) == 1:  # this one
+            self._tokens_before_step = self.tokens_seen
+            # rows of metrics count from here; after a resume Lightning may be one off, by what it was saved in
+            loop._batches_that_stepped = self.trainer.global_step
 
     def _log_loss(self, total: Tensor, count: Tensor, batch_idx: int) -> None:
         """Log the mean over all labelled tokens of the optimiser step, of all its batches and all processes.
@@ -284,11 +294,13 @@ class Pretraining(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add what is needed to build the model again and to count on; plain containers only."""
+        forget_unfinished(self.trainer, checkpoint["loops"])
+        in_step = unfinished_batches(self.trainer) > 0
         checkpoint[KEY] = {
             "format": FORMAT,
             "config": self.config,
             "tokenizer": None if self.tokenizer is None else self.tokenizer.to_json(),
-            "tokens_seen": self.tokens_seen,
+            "tokens_seen": self._tokens_before_step if in_step else self.tokens_seen,
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

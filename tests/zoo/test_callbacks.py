@@ -14,7 +14,7 @@ from tiny import ByteTokenizer, LossLog, ResumableLoader, TinyModel, pretraining
 
 from kernels.errors import UserError
 from zoo.atomic import atomic_link, atomic_write
-from zoo.callbacks import FinalValidation, Samples, Throughput, peak_flops
+from zoo.callbacks import Validations, Samples, Throughput, peak_flops
 from zoo.checkpoint import read_checkpoint
 from zoo.curves import LossCurve, MetricsFile, read_metrics
 from zoo.results import ResultRow, result_table
@@ -411,7 +411,7 @@ def test_a_run_ends_with_one_validation_of_its_last_step(tmp_path, steps, expect
             if not trainer.sanity_checking:
                 seen.append(trainer.global_step)
 
-    fitted = trainer(tmp_path, [FinalValidation(), Watch()], max_steps=steps)
+    fitted = trainer(tmp_path, [Validations(), Watch()], max_steps=steps)
     fitted.fit(pretraining(), ResumableLoader(40), validation_loader())
     assert seen == expected
     assert fitted.callback_metrics["val_loss"].isfinite()

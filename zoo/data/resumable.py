@@ -8,6 +8,7 @@ import torch.distributed
 
 from kernels.errors import UserError
 from zoo.data.loader import Ordered, TrainLoader
+from zoo.whole_steps import unfinished_batches
 
 log = logging.getLogger(__name__)
 
@@ -119,9 +120,8 @@ class ResumableData(L.LightningDataModule):
             return self._position
         position = self._train_loader.position
         if self.trainer is not None and self.trainer.state.fn == "fit":
-            # A checkpoint written in the middle of a step (on an exception, on Ctrl-C) has one batch not yet used.
-            batches = self.trainer.fit_loop.epoch_loop.batch_progress.current
-            position -= self.batch_size * (batches.ready - batches.processed)
+            # A checkpoint that is written in the middle of a step does not have it, nor what it has read.
+            position -= self.batch_size * unfinished_batches(self.trainer)
         return position
 
     def teardown(self, stage: str | None = None) -> None:

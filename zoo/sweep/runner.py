@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -19,9 +18,10 @@ from tqdm import tqdm
 from kernels import UserError
 
 from ..atomic import atomic_write
-from ..config import to_dict
+from ..config import differences, to_dict
 from ..results import read_row
-from ..signals import sigterm_raises
+from ..run import has_checkpoint
+from ..signals import PARENT, sigterm_raises
 from .plan import Run
 
 POLL_SECONDS = 0.2
@@ -96,17 +96,15 @@ class Runner:
         return failures
 
     def prepare(self, run: Run) -> list[str]:
-        """The command line of a run, and its folder in order for it."""
+        """The command line of a run: it starts, or goes on from its last checkpoint."""
         folder = self.folder / run.name
-        if (folder / "checkpoints" / "last.ckpt").is_file():
+        if has_checkpoint(folder):
             return [*self.command, "fit", "--resume", str(folder)]
-        if folder.exists():
-            shutil.rmtree(folder)  # it ended before its first checkpoint
         return [*self.command, "fit", *run.arguments(), "--run", f"{self.folder}/{run.name}"]
 
     def _start(self, run: Run, slot: int) -> _Process:
         threads = max((os.cpu_count() or 1) // self.jobs, 1)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid())}
         environment.pop("ZOO_RUN", None)
         if self.gpus:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.gpus)))
@@ -149,7 +147,7 @@ class Runner:
             # keys that did not exist when the run was started are no difference
             old = {**plain, **known.setdefault(run.name, plain)}
             if old != plain and (self.folder / run.name).exists():
-                key, before, now = next(_differences(old, plain))
+                key, before, now = next(differences(old, plain))
                 raise UserError(
                     f"folder: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; choose "
                     "another --folder, or delete that one"
@@ -187,12 +185,3 @@ def _stop(running: Sequence[_Process]) -> None:
             one.process.kill()
             one.process.wait()
         one.log.close()
-
-
-def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Keys at which two configs differ, with both values."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in [*old, *(name for name in new if name not in old)]:
-            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new:
-        yield key, old, new

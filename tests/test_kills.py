@@ -1,0 +1,332 @@
+"""Runs that are killed at random moments, again and again, and continued: nothing is wrong, lost, left over or stuck.
+
+    pytest -m slow tests/test_kills.py
+
+Each chain is one run. It is stopped up to three times by a random signal at a random moment, to one process or, as
+terminals and schedulers do, to its whole group; and it is started again by the command that a person would type. In the
+end it must have written what an uninterrupted run writes, bit for bit.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from zoo.checkpoint import read_checkpoint
+from zoo.curves import read_metrics
+from zoo.run import has_checkpoint
+
+from .commands import FIT, ROOT, sitting_at
+
+pytest_plugins = "tests.desk"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")]
+
+PATIENCE = 120  # seconds in which a process must end; many times what it takes
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+# Stopped by a signal, or, by one that comes before the run listens or after it, killed or complete.
+CODES = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGHUP, 130, 0}
+RUN = (
+    *FIT,
+    "--trainer.max_steps=12",
+    "--trainer.val_check_interval=4",
+    "--checkpoints.every_n_steps=3",
+    "--optim.warmup_steps=2",
+    "--optim.learning_rate=1e-2",
+    "--trainer.log_every_n_steps=1",
+)
+MARK = "ZOO_TEST_CHAIN"  # in the environment of all that a chain starts
+
+
+class Variant(NamedTuple):
+    """What is switched on, and how many chains of it."""
+
+    options: tuple[str, ...]
+    chains: int
+    environment: dict[str, str] = {}  # noqa: RUF012
+
+
+ACCUMULATE = ("--trainer.accumulate_grad_batches=3", "--trainer.val_check_interval=8")  # validations inside a step
+WORKERS = ("--data.num_workers=2",)
+TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
+VARIANTS = {
+    "plain": Variant((), 8),
+    "accumulation": Variant(ACCUMULATE, 12),
+    "workers": Variant(WORKERS, 8),
+    "documents": Variant(("--config", "data/documents.yaml"), 6),
+    "mixture": Variant(("--config", "data/mixture.yaml"), 6),
+    "background": Variant(("--config", "train/background_checkpoints.yaml"), 6),
+    "together": Variant((*ACCUMULATE, *WORKERS, "--config", "data/documents.yaml"), 6),
+    "ddp": Variant((*TWO, *ACCUMULATE), 4),
+    "zero2": Variant(("--config", "train/cpu_deepspeed.yaml", "--trainer.accumulate_grad_batches=2"), 4),
+}
+CHAINS = [(name, number) for name, variant in VARIANTS.items() for number in range(variant.chains)]
+
+
+class Nursery:
+    """Starts command lines quickly (see `nursery.py`)."""
+
+    def __init__(self, folder: Path) -> None:
+        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("nursery.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env={
+                **os.environ,
+                **one,
+                "PYTHONPATH": str(ROOT),
+                "ZOO_RUN": "",
+                "ZOO_PARENT": "",
+                "DS_ACCELERATOR": "cpu",
+            },
+        )
+
+    def ask(self, **order: object) -> int | None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    made = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield made
+    made.close()
+
+
+class Chain:
+    """A run that is stopped and started again.
+
+    Args:
+        nursery: What starts it.
+        folder: The working directory.
+        name: Of the run.
+        cache: Where the tokens lie.
+        seed: Of the moments and signals.
+    """
+
+    def __init__(self, nursery: Nursery, folder: Path, name: str, cache: Path, seed: int) -> None:
+        self.nursery, self.folder, self.name, self.cache = nursery, folder, name, cache
+        self.random = random.Random(f"{name} {seed}")
+        self.mark = f"{name}-{seed}-{os.getpid()}"
+        self.log = folder / f"{name}.log"
+        self.history: list[str] = []
+
+    def start(self, *arguments: str) -> int:
+        """The number of a process that runs a command line."""
+        environment = {
+            "ZOO_CACHE": str(self.cache),
+            "XDG_CONFIG_HOME": os.environ.get("XDG_CONFIG_HOME", ""),
+            MARK: self.mark,
+        }
+        number = self.nursery.ask(
+            folder=str(self.folder), arguments=arguments, environment=environment, log=str(self.log)
+        )
+        assert number is not None
+        return number
+
+    def end(self, number: int, seconds: float = PATIENCE) -> int:
+        """Its exit code; it must end, and leave no process behind."""
+        code = self.nursery.ask(wait=number, seconds=seconds)
+        if code is None:
+            os.kill(number, signal.SIGKILL)
+            self.nursery.ask(wait=number, seconds=PATIENCE)
+        assert code is not None, self.told("a process hangs")
+        deadline = time.monotonic() + 20  # children that are told to end by the end of their parent
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for orphan in left:
+            os.kill(orphan, signal.SIGKILL)
+        assert not left, self.told(f"processes are left: {left}")
+        return code
+
+    def processes(self) -> list[int]:
+        """All processes that the chain has started and that run."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue  # it has ended
+        # a child of the nursery has the environment of the nursery in /proc, and those that it forks too
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and int(entry.name) not in found:
+                    state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                    if int(session) in self.sessions and state != "Z":
+                        found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    sessions: tuple[int, ...] = ()
+
+    def stop(self, number: int, after: float) -> None:
+        """Send a random signal after some seconds, to the process or to its group."""
+        kind, group = self.random.choice(SIGNALS), self.random.random() < 0.5
+        self.nursery.ask(wait=0, seconds=0) if False else time.sleep(after)
+        try:
+            os.killpg(number, kind) if group else os.kill(number, kind)
+        except ProcessLookupError:
+            pass
+        self.history.append(f"{kind.name}{' to the group' if group else ''} after {after:.2f} s")
+
+    def told(self, what: str) -> str:
+        return f"{self.name}: {what}; {'; '.join(self.history)}\n{self.log.read_text()[-3000:]}"
+
+    def survive(self, first: Callable[[], tuple[str, ...]], seconds: float, kills: int = 3) -> None:
+        """Start what `first` says until it completes, stopped some times on the way.
+
+        Args:
+            first: The command line, which depends on what is there.
+            seconds: How long it takes undisturbed.
+            kills: How often to stop it.
+        """
+        for attempt in range(kills + 1):
+            number = self.start(*first())
+            self.sessions = (*self.sessions, number)
+            if attempt < kills:
+                self.stop(number, self.random.uniform(0, seconds))
+            code = self.end(number)
+            assert code in CODES, self.told(f"exit code {code}")
+            assert "Traceback" not in self.log.read_text(), self.told("a traceback")
+            if code == 0 and attempt < kills:  # the signal came too late
+                return
+        assert code == 0, self.told(f"it was not stopped, and ended with {code}")
+
+
+def outcome(run: Path) -> dict[str, object]:
+    """All of a complete run that does not depend on the time it took."""
+    rows = read_metrics(run / "metrics.jsonl")
+    row = json.loads((run / "results.json").read_text())
+    best = read_checkpoint(run / "checkpoints" / "best.ckpt")
+    return {
+        "losses": {row["step"]: row["train_loss"] for row in rows if "train_loss" in row},
+        "validations": {row["step"]: row["val_loss"] for row in rows if "val_loss" in row},
+        "tokens": {row["step"]: row["tokens"] for row in rows if "train_loss" in row},
+        "results": {name: row[name] for name in ("status", "steps", "tokens_seen", "val_loss", "val_loss_by_position")},
+        "best": (best["global_step"], best["zoo"]["tokens_seen"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Callable:
+    """`whole(variant)` → the outcome of an uninterrupted run, and the seconds that it takes."""
+    known: dict[str, tuple[dict[str, object], float]] = {}
+
+    def run(variant: str) -> tuple[dict[str, object], float]:
+        if variant not in known:
+            folder = tmp_path_factory.mktemp("whole")
+            with sitting_at(folder, shared_cache):
+                chain = Chain(nursery, folder, variant, shared_cache, 0)
+                first = chain.start(*RUN, *VARIANTS[variant].options, "--run", "x", "--trainer.max_steps=1")
+                assert chain.end(first) == 0, chain.told("the first run failed")  # tokenised now
+                start = time.monotonic()
+                number = chain.start(*RUN, *VARIANTS[variant].options, "--run", variant)
+                assert chain.end(number) == 0, chain.told("the whole run failed")
+            known[variant] = outcome(folder / "runs" / variant), time.monotonic() - start
+        return known[variant]
+
+    return run
+
+
+@pytest.mark.parametrize(("variant", "seed"), CHAINS, ids=lambda value: str(value))
+def test_a_run_survives(
+    variant: str, seed: int, whole: Callable, nursery: Nursery, tmp_path: Path, shared_cache: Path
+) -> None:
+    expected, seconds = whole(variant)
+    with sitting_at(tmp_path, shared_cache):
+        chain = Chain(nursery, tmp_path, variant, shared_cache, seed)
+
+        def command() -> tuple[str, ...]:
+            if has_checkpoint(tmp_path / "runs" / variant):
+                return "fit", "--resume", f"runs/{variant}"
+            return *RUN, *VARIANTS[variant].options, "--run", variant
+
+        chain.survive(command, seconds)
+    found = outcome(tmp_path / "runs" / variant)
+    for what, value in expected.items():
+        assert found[what] == value, chain.told(f"other {what}")
+
+
+TEXT = "".join(f"line {number} of the text, {number * number}\n" for number in range(60_000))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokenising_survives(seed: int, nursery: Nursery, tmp_path: Path) -> None:
+    """A text that is new each time, tokenised by two workers."""
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{seed} {number}\n{TEXT}")
+    options = (
+        "--data.path=text",
+        "--data.preprocessing_workers=2",
+        "--trainer.max_steps=2",
+        "--trainer.val_check_interval=2",
+    )
+    outcomes = []
+    for name in ("whole", "killed"):
+        cache = tmp_path / f"cache-{name}"
+        with sitting_at(tmp_path, cache):
+            chain = Chain(nursery, tmp_path, name, cache, seed)
+            run = tmp_path / "runs" / name
+
+            def command(name: str = name, run: Path = run) -> tuple[str, ...]:
+                return ("fit", "--resume", f"runs/{name}") if has_checkpoint(run) else (*FIT, *options, "--run", name)
+
+            start = time.monotonic()
+            chain.survive(command, seconds=4.0, kills=0 if name == "whole" else 3)
+            seconds = time.monotonic() - start
+        outcomes.append(outcome(run))
+    assert outcomes[0] == outcomes[1], chain.told(f"another outcome, after {seconds:.1f} s")
+
+
+SWEEP = """
+base: [gated_deltanet.yaml, tiny.yaml]
+axes: {model.num_layers: [1, 2]}
+seeds: [0, 1]
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sweep_survives(seed: int, nursery: Nursery, tmp_path: Path, shared_cache: Path) -> None:
+    """Its runs end with it, however it ends, and the next sweep does not collide with them."""
+    (tmp_path / "layers.yaml").write_text(SWEEP)
+    tables = []
+    for name in ("whole", "killed"):
+        with sitting_at(tmp_path, shared_cache):
+            chain = Chain(nursery, tmp_path, name, shared_cache, seed)
+            command = (
+                "sweep",
+                "--config",
+                "layers.yaml",
+                "--folder",
+                f"runs/{name}",
+                "--jobs=2",
+                "--trainer.max_steps=20",
+            )
+            chain.survive(lambda command=command: command, seconds=15.0, kills=0 if name == "whole" else 2)
+        rows = [json.loads(file.read_text()) for file in sorted((tmp_path / "runs" / name).glob("*/results.json"))]
+        tables.append([(row["run"], row["status"], row["steps"], row["val_loss"]) for row in rows])
+    assert len(tables[0]) == 4
+    assert tables[0] == tables[1], chain.told("another table")
+    shutil.rmtree(tmp_path / "runs")
