@@ -29,7 +29,7 @@ class Source:
         path: As `TextData.path`: files, folders or URLs. Null: the embedded corpus, of which "embedded:library" and
             "embedded:documentation" are parts.
         weight: Its share of the training samples, in proportion to the other weights.
-        text_field: Field or column of `.jsonl` and `.parquet` files that holds the text.
+        text_field: Field or column of JSON and Parquet files that holds the text.
         max_characters: Where the embedded corpus or a part of it ends; null: all of it.
     """
 

@@ -80,6 +80,7 @@ class TokenisedText(ResumableData):
     def prepare_data(self) -> None:
         """Tokenise into the cache (once per machine)."""
         for corpus in self.corpora:
+            corpus.warn_of_skipped()
             self._prepare(corpus)
 
     def windows(self, corpus: Corpus) -> tuple[Windows, Windows]:
