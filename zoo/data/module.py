@@ -24,6 +24,9 @@ class TextData(TokenisedText):
             a list of all of that; each a path or a URL that fsspec knows, such as `s3://bucket/texts/`. Null: the
             embedded corpus, Python's own library and documentation.
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the corpus.
+        eos_token: The tokenizer's token that ends every document. Null: the first that it has of `<eos>`, `</s>`,
+            `<|endoftext|>` and `<|end_of_text|>`.
+        bos_token: The tokenizer's token that is put before every document, also when text is generated. Null: none.
         vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
         sequence_length: Tokens in a sequence.
         batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
@@ -50,6 +53,8 @@ class TextData(TokenisedText):
         self,
         path: str | list[str] | None = None,
         tokenizer: str | None = None,
+        eos_token: str | None = None,
+        bos_token: str | None = None,
         vocab_size: int = 1024,
         sequence_length: int = 256,
         batch_size: int = 8,
@@ -65,6 +70,8 @@ class TextData(TokenisedText):
     ) -> None:
         super().__init__(
             tokenizer=tokenizer,
+            eos_token=eos_token,
+            bos_token=bos_token,
             vocab_size=vocab_size,
             sequence_length=sequence_length,
             batch_size=batch_size,

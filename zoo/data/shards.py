@@ -144,7 +144,7 @@ def prepare(
 
     Args:
         corpus: the documents.
-        tokenizer: what encodes them; its end token closes each.
+        tokenizer: what encodes them; its end token closes each, and its start token, if it has one, opens it.
         validation_fraction: the expected share of documents that are kept for validation, in (0, 1).
         workers: number of processes; None: one per CPU.
         shards: the folder or URL that holds the shards of each corpus in a folder of its own; None: the cache. Behind a
@@ -365,6 +365,8 @@ def _build(
                     writer = progress.writers[piece.split]
                     if piece.first:
                         writer.start_document()
+                        if tokenizer.bos_id is not None:
+                            writer.append(np.array([tokenizer.bos_id], np.uint32))
                     writer.append(tokens)
                     if piece.last:
                         writer.append(np.array([tokenizer.eos_id], np.uint32))

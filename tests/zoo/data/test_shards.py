@@ -74,11 +74,13 @@ def test_single_document_is_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_long_document_is_shared_out_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "long"
+    folder.mkdir()
     for i in range(2):
-        (tmp_path / f"{i}.txt").write_text("".join(f"if {i * j}:\n\n    go({j})\n" for j in range(2000)))
+        (folder / f"{i}.txt").write_text("".join(f"if {i * j}:\n\n    go({j})\n" for j in range(2000)))
     monkeypatch.setattr("zoo.data.encoding.PIECE_CHARACTERS", 5000)
-    train, validation, tokenizer = both(str(tmp_path), 2)
-    whole = [[*tokenizer.encode(text), tokenizer.eos_id] for text in Corpus(str(tmp_path))]
+    train, validation, tokenizer = both(str(folder), 2)
+    whole = [[*tokenizer.encode(text), tokenizer.eos_id] for text in Corpus(str(folder))]
     assert sorted([*documents(train), *documents(validation)]) == sorted(whole)
 
 
@@ -161,8 +163,9 @@ def test_unwritable_cache_is_named(text_folder: str, tmp_path: Path, monkeypatch
 
 def test_a_split_of_one_character(tmp_path: Path):
     (tmp_path / "a.txt").write_text("a")
+    corpus = Corpus(str(tmp_path / "a.txt"))
     with pytest.raises(UserError, match="single character"):
-        prepare(Corpus(str(tmp_path)), train_tokenizer(Corpus(str(tmp_path)), 300), 0.5, 1)
+        prepare(corpus, train_tokenizer(corpus, 300), 0.5, 1)
 
 
 def test_tokens_are_int64(text_folder: str):
