@@ -159,7 +159,7 @@ class MixedText(TokenisedText):
 
     def val_dataloader(self) -> list[ValidationLoader]:
         """A loader for each source: batches of this rank, each sample once."""
-        return [ValidationLoader(each, self.batch_size, *self.ranks(), self.num_workers) for each in self.validation]
+        return [self.evaluation_loader(each) for each in self.validation]
 
     def test_dataloader(self) -> list[ValidationLoader]:
         """The validation splits."""

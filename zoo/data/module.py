@@ -129,7 +129,7 @@ class TextData(TokenisedText):
 
     def val_dataloader(self) -> ValidationLoader:
         """Batches of this rank, each sample once."""
-        return ValidationLoader(self.validation, self.batch_size, *self.ranks(), self.num_workers)
+        return self.evaluation_loader(self.validation)
 
     def test_dataloader(self) -> ValidationLoader:
         """The validation split."""
