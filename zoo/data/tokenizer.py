@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.cache import build_once, cache_folder
+from zoo.sealed import read_sealed, write_sealed
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
 TRAINING_CHARACTERS = 200_000_000
 TRAINING_PIECE = 20_000
 _FORMAT = 1
+_CHECKSUM = "checksum.json"  # beside a trained tokenizer
 # In the entry of an added token, where the library and other programs pass over what they do not know: what it is here.
 _ROLES = "document_roles"
 
@@ -186,8 +188,24 @@ def train_tokenizer(
         )
     key = hashlib.sha256(f"{_FORMAT} {vocab_size} {corpus.signature()}".encode()).hexdigest()[:16]
     folder = cache_folder() / "tokenizers" / key
-    build_once(folder, lambda new: _train(corpus, vocab_size).save(new))
+    build_once(folder, lambda new: _save(_train(corpus, vocab_size), new))
+    _check_saved(folder)
     return Tokenizer.from_file(folder, eos_token, bos_token, "data.tokenizer: null, the trained one,")
+
+
+def _save(tokenizer: Tokenizer, folder: Path) -> None:
+    tokenizer.save(folder)
+    write_sealed(folder / _CHECKSUM, {"tokenizer": tokenizer.hash})
+
+
+def _check_saved(folder: Path) -> None:
+    file, again = folder / "tokenizer.json", f"delete {folder} to train it again"
+    if (folder / _CHECKSUM).exists():  # earlier versions wrote none
+        expected = read_sealed(folder / _CHECKSUM, advice=again).get("tokenizer")
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != expected:
+            raise UserError(
+                f"{file} is missing or was altered: it does not have the hash of what was trained; {again}."
+            )
 
 
 def _train(corpus: Documents, vocab_size: int) -> Tokenizer:

@@ -11,6 +11,7 @@ import pytest
 
 from kernels.errors import UserError
 from zoo.data import Corpus, Shards, Tokenizer, prepare, train_tokenizer
+from zoo.sealed import read_sealed, write_sealed
 
 
 def documents(shards: Shards) -> Iterator[list[int]]:
@@ -34,7 +35,7 @@ def both(path: str | None, workers: int = 1, fraction: float = 0.2) -> tuple[Sha
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_document_is_on_one_side_and_whole(text_folder: str, workers: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("zoo.data.shards.SHARD_TOKENS", 1000)  # several files, and documents over their edges
+    monkeypatch.setattr("zoo.data.progress.SHARD_TOKENS", 1000)  # several files, and documents over their edges
     train, validation, tokenizer = both(text_folder, workers)
     assert train.manifest["dtype"] == "<u2"
     assert len(train.manifest["splits"]["train"]["shards"]) > 1
@@ -130,11 +131,17 @@ def test_damage_is_named(text_folder: str, split: str):
         file.write_bytes(content)
         Shards(train.folder, split)
     manifest = train.folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
-    with pytest.raises(UserError, match="has format 99, this version reads 1"):
+    content = read_sealed(manifest)
+    write_sealed(manifest, {**content, "format": 99})
+    with pytest.raises(UserError, match="has format 99, this version reads 1 and 2"):
         Shards(train.folder, split)
+    manifest.write_text(json.dumps({**content, "format": 1}))  # of an earlier version
+    assert Shards(train.folder, "train").read(0, 50).tolist() == train.read(0, 50).tolist()
     manifest.write_text("{")
-    with pytest.raises(UserError, match=r"manifest\.json is missing or damaged"):
+    with pytest.raises(UserError, match=r"manifest\.json is damaged \(it is not JSON.*; delete .* to prepare it again"):
+        Shards(train.folder, split)
+    manifest.unlink()
+    with pytest.raises(UserError, match=r"manifest\.json is missing"):
         Shards(train.folder, split)
 
 
