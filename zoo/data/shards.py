@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from tqdm import tqdm
@@ -64,7 +65,10 @@ class Shards:
         check_hash = size < CHECKED_BYTES and not place.remote if self.verify is None else self.verify
         found = place.sizes()
         for name in names:
-            _check_file(place, name, found.get(name), self.manifest["files"][name], check_hash)
+            _check_size(place, name, found.get(name), self.manifest["files"][name])
+            if check_hash:
+                with place.open(name) as content:
+                    _check_hash(place, name, content, self.manifest["files"][name])
         self._open()
 
     def _open(self) -> None:
@@ -88,16 +92,24 @@ class Shards:
             folder, name = self.folder, self.manifest["splits"][self.split]["starts"]
             if not isinstance(folder, Path):
                 folder = build_once(_own_folder(folder), self._fetch_starts)
-                here = Place(str(folder))
-                _check_file(here, name, here.sizes().get(name), self.manifest["files"][name], self.verify is not False)
+                self._check_copy(folder / name, Place(str(folder)))
             self._starts = np.memmap(folder / name, np.int64, "r")
         return self._starts
 
     def _fetch_starts(self, folder: Path) -> None:
+        place = Place(str(self.folder))
         for split in SPLITS:
             name = self.manifest["splits"][split]["starts"]
-            with Place(str(self.folder)).open(name) as content, (folder / name).open("wb") as file:
+            with place.open(name) as content, (folder / name).open("wb") as file:
                 shutil.copyfileobj(content, file)
+            self._check_copy(folder / name, place)
+
+    def _check_copy(self, file: Path, place: Place) -> None:
+        """Compare a file from behind the URL with the manifest; an error says that it lies in `place`."""
+        expected = self.manifest["files"][file.name]
+        _check_size(place, file.name, file.stat().st_size if file.is_file() else None, expected)
+        with file.open("rb") as content:
+            _check_hash(place, file.name, content, expected)
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -216,23 +228,28 @@ def _is_consistent(manifest: dict, split: Split) -> bool:
     return (
         sum(tokens) == own["tokens"]
         and all(count == tokens[0] for count in tokens[:-1])
+        and tokens[-1] <= tokens[0]
         and 8 * own["documents"] == sizes[own["starts"]]
         and all(isinstance(file["blake2b"], str) for file in manifest["files"].values())
     )
 
 
-def _check_file(place: Place, name: str, size: int | None, expected: Record, check_hash: bool) -> None:
-    file, again = place.name_of(name), f"delete {place} to prepare it again"
+def _check_size(place: Place, name: str, size: int | None, expected: Record) -> None:
     if size is None:
-        raise UserError(f"the shard {file} is missing; {again}.")
+        raise UserError(f"the shard {place.name_of(name)} is missing; delete {place} to prepare it again.")
     if size != expected["bytes"]:
-        raise UserError(f"the shard {file} has {size} bytes, its manifest says {expected['bytes']}; {again}.")
-    if check_hash:
-        with place.open(name) as content:
-            if hash_of(content).hexdigest() != expected["blake2b"]:
-                raise UserError(
-                    f"the shard {file} was altered: its content does not have its manifest's hash; {again}."
-                )
+        raise UserError(
+            f"the shard {place.name_of(name)} has {size} bytes, its manifest says {expected['bytes']}; "
+            f"delete {place} to prepare it again."
+        )
+
+
+def _check_hash(place: Place, name: str, content: BinaryIO, expected: Record) -> None:
+    if hash_of(content).hexdigest() != expected["blake2b"]:
+        raise UserError(
+            f"the shard {place.name_of(name)} was altered: its content does not have its manifest's hash; "
+            f"delete {place} to prepare it again."
+        )
 
 
 def _build(

@@ -214,6 +214,23 @@ def test_damage_behind_a_url_is_named(how: str, said: str, text_folder: str, tok
         Shards(url, "train")
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_altered_starts_behind_a_url_are_found(
+    copied: bool, text_folder: str, tokenizer: Tokenizer, tmp_path: Path, cache: Path
+):
+    """In the copy that is kept here, and where that was made from."""
+    url = prepare(Corpus(text_folder), tokenizer, 0.2, 1, f"file://{tmp_path}/bucket")
+    (own,) = (folder for folder in (cache / "shards").iterdir() if folder.is_dir())
+    if not copied:
+        shutil.rmtree(own)
+    folder = own if copied else Path(str(url).removeprefix("file://"))
+    file = folder / "train.starts.bin"
+    file.write_bytes(file.read_bytes()[:-8] + b"\1" * 8)
+    where = folder if copied else url
+    with pytest.raises(UserError, match=rf"the shard {where}/train\.starts\.bin was altered: .*; delete {where} to"):
+        len(Shards(url, "train").document_starts)
+
+
 def test_altered_content_behind_a_url_is_found_on_request(text_folder: str, tokenizer: Tokenizer, tmp_path: Path):
     url = prepare(Corpus(text_folder), tokenizer, 0.2, 1, f"file://{tmp_path}/bucket")
     file = Path(str(url).removeprefix("file://")) / "train-00001.bin"
