@@ -20,6 +20,7 @@ class Tokenizer(Protocol):
     """What generation asks of a tokenizer."""
 
     eos_id: int
+    bos_id: int | None  # what documents start with, if anything
 
     def encode(self, text: str) -> list[int]:
         """Text to token ids."""
@@ -46,7 +47,8 @@ def generate(
     Args:
         model: A language model of the zoo.
         tokenizer: The one that it was trained with.
-        prompt: Where to start; an empty one starts a new document.
+        prompt: Where to start: at the start of a document, if the tokenizer has a token for that; an empty one starts
+            a new document.
         max_new_tokens: Stop after so many tokens, or at the end of the document if that is earlier.
         temperature: Divides the logits; 0 takes the likeliest token.
         top_k: Draw from so many of the likeliest tokens only.
@@ -60,7 +62,8 @@ def generate(
     Raises:
         UserError: If an argument is out of its range.
     """
-    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ids = start + tokenizer.encode(prompt) or [tokenizer.eos_id]
     prompts = torch.tensor([ids], device=next(model.parameters()).device)  # [1, P]
     tokens = generate_tokens(
         model,

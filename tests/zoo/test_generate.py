@@ -81,6 +81,14 @@ def test_an_empty_prompt_starts_a_document():
     assert model.calls[0] == [[256]]
 
 
+@pytest.mark.parametrize(("prompt", "read"), [("", [7]), ("ab", [7, 97, 98])])
+def test_a_text_starts_as_documents_do(prompt: str, read: list[int]):
+    model, tokenizer = Scripted([97, 256]), ByteTokenizer()
+    tokenizer.bos_id = 7
+    assert "".join(generate(model, tokenizer, prompt)) == "a"
+    assert model.calls[0] == [read]
+
+
 def test_it_stops_at_the_end_of_the_document():
     model = Scripted([97, 256, 98])
     assert "".join(generate(model, ByteTokenizer(), "x", temperature=0)) == "a"

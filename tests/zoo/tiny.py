@@ -69,6 +69,7 @@ class ByteTokenizer:
     """Token i is byte i, 256 ends a document."""
 
     vocab_size, eos_id = 257, 256
+    bos_id: int | None = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -1,4 +1,4 @@
-"""Documents: the embedded default corpus, or a user's text, JSON Lines and Parquet files, local or remote."""
+"""Documents: the embedded default corpus, or a user's text, JSON and Parquet files, local or remote."""
 
 import hashlib
 import importlib.util
@@ -10,10 +10,12 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kernels.errors import UserError
 from mixers import did_you_mean
-from zoo.data.files import TextFile, find_files, first_line
+from zoo.data.compressed import DAMAGED
+from zoo.data.files import READ, TextFile, find_files, first_line
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +31,11 @@ class Corpus:
     """Documents in a fixed order.
 
     Args:
-        path: a `.txt` file (one document), a `.jsonl` or `.parquet` file (one document a row), a folder that is
-            searched for these, or a list of all of that; each a path or any URL that fsspec knows. None: the embedded
-            corpus, which is the standard library's own source files and Python's documentation topics; it has the
-            parts "embedded:library" and "embedded:documentation".
+        path: a `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), a `.json` file
+            (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
+            `.bz2` or `.xz`; a folder that is searched for these, or a list of all of that; each a path or any URL that
+            fsspec knows. None: the embedded corpus, which is the standard library's own source files and Python's
+            documentation topics; it has the parts "embedded:library" and "embedded:documentation".
         text_field: the field or column that holds a document's text.
         max_characters: where the embedded corpus ends; its last document is cut there. None: no limit.
         key: where in a config these arguments stand, as errors call it.
@@ -81,17 +84,27 @@ class Corpus:
         paths = [self.path] if isinstance(self.path, str) else self.path or []
         if not paths:
             raise UserError(f"{self.key}.path is an empty list; name a file or folder, or leave it out (null).")
-        return [file for path in paths for file in find_files(path, f"{self.key}.path")]
+        return [file for path in paths for file in find_files(path, f"{self.key}.path").files]
+
+    def warn_of_skipped(self) -> None:
+        """Log a warning for each folder with files that are not read."""
+        for path in [] if self.embedded else [self.path] if isinstance(self.path, str) else self.path or []:
+            found = find_files(path, f"{self.key}.path")
+            if skipped := found.skipped.total():
+                total = skipped + len(found.files)
+                which = f"of {total} files in {path} {skipped} are not read: {found.told()}"
+                log.warning("%s.path: %s (read are %s).", self.key, which, READ)
 
     def _texts(self) -> Iterator[str]:
-        readers = {".txt": self._text_file, ".jsonl": self._json_lines, ".parquet": self._parquet}
+        readers = {".txt": self._text_file, ".md": self._text_file, ".parquet": self._parquet}
+        readers |= {".jsonl": self._json_lines, ".json": self._json}
         for file in self.files():
             try:
-                yield from readers[file.suffix](file)
+                yield from readers[file.kind](file)
             except UserError:
                 raise
             except Exception as error:
-                if file.filesystem is None and not isinstance(error, OSError):
+                if file.filesystem is None and not isinstance(error, (OSError, *DAMAGED)):
                     raise
                 # Remote file systems have errors of their own.
                 why = getattr(error, "strerror", None) or first_line(error)
@@ -108,17 +121,41 @@ class Corpus:
                 text = self._decode(line, where).removeprefix("\ufeff").strip()
                 if not text:
                     continue
-                try:
-                    record = json.loads(text)
-                except ValueError as error:
-                    raise UserError(f"{self.key}.path: {where} is not JSON ({error}).") from None
-                if not isinstance(record, dict) or self.text_field not in record:
-                    names = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
-                    raise UserError(
-                        f"{self.key}.path: {where} has no field {self.text_field!r} ({self.key}.text_field); "
-                        f"it has: {names}."
-                    )
-                yield self._checked(record[self.text_field], where)
+                yield self._text_of(self._parsed(text, where), where)
+
+    def _json(self, file: TextFile) -> Iterator[str]:
+        """JSON lines, if the first line is an object; else the whole file is one object or an array."""
+        with file.open() as content:
+            first = next((line for line in content if line.strip()), b"")
+            try:
+                by_line = isinstance(json.loads(first.decode("utf-8-sig")), dict)
+            except (ValueError, RecursionError):
+                by_line = False
+            rest = b"" if by_line else content.read()
+        if by_line:
+            yield from self._json_lines(file)
+            return
+        whole = self._parsed(self._decode(first + rest, str(file)).removeprefix("\ufeff").strip(), str(file))
+        if not isinstance(whole, list):
+            yield self._text_of(whole, str(file))
+            return
+        for number, record in enumerate(whole, start=1):
+            where = f"{file}, item {number},"
+            yield self._checked(record, where) if isinstance(record, str) else self._text_of(record, where)
+
+    def _parsed(self, text: str, where: str) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self.key}.path: {where} is not JSON ({error}).") from None
+
+    def _text_of(self, record: Any, where: str) -> str:
+        if not isinstance(record, dict) or self.text_field not in record:
+            names = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
+            raise UserError(
+                f"{self.key}.path: {where} has no field {self.text_field!r} ({self.key}.text_field); it has: {names}."
+            )
+        return self._checked(record[self.text_field], where)
 
     def _parquet(self, file: TextFile) -> Iterator[str]:
         import pyarrow  # heavy, and only some users have such files

@@ -14,6 +14,7 @@ import numpy as np
 
 from zoo.data.split import Split
 from zoo.data.tokenizer import Tokenizer
+from zoo.data.workers import end_with
 
 # What a process encodes at once (some 100 bytes a character); longer documents are cut where that changes no token.
 PIECE_CHARACTERS = 250_000
@@ -77,7 +78,7 @@ def encode_all(bundles: Iterator[list[Piece]], tokenizer: Tokenizer, workers: in
         for bundle in bundles:
             yield bundle, [np.array(ids, np.uint32) for ids in tokenizer.encode_batch([p.text for p in bundle])]
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start_worker, (tokenizer,))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start_worker, (tokenizer, os.getpid()))
     try:
         pending: deque[tuple[list[Piece], Future]] = deque()
         for bundle in bundles:
@@ -94,8 +95,9 @@ def encode_all(bundles: Iterator[list[Piece]], tokenizer: Tokenizer, workers: in
 _worker_tokenizer: Tokenizer | None = None
 
 
-def _start_worker(tokenizer: Tokenizer) -> None:
+def _start_worker(tokenizer: Tokenizer, parent: int) -> None:
     global _worker_tokenizer
+    end_with(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and stops us
     _worker_tokenizer = tokenizer

@@ -2,7 +2,10 @@
 
 import difflib
 import io
-from dataclasses import dataclass
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
@@ -10,8 +13,10 @@ import fsspec
 
 from kernels.errors import UserError
 from mixers import did_you_mean
+from zoo.data.compressed import COMPRESSIONS, decompressed
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
+READ = f"{', '.join(SUFFIXES)}, all but the last also with {', '.join(COMPRESSIONS)}"
 # What file systems call the state of a file. Not all of what they say: some count the accesses.
 _STATE: tuple[str, ...] = (
     "ETag",
@@ -48,19 +53,41 @@ class TextFile:
         return self.name
 
     @property
-    def suffix(self) -> str:
-        """The kind of file, in small letters: `.txt`."""
-        return _suffix(self.name)
+    def kind(self) -> str:
+        """The suffix, in small letters; of a compressed file the one before, so `.txt` of `a.txt.gz`."""
+        return _suffixes(self.name)[0]
 
     def open(self) -> BinaryIO:
-        """The file, to be read from the start."""
+        """What is in the file, to be read from the start."""
+        compression = _suffixes(self.name)[1]
+        return decompressed(self._raw(), compression) if compression else self._raw()
+
+    def _raw(self) -> BinaryIO:
         if self.filesystem is None:
             return Path(self.name).open("rb")
         raw = self.filesystem.open(self.path, "rb")
         return cast(BinaryIO, io.BufferedReader(raw, _READ_AHEAD))  # many of them read a line a block at a time
 
 
-def find_files(path: str, key: str) -> list[TextFile]:
+@dataclass(frozen=True)
+class Found:
+    """The files behind a path.
+
+    Attributes:
+        files: Those that are read.
+        skipped: How many others of each suffix are in the folder. Hidden files and folders (`.git`) are never read,
+            and only those are counted that else would be.
+    """
+
+    files: list[TextFile]
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def told(self) -> str:
+        """What is skipped, in words: `2 .py, 1 .png`."""
+        return ", ".join(f"{number} {suffix}" for suffix, number in self.skipped.most_common())
+
+
+def find_files(path: str, key: str) -> Found:
     """The files behind a path or URL: itself, or all of a folder, sorted by name.
 
     Args:
@@ -78,22 +105,67 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def _suffix(name: str) -> str:
+def _suffixes(name: str) -> tuple[str, str]:
+    """The suffix of what is in a file, and that of its compression or nothing, in small letters."""
     if is_url(name):  # of a chain such as zip://a.txt::s3://bucket/b.zip the first that has a path
         name = next(url for url in name.split("::") if is_url(url)).partition("://")[2].partition("?")[0]
-    return PurePosixPath(name).suffix.lower()
+    path = PurePosixPath(name.lower())
+    if path.suffix in COMPRESSIONS:
+        return PurePosixPath(path.stem).suffix, path.suffix
+    return path.suffix, ""
 
 
-def _local(path: Path, key: str) -> list[TextFile]:
-    if path.is_dir():
-        inside = sorted(f for f in path.rglob("*") if f.suffix.lower() in SUFFIXES and f.is_file())
-        if not inside:
-            raise UserError(f"{key}: the folder {path} has no {', '.join(SUFFIXES)} file in it.")
-        return [_local_file(file) for file in inside]
-    if not path.exists():
-        raise UserError(f"{key}: {path} does not exist{_near_name(path)}.")
-    _check_kind(str(path), path.stat().st_size, key)
-    return [_local_file(path)]
+def _is_read(name: str) -> bool:
+    kind, compression = _suffixes(name)
+    return kind in SUFFIXES and not (kind == ".parquet" and compression)
+
+
+def _choose(names: Iterable[str], inside: Callable[[str], str]) -> tuple[list[str], Counter[str]]:
+    """The names that are read, and how many others there are of each suffix; `inside` is the part within a folder."""
+    read, skipped = [], Counter[str]()
+    for name in names:
+        hidden = any(part.startswith(".") for part in inside(name).split("/"))
+        if _is_read(name) and not hidden:
+            read.append(name)
+        elif _is_read(name):
+            skipped["hidden"] += 1
+        elif not hidden:
+            skipped["".join(_suffixes(name)) or "without a suffix"] += 1
+    return read, skipped
+
+
+def _local(path: Path, key: str) -> Found:
+    try:
+        if not path.exists():
+            raise UserError(f"{key}: {path} does not exist{_near_name(path)}.")
+        if path.is_dir():
+            names, skipped = _choose(_walk(path), lambda name: Path(name).relative_to(path).as_posix())
+            return _checked([_local_file(file) for file in sorted(map(Path, names))], skipped, str(path), key)
+        _check_kind(str(path), path.stat().st_size, key)
+        return Found([_local_file(path)])
+    except OSError as error:  # a folder in it is closed, a link is broken
+        raise UserError(f"{key}: {error.filename or path} cannot be read ({error.strerror}).") from error
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    """All files in a folder, also behind links to folders, each folder once."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    known = set()
+    for place, inside, names in os.walk(folder, onerror=fail, followlinks=True):
+        known.add(os.path.realpath(place))
+        inside[:] = [name for name in inside if os.path.realpath(os.path.join(place, name)) not in known]
+        yield from (os.path.join(place, name) for name in names)
+
+
+def _checked(files: list[TextFile], skipped: Counter[str], folder: str, key: str) -> Found:
+    found = Found(files, skipped)
+    if not files:
+        others = f"; it has {found.told()}" if skipped else ""
+        raise UserError(f"{key}: the folder {folder} has no file in it that is read ({READ}){others}.")
+    return found
 
 
 def _local_file(file: Path) -> TextFile:
@@ -101,8 +173,9 @@ def _local_file(file: Path) -> TextFile:
 
 
 def _check_kind(name: str, size: int | None, key: str) -> None:
-    if (suffix := _suffix(name)) not in SUFFIXES:
-        raise UserError(f"{key}: {name} has the suffix {suffix!r}; a folder or {', '.join(SUFFIXES)} is needed.")
+    if not _is_read(name):
+        suffix = "".join(_suffixes(name))
+        raise UserError(f"{key}: {name} has the suffix {suffix!r}; a folder is needed, or one of {READ}.")
     if size == 0:  # None: a web server need not say
         raise UserError(f"{key}: {name} is empty.")
 
@@ -113,19 +186,20 @@ def _near_name(path: Path) -> str:
     return f"; did you mean {path.parent / near[0]}?".removesuffix("?") if near else ""
 
 
-def _remote(url: str, key: str) -> list[TextFile]:
+def _remote(url: str, key: str) -> Found:
     fs, path = filesystem(url, key)
     try:
         info = fs.info(path)
         if info["type"] != "directory" and not url.endswith("/"):
             _check_kind(url, info["size"], key)
-            return [_remote_file(url, url, fs, path, info)]
+            return Found([_remote_file(url, url, fs, path, info)])
         found = fs.find(path, detail=True)
-        inside = sorted(name for name in found if _suffix(fs.unstrip_protocol(name)) in SUFFIXES)
-        for name in inside:
+        whole = {fs.unstrip_protocol(name): name for name in found if not name.endswith("/")}  # buckets may have such
+        names, skipped = _choose(whole, lambda name: whole[name].removeprefix(path).strip("/"))
+        for name in (whole[name] for name in names):
             if found[name].get("size") is None:  # a listing by a web server, which says more of a file by itself
                 found[name] = fs.info(name)
-        files = [_remote_file(url, fs.unstrip_protocol(name), fs, name, found[name]) for name in inside]
+        files = [_remote_file(url, name, fs, whole[name], found[whole[name]]) for name in sorted(names)]
     except UserError:
         raise
     except FileNotFoundError as error:
@@ -133,9 +207,7 @@ def _remote(url: str, key: str) -> list[TextFile]:
         raise UserError(f"{key}: {url} does not exist{why}.") from None
     except Exception as error:  # each file system has errors of its own: no access, no network, no such bucket
         raise UserError(f"{key}: {url} cannot be listed ({first_line(error)}).") from error
-    if not files:
-        raise UserError(f"{key}: the folder {url} has no {', '.join(SUFFIXES)} file in it.")
-    return files
+    return _checked(files, skipped, url, key)
 
 
 def filesystem(url: str, key: str) -> tuple[fsspec.AbstractFileSystem, str]:

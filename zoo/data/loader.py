@@ -1,7 +1,8 @@
 """Loaders: an endless, resumable one for training, and one that shows each validation sample once."""
 
-import signal
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.workers import context, only_killed_by
 
 
 class Samples(Protocol):
@@ -37,7 +39,8 @@ class TrainLoader:
     `position` is the number of samples that all ranks together have received, and the whole state: set it, and the
     next batch is the one that follows, for any number of ranks and workers.
 
-    `for batch in loader` gives `len(loader)` batches, about one pass over the data, and the next `for` goes on.
+    `for batch in loader` gives `len(loader)` batches, about one pass over the data in whole steps of the optimiser, and
+    the next `for` goes on.
 
     Args:
         samples: the samples, in which order, and how to batch them.
@@ -46,13 +49,21 @@ class TrainLoader:
         world_size: number of shares.
         seed: of the order.
         num_workers: processes that read ahead.
+        batches_per_step: batches whose gradients are added up for a step of the optimiser.
     """
 
     def __init__(
-        self, samples: Ordered, batch_size: int, rank: int = 0, world_size: int = 1, seed: int = 0, num_workers: int = 0
+        self,
+        samples: Ordered,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        num_workers: int = 0,
+        batches_per_step: int = 1,
     ) -> None:
         self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
-        self.seed, self.num_workers = seed, num_workers
+        self.seed, self.num_workers, self.batches_per_step = seed, num_workers, batches_per_step
         self._position = 0
         self._iterator: Iterator[Batch] | None = None  # the name under which Lightning looks for workers to stop
 
@@ -66,8 +77,9 @@ class TrainLoader:
         self._iterator = None  # what was read ahead is not what comes next
 
     def __len__(self) -> int:
-        """Batches in about one pass over the data."""
-        return max(1, len(self.samples) // self.batch_size)
+        """Batches in about one pass over the data, in whole steps: Lightning ends a step where an epoch ends."""
+        steps = len(self.samples) // (self.batch_size * self.batches_per_step)
+        return max(1, steps) * self.batches_per_step
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator: it looks at the position when the first batch is asked for. Lightning may make the iterator
@@ -130,6 +142,12 @@ class ValidationLoader:
         self._iterator = iter(_data_loader(_Filled(self.samples), self._indices(), self.num_workers))
         return self._iterator
 
+    def stop(self) -> None:
+        """End the workers of an iteration that was left early."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None and self.num_workers:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+
     def _indices(self) -> list[list[int]]:
         batches = []
         for first in range(0, len(self.samples), self.batch_size):
@@ -167,7 +185,8 @@ def _data_loader(batches: _Batches, indices: Iterable[list[int]], num_workers: i
         collate_fn=_unchanged,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_ignore_signals,
+        worker_init_fn=partial(_start_worker, os.getpid()),
+        multiprocessing_context=context() if num_workers else None,
         generator=torch.Generator(),  # else each iterator draws a number from the model's random state
     )
 
@@ -176,7 +195,5 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _ignore_signals(worker: int) -> None:
-    """A signal to the whole process group is the main process's to handle: it saves, and then ends the workers."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+def _start_worker(parent: int, worker: int) -> None:
+    only_killed_by(parent)

@@ -113,7 +113,7 @@ class MarkovChain(ResumableData):
 
     def _loader(self, split: str) -> ValidationLoader:
         chain = self._chain(self.validation_samples, split)
-        return ValidationLoader(chain, self.batch_size, *self.ranks(), self.num_workers)
+        return self.evaluation_loader(chain)
 
     def _chain(self, size: int, split: str) -> Chain:
         return Chain(self.vocab_size, self.sequence_length, self.successors, size, self.seed, split)

@@ -29,7 +29,7 @@ class Source:
         path: As `TextData.path`: files, folders or URLs. Null: the embedded corpus, of which "embedded:library" and
             "embedded:documentation" are parts.
         weight: Its share of the training samples, in proportion to the other weights.
-        text_field: Field or column of `.jsonl` and `.parquet` files that holds the text.
+        text_field: Field or column of JSON and Parquet files that holds the text.
         max_characters: Where the embedded corpus or a part of it ends; null: all of it.
     """
 
@@ -51,6 +51,9 @@ class MixedText(TokenisedText):
         sources: Name → path and weight. The names stand in the names of the metrics.
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the sources' text, mixed
             by weight.
+        eos_token: The tokenizer's token that ends every document. Null: the first that it has of `<eos>`, `</s>`,
+            `<|endoftext|>` and `<|end_of_text|>`.
+        bos_token: The tokenizer's token that is put before every document, also when text is generated. Null: none.
         vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
         sequence_length: Tokens in a sequence.
         batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
@@ -75,6 +78,8 @@ class MixedText(TokenisedText):
         self,
         sources: dict[str, Source],
         tokenizer: str | None = None,
+        eos_token: str | None = None,
+        bos_token: str | None = None,
         vocab_size: int = 1024,
         sequence_length: int = 256,
         batch_size: int = 8,
@@ -88,6 +93,8 @@ class MixedText(TokenisedText):
     ) -> None:
         super().__init__(
             tokenizer=tokenizer,
+            eos_token=eos_token,
+            bos_token=bos_token,
             vocab_size=vocab_size,
             sequence_length=sequence_length,
             batch_size=batch_size,
@@ -152,7 +159,7 @@ class MixedText(TokenisedText):
 
     def val_dataloader(self) -> list[ValidationLoader]:
         """A loader for each source: batches of this rank, each sample once."""
-        return [ValidationLoader(each, self.batch_size, *self.ranks(), self.num_workers) for each in self.validation]
+        return [self.evaluation_loader(each) for each in self.validation]
 
     def test_dataloader(self) -> list[ValidationLoader]:
         """The validation splits."""

@@ -18,17 +18,22 @@ class TextData(TokenisedText):
     The order is a function of the seed and of one integer, the number of samples seen; checkpoints hold that integer.
 
     Args:
-        path: A `.txt` (one document), `.jsonl` or `.parquet` file (one document a row), a folder that is searched
-            for these, or a list of all of that; each a path or a URL that fsspec knows, such as `s3://bucket/texts/`.
-            Null: the embedded corpus, Python's own library and documentation.
+        path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), a `.json` file
+            (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
+            `.bz2` or `.xz`; a folder that is searched for these (what else is in it is told, unless it is hidden), or
+            a list of all of that; each a path or a URL that fsspec knows, such as `s3://bucket/texts/`. Null: the
+            embedded corpus, Python's own library and documentation.
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the corpus.
+        eos_token: The tokenizer's token that ends every document. Null: the first that it has of `<eos>`, `</s>`,
+            `<|endoftext|>` and `<|end_of_text|>`.
+        bos_token: The tokenizer's token that is put before every document, also when text is generated. Null: none.
         vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
         sequence_length: Tokens in a sequence.
         batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
         packing: "windows": sequences go on over the ends of documents. "documents": each batch is one row, in which
             windows and documents are separate sequences (`cu_seqlens`), without loss from one to the next.
         validation_fraction: Expected share of the documents that is kept for validation, between 0 and 1.
-        text_field: Field or column of `.jsonl` and `.parquet` files that holds the text.
+        text_field: Field or column of JSON and Parquet files that holds the text.
         max_characters: Where the embedded corpus ends; null: all of it. Files of your own are never cut.
         num_workers: Processes that read batches ahead, on each device; 0: none.
         preprocessing_workers: Processes that tokenise. Null: one per CPU.
@@ -48,6 +53,8 @@ class TextData(TokenisedText):
         self,
         path: str | list[str] | None = None,
         tokenizer: str | None = None,
+        eos_token: str | None = None,
+        bos_token: str | None = None,
         vocab_size: int = 1024,
         sequence_length: int = 256,
         batch_size: int = 8,
@@ -63,6 +70,8 @@ class TextData(TokenisedText):
     ) -> None:
         super().__init__(
             tokenizer=tokenizer,
+            eos_token=eos_token,
+            bos_token=bos_token,
             vocab_size=vocab_size,
             sequence_length=sequence_length,
             batch_size=batch_size,
@@ -120,7 +129,7 @@ class TextData(TokenisedText):
 
     def val_dataloader(self) -> ValidationLoader:
         """Batches of this rank, each sample once."""
-        return ValidationLoader(self.validation, self.batch_size, *self.ranks(), self.num_workers)
+        return self.evaluation_loader(self.validation)
 
     def test_dataloader(self) -> ValidationLoader:
         """The validation split."""

@@ -97,7 +97,7 @@ class MQAR(ResumableData):
 
     def _loaders(self, split: Split) -> list[ValidationLoader]:
         samples = [self._recall(task, self.validation_samples, split) for task in self.validation_tasks]
-        return [ValidationLoader(each, self.batch_size, *self.ranks(), self.num_workers) for each in samples]
+        return [self.evaluation_loader(each) for each in samples]
 
     def _recall(self, task: RecallTask, size: int, split: Split) -> Recall:
         return Recall(task, size, self.vocab_size, self.random_fillers, self.power, f"{self.seed} {split}")

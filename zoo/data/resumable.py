@@ -1,13 +1,14 @@
 """What all data of a run has in common: one integer says where training stands."""
 
 import logging
+import weakref
 from typing import Any
 
 import lightning as L
 import torch.distributed
 
 from kernels.errors import UserError
-from zoo.data.loader import Ordered, TrainLoader
+from zoo.data.loader import Ordered, Samples, TrainLoader, ValidationLoader
 from zoo.whole_steps import unfinished_batches
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class ResumableData(L.LightningDataModule):
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
         self._train_loader: TrainLoader | None = None
         self._position = 0  # where the next training loader starts
+        self._evaluating: weakref.WeakSet[ValidationLoader] = weakref.WeakSet()
 
     @property
     def train(self) -> Ordered:
@@ -61,9 +63,16 @@ class ResumableData(L.LightningDataModule):
                 f"trainer.overfit_batches is {self.trainer.overfit_batches}, but the training data is an endless "
                 f"stream; to overfit, {self.overfit_hint}."
             )
-        loader = TrainLoader(self.train, self.batch_size, *self.ranks(), self.seed, self.num_workers)
+        per_step = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
+        loader = TrainLoader(self.train, self.batch_size, *self.ranks(), self.seed, self.num_workers, per_step)
         loader.position = self._position
         self._train_loader = loader
+        return loader
+
+    def evaluation_loader(self, samples: Samples) -> ValidationLoader:
+        """Batches of this rank, each sample once."""
+        loader = ValidationLoader(samples, self.batch_size, *self.ranks(), self.num_workers)
+        self._evaluating.add(loader)
         return loader
 
     def ranks(self) -> tuple[int, int]:
@@ -128,6 +137,12 @@ class ResumableData(L.LightningDataModule):
         """Stop reading ahead; the position stays."""
         if self._train_loader is not None:
             self._train_loader.position = self._train_loader.position
+        for loader in self._evaluating:
+            loader.stop()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Stop reading ahead, also for an evaluation that was interrupted."""
+        self.teardown()
 
 
 def check_least(**values: tuple[int | None, int]) -> None:

@@ -11,32 +11,31 @@ import json
 import logging
 import os
 import shutil
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from tqdm import tqdm
 
 from kernels.errors import UserError
-from zoo.atomic import atomic_write
 from zoo.data.cache import build_once, cache_folder
 from zoo.data.corpus import Corpus
 from zoo.data.encoding import Piece, bundles, encode_all, pieces
 from zoo.data.files import is_url
 from zoo.data.place import Place
+from zoo.data.progress import PROGRESS, Progress, Record, hash_of
 from zoo.data.split import SPLITS, Split, SplitByContent, content_hash
 from zoo.data.tokenizer import Tokenizer
+from zoo.sealed import unsealed, write_sealed
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-SHARD_TOKENS = 1 << 27
+FORMAT = 1  # of the tokens
+MANIFEST_FORMAT = 2  # 1 had no seal
 CHECKED_BYTES = 1_000_000_000  # hashing this much takes about a second; more only on request
-MANIFEST, PROGRESS = "manifest.json", "progress.json"
-SAVED_EVERY = 10.0  # seconds; as much is tokenised again after an interruption
+MANIFEST = "manifest.json"
 
 
 @dataclass
@@ -62,11 +61,14 @@ class Shards:
         self.manifest = read_manifest(self.folder)
         own, place = self.manifest["splits"][self.split], Place(str(self.folder))
         names = [*own["shards"], own["starts"]]
-        sizes = [self.manifest["files"][name]["bytes"] for name in names]
-        check_hash = sum(sizes) < CHECKED_BYTES and not place.remote if self.verify is None else self.verify
+        size = sum(self.manifest["files"][name]["bytes"] for name in names)
+        check_hash = size < CHECKED_BYTES and not place.remote if self.verify is None else self.verify
         found = place.sizes()
         for name in names:
-            _check_file(place, name, found.get(name), self.manifest["files"][name], check_hash)
+            _check_size(place, name, found.get(name), self.manifest["files"][name])
+            if check_hash:
+                with place.open(name) as content:
+                    _check_hash(place, name, content, self.manifest["files"][name])
         self._open()
 
     def _open(self) -> None:
@@ -87,16 +89,27 @@ class Shards:
     def document_starts(self) -> np.memmap:
         """Positions of the first tokens of all documents, int64; from behind a URL they are fetched once."""
         if self._starts is None:
-            folder = self.folder if isinstance(self.folder, Path) else _own_folder(self.folder)
-            build_once(folder, self._fetch_starts)
-            self._starts = np.memmap(folder / self.manifest["splits"][self.split]["starts"], np.int64, "r")
+            folder, name = self.folder, self.manifest["splits"][self.split]["starts"]
+            if not isinstance(folder, Path):
+                folder = build_once(_own_folder(folder), self._fetch_starts)
+                self._check_copy(folder / name, Place(str(folder)))
+            self._starts = np.memmap(folder / name, np.int64, "r")
         return self._starts
 
     def _fetch_starts(self, folder: Path) -> None:
+        place = Place(str(self.folder))
         for split in SPLITS:
             name = self.manifest["splits"][split]["starts"]
-            with Place(str(self.folder)).open(name) as content, (folder / name).open("wb") as file:
+            with place.open(name) as content, (folder / name).open("wb") as file:
                 shutil.copyfileobj(content, file)
+            self._check_copy(folder / name, place)
+
+    def _check_copy(self, file: Path, place: Place) -> None:
+        """Compare a file from behind the URL with the manifest; an error says that it lies in `place`."""
+        expected = self.manifest["files"][file.name]
+        _check_size(place, file.name, file.stat().st_size if file.is_file() else None, expected)
+        with file.open("rb") as content:
+            _check_hash(place, file.name, content, expected)
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -144,7 +157,7 @@ def prepare(
 
     Args:
         corpus: the documents.
-        tokenizer: what encodes them; its end token closes each.
+        tokenizer: what encodes them; its end token closes each, and its start token, if it has one, opens it.
         validation_fraction: the expected share of documents that are kept for validation, in (0, 1).
         workers: number of processes; None: one per CPU.
         shards: the folder or URL that holds the shards of each corpus in a folder of its own; None: the cache. Behind a
@@ -188,155 +201,55 @@ def read_manifest(folder: Path | str) -> dict:
     file, again = place.name_of(MANIFEST), f"delete {folder} to prepare it again"
     try:
         with place.open(MANIFEST) as content:
-            manifest = json.loads(content.read().decode())
-        found = manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is missing or damaged ({error}); {again}.") from error
-    if found != FORMAT:
-        raise UserError(f"{file} has format {found}, this version reads {FORMAT}; {again}.")
+            data = content.read()
+    except UserError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise UserError(f"{file} is missing; {again}.") from error
+        raise
+    manifest = unsealed(data, file, required=False, advice=again)
+    found = manifest.get("format")
+    if found == MANIFEST_FORMAT:
+        unsealed(data, file, advice=again)
+    elif found != 1:
+        raise UserError(f"{file} has format {found}, this version reads 1 and {MANIFEST_FORMAT}; {again}.")
+    try:
+        whole = all(_is_consistent(manifest, split) for split in SPLITS) and isinstance(manifest["data_hash"], str)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # only possible without a seal
+        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); {again}.") from error
+    if not whole:
+        raise UserError(f"{file} is damaged (its numbers contradict each other); {again}.")
     return manifest
 
 
-def _check_file(place: Place, name: str, size: int | None, expected: dict, check_hash: bool) -> None:
-    file, again = place.name_of(name), f"delete {place} to prepare it again"
+def _is_consistent(manifest: dict, split: Split) -> bool:
+    own, sizes = manifest["splits"][split], {name: file["bytes"] for name, file in manifest["files"].items()}
+    width = {"<u2": 2, "<u4": 4}[manifest["dtype"]]
+    tokens = [sizes[name] / width for name in own["shards"]]
+    return (
+        sum(tokens) == own["tokens"]
+        and all(count == tokens[0] for count in tokens[:-1])
+        and tokens[-1] <= tokens[0]
+        and 8 * own["documents"] == sizes[own["starts"]]
+        and all(isinstance(file["blake2b"], str) for file in manifest["files"].values())
+    )
+
+
+def _check_size(place: Place, name: str, size: int | None, expected: Record) -> None:
     if size is None:
-        raise UserError(f"the shard {file} is missing; {again}.")
+        raise UserError(f"the shard {place.name_of(name)} is missing; delete {place} to prepare it again.")
     if size != expected["bytes"]:
-        raise UserError(f"the shard {file} has {size} bytes, its manifest says {expected['bytes']}; {again}.")
-    if check_hash:
-        with place.open(name) as content:
-            if _hash(content) != expected["blake2b"]:
-                raise UserError(
-                    f"the shard {file} was altered: its content does not have its manifest's hash; {again}."
-                )
+        raise UserError(
+            f"the shard {place.name_of(name)} has {size} bytes, its manifest says {expected['bytes']}; "
+            f"delete {place} to prepare it again."
+        )
 
 
-def _hash(content: Any) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    while block := content.read(1 << 20):
-        found.update(block)
-    return found.hexdigest()
-
-
-class _Writer:
-    """Appends the documents of one split to its shard files.
-
-    Args:
-        folder: Where the files are made.
-        split: Their split.
-        dtype: Of a token.
-        state: What `state` said at some time, to go on from there.
-        full: The files that were full by then.
-    """
-
-    def __init__(
-        self, folder: Path, split: Split, dtype: str, state: dict | None = None, full: Collection[str] = ()
-    ) -> None:
-        self._folder, self._split, self._dtype = folder, split, dtype
-        self._file: BinaryIO | None = None
-        state = state or {"shards": [], "tokens": 0, "documents": 0}
-        self.shards: list[str] = state["shards"]
-        self.tokens, self.documents = state["tokens"], state["documents"]
-        self.starts = f"{split}.starts.bin"
-        self._starts = self._at(self.starts, self.documents * np.dtype(np.int64).itemsize)
-        if self.shards and self.shards[-1] not in full:
-            before = (len(self.shards) - 1) * SHARD_TOKENS
-            self._file = self._at(self.shards[-1], (self.tokens - before) * np.dtype(dtype).itemsize)
-
-    def _at(self, name: str, size: int) -> BinaryIO:
-        file = (self._folder / name).open("r+b" if size else "wb")
-        file.truncate(size)
-        file.seek(size)
-        return file
-
-    def state(self) -> dict:
-        """What was appended, all of it in its files."""
-        for file in (self._starts, self._file):
-            if file and not file.closed:
-                file.flush()
-                os.fsync(file.fileno())
-        return {"shards": self.shards, "starts": self.starts, "tokens": self.tokens, "documents": self.documents}
-
-    def full(self) -> list[str]:
-        """The files to which nothing more will be appended."""
-        open_one = [] if self._file is None or self._file.closed else self.shards[-1:]
-        return [name for name in self.shards if name not in open_one] + ([self.starts] if self._starts.closed else [])
-
-    def start_document(self) -> None:
-        self._starts.write(np.int64(self.tokens).tobytes())
-        self.documents += 1
-
-    def append(self, ids: np.ndarray) -> None:
-        while len(ids):
-            room = -self.tokens % SHARD_TOKENS
-            if room == 0:
-                self._next_shard()
-                room = SHARD_TOKENS
-            assert self._file is not None
-            self._file.write(ids[:room].astype(self._dtype).tobytes())
-            self.tokens += len(ids[:room])
-            ids = ids[room:]
-
-    def _next_shard(self) -> None:
-        if self._file:
-            self._file.close()
-        self.shards = [*self.shards, f"{self._split}-{len(self.shards):05d}.bin"]
-        self._file = self._at(self.shards[-1], 0)
-
-    def close(self) -> None:
-        for file in (self._starts, self._file):
-            if file:
-                file.close()
-
-
-class _Progress:
-    """How far the tokenising of a corpus is, as it is written beside its files.
-
-    Args:
-        folder: Where the files are made.
-        digest: Of the corpus, whose text must be the same when the tokenising goes on.
-        dtype: Of a token.
-        place: Where full files are sent, to be deleted here; None: they stay.
-    """
-
-    def __init__(self, folder: Path, digest: str, dtype: str, place: Place | None) -> None:
-        self._folder, self._place, self._of = folder, place, [digest, SHARD_TOKENS]
-        state: dict[str, Any] = {"of": self._of, "pieces": 0, "characters": 0, "splits": {}, "files": {}}
-        if (folder / PROGRESS).is_file():
-            found = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
-            state = found if found["of"] == self._of else state
-        self.pieces, self.characters, self.files = state["pieces"], state["characters"], state["files"]
-        if not self.pieces:  # what lies there is of no use
-            for file in folder.iterdir():
-                file.unlink()
-        if place:
-            self._delete_sent()
-        self.writers = {s: _Writer(folder, s, dtype, state["splits"].get(s), self.files) for s in SPLITS}
-        self._saved = time.monotonic()
-
-    def save(self) -> None:
-        """Write it, if that is due, with the size and hash of each file that is full."""
-        full = [name for writer in self.writers.values() for name in writer.full() if name not in self.files]
-        if not full and time.monotonic() < self._saved + SAVED_EVERY:
-            return
-        splits = {split: writer.state() for split, writer in self.writers.items()}
-        for name in full:
-            file = self._folder / name
-            with file.open("rb") as content:
-                self.files[name] = {"bytes": file.stat().st_size, "blake2b": _hash(content)}
-            if self._place:
-                self._place.put(file)
-        state = {"of": self._of, "pieces": self.pieces, "characters": self.characters}
-        with atomic_write(self._folder / PROGRESS) as written:
-            written.write(json.dumps({**state, "splits": splits, "files": self.files}).encode())
-        if self._place:  # not before it is written that they are there
-            self._delete_sent()
-        self._saved = time.monotonic()
-
-    def _delete_sent(self) -> None:
-        for name in self.files:
-            if not name.endswith(".starts.bin"):  # they are small, and wanted here as a whole
-                (self._folder / name).unlink(missing_ok=True)
+def _check_hash(place: Place, name: str, content: BinaryIO, expected: Record) -> None:
+    if hash_of(content).hexdigest() != expected["blake2b"]:
+        raise UserError(
+            f"the shard {place.name_of(name)} was altered: its content does not have its manifest's hash; "
+            f"delete {place} to prepare it again."
+        )
 
 
 def _build(
@@ -344,7 +257,7 @@ def _build(
 ) -> None:
     sides = SplitByContent(corpus, fraction)
     dtype = "<u2" if tokenizer.vocab_size < 1 << 16 else "<u4"
-    progress = _Progress(folder, sides.digest.hexdigest(), dtype, place)
+    progress = Progress(folder, sides.digest.hexdigest(), dtype, place)
     read_again = hashlib.sha256()
 
     def all_pieces() -> Iterator[Piece]:
@@ -365,6 +278,8 @@ def _build(
                     writer = progress.writers[piece.split]
                     if piece.first:
                         writer.start_document()
+                        if tokenizer.bos_id is not None:
+                            writer.append(np.array([tokenizer.bos_id], np.uint32))
                     writer.append(tokens)
                     if piece.last:
                         writer.append(np.array([tokenizer.eos_id], np.uint32))
@@ -382,7 +297,7 @@ def _build(
     progress.save()
     identity = [FORMAT, sides.digest.hexdigest(), tokenizer.hash, fraction]
     manifest = {
-        "format": FORMAT,
+        "format": MANIFEST_FORMAT,
         "data_hash": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
         "tokenizer_hash": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
@@ -392,7 +307,7 @@ def _build(
         "splits": {split: writer.state() for split, writer in progress.writers.items()},
         "files": dict(sorted(progress.files.items())),
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+    write_sealed(folder / MANIFEST, manifest)
     if place:
         place.put(folder / MANIFEST)  # the last one: with it, the others are complete
     (folder / PROGRESS).unlink()

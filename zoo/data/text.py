@@ -15,6 +15,8 @@ class TokenisedText(ResumableData):
 
     Args:
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on `training_text`.
+        eos_token: The tokenizer's token that ends every document. Null: the first of `END_TOKENS` that it has.
+        bos_token: The tokenizer's token that is put before every document. Null: none.
         vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
         sequence_length: Tokens in a sequence.
         batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
@@ -34,6 +36,8 @@ class TokenisedText(ResumableData):
         self,
         *,
         tokenizer: str | None,
+        eos_token: str | None,
+        bos_token: str | None,
         vocab_size: int,
         sequence_length: int,
         batch_size: int,
@@ -55,7 +59,7 @@ class TokenisedText(ResumableData):
         self.packing: Packing = packing
         self.validation_fraction, self.preprocessing_workers = validation_fraction, preprocessing_workers
         self.verify, self.shards = verify, shards
-        self._tokenizer_path = tokenizer
+        self._tokenizer_path, self._special = tokenizer, (eos_token, bos_token)
         self._tokenizer: Tokenizer | None = None
 
     @property
@@ -72,14 +76,15 @@ class TokenisedText(ResumableData):
         """The tokenizer, loaded or trained at the first call; needs no `setup`."""
         if self._tokenizer is None:
             if self._tokenizer_path is None:
-                self._tokenizer = train_tokenizer(self.training_text, self.vocab_size)
+                self._tokenizer = train_tokenizer(self.training_text, self.vocab_size, *self._special)
             else:
-                self._tokenizer = Tokenizer.from_file(self._tokenizer_path)
+                self._tokenizer = Tokenizer.from_file(self._tokenizer_path, *self._special)
         return self._tokenizer
 
     def prepare_data(self) -> None:
         """Tokenise into the cache (once per machine)."""
         for corpus in self.corpora:
+            corpus.warn_of_skipped()
             self._prepare(corpus)
 
     def windows(self, corpus: Corpus) -> tuple[Windows, Windows]:

@@ -34,6 +34,26 @@ def test_all_kinds_of_files(tmp_path: Path):
     assert list(Corpus([str(tmp_path / "c.parquet"), str(tmp_path / "deep")])) == ["five", "six", "one\r\ntwo é"]
 
 
+LINES = '{"text": "one"}\n\n{"text": "two"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (LINES, ["one", "two"]),
+        ("\ufeff" + LINES, ["one", "two"]),
+        ("\n" + LINES + "\n", ["one", "two"]),
+        ('{"text": "one"}', ["one"]),
+        ('{\n  "text": "one",\n  "id": 3\n}\n', ["one"]),
+        ('\ufeff[\n{"text": "one"},\n"two"]', ["one", "two"]),
+        ('["one", {"id": 1, "text": "two"}]', ["one", "two"]),
+    ],
+)
+def test_json_is_lines_or_a_whole(tmp_path: Path, content: str, texts: list[str]):
+    (tmp_path / "a.json").write_text(content)
+    assert list(Corpus(str(tmp_path))) == texts
+
+
 def test_text_field(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}')
     assert list(Corpus(str(tmp_path), "body")) == ["x"]
@@ -53,7 +73,16 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
     ("name", "content", "expected"),
     [
         ("a.txt", b"", "a.txt is empty."),
-        ("a.csv", b"x", "a.csv has the suffix '.csv'; a folder or .txt, .jsonl, .parquet is needed."),
+        ("a.csv", b"x", "a.csv has the suffix '.csv'; a folder is needed, or one of .txt, .md,"),
+        ("a.parquet.gz", b"x", "a.parquet.gz has the suffix '.parquet.gz'; a folder is needed, or one of .txt, .md,"),
+        ("a.gz", b"x", "a.gz has the suffix '.gz'; a folder is needed, or one of .txt, .md,"),
+        ("a.json", b"[1]", "a.json, item 1, has no field 'text' (data.text_field); it has: int."),
+        ("a.json", b'[{"text": "x"}, {"text": null}]', "a.json, item 2, has NoneType in the field 'text'"),
+        ("a.json", b'{"text": "x"}\n[1]', "a.json, line 2, has no field 'text' (data.text_field); it has: list."),
+        ("a.json", b'{\n"text": "x"\n', "a.json is not JSON"),
+        ("a.json", b"3", "a.json has no field 'text' (data.text_field); it has: int."),
+        ("a.json", b"[" * 100_000, "a.json is not JSON"),
+        ("a.json", b"[]", "a.json holds no text."),
         ("a.txt", b"a\0b", "a.txt is binary (it has NUL bytes); UTF-8 text is needed."),
         ("a.txt", b"ab\xff", "a.txt is not UTF-8 text (invalid start byte at byte 2)."),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl, line 2, is not JSON"),
@@ -79,7 +108,9 @@ def test_parquet_without_the_column_or_a_value(tmp_path: Path):
 
 
 def test_nothing_to_read(tmp_path: Path):
-    assert "has no .txt, .jsonl, .parquet file in it." in error_of(str(tmp_path))
+    assert "has no file in it that is read (.txt, .md, " in error_of(str(tmp_path))
+    (tmp_path / "a.py").write_text("x")
+    assert error_of(str(tmp_path)).endswith("; it has 1 .py.")
     assert "data.path is an empty list" in error_of([])
     with pytest.raises(UserError, match=r"data\.max_characters is 0; it must be at least 1"):
         list(Corpus(max_characters=0))

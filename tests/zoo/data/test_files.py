@@ -1,5 +1,6 @@
 """Corpora behind URLs: read through fsspec, of which `memory://` needs no network."""
 
+import gzip
 import shutil
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,7 @@ from pyarrow import parquet
 
 from kernels.errors import UserError
 from zoo.data import Corpus, MixedText, Shards, Source, TextData
+from zoo.data.compressed import zstd
 
 
 @pytest.fixture
@@ -40,7 +42,12 @@ def all_kinds(tmp_path: Path) -> Path:
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "d.txt").write_bytes("one\r\ntwo é".encode())
     (folder / "b.jsonl").write_text('{"text": "three"}\n\n{"text": ""}\n{"text": "four"}\n' * 2)
+    (folder / "e.json.gz").write_bytes(gzip.compress(b'["seven", {"text": "eight"}]'))
+    (folder / "f.jsonl.ZST").write_bytes(zstd.compress(b'{"text": "nine"}\n') * 2)
     (folder / "ignored.bin").write_bytes(b"\0")
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "old.md").write_text("thrown away")
+    (folder / ".hidden" / "state").write_text("not text")
     parquet.write_table(pyarrow.table({"text": ["five", "six"], "id": [1, 2]}), folder / "c.PARQUET")
     return folder
 
@@ -48,16 +55,51 @@ def all_kinds(tmp_path: Path) -> Path:
 def test_a_remote_folder_holds_what_a_local_one_does(bucket: MemoryFileSystem, all_kinds: Path):
     bucket.put(f"{all_kinds}/", "/bucket/all/", recursive=True)
     local = list(Corpus(str(all_kinds)))
-    assert local == ["three", "four", "three", "four", "five", "six", "one\r\ntwo é"]
+    assert local == [*["three", "four"] * 2, "five", "six", "one\r\ntwo é", "seven", "eight", "nine", "nine"]
     for path in ("memory://bucket/all", "memory://bucket/all/", f"file://{all_kinds}"):
         assert list(Corpus(path)) == local
     assert list(Corpus("memory://bucket/all/b.jsonl")) == local[:4]
-    assert list(Corpus([str(all_kinds / "c.PARQUET"), "memory://bucket/all/deep"])) == local[4:]
+    assert list(Corpus([str(all_kinds / "c.PARQUET"), "memory://bucket/all/deep"])) == local[4:7]
     shutil.make_archive(str(all_kinds / "packed"), "zip", all_kinds / "deep")
     bucket.put(str(all_kinds / "packed.zip"), "/bucket/packed.zip")
     for path in ("zip://d.txt::memory://bucket/packed.zip", "zip://::memory://bucket/packed.zip"):
-        assert list(Corpus(path)) == local[-1:]
+        assert list(Corpus(path)) == local[6:7]
     assert list(Corpus("simplecache::memory://bucket/all/c.PARQUET")) == ["five", "six"]
+
+
+def test_what_is_skipped_is_named_in_one_line(
+    bucket: MemoryFileSystem, all_kinds: Path, caplog: pytest.LogCaptureFixture
+):
+    for name in ("deep/a.py", "b.py", "c.PNG", "LICENSE", "d.csv.gz"):
+        (all_kinds / name).write_text("x")
+    bucket.put(f"{all_kinds}/", "/bucket/all/", recursive=True)
+    for folder in (str(all_kinds), "memory://bucket/all", f"file://{all_kinds}/"):
+        caplog.clear()
+        Corpus([str(all_kinds / "b.jsonl"), folder]).warn_of_skipped()
+        (line,) = caplog.messages
+        assert f"data.path: of 12 files in {folder} 7 are not read: 2 .py, " in line
+        assert "(read are .txt, .md, .jsonl, .json, .parquet, all but the last also with .gz, .zst" in line
+        told = line.partition("read: ")[2].partition(" (")[0].split(", ")
+        assert sorted(told) == ["1 .bin", "1 .csv.gz", "1 .png", "1 hidden", "1 without a suffix", "2 .py"]
+    caplog.clear()
+    Corpus(str(all_kinds / "b.jsonl")).warn_of_skipped()
+    Corpus().warn_of_skipped()
+    assert not caplog.messages
+    sources = {"own": Source(str(all_kinds)), "library": Source("embedded:library", max_characters=50_000)}
+    MixedText(sources, vocab_size=300, preprocessing_workers=1).prepare_data()
+    assert [line[:30] for line in caplog.messages if "not read" in line] == ["data.sources.own.path: of 12 f"]
+
+
+def test_links_are_followed_once(all_kinds: Path, tmp_path: Path):
+    """To folders elsewhere, and in circles."""
+    before = list(Corpus(str(all_kinds)))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "z.md").write_text("linked")
+    (all_kinds / "zz").symlink_to(tmp_path / "elsewhere")
+    (all_kinds / "deep" / "up").symlink_to(all_kinds)
+    assert list(Corpus(str(all_kinds))) == [*before, "linked"]
+    (all_kinds / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    assert "gone.txt cannot be read (No such file or directory)" in error_of(str(all_kinds))
 
 
 def test_a_web_server(all_kinds: Path):
@@ -114,8 +156,8 @@ def test_remote_text_is_tokenised_once(bucket: MemoryFileSystem, text_folder: st
     [
         ("memory://bucket/nothing", "data.path: memory://bucket/nothing does not exist."),
         ("memory://bucket/empty.txt", "data.path: memory://bucket/empty.txt is empty."),
-        ("memory://bucket/a.csv", "a.csv has the suffix '.csv'; a folder or .txt, .jsonl, .parquet is needed."),
-        ("memory://bucket/others/", "data.path: the folder memory://bucket/others/ has no .txt, .jsonl, .parquet"),
+        ("memory://bucket/a.csv", "a.csv has the suffix '.csv'; a folder is needed, or one of .txt,"),
+        ("memory://bucket/others/", "data.path: the folder memory://bucket/others/ has no file in it that is read"),
         ("memory://bucket/bad.jsonl", "data.path: memory://bucket/bad.jsonl, line 2, is not JSON"),
         ("memory://bucket/bad.parquet", "memory://bucket/bad.parquet is not a readable Parquet file"),
         ("memry://bucket/a.txt", "fsspec cannot open memry://bucket/a.txt (Protocol not known: memry); did you mean"),

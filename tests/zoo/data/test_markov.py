@@ -98,7 +98,12 @@ def test_devices_share_a_batch_and_one_device_makes_it_of_smaller_ones():
     for rank in range(2):
         data = MarkovChain(**SMALL)
         data.trainer = SimpleNamespace(
-            global_rank=rank, world_size=2, overfit_batches=0, lightning_module=None, state=SimpleNamespace(fn="")
+            global_rank=rank,
+            world_size=2,
+            overfit_batches=0,
+            accumulate_grad_batches=1,
+            lightning_module=None,
+            state=SimpleNamespace(fn=""),
         )
         parts.append(some(data, 3))
     joined = [torch.cat([first.tokens, second.tokens]) for first, second in zip(*parts, strict=True)]

@@ -92,6 +92,24 @@ def test_a_failed_step_is_done_again(arguments: dict, tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("accumulate", [3, 7])
+def test_every_step_has_all_its_batches(arguments: dict, tmp_path: Path, accumulate: int):
+    """Also at the end of a pass over the data, whose batches are no multiple; a step may be longer than a pass."""
+
+    class Steps(L.Callback):
+        def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: object) -> None:
+            batches.append(len(recorder.seen))
+
+    recorder, batches, data = Recorder(), [0], TextData(**arguments)
+    passes = len(data.train) // data.batch_size
+    steps = 2 if accumulate > passes else 2 * passes // accumulate + 3
+    run = trainer(tmp_path, steps, Steps())
+    run.accumulate_grad_batches = accumulate
+    run.fit(recorder, datamodule=data)
+    assert passes % accumulate
+    assert batches == [step * accumulate for step in range(steps + 1)]
+
+
 def test_predict_and_test_read_validation(arguments: dict, tmp_path: Path):
     data = TextData(**arguments)
     run = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
@@ -185,10 +203,14 @@ def test_argument_errors(arguments: dict, change: dict, message: str):
 
 def test_ranks_must_divide_the_batch(arguments: dict):
     data = TextData(**arguments)
-    data.trainer = SimpleNamespace(global_rank=1, world_size=3, overfit_batches=0, lightning_module=None)
+    data.trainer = SimpleNamespace(
+        global_rank=1, world_size=3, overfit_batches=0, accumulate_grad_batches=1, lightning_module=None
+    )
     with pytest.raises(UserError, match=r"data\.batch_size is 16; .* must be a multiple of their number, 3"):
         data.train_dataloader()
-    data.trainer = SimpleNamespace(global_rank=1, world_size=2, overfit_batches=0, lightning_module=None)
+    data.trainer = SimpleNamespace(
+        global_rank=1, world_size=2, overfit_batches=0, accumulate_grad_batches=1, lightning_module=None
+    )
     assert next(iter(data.train_dataloader())).tokens.shape == (8, 32)
     data.trainer = SimpleNamespace(overfit_batches=1)
     with pytest.raises(UserError, match=r"trainer\.overfit_batches is 1"):

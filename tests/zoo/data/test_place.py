@@ -25,9 +25,9 @@ FEW = 500  # tokens of a file
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many files, many bundles of text, and progress that is written after each of them."""
-    monkeypatch.setattr("zoo.data.shards.SHARD_TOKENS", FEW)
+    monkeypatch.setattr("zoo.data.progress.SHARD_TOKENS", FEW)
     monkeypatch.setattr("zoo.data.encoding.PIECE_CHARACTERS", 800)
-    monkeypatch.setattr("zoo.data.shards.SAVED_EVERY", 0.0)
+    monkeypatch.setattr("zoo.data.progress.SAVED_EVERY", 0.0)
 
 
 @pytest.fixture(params=["cache", "folder", "URL"])
@@ -62,7 +62,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
     monkeypatch.setattr(owner, attribute.rpartition(".")[2], function)
 
 
-@pytest.mark.parametrize("name", ["_Writer.append", "_hash", "Place.put"])
+@pytest.mark.parametrize("name", ["Writer.append", "AppendedFile.close", "Place.put"])
 def test_it_goes_on_wherever_it_was_interrupted(
     name: str,
     where: str | None,
@@ -76,7 +76,7 @@ def test_it_goes_on_wherever_it_was_interrupted(
     whole = content(prepare(corpus, tokenizer, 0.2, 1, str(tmp_path / "whole")))
     while folder is None:
         with monkeypatch.context() as patch:
-            interrupted(patch, f"zoo.data.shards:{name}", call=attempts + (7 if name == "_Writer.append" else 1))
+            interrupted(patch, f"zoo.data.progress:{name}", call=attempts + (7 if name == "Writer.append" else 1))
             with contextlib.suppress(KeyboardInterrupt):
                 folder = prepare(corpus, tokenizer, 0.2, 1, where)
         attempts += 1
@@ -93,7 +93,7 @@ def test_what_was_tokenised_is_not_tokenised_again(
     encode = Tokenizer.encode_batch
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda self, texts: encoded.extend(texts) or encode(self, texts))
     with monkeypatch.context() as patch:
-        interrupted(patch, "zoo.data.shards:_Writer.append", call=50)
+        interrupted(patch, "zoo.data.progress:Writer.append", call=50)
         with pytest.raises(KeyboardInterrupt):
             prepare(corpus, tokenizer, 0.2, 1, where)
     first = len(encoded)
@@ -103,25 +103,33 @@ def test_what_was_tokenised_is_not_tokenised_again(
     assert len(encoded) - first < 30
 
 
-def test_a_killed_process_is_continued(text_folder: str, tokenizer: Tokenizer, cache: Path):
-    """kill -9 in the middle; the next one has the shards of a process that nobody killed."""
+def test_a_killed_process_is_continued_by_one_of_two(text_folder: str, tokenizer: Tokenizer, cache: Path):
+    """kill -9 in the middle; two others that go on at once have the shards of a process that nobody killed."""
     program = """
-import os, signal, sys, zoo.data.encoding, zoo.data.shards as shards
+import os, signal, sys, zoo.data.encoding, zoo.data.progress as progress
 from zoo.data import Corpus, prepare, train_tokenizer
-shards.SHARD_TOKENS, shards.SAVED_EVERY, zoo.data.encoding.PIECE_CHARACTERS = 500, 0.0, 800
-append, calls = shards._Writer.append, []
-def dying(self, ids):
+progress.SHARD_TOKENS, progress.SAVED_EVERY, zoo.data.encoding.PIECE_CHARACTERS = 500, 0.0, 800
+append, calls = progress.Writer.append, []
+def counted(self, ids):
     calls.append(1)
-    if len(calls) == 50:
+    if len(calls) == 50 and sys.argv[2] == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     append(self, ids)
-shards._Writer.append = dying
+progress.Writer.append = counted
 prepare(Corpus(sys.argv[1]), train_tokenizer(Corpus(sys.argv[1]), 300), 0.2, 2)
+sys.stdout.write(str(len(calls)))
 """
-    died = subprocess.run([sys.executable, "-c", program, text_folder], timeout=60, check=False)
-    assert died.returncode == -signal.SIGKILL
+
+    def start(how: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen([sys.executable, "-c", program, text_folder, how], stdout=subprocess.PIPE, text=True)
+
+    assert start("dies").wait(timeout=60) == -signal.SIGKILL
     (partial,) = (cache / "shards").glob(".*.partial")
     assert json.loads((partial / "progress.json").read_text())["pieces"] > 10
+    two = [start("goes on") for _ in range(2)]
+    written = sorted(int(process.communicate(timeout=60)[0]) for process in two)
+    assert written[0] == 0  # it waited for the other one
+    assert 20 < written[1] < 70  # which did not write all 80 again
     found = content(prepare(Corpus(text_folder), tokenizer, 0.2, 1))
     shutil.rmtree(cache / "shards")
     assert found == content(prepare(Corpus(text_folder), tokenizer, 0.2, 1))
@@ -132,7 +140,7 @@ def test_ctrl_c_while_tokenising_ends_a_run(
 ):
     """Nothing that is done at the end of a run tokenises the rest."""
     monkeypatch.chdir(tmp_path)
-    interrupted(monkeypatch, "zoo.data.shards:_Writer.append", call=50)
+    interrupted(monkeypatch, "zoo.data.progress:Writer.append", call=50)
     small = ("--data.vocab_size=300", "--data.preprocessing_workers=1", "--trainer.accelerator=cpu")
     with pytest.raises(KeyboardInterrupt):
         cli.run(["fit", "--config", "gdn_h2.yaml", f"--data.path={text_folder}", *small, "--run", "a"])
@@ -146,7 +154,7 @@ def test_progress_with_another_text_is_not_used(
     """A file whose size and time of change are the same as before."""
     first = Path(text_folder) / "00.txt"
     with monkeypatch.context() as patch:
-        interrupted(patch, "zoo.data.shards:_Writer.append", call=50)
+        interrupted(patch, "zoo.data.progress:Writer.append", call=50)
         with pytest.raises(KeyboardInterrupt):
             prepare(Corpus(text_folder), tokenizer, 0.2, 1)
     times = first.stat().st_atime_ns, first.stat().st_mtime_ns
@@ -204,6 +212,23 @@ def test_damage_behind_a_url_is_named(how: str, said: str, text_folder: str, tok
         file.unlink()
     with pytest.raises(UserError, match=rf"the shard {url}/train-00001\.bin {said}"):
         Shards(url, "train")
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_altered_starts_behind_a_url_are_found(
+    copied: bool, text_folder: str, tokenizer: Tokenizer, tmp_path: Path, cache: Path
+):
+    """In the copy that is kept here, and where that was made from."""
+    url = prepare(Corpus(text_folder), tokenizer, 0.2, 1, f"file://{tmp_path}/bucket")
+    (own,) = (folder for folder in (cache / "shards").iterdir() if folder.is_dir())
+    if not copied:
+        shutil.rmtree(own)
+    folder = own if copied else Path(str(url).removeprefix("file://"))
+    file = folder / "train.starts.bin"
+    file.write_bytes(file.read_bytes()[:-8] + b"\1" * 8)
+    where = folder if copied else url
+    with pytest.raises(UserError, match=rf"the shard {where}/train\.starts\.bin was altered: .*; delete {where} to"):
+        len(Shards(url, "train").document_starts)
 
 
 def test_altered_content_behind_a_url_is_found_on_request(text_folder: str, tokenizer: Tokenizer, tmp_path: Path):

@@ -11,6 +11,7 @@ import pytest
 
 from kernels.errors import UserError
 from zoo.data import Corpus, Shards, Tokenizer, prepare, train_tokenizer
+from zoo.sealed import read_sealed, write_sealed
 
 
 def documents(shards: Shards) -> Iterator[list[int]]:
@@ -34,7 +35,7 @@ def both(path: str | None, workers: int = 1, fraction: float = 0.2) -> tuple[Sha
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_document_is_on_one_side_and_whole(text_folder: str, workers: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("zoo.data.shards.SHARD_TOKENS", 1000)  # several files, and documents over their edges
+    monkeypatch.setattr("zoo.data.progress.SHARD_TOKENS", 1000)  # several files, and documents over their edges
     train, validation, tokenizer = both(text_folder, workers)
     assert train.manifest["dtype"] == "<u2"
     assert len(train.manifest["splits"]["train"]["shards"]) > 1
@@ -74,11 +75,13 @@ def test_single_document_is_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_long_document_is_shared_out_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "long"
+    folder.mkdir()
     for i in range(2):
-        (tmp_path / f"{i}.txt").write_text("".join(f"if {i * j}:\n\n    go({j})\n" for j in range(2000)))
+        (folder / f"{i}.txt").write_text("".join(f"if {i * j}:\n\n    go({j})\n" for j in range(2000)))
     monkeypatch.setattr("zoo.data.encoding.PIECE_CHARACTERS", 5000)
-    train, validation, tokenizer = both(str(tmp_path), 2)
-    whole = [[*tokenizer.encode(text), tokenizer.eos_id] for text in Corpus(str(tmp_path))]
+    train, validation, tokenizer = both(str(folder), 2)
+    whole = [[*tokenizer.encode(text), tokenizer.eos_id] for text in Corpus(str(folder))]
     assert sorted([*documents(train), *documents(validation)]) == sorted(whole)
 
 
@@ -128,11 +131,17 @@ def test_damage_is_named(text_folder: str, split: str):
         file.write_bytes(content)
         Shards(train.folder, split)
     manifest = train.folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
-    with pytest.raises(UserError, match="has format 99, this version reads 1"):
+    content = read_sealed(manifest)
+    write_sealed(manifest, {**content, "format": 99})
+    with pytest.raises(UserError, match="has format 99, this version reads 1 and 2"):
         Shards(train.folder, split)
+    manifest.write_text(json.dumps({**content, "format": 1}))  # of an earlier version
+    assert Shards(train.folder, "train").read(0, 50).tolist() == train.read(0, 50).tolist()
     manifest.write_text("{")
-    with pytest.raises(UserError, match=r"manifest\.json is missing or damaged"):
+    with pytest.raises(UserError, match=r"manifest\.json is damaged \(it is not JSON.*; delete .* to prepare it again"):
+        Shards(train.folder, split)
+    manifest.unlink()
+    with pytest.raises(UserError, match=r"manifest\.json is missing"):
         Shards(train.folder, split)
 
 
@@ -161,8 +170,9 @@ def test_unwritable_cache_is_named(text_folder: str, tmp_path: Path, monkeypatch
 
 def test_a_split_of_one_character(tmp_path: Path):
     (tmp_path / "a.txt").write_text("a")
+    corpus = Corpus(str(tmp_path / "a.txt"))
     with pytest.raises(UserError, match="single character"):
-        prepare(Corpus(str(tmp_path)), train_tokenizer(Corpus(str(tmp_path)), 300), 0.5, 1)
+        prepare(corpus, train_tokenizer(corpus, 300), 0.5, 1)
 
 
 def test_tokens_are_int64(text_folder: str):

@@ -1,0 +1,157 @@
+"""Worker processes end with what they work for, however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import CLI, FIT
+
+pytest_plugins = "tests.desk"
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no such workers")
+
+STOPPER = """
+import os, signal
+import lightning as L
+
+class Stop(L.Callback):
+    '''Ends its run while it is validated.'''
+
+    def __init__(self, how: str, where: str) -> None:
+        self.how, self.where = how, where
+
+    def go(self, where: str) -> None:
+        if where != self.where:
+            return
+        number = signal.SIGINT if self.how.endswith("INT") else signal.SIGTERM
+        if self.how == "raise":
+            raise RuntimeError("a mistake")
+        os.killpg(0, number) if self.how.startswith("group") else os.kill(os.getpid(), number)
+
+    def on_validation_start(self, trainer, module):
+        self.go("start")
+
+    def on_validation_batch_end(self, trainer, *given):
+        self.go("batch")
+"""
+
+
+def alive(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, of_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # it has just ended
+            continue
+        if int(of_group) == group and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def wait_until_none_is(group: int, seconds: float) -> list[int]:
+    until = time.monotonic() + seconds
+    while (left := alive(group)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "where"),
+    [
+        ("raise", 1, "batch"),
+        ("INT", 130, "batch"),
+        ("group INT", 130, "start"),
+        ("TERM", 143, "batch"),
+        ("group TERM", 143, "batch"),
+        ("group TERM", 143, "start"),
+    ],
+)
+def test_a_run_that_ends_in_a_validation_ends(desk: Path, shared_cache: Path, how: str, code: int, where: str):
+    (desk / "stopper.py").write_text(STOPPER)
+    (desk / "stop.yaml").write_text(
+        f"trainer: {{callbacks: {{class_path: stopper.Stop, init_args: {{how: {how}, where: {where}}}}}}}\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(CLI), *FIT, "--config", "stop.yaml", "--data.num_workers=2"],
+        cwd=desk,
+        env={**os.environ, "ZOO_CACHE": str(shared_cache)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        err = process.communicate(timeout=90)[1]
+        assert process.returncode == code, err
+        assert not wait_until_none_is(process.pid, 5)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+READING = """
+import sys, time
+from zoo.data import MarkovChain
+data = MarkovChain(num_workers=2)
+batches = [iter(data.train_dataloader()), iter(data.val_dataloader())]
+[next(each) for each in batches]
+sys.stdout.write("at work\\n"), sys.stdout.flush()
+time.sleep(600)
+"""
+TOKENISING = """
+import sys, time
+from zoo.data import Corpus, train_tokenizer
+from zoo.data.encoding import Piece, encode_all
+def slowly():
+    while True:
+        yield [Piece("train", "some text", True, True)]
+        time.sleep(0.01)
+for number, _ in enumerate(encode_all(slowly(), train_tokenizer(Corpus(max_characters=20_000), 300), 3)):
+    if number == 10:
+        sys.stdout.write("at work\\n"), sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("program", [READING, TOKENISING], ids=["reading", "tokenising"])
+def test_kill_9_leaves_no_worker(program: str):
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "at work\n"
+        assert len(alive(process.pid)) > 3
+        process.kill()
+        process.wait()
+        assert not wait_until_none_is(process.pid, 2)
+    finally:
+        if alive(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)])
+def test_a_signal_to_all_leaves_no_worker(signals: tuple[signal.Signals, ...]):
+    """Of a program that does not handle them; its workers leave them to it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", READING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "at work\n"
+        for number in signals:
+            os.killpg(process.pid, number)
+        assert process.wait(timeout=20) == -signals[0]
+        assert not wait_until_none_is(process.pid, 2)
+    finally:
+        if alive(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
