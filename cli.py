@@ -46,23 +46,24 @@ from zoo.bench import bench  # noqa: E402
 from zoo.bench.tune import tune  # noqa: E402
 from zoo.callbacks import FinalValidation, PeakMemory, StepSeeds, Throughput  # noqa: E402
 from zoo.catalogue import catalogue, page  # noqa: E402
-from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
 from zoo.comparison import compare as compare_configs  # noqa: E402
 from zoo.compilation import CompiledBlocks  # noqa: E402
 from zoo.curves import MetricsFile  # noqa: E402
 from zoo.export import export as export_model  # noqa: E402
 from zoo.generate import generate as generate_text  # noqa: E402
-from zoo.loading import checkpoint_of  # noqa: E402
+from zoo.loading import checkpoint_of, saved  # noqa: E402
 from zoo.loggers import LoggedConfig, for_run, missing_package  # noqa: E402
 from zoo.predictions import Predictions  # noqa: E402
 from zoo.processor import use_processor  # noqa: E402
 from zoo.progress import Progress, Summary  # noqa: E402
 from zoo.results import ResultRow  # noqa: E402
 from zoo.run import RunFiles, find_run, launched, new_run  # noqa: E402
+from zoo.signature import is_own  # noqa: E402
 from zoo.step_times import StepTimes  # noqa: E402
 from zoo.sweep import Runner, Sweep, failed, report  # noqa: E402
 from zoo.sweep.cluster import run_on_cluster  # noqa: E402
 from zoo.training import Pretraining, best_precision  # noqa: E402
+from zoo.trust import own_words, vet_run  # noqa: E402
 
 HELP = """\
 usage: python cli.py VERB …
@@ -114,6 +115,9 @@ DESCRIPTIONS = {
 }
 
 
+TRUST = "Import, call, read and write what the run's config names, if it is not your own."
+
+
 class CLI(LightningCLI):
     """fit, validate, test and predict on a model built from `model`, `optim`, `data` and `trainer`."""
 
@@ -132,6 +136,7 @@ class CLI(LightningCLI):
             parser.add_argument("--resume", type=str | None, help="The run to continue from its last checkpoint.")
         else:
             parser.add_argument("--checkpoint", type=str | None, help="A run's folder or a .ckpt file.")
+        parser.add_argument("--trust", type=bool, default=False, help=TRUST)
         if subcommand == "predict":
             parser.add_argument("--output", type=str, default="losses.jsonl", help="The file to write.")
         return parser
@@ -275,12 +280,15 @@ def _value(arguments: list[str], option: str) -> str | None:
 
 def lightning(verb: str, arguments: list[str]) -> int:
     """Run a verb of the trainer. A run or checkpoint that is named brings its own config, below those given."""
-    saved = _value(arguments, "--resume") if verb == "fit" else _value(arguments, "--checkpoint")
+    name = _value(arguments, "--resume") if verb == "fit" else _value(arguments, "--checkpoint")
     with tempfile.TemporaryDirectory() as folder:
-        if saved is not None:
-            file = find_run(saved) / "checkpoints" / "last.ckpt" if verb == "fit" else checkpoint_of(saved)
-            kept = read_checkpoint(file)[KEY]["config"]
-            path = Path(folder) / (find_run(saved).name + ".yaml" if verb == "fit" else "checkpoint.yaml")
+        if name is not None:
+            file = find_run(name) / "checkpoints" / "last.ckpt" if verb == "fit" else checkpoint_of(name)
+            contents = saved(file)
+            kept = contents["config"]
+            if (_value(arguments, "--trust") or "").lower() != "true" and not is_own(kept, contents.get("signature")):
+                kept = vet_run(kept, file, own_words(arguments))
+            path = Path(folder) / (find_run(name).name + ".yaml" if verb == "fit" else "checkpoint.yaml")
             path.write_text(yaml.safe_dump(kept, sort_keys=False), encoding="utf-8")
             arguments = ["--config", str(path), *arguments]
         usage = f"cli.py {verb} --config NAME [--config OVERLAY …] [--key=value …]"
@@ -306,6 +314,7 @@ def generate(
     top_p: float | None = 0.95,
     seed: int | None = None,
     device: str = "cpu",
+    trust: bool = False,
 ) -> None:
     """Continue a prompt, streaming to the terminal.
 
@@ -318,8 +327,9 @@ def generate(
         top_p: Draw from the fewest likeliest tokens that together have this probability only.
         seed: Makes the draws repeatable.
         device: Where to run: cpu, cuda, mps.
+        trust: Whether to import and call what its config names, if it is not your own.
     """
-    model, tokenizer = zoo.load(checkpoint, device=device), zoo.load_tokenizer(checkpoint)
+    model, tokenizer = zoo.load(checkpoint, device=device, trust=trust), zoo.load_tokenizer(checkpoint)
     pieces = generate_text(
         model,
         tokenizer,
@@ -337,14 +347,15 @@ def generate(
     sys.stdout.write("\n")
 
 
-def export(checkpoint: str, output: str) -> None:
+def export(checkpoint: str, output: str, trust: bool = False) -> None:
     """Write a trained model to model.safetensors, config.yaml and tokenizer.json.
 
     Args:
         checkpoint: A run's folder or a .ckpt file; of a sharded one the weights are put together.
         output: The folder to write.
+        trust: Whether to import and call what its config names, if it is not your own.
     """
-    Console().print(f"{export_model(checkpoint, output)}/model.safetensors", style="dim")
+    Console().print(f"{export_model(checkpoint, output, trust)}/model.safetensors", style="dim")
 
 
 def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int = 8, length: int = 4096) -> None:
@@ -445,6 +456,7 @@ def function(verb: Callable[..., None], arguments: list[str], positional: str | 
 def run(arguments: list[str]) -> int:
     """Dispatch a command line; returns the exit code."""
     verb = arguments[0] if arguments else "--help"
+    arguments = ["--trust=true" if argument == "--trust" else argument for argument in arguments]
     if verb in ("-h", "--help", "help"):
         sys.stdout.write(HELP)
         return 0
@@ -470,8 +482,9 @@ def run(arguments: list[str]) -> int:
 
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2; a bug keeps its traceback."""
+    mixers.names()  # plug-ins that are installed, before those are found that lie in this folder
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # mixers of one's own, by dotted path
+        sys.path.append(os.getcwd())  # mixers of one's own, by dotted path; last, or its files would hide Python's own
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:

@@ -29,6 +29,7 @@ from .explain import explain
 from .guard import LossGuard
 from .model import LanguageModel
 from .optim import Optimisation
+from .plain import parse_yaml, read_yaml
 from .profile import Profile
 from .saving import Checkpoints
 from .state_norms import StateNorms
@@ -72,14 +73,10 @@ class ConfigFile(ActionConfigFile):
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         if isinstance(values, str) and not values.startswith("{"):
             values = str(find_config(values))
-            try:
-                contents = yaml.safe_load(Path(values).read_text(encoding="utf-8"))
-            except (UnicodeDecodeError, OSError) as error:
-                raise UserError(f"config: {values} cannot be read as text: {error}") from None
-            except yaml.YAMLError as error:
-                raise UserError(f"config: {values} is not YAML: {' '.join(str(error).split())}") from None
-            if not isinstance(contents, dict):
+            if not isinstance(read_yaml(values), dict):
                 raise UserError(f"config: {values} holds no keys such as model, data or trainer")
+        elif isinstance(values, str):
+            parse_yaml(values, "config")
         super().__call__(parser, cfg, values, option_string)
 
 
