@@ -151,7 +151,7 @@ def _read(path: str | os.PathLike[str], map_location: Any) -> Any:
     except UserError:
         raise
     except Exception as error:  # whatever PyTorch makes of a file that is none of its own
-        if called := re.search(r"GLOBAL ([\w.]+) was not an allowed", str(error)):
+        if called := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise UserError(f"{path} is refused: it names {called[1]}, which is no part of any weights.") from error
         raise UserError(f"{path} is truncated or not a checkpoint of this project.") from error
     contents = found.get(KEY) if isinstance(found, Mapping) else None

@@ -141,7 +141,7 @@ def without_code() -> Iterator[None]:
 
 def unreadable(path: str | os.PathLike[str], error: Exception) -> UserError:
     """What to say of shards that cannot be read, or that would run code."""
-    if called := re.search(r"GLOBAL ([\w.]+) was not an allowed", str(error)):
+    if called := re.search(r"GLOBAL ([\w.]+)", str(error)):
         return UserError(f"{path} is refused: its shards name {called[1]}, which is no part of any weights.")
     return UserError(f"the shards of {path} cannot be read: {' '.join(str(error).split())}")
 
