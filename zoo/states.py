@@ -43,14 +43,12 @@ def load_state(model: LanguageModel, path: str | Path) -> Any:
     """
     try:
         content = Path(path).read_bytes()
+        blank = _with_hash(content, _NO_HASH)
+        if blank == content or _with_hash(blank, digest(blank)) != content:
+            raise UserError(f"state: {path} is damaged, or not written by save_state: it lacks the hash of its bytes")
         leaves = load(content)
     except (SafetensorError, OSError) as error:
         raise UserError(f"state: {path} cannot be read as a state: {error}") from None
-    blank = _with_hash(content, _NO_HASH)
-    if blank == content or _with_hash(blank, digest(blank)) != content:
-        raise UserError(
-            f"state: {path} is damaged, or was not written by save_state: its hash is not that of its bytes"
-        )
     own, structure = tree_flatten(model.init_state(1))
     if len(own) != len(leaves):
         raise UserError(f"state: {path} has {len(leaves)} tensors, the model's state has {len(own)}")
