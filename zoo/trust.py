@@ -89,8 +89,8 @@ def own_words(arguments: Sequence[str]) -> Own:
         value = value if assigned else next(rest, "")
         if option in ("-c", "--config"):
             add(parse_yaml(value, "config") if value.startswith("{") else read_yaml(find_config(value)), "")
-        else:
-            key = option.lstrip("-").replace(".init_args", "")  # one with a + adds to what is there
+        elif (key := option.lstrip("-").replace(".init_args", "")).partition(".")[0] in KEYS:
+            # a key with a + at its end adds to what is there, and so is another one
             add(parse_yaml(value, option) if value.startswith(("[", "{")) else value, key)
     return Own(frozenset(keys), frozenset(words))
 
