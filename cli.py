@@ -48,13 +48,12 @@ from zoo.bench import bench  # noqa: E402
 from zoo.bench.tune import tune  # noqa: E402
 from zoo.callbacks import Validations, PeakMemory, StepSeeds, Throughput  # noqa: E402
 from zoo.catalogue import catalogue, page  # noqa: E402
-from zoo.checkpoint import KEY, read_checkpoint  # noqa: E402
 from zoo.comparison import compare as compare_configs  # noqa: E402
 from zoo.compilation import CompiledBlocks  # noqa: E402
 from zoo.curves import MetricsFile  # noqa: E402
 from zoo.export import export as export_model  # noqa: E402
 from zoo.generate import generate as generate_text  # noqa: E402
-from zoo.loading import checkpoint_of  # noqa: E402
+from zoo.loading import checkpoint_of, saved  # noqa: E402
 from zoo.loggers import LoggedConfig, for_run, missing_package  # noqa: E402
 from zoo.predictions import Predictions  # noqa: E402
 from zoo.processor import use_processor  # noqa: E402
@@ -62,10 +61,12 @@ from zoo.progress import Progress, Summary  # noqa: E402
 from zoo.results import ResultRow  # noqa: E402
 from zoo.run import RunFiles, claimed, find_run, launched, new_run  # noqa: E402
 from zoo.signals import end_with_parent  # noqa: E402
+from zoo.signature import is_own  # noqa: E402
 from zoo.step_times import StepTimes  # noqa: E402
 from zoo.sweep import Runner, Sweep, failed, report  # noqa: E402
 from zoo.sweep.cluster import run_on_cluster  # noqa: E402
 from zoo.training import Pretraining, best_precision  # noqa: E402
+from zoo.trust import own_words, vet_run  # noqa: E402
 
 HELP = """\
 usage: python cli.py VERB …
@@ -118,6 +119,9 @@ DESCRIPTIONS = {
 }
 
 
+TRUST = "Import, call, read and write what the run's config names, if it is not your own."
+
+
 class CLI(LightningCLI):
     """fit, validate, test and predict on a model built from `model`, `optim`, `data` and `trainer`.
 
@@ -145,6 +149,7 @@ class CLI(LightningCLI):
             parser.add_argument("--resume", type=str | None, help="The run to continue from its last checkpoint.")
         else:
             parser.add_argument("--checkpoint", type=str | None, help="A run's folder or a .ckpt file.")
+        parser.add_argument("--trust", type=bool, default=False, help=TRUST)
         if subcommand == "predict":
             parser.add_argument("--output", type=str, default="losses.jsonl", help="The file to write.")
         return parser
@@ -290,11 +295,14 @@ def _value(arguments: list[str], option: str) -> str | None:
 
 def lightning(verb: str, arguments: list[str]) -> int:
     """Run a verb of the trainer. A run or checkpoint that is named brings its own config, below those given."""
-    saved = _value(arguments, "--resume") if verb == "fit" else _value(arguments, "--checkpoint")
+    name = _value(arguments, "--resume") if verb == "fit" else _value(arguments, "--checkpoint")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
-        if saved is not None:
-            run, file = find_run(saved) if verb == "fit" else (Path("checkpoint"), checkpoint_of(saved))
-            kept = read_checkpoint(file)[KEY]["config"]
+        if name is not None:
+            run, file = find_run(name) if verb == "fit" else (Path("checkpoint"), checkpoint_of(name))
+            contents = saved(file)
+            kept = contents["config"]
+            if (_value(arguments, "--trust") or "").lower() != "true" and not is_own(kept, contents.get("signature")):
+                kept = vet_run(kept, file, own_words(arguments))
             if verb != "fit":
                 kept["trainer"] = {key: value for key, value in kept["trainer"].items() if key not in LIMITS}
             path = Path(folder) / f"{run.name}.yaml"
@@ -324,6 +332,7 @@ def generate(
     top_p: float | None = 0.95,
     seed: int | None = None,
     device: str = "cpu",
+    trust: bool = False,
 ) -> None:
     """Continue a prompt, streaming to the terminal.
 
@@ -336,8 +345,9 @@ def generate(
         top_p: Draw from the fewest likeliest tokens that together have this probability only.
         seed: Makes the draws repeatable.
         device: Where to run: cpu, cuda, mps.
+        trust: Whether to import and call what its config names, if it is not your own.
     """
-    model, tokenizer = zoo.load(checkpoint, device=device), zoo.load_tokenizer(checkpoint)
+    model, tokenizer = zoo.load(checkpoint, device=device, trust=trust), zoo.load_tokenizer(checkpoint)
     pieces = generate_text(
         model,
         tokenizer,
@@ -355,14 +365,15 @@ def generate(
     sys.stdout.write("\n")
 
 
-def export(checkpoint: str, output: str) -> None:
+def export(checkpoint: str, output: str, trust: bool = False) -> None:
     """Write a trained model to model.safetensors, config.yaml and tokenizer.json.
 
     Args:
         checkpoint: A run's folder or a .ckpt file; of a sharded one the weights are put together.
         output: The folder to write.
+        trust: Whether to import and call what its config names, if it is not your own.
     """
-    Console().print(f"{export_model(checkpoint, output)}/model.safetensors", style="dim")
+    Console().print(f"{export_model(checkpoint, output, trust)}/model.safetensors", style="dim")
 
 
 def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int = 8, length: int = 4096) -> None:
@@ -463,6 +474,7 @@ def function(verb: Callable[..., None], arguments: list[str], positional: str | 
 def run(arguments: list[str]) -> int:
     """Dispatch a command line; returns the exit code."""
     verb = arguments[0] if arguments else "--help"
+    arguments = ["--trust=true" if argument == "--trust" else argument for argument in arguments]
     if verb in ("-h", "--help", "help"):
         sys.stdout.write(HELP)
         return 0
@@ -488,8 +500,9 @@ def run(arguments: list[str]) -> int:
 
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2; a bug keeps its traceback."""
+    mixers.names()  # plug-ins that are installed, before those are found that lie in this folder
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # mixers of one's own, by dotted path
+        sys.path.append(os.getcwd())  # mixers of one's own, by dotted path; last, or its files would hide Python's own
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     end_with_parent(signal.SIGTERM if int(os.environ.get("LOCAL_RANK", "0")) == 0 else signal.SIGKILL)

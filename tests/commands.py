@@ -1,5 +1,6 @@
 """The command line as a function, at a size that takes a second. The fixtures are in `desk.py`."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -40,11 +41,11 @@ def sitting_at(folder: Path, cache: Path) -> Iterator[None]:
     (folder / "tiny.yaml").write_text(TINY)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.syspath_prepend(folder)  # as `cli.py` does for itself
         patch.setenv("ZOO_CACHE", str(cache))
         patch.setenv("COLUMNS", "200")  # tables and help are not wrapped
         patch.setenv("ZOO_RUN", "")  # set by a run for the processes that it may start
-        patch.setattr(sys, "path", list(sys.path))
+        patch.setattr(sys, "path", [*sys.path, str(folder)])  # as `cli.py` does for itself
+        importlib.invalidate_caches()
         patch.setattr(sys, "argv", list(sys.argv))
         yield
 

@@ -4,7 +4,7 @@ import importlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
@@ -26,6 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if devices < needed and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} accelerator(s), found {devices}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A home for the key that signs what runs write; the one of whoever runs the tests is left alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 @pytest.fixture(autouse=True)

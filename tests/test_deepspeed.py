@@ -232,6 +232,7 @@ def test_a_divided_checkpoint_is_one_model(stage: int, desk: Path, shared_cache:
     assert [name for name in weights if not torch.equal(weights[name], exported[name])] == []
     assert sorted(path.name for path in (desk / f"exported-{stage}").iterdir()) == [
         "config.yaml",
+        "hashes.json",
         "model.safetensors",
         "tokenizer.json",
     ]

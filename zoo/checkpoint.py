@@ -1,7 +1,7 @@
 """The checkpoint file: its format, and how it is read."""
 
 import os
-import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from kernels.errors import UserError
-from zoo.sharded import SHARDS, whole_weights
+from zoo.plain import check_plain
+from zoo.seal import check_archive, is_sealed
+from zoo.sharded import SHARDS, check_entry, whole_weights
 
-FORMAT = 1
+FORMAT = 2  # 1 had no hash
 KEY = "zoo"
 
 
@@ -22,8 +24,10 @@ def check_format(checkpoint: Mapping[str, Any], path: str | os.PathLike[str] | N
     contents = checkpoint.get(KEY) if isinstance(checkpoint, Mapping) else None
     if not isinstance(contents, Mapping) or "format" not in contents:
         raise UserError(f"{name} is not a checkpoint of this project: it has no format version.")
-    if contents["format"] != FORMAT:
-        raise UserError(f"{name} has checkpoint format {contents['format']}, but this version reads format {FORMAT}.")
+    if contents["format"] not in (1, FORMAT):
+        raise UserError(
+            f"{name} has checkpoint format {contents['format']}, but this version reads the formats 1 and {FORMAT}."
+        )
 
 
 def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
@@ -38,10 +42,19 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
         shards beside it, `shards` says where, and there is no `state_dict`.
 
     Raises:
-        UserError: If the file is missing, truncated, or not a checkpoint of this project.
+        UserError: If the file is missing, damaged, or not a checkpoint of this project.
     """
     checkpoint = _read(path, map_location)
     check_format(checkpoint, path)
+    contents = checkpoint[KEY]
+    if not isinstance(contents.get("config"), dict | None) or not isinstance(contents.get("tokenizer"), str | None):
+        raise UserError(f"{path} is not a checkpoint of this project: its config or its tokenizer is no such thing.")
+    check_plain(contents.get("config"), f"{path}: its config")
+    weights = checkpoint.get("state_dict", {})
+    if not isinstance(weights, Mapping) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
+        raise UserError(f"{path} is not a checkpoint of this project: its state_dict is no such thing.")
+    if SHARDS in checkpoint:
+        check_entry(path, checkpoint[SHARDS])
     return checkpoint
 
 
@@ -76,9 +89,11 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         return _read_safetensors(path)
     contents = _read(path, "cpu")
     if isinstance(contents, Mapping) and SHARDS in contents:
+        check_entry(path, contents[SHARDS])
         contents = {**contents, "state_dict": whole_weights(path, contents[SHARDS])}
-    if isinstance(contents, Mapping) and "state_dict" in contents:  # a Lightning checkpoint holds the model as `model`
-        contents = {name.removeprefix("model."): tensor for name, tensor in contents["state_dict"].items()}
+    if isinstance(contents, Mapping) and isinstance(contents.get("state_dict"), Mapping):
+        # a Lightning checkpoint holds the model as `model`
+        contents = {str(name).removeprefix("model."): tensor for name, tensor in contents["state_dict"].items()}
     if not isinstance(contents, Mapping) or not contents or not all(isinstance(t, Tensor) for t in contents.values()):
         raise UserError(f"{path} holds no weights: expected a checkpoint, a state dict or a .safetensors file.")
     return dict(contents)
@@ -124,14 +139,25 @@ def not_written(path: str | os.PathLike[str], error: OSError) -> UserError:
 
 
 def _read(path: str | os.PathLike[str], map_location: Any) -> Any:
+    """What `torch.save` wrote, once nothing speaks against reading it; no code in it is run."""
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint at {path}.")
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
+        sealed = is_sealed(path)
+        check_archive(path, contents=not sealed)
+        found = torch.load(path, map_location=map_location, weights_only=True)
     except PermissionError as error:
         raise UserError(f"{path} cannot be read: permission denied.") from error
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # whatever PyTorch makes of a file that is none of its own
+        if called := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            raise UserError(f"{path} is refused: it names {called[1]}, which is no part of any weights.") from error
         raise UserError(f"{path} is truncated or not a checkpoint of this project.") from error
+    contents = found.get(KEY) if isinstance(found, Mapping) else None
+    if isinstance(contents, Mapping) and contents.get("format") == FORMAT and not sealed:
+        raise UserError(f"{path} is damaged: the hash at its end is missing.")
+    return found
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

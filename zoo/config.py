@@ -35,6 +35,7 @@ from .explain import explain
 from .guard import LossGuard
 from .model import LanguageModel
 from .optim import Optimisation
+from .plain import parse_yaml, read_yaml
 from .profile import Profile
 from .saving import Checkpoints
 from .state_norms import StateNorms
@@ -78,15 +79,12 @@ class ConfigFile(ActionConfigFile):
     """--config with bare names, and without the defaults of one data class for another."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        contents: Any = yaml.safe_load(values) if isinstance(values, str) and values.startswith("{") else None
-        if isinstance(values, str) and contents is None:
+        contents: Any = None
+        if isinstance(values, str) and values.startswith("{"):
+            contents = parse_yaml(values, "config")
+        elif isinstance(values, str):
             values = str(find_config(values))
-            try:
-                contents = yaml.safe_load(Path(values).read_text(encoding="utf-8"))
-            except (UnicodeDecodeError, OSError) as error:
-                raise UserError(f"config: {values} cannot be read as text: {error}") from None
-            except yaml.YAMLError as error:
-                raise UserError(f"config: {values} is not YAML: {' '.join(str(error).split())}") from None
+            contents = read_yaml(values)
             if not isinstance(contents, dict):
                 raise UserError(f"config: {values} holds no keys such as model, data or trainer")
         if contents is not None and (named := _class_name(contents.get("data"))) is not None:

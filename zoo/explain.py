@@ -4,10 +4,12 @@ import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, get_args, get_origin, get_type_hints
+from collections.abc import Iterable
+from typing import Any, get_args
 
 from mixers import did_you_mean
+
+from .components import component, hints, is_ours, settable, subclasses
 
 KEYS = re.compile(r'Parser key "([\w.]+)"')
 ENCLOSING = re.compile(r"given class_path '([\w.]+)'")  # outermost first
@@ -96,8 +98,8 @@ def _unknown_key(key: str, name: str, owner: Any, known: list[str]) -> str:
 def _misfit(cls: Any, name: str) -> tuple[str, list[str]]:
     """The first part of the dotted `name` that is unknown, and what is known there."""
     first, _, rest = name.partition(".")
-    wanted = _parameters(cls)
-    hint = get_type_hints(_constructor(cls)).get(first) if rest and first in wanted else None
+    wanted = settable(cls)
+    hint = hints(cls).get(first) if rest and first in wanted else None
     return _misfit(hint, rest) if dataclasses.is_dataclass(hint) else (first, wanted)
 
 
@@ -115,8 +117,8 @@ def _unknown_class(key: str, name: str, owner: Any, path: str) -> str:
     base = _expected(owner, path) if owner else None
     if base is None:
         return f"{key}: {name!r} is no known class; write its dotted path, package.module.Class"
-    fitting = sorted(_subclasses(base))
-    if any(cls.__name__ == name for cls in _all_subclasses(base.__mro__[-2])):
+    fitting = sorted(cls.__name__ for cls in subclasses(base) or {base})
+    if any(cls.__name__ == name for cls in subclasses(base.__mro__[-2])):
         purpose = re.split(r"[.:]", inspect.getdoc(base) or "")[0]
         return (
             f"{key}: {name} does not fit here, where a {base.__name__} is needed ({purpose}): "
@@ -136,45 +138,20 @@ def _owner(paths: list[str], parameter: str | None) -> Any:
             found = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError):
             continue
-        if parameter is None or parameter in _parameters(found):
+        if parameter is None or parameter in settable(found):
             return found
     if parameter is None:
         return None
     from .model import LanguageModel  # the root of what a config builds
 
-    return LanguageModel if parameter in _parameters(LanguageModel) else None
-
-
-def _constructor(cls: Any) -> Callable[..., Any]:
-    return cls.__new__ if "__new__" in vars(cls) else cls.__init__
-
-
-def _parameters(cls: Any) -> list[str]:
-    """What a config may set: the parameters without the ones that the project passes by position."""
-    if cls is None:
-        return []
-    own = inspect.signature(_constructor(cls)).parameters
-    return [name for name in own if name not in ("self", "cls", "site", "heads", "size")]
+    return LanguageModel if parameter in settable(LanguageModel) else None
 
 
 def _expected(cls: Any, path: str) -> type | None:
-    """The class that a component under the dotted `path` must be: of Callable[..., C] it is C."""
+    """The class that a component under the dotted `path` must be."""
     first, _, rest = path.removeprefix("model.").partition(".")
-    hint = get_type_hints(_constructor(cls)).get(first)
+    hint = hints(cls).get(first)
     if rest:  # through a nested dataclass
         return _expected(hint, rest) if dataclasses.is_dataclass(hint) else None
-    for option in (hint, *get_args(hint)):
-        if get_origin(option) is not None and "Callable" in str(get_origin(option)):
-            option = get_args(option)[-1]
-        if isinstance(option, type) and option.__module__.partition(".")[0] in ("zoo", "mixers"):
-            return option
-    return None
-
-
-def _all_subclasses(base: type) -> set[type]:
-    direct: set[type] = set(base.__subclasses__())
-    return direct.union(*map(_all_subclasses, direct))
-
-
-def _subclasses(base: type) -> set[str]:
-    return {cls.__name__ for cls in _all_subclasses(base) or {base}}
+    wanted = (component(option) for option in (hint, *get_args(hint)))
+    return next((base for base in wanted if base is not None and is_ours(base)), None)

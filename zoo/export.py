@@ -8,32 +8,35 @@ from safetensors.torch import save
 from kernels import UserError
 
 from .atomic import atomic_write
-from .checkpoint import KEY, read_checkpoint
-from .loading import checkpoint_of, load
+from .hashes import NAME, hashes
+from .loading import checkpoint_of, load, saved
 
 
-def export(path: str | Path, folder: str | Path) -> Path:
+def export(path: str | Path, folder: str | Path, trust: bool = False) -> Path:
     """Write the model of a checkpoint or run to `model.safetensors`, `config.yaml` and, of text, `tokenizer.json`.
 
     Weights that several processes saved in parts are put together. `load` and `optim.initial_weights` take the folder.
+    `hashes.json` lets `load` see whether a file was damaged since.
 
     Args:
         path: A `.ckpt` file or a folder of a run.
         folder: The folder to write; what else is in it stays.
+        trust: As for `load`.
 
     Raises:
         UserError: There is no model, it is damaged, or the folder cannot be written.
     """
     file, folder = checkpoint_of(path), Path(folder)
-    contents = read_checkpoint(file)[KEY]
+    contents = saved(file)
     # copies: a format without pickle does not know that two names may share one tensor
-    weights = {name: tensor.clone().contiguous() for name, tensor in load(file).state_dict().items()}
+    weights = {name: tensor.clone().contiguous() for name, tensor in load(file, trust=trust).state_dict().items()}
     files = {
         "config.yaml": yaml.safe_dump(contents["config"], sort_keys=False, allow_unicode=True).encode(),
         "model.safetensors": save(weights),
     }
     if contents["tokenizer"] is not None:
         files["tokenizer.json"] = contents["tokenizer"].encode()
+    files[NAME] = hashes(files, contents.get("signature"))
     try:
         for name, content in files.items():
             with atomic_write(folder / name) as written:

@@ -4,14 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from kernels import UserError
 
 from .checkpoint import KEY, load_weights, read_checkpoint
 from .config import from_config, parse
 from .data.tokenizer import Tokenizer
+from .hashes import check_hashes
 from .model import LanguageModel
+from .plain import read_yaml
+from .signature import is_own
+from .trust import vet_model
 
 
 def checkpoint_of(path: str | Path) -> Path:
@@ -33,25 +36,36 @@ def checkpoint_of(path: str | Path) -> Path:
     raise UserError(f"checkpoint: there is nothing at {path}{hint}")
 
 
-def load(path: str | Path, device: torch.device | str | None = None) -> LanguageModel:
+def load(path: str | Path, device: torch.device | str | None = None, trust: bool = False) -> LanguageModel:
     """The trained model of a checkpoint, a run's folder, or an exported folder, ready for evaluation.
 
     Args:
         path: A `.ckpt` file, a folder of a run, or a folder with `config.yaml` and `model.safetensors`.
         device: Where to put it.
+        trust: Whether to import and call whatever classes its config names. Without it, a model that somebody else
+            saved may have components of this project only, and those that are imported or registered already.
 
     Raises:
-        UserError: There is no model, or it is truncated, foreign, or of another format; or there is no such device.
+        UserError: There is no model, or it is damaged, foreign, or of another format; or there is no such device.
     """
     _check_device(device or "cpu")
     folder = Path(path)
     if (folder / "model.safetensors").is_file():
-        model = from_config(parse(_read_yaml(folder / "config.yaml")))
-        load_weights(model, folder / "model.safetensors")
+        weights, source = folder / "model.safetensors", folder / "config.yaml"
+        signature = check_hashes(folder)
+        if not source.is_file():
+            raise UserError(f"checkpoint: {source} is missing")
+        config = read_yaml(source, "checkpoint")
     else:
-        file = checkpoint_of(path)
-        model = from_config(parse(_contents(file)["config"]))
-        load_weights(model, file)
+        weights = source = checkpoint_of(path)
+        contents = saved(source)
+        config, signature = contents["config"], contents.get("signature")
+    if not isinstance(config, dict) or "model" not in config:
+        raise UserError(f"checkpoint: {source} has no config of a model")
+    if not (trust or is_own(config, signature)):
+        vet_model(config["model"], source)
+    model = from_config(parse({"model": config["model"]}))
+    load_weights(model, weights)
     return model.to(device or "cpu").eval()
 
 
@@ -62,15 +76,41 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         UserError: There is none.
     """
     folder = Path(path)
-    if (folder / "tokenizer.json").is_file():
-        return Tokenizer.from_file(folder / "tokenizer.json")
-    if (folder / "model.safetensors").is_file():
+    if (file := folder / "tokenizer.json").is_file():
+        check_hashes(folder)
+        text = _read_text(file)
+    elif (folder / "model.safetensors").is_file():
         raise UserError(f"checkpoint: {folder} has no tokenizer.json, so it has no text")
-    file = checkpoint_of(path)
-    text = _contents(file)["tokenizer"]
-    if text is None:
-        raise UserError(f"checkpoint: {file} was trained without a tokenizer, so it has no text")
-    return Tokenizer.from_json(text)
+    else:
+        file = checkpoint_of(path)
+        text = saved(file)["tokenizer"]
+        if text is None:
+            raise UserError(f"checkpoint: {file} was trained without a tokenizer, so it has no text")
+    try:
+        return Tokenizer.from_json(text)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the library says of a text that is no tokenizer
+        raise UserError(f"checkpoint: the tokenizer of {file} cannot be read: {error}") from None
+
+
+def saved(file: Path) -> dict[str, Any]:
+    """What a checkpoint says of its run: `config`, `signature`, `tokenizer` …
+
+    Raises:
+        UserError: It is no checkpoint, is damaged, or has no config.
+    """
+    contents = read_checkpoint(file)[KEY]
+    if contents["config"] is None:
+        raise UserError(f"checkpoint: {file} holds no config to build its model from")
+    return contents
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError(f"checkpoint: {file} cannot be read as text: {error}") from None
 
 
 def _check_device(device: torch.device | str) -> None:
@@ -78,16 +118,3 @@ def _check_device(device: torch.device | str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # an unknown name; one that this PyTorch cannot use
         raise UserError(f"device: {device} cannot be used here: {str(error).splitlines()[0]}") from None
-
-
-def _contents(file: Path) -> dict[str, Any]:
-    contents = read_checkpoint(file)[KEY]
-    if contents["config"] is None:
-        raise UserError(f"checkpoint: {file} holds no config to build its model from")
-    return contents
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"checkpoint: {path} is missing")
-    return yaml.safe_load(path.read_text(encoding="utf-8"))

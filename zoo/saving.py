@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
@@ -23,6 +22,7 @@ from zoo.atomic import atomic_link, atomic_write
 from zoo.background import Background, host_copy
 from zoo.checkpoint import not_written, read_whole_checkpoint
 from zoo.guard import Diverged
+from zoo.seal import save_sealed
 from zoo.sharded import SHARDS
 from zoo.signals import Agreement, Signals
 
@@ -56,7 +56,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def _write(checkpoint: dict[str, Any], path: Any) -> None:
     try:
         with atomic_write(path) as file:
-            torch.save(checkpoint, file)
+            save_sealed(checkpoint, file)
     except OSError as error:
         raise not_written(path, error) from error
 

@@ -9,18 +9,22 @@ import contextlib
 import importlib
 import io
 import os
+import pickle
+import re
 import shutil
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.errors import UserError
+from zoo.seal import check_archive, file_digest
 
 SHARDS = "shards"
 _PREFIX = "shards-"
+_FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 def import_deepspeed(reason: str) -> Any:
@@ -46,9 +50,14 @@ def new_shards(folder: Path, step: int) -> str:
     return name
 
 
-def shard_sizes(folder: Path) -> dict[str, int]:
-    """File → bytes, of all files of a folder of shards."""
-    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+def shard_names(folder: Path) -> list[str]:
+    """All files of a folder of shards, as paths from there on, with slashes."""
+    return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def shard_hashes(folder: Path, names: Sequence[str]) -> dict[str, list[Any]]:
+    """File → its bytes and its hash, of some files of a folder of shards."""
+    return {name: [(folder / name).stat().st_size, file_digest(folder / name)] for name in names}
 
 
 def sync(folder: Path) -> None:
@@ -63,21 +72,78 @@ def sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def check_shards(path: str | os.PathLike[str], shards: Mapping[str, Any]) -> None:
-    """Raise a UserError unless all files of a checkpoint's shards are there, and as long as they were written.
+def check_entry(path: str | os.PathLike[str], shards: Any) -> None:
+    """Raise a UserError unless the entry `shards` of the checkpoint `path` names files in one folder beside it."""
+    wrong = UserError(f"{path} is refused: what it says of its shards is not what this project writes.")
+    if not isinstance(shards, Mapping) or {"folder", "files", "stage", "world_size", "parameters"} - shards.keys():
+        raise wrong
+    folder, files = shards["folder"], shards["files"]
+    if not isinstance(folder, str) or not isinstance(files, Mapping):
+        raise wrong
+    for name, described in files.items():
+        of_format_2 = isinstance(described, list) and [type(part) for part in described] == [int, str]
+        if not isinstance(name, str) or not (isinstance(described, int) or of_format_2):
+            raise wrong
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name or ":" in name:
+            raise UserError(f"{path} is refused: its shard {name} is not in a folder beside it.")
+    if not folder.startswith(_PREFIX) or PurePosixPath(folder).name != folder or "\\" in folder:
+        raise UserError(f"{path} is refused: {folder} is no folder of shards beside it.")
+
+
+def check_shards(path: str | os.PathLike[str], shards: Mapping[str, Any], part: tuple[int, int] = (0, 1)) -> None:
+    """Raise a UserError unless the files of a checkpoint's shards are those that were written, and no others.
 
     Args:
         path: The checkpoint.
-        shards: Its entry `shards`.
+        shards: Its entry `shards`, which `check_entry` has seen.
+        part: (i, n): compare the hashes of the i-th of n parts of the files only; n processes share the work so.
     """
     folder = Path(path).parent / shards["folder"]
     if not folder.is_dir():
         raise UserError(f"{path} has its weights in the folder {folder}, which is missing.")
-    for name, size in shards["files"].items():
-        if not (folder / name).is_file():
-            raise UserError(f"{path} is incomplete: {folder / name} is missing.")
-        if (found := (folder / name).stat().st_size) != size:
-            raise UserError(f"{path} is damaged: {folder / name} has {found} bytes, but was written with {size}.")
+    if surplus := set(shard_names(folder)) - shards["files"].keys():
+        raise UserError(f"{path} is refused: {folder / min(surplus)} is none of its shards.")
+    for number, (name, described) in enumerate(sorted(shards["files"].items())):
+        size, written = (described, None) if isinstance(described, int) else described  # format 1 has the size only
+        file = folder / name
+        if not file.is_file():
+            raise UserError(f"{path} is incomplete: {file} is missing.")
+        if not file.resolve().is_relative_to(Path(path).parent.resolve()):
+            raise UserError(f"{path} is refused: {file} is a link that leaves its folder.")
+        if (found := file.stat().st_size) != size:
+            raise UserError(f"{path} is damaged: {file} has {found} bytes, but was written with {size}.")
+        if number % part[1] == part[0]:
+            if written is not None and file_digest(file) != written:
+                raise UserError(f"{path} is damaged: {file} does not have the bytes that were written.")
+            check_archive(file, contents=written is None)
+
+
+@contextlib.contextmanager
+def without_code() -> Iterator[None]:
+    """Inside the `with` block DeepSpeed, which loads its files with all that pickle can do, runs no code in them.
+
+    It says `weights_only=False` in each of its calls, over which only PyTorch's own environment variable prevails.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = {name: os.environ.pop(name, None) for name in (_FORCED, _FORBIDDEN)}
+    os.environ[_FORCED] = "1"
+    try:
+        # plain data, each of them: that is all that its shards hold besides tensors
+        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        del os.environ[_FORCED]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def unreadable(path: str | os.PathLike[str], error: Exception) -> UserError:
+    """What to say of shards that cannot be read, or that would run code."""
+    if called := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return UserError(f"{path} is refused: its shards name {called[1]}, which is no part of any weights.")
+    return UserError(f"the shards of {path} cannot be read: {' '.join(str(error).split())}")
 
 
 def divided_alike(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], stage: int, world_size: int) -> bool:
@@ -145,11 +211,14 @@ def undivided(path: str | os.PathLike[str], shards: Mapping[str, Any]) -> Iterat
     what = {"input_folder": str(Path(path).parent / shards["folder"]), "output_folder": str(folder)}
     how = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
     try:
-        with _silent():
-            main(argparse.Namespace(**what, **how, inject_missing_state=True))
+        try:
+            with _silent(), without_code():
+                main(argparse.Namespace(**what, **how, inject_missing_state=True))
+        except OSError as error:
+            raise UserError(f"{path} cannot be divided anew in its folder: {error}") from error
+        except pickle.UnpicklingError as error:
+            raise unreadable(path, error) from error
         yield folder
-    except OSError as error:
-        raise UserError(f"{path} cannot be divided anew in its folder: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -163,8 +232,6 @@ def _silent() -> Iterator[None]:
 
 def whole_weights(path: str | os.PathLike[str], shards: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights of a sharded checkpoint, put together in fp32 on the CPU.
-
-    The shards are DeepSpeed's own files, which it reads with pickle: load none of a source that you do not trust.
 
     Args:
         path: The checkpoint.
@@ -180,8 +247,8 @@ def whole_weights(path: str | os.PathLike[str], shards: Mapping[str, Any]) -> di
     import_deepspeed(f"{path} was saved by it")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    with _silent():
+    with _silent(), without_code():
         try:
             return get_fp32_state_dict_from_zero_checkpoint(str(Path(path).parent), tag=shards["folder"])
         except Exception as error:  # whatever pickle and DeepSpeed make of a damaged file
-            raise UserError(f"the shards of {path} cannot be read: {' '.join(str(error).split())}") from error
+            raise unreadable(path, error) from error

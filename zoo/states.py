@@ -4,6 +4,7 @@ A state is a pytree of tensors whose first axis are the sequences. One that grow
 the newest last.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -19,13 +20,19 @@ from kernels import UserError
 
 from .atomic import atomic_write
 from .model import LanguageModel
+from .seal import digest
+
+_HASH = "xxh3_128"  # of the file, with zeros in its place
+_NO_HASH = "0" * 32
+_PLACE = re.compile(rf'"{_HASH}":"([0-9a-f]{{32}})"'.encode())
 
 
 def save_state(state: Any, path: str | Path) -> None:
-    """Write a state to a safetensors file."""
+    """Write a state to a safetensors file, with a hash of it in the file's metadata."""
     leaves = {str(number): leaf.contiguous() for number, leaf in enumerate(tree_leaves(state))}
+    content = save(leaves, metadata={_HASH: _NO_HASH})
     with atomic_write(path) as file:
-        file.write(save(leaves))
+        file.write(_with_hash(content, digest(content)))
 
 
 def load_state(model: LanguageModel, path: str | Path) -> Any:
@@ -35,7 +42,11 @@ def load_state(model: LanguageModel, path: str | Path) -> Any:
         UserError: The file is missing or damaged, or its state is of another model.
     """
     try:
-        leaves = load_file(path)
+        content = Path(path).read_bytes()
+        blank = _with_hash(content, _NO_HASH)
+        if blank == content or _with_hash(blank, digest(blank)) != content:
+            raise UserError(f"state: {path} is damaged, or not written by save_state: it lacks the hash of its bytes")
+        leaves = load(content)
     except (SafetensorError, OSError) as error:
         raise UserError(f"state: {path} cannot be read as a state: {error}") from None
     own, structure = tree_flatten(model.init_state(1))
@@ -49,6 +60,12 @@ def load_state(model: LanguageModel, path: str | Path) -> Any:
                 f"state: {path} has a tensor of shape {tuple(new.shape)}, the model's is {tuple(old.shape)}"
             )
     return tree_unflatten(found, structure)
+
+
+def _with_hash(content: bytes, hash_: str) -> bytes:
+    """A state's file with another hash in its metadata; the same where it has none."""
+    found = _PLACE.search(content, 0, 8 + int.from_bytes(content[:8], "little"))  # the header, behind its length
+    return content if found is None else content[: found.start(1)] + hash_.encode() + content[found.end(1) :]
 
 
 def join_states(states: Sequence[Any]) -> Any:

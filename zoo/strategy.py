@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO as a strategy of this project, on GPUs and on CPUs."""
 
 import argparse
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from kernels.errors import UserError
 from zoo.atomic import atomic_write
 from zoo.checkpoint import not_written, read_checkpoint, read_whole_checkpoint
 from zoo.model import Block
+from zoo.seal import save_sealed
 from zoo.sharded import (
     SHARDS,
     check_shards,
@@ -27,9 +29,12 @@ from zoo.sharded import (
     import_deepspeed,
     new_shards,
     remove_unused_shards,
-    shard_sizes,
+    shard_hashes,
+    shard_names,
     sync,
     undivided,
+    unreadable,
+    without_code,
 )
 
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -210,19 +215,21 @@ class Zero(DeepSpeedStrategy):
         with _noted_saves(self.deepspeed_engine, failures):
             self.deepspeed_engine.save_checkpoint(str(path.parent), tag=name, save_latest=False)
         self._all_succeeded(path, shards, failures)
+        files = self._hashes(shards, failures)
+        self._all_succeeded(path, shards, failures)
         if self.is_global_zero:
             written = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
             with _noted(failures):
                 sync(shards)
                 entry = {
                     "folder": name,
-                    "files": shard_sizes(shards),
+                    "files": files,
                     "stage": self.stage,
                     "world_size": self.world_size,
                     "parameters": _shapes(self.deepspeed_engine.module),
                 }
                 with atomic_write(path) as file:
-                    torch.save({**written, SHARDS: entry}, file)
+                    save_sealed({**written, SHARDS: entry}, file)
         self._all_succeeded(path, shards, failures)
         if self.is_global_zero:
             remove_unused_shards(path.parent)
@@ -234,6 +241,26 @@ class Zero(DeepSpeedStrategy):
         if self.is_global_zero:
             shutil.rmtree(shards, ignore_errors=True)
         raise not_written(path, failures[0] if failures else OSError("another process could not write its part"))
+
+    def _hashes(self, shards: Path, failures: list[OSError]) -> dict[str, list[Any]]:
+        """File → its bytes and its hash; each process hashes some of the files."""
+        names = self.broadcast(shard_names(shards))
+        own: dict[str, list[Any]] = {}
+        with _noted(failures):
+            own = shard_hashes(shards, names[self.global_rank :: self.world_size])
+        parts: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(parts, own)
+        return {name: described for part in parts for name, described in part.items()}
+
+    def _check(self, path: Path, shards: Mapping[str, Any]) -> None:
+        """Raise a UserError in all processes, which share the work, if a shard is missing or damaged."""
+        problem = None
+        try:
+            check_shards(path, shards, (self.global_rank, self.world_size))
+        except UserError as error:
+            problem = error
+        if not self.reduce_boolean_decision(problem is None, all=True):
+            raise problem or UserError(f"{path} is damaged, as another process found.")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint: its shards of this process to go on, else its whole weights.
@@ -247,24 +274,29 @@ class Zero(DeepSpeedStrategy):
         checkpoint = read_checkpoint(path)
         alike = divided_alike(path, checkpoint, self.stage, self.world_size)
         shards = checkpoint[SHARDS]
-        check_shards(path, shards)
+        self._check(path, shards)
         if (saved := shards["parameters"]) != (own := _shapes(self.deepspeed_engine.module)):
             other = sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name))
             raise UserError(f"{path} does not fit the model: {len(other)} parameters differ, first {other[0]}.")
         if alike:
-            self._load_shards(path.parent, shards["folder"])
+            self._load_shards(path, shards["folder"])
         else:
             self._divide_anew(path, shards)
         return checkpoint
 
-    def _load_shards(self, folder: Path, name: str) -> None:
-        self.deepspeed_engine.load_checkpoint(
-            str(folder),
-            tag=name,
-            load_module_strict=self.stage != 3,  # where parameters are no part of the module's state
-            load_optimizer_states=True,
-            load_lr_scheduler_states=False,
-        )
+    def _load_shards(self, path: Path, name: str) -> None:
+        """Give the engine its part of the shards `name` of a checkpoint."""
+        try:
+            with without_code():
+                self.deepspeed_engine.load_checkpoint(
+                    str(path.parent),
+                    tag=name,
+                    load_module_strict=self.stage != 3,  # where parameters are no part of the module's state
+                    load_optimizer_states=True,
+                    load_lr_scheduler_states=False,
+                )
+        except pickle.UnpicklingError as error:
+            raise unreadable(path, error) from error
 
     def _divide_anew(self, path: Path, shards: Mapping[str, Any]) -> None:
         """Load shards of another stage, 1 or 2, or of another number of processes."""
@@ -272,7 +304,7 @@ class Zero(DeepSpeedStrategy):
             name = self.broadcast(None if made is None else made.name)
             self.deepspeed_engine._config.load_universal_checkpoint = True
             try:
-                self._load_shards(path.parent, name)
+                self._load_shards(path, name)
             finally:
                 self.deepspeed_engine._config.load_universal_checkpoint = False
             self.barrier()

@@ -17,6 +17,7 @@ from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.resumable import ResumableData
 from zoo.metrics import ContextLoss, TaskAccuracy, TaskLoss, token_losses, total_loss
 from zoo.optim import Optimisation, build_optimizer, build_schedule
+from zoo.signature import sign
 from zoo.whole_steps import forget_unfinished, unfinished_batches
 
 
@@ -299,6 +300,7 @@ class Pretraining(L.LightningModule):
         checkpoint[KEY] = {
             "format": FORMAT,
             "config": self.config,
+            "signature": sign(self.config),
             "tokenizer": None if self.tokenizer is None else self.tokenizer.to_json(),
             "tokens_seen": self._tokens_before_step if in_step else self.tokens_seen,
         }

@@ -20,6 +20,7 @@ def test_an_exported_run_is_the_run(command: Command, finished: Path, desk: Path
     assert done.code == 0, done.err
     assert sorted(path.name for path in (desk / "exported").iterdir()) == [
         "config.yaml",
+        "hashes.json",
         "model.safetensors",
         "tokenizer.json",
     ]

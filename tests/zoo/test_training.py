@@ -24,6 +24,7 @@ from kernels.errors import UserError
 from zoo.data.batch import Batch
 from zoo.metrics import ContextLoss, TaskAccuracy, positions, token_losses, total_loss
 from zoo.saving import Checkpoints
+from zoo.signature import is_own
 from zoo.training import best_precision
 
 
@@ -225,8 +226,9 @@ def test_a_checkpoint_holds_plain_containers_and_says_what_it_is(tmp_path):
     run = trainer(tmp_path, max_steps=4)
     run.fit(pretraining(tokenizer=ByteTokenizer()), ResumableLoader(7), validation_loader())
     checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert is_own(checkpoint["zoo"]["config"], checkpoint["zoo"].pop("signature"))
     assert checkpoint["zoo"] == {
-        "format": 1,
+        "format": 2,
         "config": {"model": {"hidden_size": 8}},
         "tokenizer": '{"bytes": true}',
         "tokens_seen": 256,
@@ -243,7 +245,7 @@ def test_what_is_not_a_checkpoint_of_this_project(tmp_path, what):
     elif what == "state dict":
         checkpoint = TinyModel().state_dict()
     elif what == "other format":
-        checkpoint["zoo"]["format"] = 2
+        checkpoint["zoo"]["format"] = 99
     if what == "truncated":
         path.write_bytes(good.read_bytes()[:-3000])
     elif what == "text":
@@ -253,7 +255,7 @@ def test_what_is_not_a_checkpoint_of_this_project(tmp_path, what):
     message = {
         "foreign": "is not a checkpoint of this project",
         "state dict": "is not a checkpoint of this project",
-        "other format": "has checkpoint format 2, but this version reads format 1",
+        "other format": "has checkpoint format 99, but this version reads the formats 1 and 2",
         "truncated": "is truncated or not a checkpoint of this project",
         "text": "is truncated or not a checkpoint of this project",
         "missing": "there is no checkpoint at",

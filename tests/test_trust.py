@@ -1,0 +1,502 @@
+"""What somebody else saved runs nothing here, reads and writes nothing of ours; what is our own needs no word more."""
+
+import copy
+import io
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import mixers
+import zoo
+from kernels import UserError
+from zoo.atomic import atomic_write
+from zoo.seal import save_sealed
+from zoo.signature import sign
+
+from .commands import CLI, FIT, Command, Finished
+
+pytest_plugins = "tests.desk"
+
+Change = Callable[[dict[str, Any]], None]
+TOUCH = "open('canary', 'w').close()"
+EVIL = f"{TOUCH}\nclass Evil:\n    pass\ndef run(*args, **kwargs):\n    {TOUCH}\n"
+CALLS: dict[str, Any] = {
+    "cProfile": {"class_path": "cProfile.run", "init_args": {"statement": TOUCH}},
+    "system": {"class_path": "os.system", "init_args": {"command": "touch canary"}},
+    "getoutput": {"class_path": "subprocess.getoutput", "init_args": {"cmd": "touch canary"}},
+    "runpy": {"class_path": "runpy.run_path", "init_args": {"path_name": "evil.py"}},
+    "module here": {"class_path": "evil.Evil"},
+    "function here": "evil.run",
+    "shorthand": "os.abort",
+    "our own, but no component": {
+        "class_path": "zoo.sweep.runner.Runner",
+        "init_args": {"command": ["touch", "canary"]},
+    },
+    "through our own module": {"class_path": "zoo.run.os.system", "init_args": {"command": "touch canary"}},
+    "text that is YAML": '{class_path: os.system, init_args: {command: "touch canary"}}',
+    "without a class_path": {"init_args": {"command": "touch canary"}},
+    "with dict_kwargs": {"class_path": "mixers.TPE", "dict_kwargs": {"mixer": "evil.run"}},
+}
+
+
+def put(*path: str | int) -> Callable[[Any], Change]:
+    """A change of a config: what to put at this place."""
+
+    def of(value: Any) -> Change:
+        def change(config: dict[str, Any]) -> None:
+            place: Any = config
+            for part in path[:-1]:
+                place = place[part]
+            place[path[-1]] = copy.deepcopy(value)
+
+        return change
+
+    return of
+
+
+SECOND = ("model", "stack", "init_args", "second", "init_args")
+PLACES = {
+    "position": put("model", "position"),
+    "mlp": put("model", "mlp"),
+    "stack": put("model", "stack"),
+    "mixer of a layer": put("model", "stack", "init_args", "first"),
+    "mixer of an expansion": put(*SECOND, "mixer"),
+    "expansion": put(*SECOND, "expansion"),
+    "map of features": put(*SECOND, "mixer", "init_args", "qk", "map"),
+    "decay": put(*SECOND, "mixer", "init_args", "decay"),
+    "a number": put("model", "num_layers"),
+    "a number deep": put(*SECOND, "factor"),
+    "features": put(*SECOND, "mixer", "init_args", "qk"),
+    "part of features": put(*SECOND, "mixer", "init_args", "qk", "conv"),
+    "unknown key": put("model", "fancy"),
+}
+IN_MODEL: dict[str, Change] = {
+    **{f"{call} as the position": PLACES["position"](value) for call, value in CALLS.items()},
+    **{f"a call as the {place}": change(CALLS["cProfile"]) for place, change in PLACES.items()},
+    **{f"a module as the {place}": change(CALLS["module here"]) for place, change in PLACES.items()},
+    "dotted keys": lambda config: config["model"].update(
+        {"position.class_path": "cProfile.run", "position.init_args.statement": TOUCH}
+    ),
+    "dotted keys deep": put(*SECOND, "expansion.class_path")("evil.Evil"),
+    "no mapping": put("model")("evil.yaml"),
+    "a file of a component": put("model", "position")("evil.yaml"),
+    "a list": put("model", "position")([CALLS["cProfile"]]),
+}
+PROFILE = {"class_path": "cProfile.run", "init_args": {"statement": TOUCH}}
+LAMBDA = {"class_path": "lightning.pytorch.callbacks.LambdaCallback", "init_args": {"setup": "evil.run"}}
+IN_RUN: dict[str, Change] = {
+    "callback": put("trainer", "callbacks")([LAMBDA]),
+    "callback in short": put("trainer", "callbacks")("LambdaCallback"),
+    "callback here": put("trainer", "callbacks")([{"class_path": "evil.Evil"}]),
+    "callback from a file": put("trainer", "callbacks")(["evil.yaml"]),
+    "more callbacks": put("trainer", "callbacks+")([LAMBDA]),
+    "logger": put("trainer", "logger")([{"class_path": "evil.run"}]),
+    "logger of Lightning": put("trainer", "logger")(
+        {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "canary"}}
+    ),
+    "strategy": put("trainer", "strategy")({"class_path": "evil.run"}),
+    "plugin": put("trainer", "plugins")([PROFILE]),
+    "profiler": put("trainer", "profiler")({"class_path": "evil.Evil"}),
+    "profiler in short": put("trainer", "profiler")("PyTorchProfiler"),
+    "folder": put("trainer", "default_root_dir")("canary"),
+    "number of the trainer": put("trainer", "devices")(PROFILE),
+    "data class": put("data", "class_path")("evil.Evil"),
+    "data function": put("data")(PROFILE),
+    "data in short": put("data")("evil.Evil"),
+    "data of Lightning": put("data", "class_path")("lightning.pytorch.demos.boring_classes.BoringDataModule"),
+    "call in the data": put("data", "init_args", "vocab_size")(PROFILE),
+    "data path": put("data", "init_args", "path")("secret.txt"),
+    "data URL": put("data", "init_args", "path")(["http://127.0.0.1:9/x.txt"]),
+    "tokenizer": put("data", "init_args", "tokenizer")("secret.json"),
+    "shards": put("data", "init_args", "shards")("canary"),
+    "sources": put("data")(
+        {"class_path": "zoo.data.MixedText", "init_args": {"sources": {"a": {"path": "secret.txt"}}}}
+    ),
+    "optimiser": put("optim", "schedule")(PROFILE),
+    "callback of ours": put("samples", "prompts")([PROFILE]),
+    "compile": put("compile")(PROFILE),
+    "folder of checkpoints": put("checkpoints", "folder")("../../../canary"),
+    "command to type": put("checkpoints", "resume_command")("touch canary"),
+    "option of a verb": put("output")("canary"),
+    "more configs": put("config")(["evil.yaml"]),
+    "dotted key": put("trainer.callbacks")([LAMBDA]),
+}
+
+
+class Bomb:
+    """Pickled, it is a call."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch canary",)
+
+
+def nested(depth: int) -> Any:
+    part: list[Any] = []
+    for _ in range(depth):
+        part = [part]
+    return part
+
+
+def doubled(times: int) -> Any:
+    part: list[Any] = ["x"] * 10
+    for _ in range(times):
+        part = [part, part]
+    return part
+
+
+@pytest.fixture
+def theirs(finished: Path, desk: Path) -> Path:
+    """The folder of a run of somebody else, in a folder with a few things that they left there."""
+    (desk / "evil.py").write_text(EVIL)
+    (desk / "evil.yaml").write_text(yaml.safe_dump({"class_path": "evil.Evil"}))
+    (desk / "secret.txt").write_text("secret " * 100_000)
+    shutil.copytree(finished / "runs" / "done", desk / "theirs")
+    return desk / "theirs"
+
+
+def rewrite(run: Path, change: Callable[[dict[str, Any]], None], signed: bool = False) -> None:
+    """Save a run's checkpoint again with another content, and without our signature."""
+    file = run / "checkpoints" / "last.ckpt"
+    contents = torch.load(file, weights_only=True)
+    change(contents)
+    if not signed:
+        contents["zoo"]["signature"] = "0" * 64
+    with atomic_write(file) as opened:
+        save_sealed(contents, opened)
+
+
+def of_config(change: Change) -> Callable[[dict[str, Any]], None]:
+    return lambda contents: change(contents["zoo"]["config"])
+
+
+VERBS = {
+    "generate": ("generate", "--checkpoint", "theirs", "--max_new_tokens=2"),
+    "export": ("export", "--checkpoint", "theirs", "--output", "out"),
+    "validate": ("validate", "--checkpoint", "theirs"),
+    "test": ("test", "--checkpoint", "theirs"),
+    "predict": ("predict", "--checkpoint", "theirs"),
+    "fit": ("fit", "--resume", "theirs", "--trainer.max_steps=5"),
+}
+
+
+def refused(done: Finished) -> None:
+    assert done.code == 2, done
+    assert done.err.startswith("error: "), done.err
+    assert "Traceback" not in done.err
+    assert len(done.err.strip().splitlines()) == 1
+
+
+def nothing_ran() -> None:
+    assert not Path("canary").exists()
+    assert not [name for name in sys.modules if name.startswith("evil")]
+
+
+def refuse_all(command: Command, verbs: tuple[str, ...], said: str) -> None:
+    for verb in verbs:
+        done = command(*VERBS[verb])
+        refused(done)
+        assert said in done.err, (verb, done.err)
+        nothing_ran()
+
+
+@pytest.mark.parametrize("what", IN_MODEL)
+def test_a_model_runs_nothing(command: Command, theirs: Path, what: str):
+    rewrite(theirs, of_config(IN_MODEL[what]))
+    refuse_all(command, tuple(VERBS), "theirs/checkpoints/last.ckpt")
+    with pytest.raises(UserError, match=r"last.ckpt"):
+        zoo.load(theirs)
+    nothing_ran()
+
+
+@pytest.mark.parametrize("what", IN_RUN)
+def test_a_run_runs_reads_and_writes_nothing(command: Command, theirs: Path, what: str):
+    rewrite(theirs, of_config(IN_RUN[what]))
+    refuse_all(command, ("validate", "test", "predict", "fit"), "theirs/checkpoints/last.ckpt")
+    done = command(*VERBS["generate"])  # which needs the model only
+    assert done.code == 0, done.err
+    nothing_ran()
+
+
+def test_a_forged_signature_is_none(command: Command, theirs: Path):
+    for forged in ("", "ü" * 64, 7, None, sign({"model": {}})):
+
+        def change(contents: dict[str, Any], forged: Any = forged) -> None:
+            contents["zoo"]["signature"] = forged
+            contents["zoo"]["config"]["model"]["position"] = CALLS["cProfile"]
+
+        rewrite(theirs, change, signed=True)
+        refuse_all(command, ("generate", "validate"), "cProfile.run")
+
+
+def zip_of(path: Path, compression: int, entries: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in entries.items():
+            archive.writestr(f"archive/{name}", content)
+
+
+def overlapping(file: Path) -> None:
+    """All entries of the archive become the largest one."""
+    content = bytearray(file.read_bytes())
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+        place = archive.start_dir
+        for _ in archive.infolist():
+            sizes = (largest.CRC, largest.compress_size, largest.file_size)
+            content[place + 16 : place + 28] = b"".join(number.to_bytes(4, "little") for number in sizes)
+            content[place + 42 : place + 46] = largest.header_offset.to_bytes(4, "little")
+            place += 46 + sum(int.from_bytes(content[place + at : place + at + 2], "little") for at in (28, 30, 32))
+    file.write_bytes(content)
+
+
+def compressed(file: Path) -> None:
+    with zipfile.ZipFile(file) as archive:
+        entries = {entry.filename.partition("/")[2]: archive.read(entry) for entry in archive.infolist()}
+    zip_of(file, zipfile.ZIP_DEFLATED, {**entries, "data/99": b"\0" * (64 << 20)})
+
+
+def with_pickle(file: Path) -> None:
+    contents = torch.load(file, weights_only=True)
+    torch.save({**contents, "callbacks": Bomb()}, file)
+
+
+def with_bytearray(file: Path) -> None:
+    huge = b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."
+    with zipfile.ZipFile(file) as archive:
+        entries = {entry.filename.partition("/")[2]: archive.read(entry) for entry in archive.infolist()}
+    zip_of(file, zipfile.ZIP_STORED, {**entries, "data.pkl": huge})
+
+
+FILES: dict[str, Callable[[Path], None]] = {
+    "a pickle": with_pickle,
+    "a bare pickle": lambda file: file.write_bytes(pickle.dumps(Bomb())),
+    "compressed entries": compressed,
+    "overlapping entries": overlapping,
+    "a bytearray": with_bytearray,
+}
+CONTENTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    # not through `put`, whose copy would take as long as what is tested
+    "shared references": lambda contents: contents["zoo"]["config"]["model"].update(fancy=doubled(40)),
+    "a nested config": lambda contents: contents["zoo"]["config"]["model"].update(fancy=nested(200)),
+    "a config of another type": lambda contents: contents["zoo"].update(config=["model"]),
+    "a tokenizer of another type": lambda contents: contents["zoo"].update(tokenizer={"a": 1}),
+    "weights of another type": lambda contents: contents.update(state_dict={"model.norm.weight": "x"}),
+    "shards elsewhere": lambda contents: contents.update(
+        shards={"folder": "../../secret", "files": {}, "stage": 2, "world_size": 1, "parameters": {}}
+    ),
+    "files of shards elsewhere": lambda contents: contents.update(
+        shards={"folder": "shards-1", "files": {"../x": [1, "0"]}, "stage": 2, "world_size": 1, "parameters": {}}
+    ),
+    "shards of another type": lambda contents: contents.update(shards=3),
+}
+
+
+@pytest.mark.parametrize("what", [*FILES, *CONTENTS])
+def test_a_file_runs_nothing_and_is_no_bomb(command: Command, theirs: Path, what: str):
+    if what in FILES:
+        FILES[what](theirs / "checkpoints" / "last.ckpt")
+    else:
+        rewrite(theirs, CONTENTS[what])
+    refuse_all(command, tuple(VERBS), "last.ckpt")
+    with pytest.raises(UserError, match=r"last.ckpt"):
+        zoo.load(theirs)
+    if what in FILES or "weights" in what or "shards" in what:
+        refused(command(*FIT, f"--optim.initial_weights={theirs / 'checkpoints' / 'last.ckpt'}"))
+    nothing_ran()
+
+
+def test_shards_run_nothing(command: Command, theirs: Path):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is for Linux")
+    from zoo.sharded import shard_hashes, shard_names
+
+    shards = theirs / "checkpoints" / "shards-1"
+    shards.mkdir()
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        torch.save({"optimizer_state_dict": {"zero_stage": 2, "partition_count": 1}, "x": Bomb()}, shards / name)
+    entry = {"folder": "shards-1", "stage": 2, "world_size": 1, "parameters": {}}
+
+    def change(contents: dict[str, Any]) -> None:
+        del contents["state_dict"]
+        contents["shards"] = {**entry, "files": shard_hashes(shards, shard_names(shards))}
+
+    rewrite(theirs, change)
+    refuse_all(command, tuple(VERBS), "last.ckpt is refused: its shards name posix.system")
+
+
+ALIASES = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
+)
+TEXTS = {
+    "aliases": ALIASES,
+    "an alias of itself": "model: &a [*a]",
+    "brackets": "model: " + "[" * 100_000,
+    "braces": "{a: " * 5_000,
+    "dashes": "- " * 5_000,
+    "no YAML": "model: [",
+    "a date that is none": "model: 2026-99-99",
+    "an object": "model: !!python/object/apply:os.system ['touch canary']",
+    "a list": "- model",
+    "nothing": "",
+    "bytes": "model: \x00",
+}
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_yaml_is_no_bomb(command: Command, theirs: Path, what: str):
+    assert command("export", "--checkpoint", "theirs", "--output", "out").code == 0
+    Path("out/hashes.json").unlink()
+    Path("out/config.yaml").write_text(TEXTS[what])
+    refused(command("generate", "--checkpoint", "out"))
+    refused(command("fit", "--config", "out/config.yaml"))
+    refused(command("sweep", "--config", "out/config.yaml", "--dry-run"))
+    with pytest.raises(UserError):
+        zoo.load("out")
+    nothing_ran()
+
+
+@pytest.mark.parametrize("what", ["position", "stack", "map of features"])
+def test_an_exported_folder_runs_nothing(command: Command, theirs: Path, what: str):
+    assert command("export", "--checkpoint", "theirs", "--output", "out").code == 0
+    config = yaml.safe_load(Path("out/config.yaml").read_text())
+    PLACES[what](CALLS["cProfile"])(config)
+    Path("out/config.yaml").write_text(yaml.safe_dump(config))
+    done = command("generate", "--checkpoint", "out")
+    refused(done)
+    assert "hashes.json" in done.err
+    Path("out/hashes.json").unlink()
+    done = command("generate", "--checkpoint", "out")
+    refused(done)
+    assert "cProfile.run" in done.err
+    assert "--trust" in done.err
+    nothing_ran()
+
+
+def in_a_process(folder: Path, cache: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "ZOO_CACHE": str(cache)}
+    return subprocess.run(
+        [sys.executable, str(CLI), *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_working_directory_hides_nothing(theirs: Path, shared_cache: Path):
+    here = theirs.parent
+    for name in ("resource", "wave", "lightning", "zoo", "_sitebuiltins"):
+        (here / f"{name}.py").write_text(TOUCH)
+    (here / "evil-1.0.dist-info").mkdir()
+    (here / "evil-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+    (here / "evil-1.0.dist-info" / "entry_points.txt").write_text("[token_mixer_zoo.mixers]\nevil = evil\n")
+    done = in_a_process(here, shared_cache, "generate", "--checkpoint", "theirs", "--max_new_tokens=2")
+    assert done.returncode == 0, done.stderr
+    assert not (here / "canary").exists()
+
+
+# --- one's own things keep working ---
+
+OWN = """
+import mixers
+
+class MyMixer(mixers.GatedDeltaNet):
+    pass
+"""
+
+
+@pytest.fixture
+def own(command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of one's own mixer, on one's own text, with one's own callback."""
+    (desk / "my_mixer.py").write_text(OWN)
+    (desk / "my_callback.py").write_text("import lightning as L\nclass Mine(L.Callback):\n    pass\n")
+    (desk / "my.txt").write_text("some words of my own, and more of them. " * 3000)
+    (desk / "my.yaml").write_text("trainer: {callbacks: [{class_path: my_callback.Mine}]}\ndata: {path: my.txt}\n")
+    for name in ("my_mixer", "my_callback"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    given = ("--config", "my.yaml", "--model.stack.second=my_mixer.MyMixer", "--data.vocab_size=300")
+    done = command(*FIT, *given, "--run", "mine")
+    assert done.code == 0, done.err
+    for name in ("my_mixer", "my_callback"):
+        monkeypatch.delitem(sys.modules, name)
+    return desk / "runs" / "mine"
+
+
+def test_ones_own_run_needs_no_word(command: Command, own: Path, monkeypatch: pytest.MonkeyPatch):
+    for arguments in (
+        ("generate", "--checkpoint", "runs/mine", "--max_new_tokens=2"),
+        ("validate", "--checkpoint", "runs/mine"),
+        ("predict", "--checkpoint", "runs/mine"),
+        ("fit", "--resume", "runs/mine", "--trainer.max_steps=6"),
+        ("fit", "--resume", "runs/mine", "--trainer.max_steps=8"),  # what was continued is signed, too
+        ("export", "--checkpoint", "runs/mine", "--output", "out"),
+        ("generate", "--checkpoint", "out", "--max_new_tokens=2"),
+    ):
+        monkeypatch.delitem(sys.modules, "my_mixer", raising=False)
+        done = command(*arguments)
+        assert done.code == 0, (arguments, done.err)
+
+
+def test_another_user_is_asked(command: Command, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another home"))
+    generate = ("generate", "--checkpoint", "runs/mine", "--max_new_tokens=2")
+    validate = ("validate", "--checkpoint", "runs/mine")
+    for arguments in (generate, validate, ("fit", "--resume", "runs/mine")):
+        done = command(*arguments)
+        refused(done)
+        assert "second names 'my_mixer.MyMixer', which would be imported and called" in done.err
+        assert "my_mixer" not in sys.modules
+    for arguments in (generate, validate):
+        assert command(*arguments, "--trust").code == 0
+    sys.modules.pop("my_mixer")
+    # who names everything is asked for nothing
+    named = ("--model.stack.second=my_mixer.MyMixer", "--trainer.callbacks=null", "--data.path=my.txt")
+    done = command(*validate, *named)
+    assert done.code == 0, done.err
+    sys.modules.pop("my_mixer")
+    (tmp_path / "desk" / "named.yaml").write_text(
+        "model: {stack: {init_args: {second: {class_path: my_mixer.MyMixer}}}}\n"
+        "trainer: {callbacks: [{class_path: my_callback.Mine}]}\ndata: {path: my.txt}\n"
+    )
+    done = command(*validate, "--config", "named.yaml")
+    assert done.code == 0, done.err
+    sys.modules.pop("my_mixer")
+    done = command(*validate, *named[:2])
+    refused(done)
+    assert "data.path names 'my.txt', which would be read or written" in done.err
+    done = command(*validate, named[0], named[2])
+    refused(done)
+    assert "trainer.callbacks names 'my_callback.Mine', which would be called, read or written" in done.err
+
+
+def test_what_is_imported_already_may_be_built(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another home"))
+    with pytest.raises(UserError, match=r"my_mixer.MyMixer"):
+        zoo.load("runs/mine")
+    assert zoo.load("runs/mine", trust=True)
+    sys.modules.pop("my_mixer")
+    assert issubclass(mixers.get("my_mixer.MyMixer"), mixers.TokenMixer)
+    assert zoo.load("runs/mine")
+
+
+def test_where_no_key_can_be_kept(command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch):
+    (desk / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(desk / "file"))
+    assert command(*FIT, "--run", "unsigned").code == 0
+    assert command("validate", "--checkpoint", "runs/unsigned").code == 0  # it names nothing of somebody else's
+
+
+def test_the_key_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    signature = sign({"a": 1})
+    key = tmp_path / "token-mixer-zoo" / "key"
+    assert sign({"a": 1}) == signature != sign({"a": 2})
+    assert [path.name for path in key.parent.iterdir()] == ["key"]
+    if os.name != "nt":
+        assert key.stat().st_mode & 0o777 == 0o600
+    key.write_bytes(b"short")
+    assert sign({"a": 1}) is None

@@ -1,0 +1,54 @@
+"""What a constructor takes: its signature is the config, so that is where a config's keys and components are looked up.
+
+A component is built by a class that a config names: a parameter of the type `Callable[..., C]` or `C` takes a subclass
+of C.
+"""
+
+import dataclasses
+import enum
+import inspect
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any, get_args, get_origin, get_type_hints
+
+_NOT_BUILT = ("builtins", "collections.abc", "typing")  # modules of types that are no components
+_BY_POSITION = ("self", "cls", "site", "heads", "size")  # the project passes these
+
+
+def constructor(cls: Any) -> Callable[..., Any]:
+    """The function whose parameters a config sets."""
+    return cls.__new__ if "__new__" in vars(cls) else cls.__init__
+
+
+def hints(cls: Any) -> dict[str, Any]:
+    """Parameter → type; empty where the types cannot be found."""
+    try:
+        return get_type_hints(constructor(cls))
+    except Exception:  # whatever an annotation of somebody else's raises
+        return {}
+
+
+def settable(cls: Any) -> list[str]:
+    """What a config may set: the parameters without the ones that the project passes by position."""
+    if cls is None:
+        return []
+    return [name for name in inspect.signature(constructor(cls)).parameters if name not in _BY_POSITION]
+
+
+def component(hint: Any) -> type | None:
+    """The class C of a component, for the type `Callable[..., C]` or `C`; None for plain values and dataclasses."""
+    if get_origin(hint) is Callable and get_args(hint):
+        hint = get_args(hint)[-1]
+    plain = not isinstance(hint, type) or hint.__module__ in _NOT_BUILT or dataclasses.is_dataclass(hint)
+    return None if plain or get_args(hint) or issubclass(hint, enum.Enum | PurePath) else hint
+
+
+def is_ours(cls: type) -> bool:
+    """Whether a class is of this project."""
+    return cls.__module__.partition(".")[0] in ("zoo", "mixers")
+
+
+def subclasses(base: type) -> set[type]:
+    """All classes below `base` in modules that have been imported."""
+    direct: set[type] = set(base.__subclasses__())
+    return direct.union(*map(subclasses, direct))
