@@ -54,7 +54,7 @@ class TokenMixer(nn.Module):
     Subclass it, take a `Site` first and named arguments after it, and run `mixers.check_mixer` on the result.
     Parameters that must not decay are named in `no_weight_decay` (those with fewer than two axes never do). Modules
     that own parameters or computed buffers have `reset_parameters()`, so that a model built on the meta device can be
-    filled.
+    filled. The linear map that the output leaves through is an `OutputProjection`.
     """
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()

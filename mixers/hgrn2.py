@@ -12,7 +12,7 @@ import kernels
 from .base import LinearMixer, Site, Streams, TokenMixer
 from .features import Features
 from .norm import RMSNorm
-from .projection import Projection, split_heads
+from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -110,7 +110,7 @@ class HGRN2(LinearMixer):
         self.in_proj = Projection(width, {"q": width, "f": width, "i": width})
         channels = self.gate_heads * self.subhead_size
         self.lower_bounds = build_lower_bounds(lower_bounds, site, channels)
-        self.g_norm, self.o_proj = RMSNorm(width, eps=norm_eps), nn.Linear(width, width, bias=False)
+        self.g_norm, self.o_proj = RMSNorm(width, eps=norm_eps), OutputProjection(width, width)
 
     def share(self, below: Sequence[TokenMixer]) -> None:
         adopt_lower_bounds(self, below)

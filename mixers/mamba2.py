@@ -9,7 +9,7 @@ from .base import LinearMixer, Site, Streams
 from .decay import Discretisation
 from .features import Features
 from .norm import GatedRMSNorm
-from .projection import Projection, split_heads
+from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -69,7 +69,7 @@ class Mamba2(LinearMixer):
         )
         self.decay, self.D = Discretisation(self.gate_heads, 1, 16), nn.Parameter(torch.empty(self.num_heads))
         self.norm = GatedRMSNorm(width, eps=norm_eps, gate_first=True, groups=num_groups)
-        self.out_proj = nn.Linear(width, site.hidden_size, bias=False)
+        self.out_proj = OutputProjection(width, site.hidden_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
