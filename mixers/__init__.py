@@ -18,6 +18,7 @@ from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .norm import GatedRMSNorm, GateOnly, NormOnly, Output, ResidualNorm, RMSNorm
+from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
 from .retnet import RetNet
@@ -46,6 +47,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "HeadWise",
+    "KeepsFp32",
     "LayerwiseAlibi",
     "LayerwiseLinear",
     "LinearAttention",

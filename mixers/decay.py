@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 import kernels
 
+from .precision import KeepsFp32
 
-class Discretisation(nn.Module):
+
+class Discretisation(KeepsFp32):
     """dt = softplus(a + dt_bias) and log_decay = −exp(A_log) · dt, in at least fp32.
 
     A starts uniform in [low, high]; dt starts log-uniform in [1e-3, 0.1] (Mamba2, arXiv 2405.21060).
@@ -20,7 +22,7 @@ class Discretisation(nn.Module):
         high: Largest initial A.
     """
 
-    no_weight_decay = ("A_log", "dt_bias")
+    no_weight_decay = keep_fp32 = ("A_log", "dt_bias")
 
     def __init__(self, size: int, low: float = 0.0, high: float = 16.0):
         super().__init__()
@@ -40,7 +42,7 @@ class Discretisation(nn.Module):
         return kernels.discretise(a, self.A_log, self.dt_bias)
 
 
-class Strength(nn.Module):
+class Strength(KeepsFp32):
     """β = σ(b + bias), how much of its old answer the delta rule replaces; up to 2 with `allow_neg_eigval`.
 
     Args:
@@ -48,6 +50,8 @@ class Strength(nn.Module):
         bias: Whether there is a bias, which starts at 0.
         allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
     """
+
+    keep_fp32 = ("bias",)
 
     def __init__(self, size: int, *, bias: bool = False, allow_neg_eigval: bool = False):
         super().__init__()

@@ -55,6 +55,8 @@ class GatedDeltaNet(LinearMixer):
         beta_bias: bool = False,
         allow_neg_eigval: bool = False,
     ):
+        if value_dim is not None and head_dim is None:
+            raise kernels.UserError(f"value_dim: {value_dim} is given without head_dim; give both, or neither")
         num_heads, head_dim = site.heads(num_heads, head_dim)
         value_dim = value_dim or head_dim
         super().__init__(

@@ -55,6 +55,7 @@ class Mamba1(TokenMixer):
     """
 
     no_weight_decay = ("A_log", "D")
+    keep_fp32 = ("A_log", "D", "dt_bias")
     sequence_parallel = True
 
     def __init__(self, site: Site, *, expand: int = 2, state_dim: int = 16, conv: int = 4, dt_rank: int | None = None):

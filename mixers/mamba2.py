@@ -34,6 +34,7 @@ class Mamba2(LinearMixer):
         norm_eps: Added inside the root of the output norm.
     """
 
+    keep_fp32 = ("D",)
     scale = 1.0
 
     def __init__(

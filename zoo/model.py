@@ -1,6 +1,7 @@
 """The language model around the mixers: tokens → logits. Plain PyTorch, and it never asks which mixer it holds."""
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from mixers import OutputProjection, ResidualNorm, Site, TokenMixer
 from .mlp import ChannelMixer, SwiGLU
 from .stack import Stack
 
+log = logging.getLogger(__name__)
+
+TOLERANCE = 0.03  # of a nominal size
 LinearInitializer = Literal["normal", "uniform"]
 
 
@@ -67,6 +71,7 @@ class LanguageModel(nn.Module):
         linear_initializer: Of linear weights: `normal`, as above, or `uniform`, PyTorch's own, U(±inputs^-½).
         scale_output_projections: Whether the weights whose result is added to the residual stream, those of every
             `OutputProjection`, start smaller by the root of how many there are, one or two a block.
+        nominal_size: How many parameters this model is meant to have; a line is logged if it has 3 % more or less.
 
     Raises:
         UserError: A size is below 1, or a layer has no output projection to scale.
@@ -87,6 +92,7 @@ class LanguageModel(nn.Module):
         initializer_range: float = 0.02,
         linear_initializer: LinearInitializer = "normal",
         scale_output_projections: bool = False,
+        nominal_size: float | None = None,
     ):
         super().__init__()
         if vocab_size is None:
@@ -112,6 +118,11 @@ class LanguageModel(nn.Module):
         for layer, mixer in enumerate(self.mixers):
             mixer.share(self.mixers[:layer])
         self.reset_parameters()
+        size = self.num_parameters()
+        if nominal_size is not None and abs(size / nominal_size - 1) > TOLERANCE:
+            log.warning(
+                "model.nominal_size is %.1fM parameters, but this model has %.1fM", nominal_size / 1e6, size / 1e6
+            )
 
     @property
     def mixers(self) -> list[TokenMixer]:

@@ -91,11 +91,16 @@ def test_queries_and_keys_have_length_one():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field"),
-    [({"num_heads": 5}, "num_heads"), ({"num_key_heads": 3}, "num_key_heads")],
+    ("arguments", "said"),
+    [
+        ({"num_heads": 5}, "num_heads: 5 does not divide"),
+        ({"num_key_heads": 3}, "num_key_heads"),
+        ({"head_dim": 32}, "num_heads: the model's 4 heads of head_dim 32 are wider than hidden_size 64"),
+        ({"value_dim": 32}, "value_dim: 32 is given without head_dim"),
+    ],
 )
-def test_heads_that_do_not_divide(arguments: dict, field: str):
-    with pytest.raises(mixers.UserError, match=rf"^{field}: "):
+def test_heads_that_do_not_fit(arguments: dict, said: str):
+    with pytest.raises(mixers.UserError, match=f"^{said}"):
         GatedDeltaNet(SITE, **arguments)
 
 
