@@ -1,15 +1,17 @@
 """Which implementation runs: ``auto``, ``triton``, ``torch`` (chunkwise PyTorch) or ``reference`` (fp32 loops).
 
-``auto`` takes the fastest that an op has for the tensor's device. An explicit choice that an op cannot honour is an
-error, never a silent fallback. Each op names its implementations in a dict and asks :func:`choose`. The environment
-variable ``ZOO_BACKEND`` chooses for a whole process; :func:`backend` inside it goes first.
+``auto`` takes the fastest that an op has for the tensor's device; where that is PyTorch on a GPU because the Triton
+kernels cannot take the arguments, it says so. An explicit choice that an op cannot honour is an error, never a
+fallback. Each op names its implementations in a dict and asks :func:`choose`. The environment variable ``ZOO_BACKEND``
+chooses for a whole process; :func:`backend` inside it goes first.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
+
+log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 _default = os.environ.get("ZOO_BACKEND", "auto")
@@ -39,16 +43,39 @@ def backend(name: str) -> Iterator[None]:
         _chosen.reset(token)
 
 
-def choose(op: str, implementations: Mapping[str, Callable[..., Any]], x: Tensor) -> Callable[..., Any]:
-    """The implementation of `op` that runs on the device of `x` under the chosen backend."""
-    return implementations[_name(op, tuple(implementations), x.device.type, x.dtype == torch.float64)]
+def choose(
+    op: str, implementations: Mapping[str, Callable[..., Any]], x: Tensor, limits: str | None = None
+) -> Callable[..., Any]:
+    """The implementation of `op` that runs on the device of `x` under the chosen backend.
+
+    Args:
+        op: Its name.
+        implementations: By name.
+        x: One of its arguments.
+        limits: Which limits of the Triton kernels the arguments exceed, as the rest of a sentence ("which takes …").
+
+    Raises:
+        UserError: The chosen backend cannot run it.
+    """
+    fp64 = x.dtype == torch.float64
+    name = _name(op, tuple(implementations), x.device.type, fp64, limits)
+    if x.is_cuda and name == "torch" and "triton" in implementations and not torch.compiler.is_compiling():
+        reason = _no_triton("cuda", fp64, limits)
+        if reason and _chosen.get() == "auto":
+            _say(op, tuple(x.shape), reason)
+    return implementations[name]
 
 
-def _name(op: str, known: tuple[str, ...], device: str, fp64: bool) -> str:
+@lru_cache(maxsize=1024)  # once for each shape, as long as there are no more of them
+def _say(op: str, shape: tuple[int, ...], reason: str) -> None:
+    log.warning("%s of %s runs in PyTorch, not on 'triton', %s", op, list(shape), reason)
+
+
+def _name(op: str, known: tuple[str, ...], device: str, fp64: bool, limits: str | None) -> str:
     name = _chosen.get()
     if name not in BACKENDS:
         raise UserError(f"ZOO_BACKEND: {name!r} is not one of {', '.join(BACKENDS)}")
-    reason = _no_triton(device, fp64)
+    reason = _no_triton(device, fp64, limits)
     if name == "auto":
         return "triton" if "triton" in known and device == "cuda" and not reason else "torch"
     if name not in known:
@@ -64,13 +91,13 @@ def _name(op: str, known: tuple[str, ...], device: str, fp64: bool) -> str:
 _name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _no_triton(device: str, fp64: bool) -> str | None:
+def _no_triton(device: str, fp64: bool, limits: str | None) -> str | None:
     """Why Triton kernels cannot run, if they cannot."""
     if fp64:
         return "which computes in fp32, with tensors in fp64"
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"which needs a GPU or TRITON_INTERPRET=1, with tensors on {device}"
-    return None if _importable() else "which is not installed"
+    return limits if _importable() else "which is not installed"
 
 
 @cache

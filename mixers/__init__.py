@@ -18,7 +18,8 @@ from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .norm import GatedRMSNorm, GateOnly, NormOnly, Output, ResidualNorm, RMSNorm
-from .projection import Projection, split_heads
+from .precision import KeepsFp32
+from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
 from .retnet import RetNet
 from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
@@ -46,6 +47,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "HeadWise",
+    "KeepsFp32",
     "LayerwiseAlibi",
     "LayerwiseLinear",
     "LinearAttention",
@@ -57,6 +59,7 @@ __all__ = [
     "Mamba2",
     "NormOnly",
     "Output",
+    "OutputProjection",
     "Projection",
     "RMSNorm",
     "ResidualNorm",

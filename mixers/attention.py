@@ -5,14 +5,14 @@ from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 
 from . import sequence
 from .base import Site, TokenMixer, dense_flops, positions
 from .features import FeaturePath, Features, Rotary
-from .projection import Projection, split_heads
+from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -59,7 +59,7 @@ class SoftmaxAttention(TokenMixer):
         self.in_proj = Projection(site.hidden_size, {"q": width, "k": kv_width, "v": kv_width})
         self.q_features = FeaturePath(qk, self.num_heads, self.head_dim)
         self.k_features = FeaturePath(qk, self.num_kv_heads, self.head_dim)
-        self.o_proj = nn.Linear(width, site.hidden_size, bias=False)
+        self.o_proj = OutputProjection(width, site.hidden_size)
 
     def forward(
         self, x: Tensor, state: AttentionState | None = None, *, cu_seqlens: Tensor | None = None

@@ -17,6 +17,7 @@ from kernels.documents import places
 
 from . import sequence
 from .features import FeaturePath, Features
+from .precision import KeepsFp32
 
 if TYPE_CHECKING:
     from .expansion import Expand
@@ -37,8 +38,14 @@ class Site(NamedTuple):
         """num_heads and head_dim of a mixer that leaves either to the model.
 
         Raises:
-            UserError: head_dim is not given and num_heads does not divide hidden_size.
+            UserError: head_dim is not given and num_heads does not divide hidden_size, or head_dim alone is given and
+                is too large for the model's number of heads.
         """
+        if num_heads is None and head_dim is not None and self.num_heads * head_dim > self.hidden_size:
+            raise kernels.UserError(
+                f"num_heads: the model's {self.num_heads} heads of head_dim {head_dim} are wider than hidden_size "
+                f"{self.hidden_size}; give the mixer a num_heads of its own, or a smaller head_dim"
+            )
         num_heads = num_heads or self.num_heads
         if head_dim is None and self.hidden_size % num_heads:
             raise kernels.UserError(
@@ -48,13 +55,14 @@ class Site(NamedTuple):
         return num_heads, head_dim or self.hidden_size // num_heads
 
 
-class TokenMixer(nn.Module):
+class TokenMixer(KeepsFp32):
     """A layer that moves information along time: x [B,T,hidden] → y [B,T,hidden], causally.
 
     Subclass it, take a `Site` first and named arguments after it, and run `mixers.check_mixer` on the result.
-    Parameters that must not decay are named in `no_weight_decay` (those with fewer than two axes never do). Modules
+    Parameters that must not decay are named in `no_weight_decay` (those with fewer than two axes never do), and those
+    that bf16 is too coarse for in `keep_fp32`. Modules
     that own parameters or computed buffers have `reset_parameters()`, so that a model built on the meta device can be
-    filled.
+    filled. The linear map that the output leaves through is an `OutputProjection`.
     """
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
@@ -91,6 +99,16 @@ class TokenMixer(nn.Module):
     def flops(self, length: int) -> int:
         """Forward FLOPs of one sequence of `length` tokens, as the chunkwise path executes them."""
         raise NotImplementedError
+
+    @property
+    def in_stream(self) -> nn.Parameter:
+        """A parameter on the device and in the dtype of what flows through the layer: one not kept in fp32."""
+        return next(
+            parameter
+            for part in self.modules()
+            for name, parameter in part.named_parameters(recurse=False)
+            if name not in getattr(part, "keep_fp32", ())
+        )
 
     def share(self, below: Sequence["TokenMixer"]) -> None:
         """Adopt modules of the mixers of lower layers; called bottom-up. (Modules: shared Parameters come untied.)"""
@@ -233,7 +251,7 @@ class LinearMixer(TokenMixer):
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LinearState:
-        own = next(self.parameters())
+        own = self.in_stream
         device, dtype = device or own.device, dtype or own.dtype
         matrix_dtype = torch.promote_types(dtype, torch.float32)
         return LinearState(

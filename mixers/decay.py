@@ -1,4 +1,4 @@
-"""Decay: data-dependent as Mamba2 and Gated DeltaNet make it, and constant as TNL and RetNet do."""
+"""Gates: decay, data-dependent as Mamba2 and Gated DeltaNet make it or constant as in TNL and RetNet, and β."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 import kernels
 
+from .precision import KeepsFp32
 
-class Discretisation(nn.Module):
+
+class Discretisation(KeepsFp32):
     """dt = softplus(a + dt_bias) and log_decay = −exp(A_log) · dt, in at least fp32.
 
     A starts uniform in [low, high]; dt starts log-uniform in [1e-3, 0.1] (Mamba2, arXiv 2405.21060).
@@ -20,7 +22,7 @@ class Discretisation(nn.Module):
         high: Largest initial A.
     """
 
-    no_weight_decay = ("A_log", "dt_bias")
+    no_weight_decay = keep_fp32 = ("A_log", "dt_bias")
 
     def __init__(self, size: int, low: float = 0.0, high: float = 16.0):
         super().__init__()
@@ -38,6 +40,33 @@ class Discretisation(nn.Module):
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
         """a [...,size] → log_decay and dt, the same shape."""
         return kernels.discretise(a, self.A_log, self.dt_bias)
+
+
+class Strength(KeepsFp32):
+    """β = σ(b + bias), how much of its old answer the delta rule replaces; up to 2 with `allow_neg_eigval`.
+
+    Args:
+        size: Number of recurrences.
+        bias: Whether there is a bias, which starts at 0.
+        allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
+    """
+
+    keep_fp32 = ("bias",)
+
+    def __init__(self, size: int, *, bias: bool = False, allow_neg_eigval: bool = False):
+        super().__init__()
+        self.bias, self.most = nn.Parameter(torch.empty(size)) if bias else None, 2.0 if allow_neg_eigval else 1.0
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, b: Tensor) -> Tensor:
+        """b [...,size] → β, the same shape, at least fp32."""
+        b = kernels.at_least_fp32(b)
+        beta = (b if self.bias is None else b + self.bias).sigmoid()
+        return beta if self.most == 1 else self.most * beta
 
 
 class ConstantDecay(nn.Module):

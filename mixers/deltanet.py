@@ -1,13 +1,14 @@
 """DeltaNet."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 
 from .base import LinearMixer, Site, Streams
+from .decay import Strength
 from .features import Features
 from .norm import RMSNorm
-from .projection import Projection, split_heads
+from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -26,6 +27,7 @@ class DeltaNet(LinearMixer):
         head_dim: Size K = V of a head; hidden_size / num_heads by default.
         qk: Features of queries and keys.
         v: Features of values.
+        beta_bias: Whether β's projection has a bias.
         allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
         norm_eps: Added inside the root of the output norm.
     """
@@ -40,6 +42,7 @@ class DeltaNet(LinearMixer):
         head_dim: int | None = None,
         qk: Features = Features(4, activation="silu", norm="l2"),
         v: Features = Features(4, activation="silu"),
+        beta_bias: bool = False,
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-5,
     ):
@@ -48,8 +51,8 @@ class DeltaNet(LinearMixer):
         width = num_heads * head_dim
         self.in_proj = Projection(site.hidden_size, {"q": width, "k": width, "v": width, "b": self.gate_heads})
         self.o_norm = RMSNorm(head_dim, eps=norm_eps)
-        self.o_proj = nn.Linear(width, site.hidden_size, bias=False)
-        self.beta_max = 2.0 if allow_neg_eigval else 1.0
+        self.o_proj = OutputProjection(width, site.hidden_size)
+        self.beta = Strength(self.gate_heads, bias=beta_bias, allow_neg_eigval=allow_neg_eigval)
 
     def project(self, x: Tensor) -> Streams:
         q, k, v, b = self.in_proj(x)
@@ -58,7 +61,7 @@ class DeltaNet(LinearMixer):
 
     def gates(self, s: Streams) -> Streams:
         assert s.beta is not None
-        return s.replace(beta=self.beta_max * kernels.at_least_fp32(s.beta).sigmoid())
+        return s.replace(beta=self.beta(s.beta))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o).flatten(2))

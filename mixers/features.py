@@ -12,11 +12,12 @@ from kernels import ACTIVATIONS, NORMS
 from kernels.op import plain
 
 from . import sequence
+from .precision import KeepsFp32
 
 Activation = Literal["identity", "silu", "relu", "elu1"]
 
 
-class FeatureMap(nn.Module):
+class FeatureMap(KeepsFp32):
     """Any map of each head by itself: [B,T,heads,size] → [B,T,heads,out_size]. Subclass it and set `out_size`."""
 
     def __init__(self, heads: int, size: int):
@@ -160,7 +161,7 @@ class LRPE(FeatureMap):
         base: The slowest channel turns by about 1/base² a token.
     """
 
-    no_weight_decay = ("theta",)
+    no_weight_decay = keep_fp32 = ("theta",)
 
     def __init__(self, heads: int, size: int, *, base: float = 10000.0):
         super().__init__(heads, size)

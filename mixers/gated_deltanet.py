@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 
 from .base import LinearMixer, Site, Streams
-from .decay import Discretisation
+from .decay import Discretisation, Strength
 from .features import Features
 from .norm import GatedRMSNorm, Output
-from .projection import Projection, split_heads
+from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -34,6 +34,7 @@ class GatedDeltaNet(LinearMixer):
         v: Features of values.
         decay: What makes the decay of `size` recurrences; null for none (the naive delta rule).
         output: Norm and gate of the output: GatedRMSNorm, NormOnly or GateOnly.
+        beta_bias: Whether β's projection has a bias.
         allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
     """
 
@@ -51,8 +52,11 @@ class GatedDeltaNet(LinearMixer):
         v: Features = Features(4, activation="silu"),
         decay: Callable[[int], Discretisation] | None = Discretisation,
         output: Callable[[int], Output] = GatedRMSNorm,
+        beta_bias: bool = False,
         allow_neg_eigval: bool = False,
     ):
+        if value_dim is not None and head_dim is None:
+            raise kernels.UserError(f"value_dim: {value_dim} is given without head_dim; give both, or neither")
         num_heads, head_dim = site.heads(num_heads, head_dim)
         value_dim = value_dim or head_dim
         super().__init__(
@@ -74,8 +78,8 @@ class GatedDeltaNet(LinearMixer):
         if self.decay is None:
             del widths["a"]
         self.in_proj = Projection(site.hidden_size, widths)
-        self.o_proj = nn.Linear(values, site.hidden_size, bias=False)
-        self.beta_max = 2.0 if allow_neg_eigval else 1.0
+        self.o_proj = OutputProjection(values, site.hidden_size)
+        self.beta = Strength(self.gate_heads, bias=beta_bias, allow_neg_eigval=allow_neg_eigval)
 
     def project(self, x: Tensor) -> Streams:
         parts = dict(zip(self.in_proj.widths, self.in_proj(x), strict=True))
@@ -87,8 +91,7 @@ class GatedDeltaNet(LinearMixer):
     def gates(self, s: Streams) -> Streams:
         assert s.beta is not None
         log_decay = None if self.decay is None or s.log_decay is None else self.decay(s.log_decay)[0]
-        beta = kernels.at_least_fp32(s.beta).sigmoid()
-        return s.replace(log_decay=log_decay, beta=beta if self.beta_max == 1 else self.beta_max * beta)
+        return s.replace(log_decay=log_decay, beta=self.beta(s.beta))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -8,7 +8,7 @@ import kernels
 from .base import LinearMixer, Site, Streams
 from .features import Features
 from .norm import GatedRMSNorm
-from .projection import Projection, split_heads
+from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -61,7 +61,7 @@ class GLA(LinearMixer):
         self.in_proj = Projection(site.hidden_size, widths)
         self.decay_up = nn.Linear(gate_rank, self.gate_heads * self.subhead_size)
         self.o_norm = GatedRMSNorm(value_size, eps=norm_eps)
-        self.o_proj = nn.Linear(values, site.hidden_size, bias=False)
+        self.o_proj = OutputProjection(values, site.hidden_size)
 
     def project(self, x: Tensor) -> Streams:
         q, k, v, g, decay = self.in_proj(x)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 
@@ -13,7 +13,7 @@ from . import sequence
 from .base import Site, TokenMixer, dense_flops
 from .hgrn2 import LowerBounds, adopt_lower_bounds, build_lower_bounds
 from .norm import GatedRMSNorm
-from .projection import Projection
+from .projection import OutputProjection, Projection
 from .registry import register
 
 
@@ -46,7 +46,7 @@ class HGRN1(TokenMixer):
         self.site, width = site, site.hidden_size
         self.in_proj = Projection(width, {"i": width, "f": width, "g": width})
         self.lower_bounds = build_lower_bounds(lower_bounds, site, width)
-        self.g_norm, self.o_proj = GatedRMSNorm(width, eps=norm_eps), nn.Linear(width, width, bias=False)
+        self.g_norm, self.o_proj = GatedRMSNorm(width, eps=norm_eps), OutputProjection(width, width)
 
     def share(self, below: Sequence[TokenMixer]) -> None:
         adopt_lower_bounds(self, below)

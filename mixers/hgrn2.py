@@ -12,11 +12,14 @@ import kernels
 from .base import LinearMixer, Site, Streams, TokenMixer
 from .features import Features
 from .norm import RMSNorm
-from .projection import Projection, split_heads
+from .precision import KeepsFp32
+from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
+HEAD_DIM = 128  # of the paper, at all sizes
 
-class LowerBounds(nn.Module):
+
+class LowerBounds(KeepsFp32):
     """How much each channel remembers at least, rising with the layer: lb_l = Σ_{1 ≤ i ≤ l} softmax(γ)_i, lb_0 = 0.
 
     One matrix γ for all layers of a model (arXiv 2404.07904, and the authors' code, which subtracts the first row).
@@ -26,7 +29,7 @@ class LowerBounds(nn.Module):
         size: Channels.
     """
 
-    no_weight_decay = ("weight",)
+    no_weight_decay = keep_fp32 = ("weight",)
 
     def __init__(self, num_layers: int, size: int):
         super().__init__()
@@ -85,9 +88,12 @@ class HGRN2(LinearMixer):
 
     Args:
         site: Where the layer stands.
-        head_dim: Size K = V of a head; the number of heads is hidden_size / head_dim.
+        head_dim: Size K = V of a head, from which the number of heads follows; by default the paper's 128, or
+            hidden_size / num_heads where 128 does not divide hidden_size.
         lower_bounds: The lower bounds of all layers; null for none, f = σ(W_f x).
         q: Features of queries.
+        k: Features of f, the raw forget gates of which keys are made; recall wants a short convolution.
+        v: Features of i, the values; as of f.
         norm_eps: Added inside the root of the output norm.
     """
 
@@ -100,17 +106,19 @@ class HGRN2(LinearMixer):
         head_dim: int | None = None,
         lower_bounds: Callable[[int, int], LowerBounds] | None = LowerBounds,
         q: Features = Features(activation="silu"),
+        k: Features = Features(),
+        v: Features = Features(),
         norm_eps: float = 1e-5,
     ):
-        head_dim = head_dim or site.heads()[1]
-        if site.hidden_size % head_dim:
-            raise kernels.UserError(f"head_dim: {head_dim} does not divide hidden_size {site.hidden_size}")
-        super().__init__(site, num_heads=site.hidden_size // head_dim, key_size=head_dim, value_size=head_dim, q=q)
         width = site.hidden_size
+        head_dim = head_dim or (site.heads()[1] if width % HEAD_DIM else HEAD_DIM)
+        if width % head_dim:
+            raise kernels.UserError(f"head_dim: {head_dim} does not divide hidden_size {width}")
+        super().__init__(site, num_heads=width // head_dim, key_size=head_dim, value_size=head_dim, q=q, k=k, v=v)
         self.in_proj = Projection(width, {"q": width, "f": width, "i": width})
         channels = self.gate_heads * self.subhead_size
         self.lower_bounds = build_lower_bounds(lower_bounds, site, channels)
-        self.g_norm, self.o_proj = RMSNorm(width, eps=norm_eps), nn.Linear(width, width, bias=False)
+        self.g_norm, self.o_proj = RMSNorm(width, eps=norm_eps), OutputProjection(width, width)
 
     def share(self, below: Sequence[TokenMixer]) -> None:
         adopt_lower_bounds(self, below)

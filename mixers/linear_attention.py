@@ -1,11 +1,11 @@
 """Linear attention."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .base import LinearMixer, Site, Streams
 from .features import Features
 from .norm import RMSNorm
-from .projection import Projection, split_heads
+from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -34,7 +34,7 @@ class LinearAttention(LinearMixer):
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk)
         width = num_heads * head_dim
         self.in_proj = Projection(site.hidden_size, {"q": width, "k": width, "v": width})
-        self.o_norm, self.o_proj = RMSNorm(head_dim, eps=norm_eps), nn.Linear(width, site.hidden_size, bias=False)
+        self.o_norm, self.o_proj = RMSNorm(head_dim, eps=norm_eps), OutputProjection(width, site.hidden_size)
 
     def project(self, x: Tensor) -> Streams:
         q, k, v = (split_heads(stream, self.num_heads) for stream in self.in_proj(x))

@@ -12,7 +12,7 @@ import kernels
 from . import sequence
 from .base import Site, TokenMixer, dense_flops
 from .features import FeaturePath, Features
-from .projection import Projection
+from .projection import OutputProjection, Projection
 from .registry import register
 
 
@@ -21,6 +21,22 @@ class MambaState(NamedTuple):
 
     h: Tensor  # [S,D,N], at least fp32
     histories: tuple[Tensor, ...]  # last conv inputs [S,W−1,D]
+
+
+class StepProjection(nn.Linear):
+    """dt [...,rank] → [...,width], which starts in U(±rank^-½) whatever else a model starts in, as published.
+
+    Args:
+        rank: Size of the bottleneck.
+        width: Channels.
+    """
+
+    def __init__(self, rank: int, width: int):
+        super().__init__(rank, width, bias=False)
+
+    def reset_parameters(self) -> None:
+        bound = self.in_features**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
 
 
 @register(
@@ -39,6 +55,7 @@ class Mamba1(TokenMixer):
     """
 
     no_weight_decay = ("A_log", "D")
+    keep_fp32 = ("A_log", "D", "dt_bias")
     sequence_parallel = True
 
     def __init__(self, site: Site, *, expand: int = 2, state_dim: int = 16, conv: int = 4, dt_rank: int | None = None):
@@ -48,10 +65,10 @@ class Mamba1(TokenMixer):
         self.in_proj = Projection(site.hidden_size, {"x": self.width, "z": self.width})
         self.x_features = FeaturePath(Features(conv, bias=True, activation="silu"), self.width, 1)
         self.x_proj = Projection(self.width, {"dt": rank, "B": state_dim, "C": state_dim})
-        self.dt_proj, self.dt_bias = nn.Linear(rank, self.width, bias=False), nn.Parameter(torch.empty(self.width))
+        self.dt_proj, self.dt_bias = StepProjection(rank, self.width), nn.Parameter(torch.empty(self.width))
         self.A_log = nn.Parameter(torch.empty(self.width, state_dim))
         self.D = nn.Parameter(torch.empty(self.width))
-        self.out_proj = nn.Linear(self.width, site.hidden_size, bias=False)
+        self.out_proj = OutputProjection(self.width, site.hidden_size)
         self.reset_parameters()
 
     @torch.no_grad()

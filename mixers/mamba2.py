@@ -9,7 +9,7 @@ from .base import LinearMixer, Site, Streams
 from .decay import Discretisation
 from .features import Features
 from .norm import GatedRMSNorm
-from .projection import Projection, split_heads
+from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -34,6 +34,7 @@ class Mamba2(LinearMixer):
         norm_eps: Added inside the root of the output norm.
     """
 
+    keep_fp32 = ("D",)
     scale = 1.0
 
     def __init__(
@@ -69,7 +70,7 @@ class Mamba2(LinearMixer):
         )
         self.decay, self.D = Discretisation(self.gate_heads, 1, 16), nn.Parameter(torch.empty(self.num_heads))
         self.norm = GatedRMSNorm(width, eps=norm_eps, gate_first=True, groups=num_groups)
-        self.out_proj = nn.Linear(width, site.hidden_size, bias=False)
+        self.out_proj = OutputProjection(width, site.hidden_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

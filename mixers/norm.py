@@ -8,14 +8,18 @@ from torch import Tensor, nn
 
 import kernels
 
+from .precision import KeepsFp32
 
-class RMSNorm(nn.Module):
+
+class RMSNorm(KeepsFp32):
     """x / √(mean x² + eps) · weight over the last axis.
 
     Args:
         size: Size of the last axis.
         eps: Added inside the root.
     """
+
+    keep_fp32 = ("weight",)
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__()
@@ -44,7 +48,7 @@ class ResidualNorm(RMSNorm):
         return kernels.add_rms_norm(x, y, self.weight, self.eps)
 
 
-class Output(nn.Module):
+class Output(KeepsFp32):
     """What stands between the recurrence and the output projection: o [...,size], gate [...,size] → [...,size].
 
     Subclass it for your own; `gated` says whether the mixer must project a gate.
@@ -65,6 +69,8 @@ class GatedRMSNorm(Output):
         gate_first: Whether the gate enters before the norm (Mamba2).
         groups: The last axis is normalised in this many parts.
     """
+
+    keep_fp32 = ("weight",)
 
     def __init__(self, size: int, eps: float = 1e-5, *, gate_first: bool = False, groups: int = 1):
         super().__init__()

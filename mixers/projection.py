@@ -50,6 +50,18 @@ def _join(module: Projection, state: dict[str, Any], prefix: str, *_: object) ->
         state[prefix + "weight"] = torch.cat([state.pop(name) for name in names])
 
 
+class OutputProjection(nn.Linear):
+    """A linear map without bias whose result is added to the residual stream; see `scale_output_projections`.
+
+    Args:
+        inputs: Size of the input.
+        outputs: Size of the output.
+    """
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B,T,heads·size] → [B,T,heads,size]."""
     return x.unflatten(-1, (heads, -1))

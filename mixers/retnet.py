@@ -2,13 +2,13 @@
 
 import math
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .base import LinearMixer, Site, Streams
 from .decay import ConstantDecay
 from .features import Features, Rotary
 from .norm import GatedRMSNorm
-from .projection import Projection, split_heads
+from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -45,7 +45,7 @@ class RetNet(LinearMixer):
         keys, values = num_heads * head_dim, num_heads * value_dim
         self.in_proj = Projection(site.hidden_size, {"q": keys, "k": keys, "v": values, "g": values})
         self.o_norm = GatedRMSNorm(value_dim, eps=norm_eps)
-        self.o_proj = nn.Linear(values, site.hidden_size, bias=False)
+        self.o_proj = OutputProjection(values, site.hidden_size)
 
     def project(self, x: Tensor) -> Streams:
         q, k, v, g = (split_heads(stream, self.num_heads) for stream in self.in_proj(x))

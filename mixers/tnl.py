@@ -9,7 +9,7 @@ import kernels
 from .base import LinearMixer, Site, Streams
 from .decay import ConstantDecay, alibi_slopes
 from .features import Features
-from .projection import Projection, split_heads
+from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -22,7 +22,7 @@ class LowRankGated(LinearMixer):
         self.norm_eps, width = norm_eps, site.hidden_size
         self.in_proj = Projection(width, {"q": width, "k": width, "v": width, "g": head_dim})
         self.g_up = nn.Linear(head_dim, width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = OutputProjection(width, width)
 
     def project(self, x: Tensor) -> Streams:
         q, k, v, g = self.in_proj(x)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import zoo
+from kernels import UserError
 from mixers import Expanded, LinearMixer
 from zoo import config as configs
 
@@ -68,7 +69,10 @@ def bases_of(overlay: str) -> list[str]:
         return ["paper000/gated_deltanet.yaml"]
     if folder == "paper000":
         return ["paper000/gla.yaml", "paper000/gated_deltanet.yaml"]
-    return ["transformer.yaml" if "transformer" in overlay else "gdn_h2.yaml"]
+    if folder == "size":
+        kind = name.rpartition("-")[0]
+        return [{"": "gdn_h2", "h1": "gdn_h1", "mamba": "mamba2"}.get(kind, kind) + ".yaml"]
+    return ["gdn_h2.yaml"]
 
 
 def sizes_of(name: str) -> list[str]:
@@ -140,12 +144,66 @@ def test_a_config_of_a_paper_builds_at_its_sizes(name: str, size: str):
     assert model.num_parameters() > 5e7
 
 
+FAMILIES = {
+    "": ("gated_deltanet.yaml", "gdn_h2.yaml", "samba.yaml"),
+    "h1-": ("gdn_h1.yaml",),
+    "retnet-": ("retnet.yaml",),
+    "mamba-": ("mamba1.yaml", "mamba2.yaml"),
+}
+
+
+def family(name: str) -> str:
+    """Which of the size overlays fit a general config: the beginning of their names."""
+    return next((kind for kind, names in FAMILIES.items() if name in names), "transformer-")
+
+
 @pytest.mark.parametrize("name", GENERAL)
-def test_a_config_builds_at_400m(name: str):
-    model = zoo.build(name, "size/400m.yaml", device="meta")
-    assert (model.num_layers, model.hidden_size, model.vocab_size) == (24, 1024, 32_000)
-    assert 2e8 < model.num_parameters() < 6e8
+@pytest.mark.parametrize(("size", "width", "nominal"), [("400m", 1024, 4e8), ("1.5b", 2048, 1.5e9)])
+def test_a_size_is_what_it_says(name: str, size: str, width: int, nominal: float, caplog: pytest.LogCaptureFixture):
+    overlay = f"size/{family(name)}{size}.yaml"
+    model = zoo.build(name, overlay, device="meta")
+    assert model.num_parameters() == pytest.approx(nominal, rel=0.03)
+    assert (model.hidden_size, model.vocab_size) == (width, 32_000)
     assert model.flops(4096) > 4096 * model.num_parameters()
+    assert "nominal_size" not in caplog.text
+    assert overlay in "\n".join(header(name)), "a config names its sizes"
+
+
+@pytest.mark.parametrize("name", ["mamba1.yaml", "mamba2.yaml", "retnet.yaml", "transformer.yaml"])
+def test_a_size_that_does_not_fit_says_so(name: str, caplog: pytest.LogCaptureFixture):
+    model = zoo.build(name, "size/400m.yaml", device="meta")
+    size = model.num_parameters() / 1e6
+    assert f"model.nominal_size is 400.0M parameters, but this model has {size:.1f}M" in caplog.text
+
+
+HEADS = [f"ablate/heads_{count}.yaml" for count in (1, 2, 4, 8, 16)]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_other_numbers_of_heads_are_of_equal_size_or_refused(name: str):
+    size = (sizes_of(name) or [f"size/{family(name)}400m.yaml"])[0]
+    base = [name, size, "model.vocab_size=1024", "model.num_layers=3"]
+    expected, built = zoo.build(*base, device="meta").num_parameters(), []
+    for overlay in HEADS:
+        try:
+            model = zoo.build(*base, overlay, device="meta")
+        except UserError:
+            continue
+        built.append(overlay)
+        assert {mixer.num_heads for mixer in model.mixers} == {CONTENTS[overlay]["model"]["num_heads"]}
+        assert model.num_parameters() == pytest.approx(expected, rel=0.01)
+    assert built == HEADS or name not in ("gated_deltanet.yaml", "deltanet.yaml", "retnet.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("mamba2.yaml", "num_heads"), ("hgrn2.yaml", "num_heads"), ("tnl.yaml", "head_dim"), ("gdn_h2.yaml", "mixer")],
+)
+def test_heads_that_a_mixer_does_not_choose_are_refused_in_one_sentence(name: str, expected: str, command: Command):
+    done = command("fit", "--config", name, "--config", "ablate/heads_8.yaml", "--print_config")
+    assert done.code == 2
+    assert expected in done.err
+    assert len(done.err.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", WHOLE)

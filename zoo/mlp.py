@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 import kernels
-from mixers import Projection
+from mixers import OutputProjection, Projection
 
 
 class ChannelMixer(nn.Module):
@@ -31,7 +31,7 @@ class GLU(ChannelMixer):
         super().__init__()
         size = intermediate_size or 256 * math.ceil(hidden_size * 8 / 3 / 256)
         self.in_proj = Projection(hidden_size, {"gate": size, "up": size})
-        self.down_proj = nn.Linear(size, hidden_size, bias=False)
+        self.down_proj = OutputProjection(size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.gated_linear(self.in_proj.together(x), self.down_proj.weight, activation=self.activation)

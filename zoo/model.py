@@ -1,19 +1,26 @@
 """The language model around the mixers: tokens → logits. Plain PyTorch, and it never asks which mixer it holds."""
 
 import itertools
+import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import UserError, linear_cross_entropy, recomputing
-from mixers import ResidualNorm, Site, TokenMixer
+from mixers import OutputProjection, ResidualNorm, Site, TokenMixer
 
 from .mlp import ChannelMixer, SwiGLU
 from .stack import Stack
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 0.03  # of a nominal size
+LinearInitializer = Literal["normal", "uniform"]
 
 
 class Block(nn.Module):
@@ -61,6 +68,13 @@ class LanguageModel(nn.Module):
         tie_embeddings: Whether the head reuses the embedding matrix.
         norm_eps: Added inside the root of the norms.
         initializer_range: Standard deviation of all linear and embedding weights at the start.
+        linear_initializer: Of linear weights: `normal`, as above, or `uniform`, PyTorch's own, U(±inputs^-½).
+        scale_output_projections: Whether the weights whose result is added to the residual stream, those of every
+            `OutputProjection`, start smaller by the root of how many there are, one or two a block.
+        nominal_size: How many parameters this model is meant to have; a line is logged if it has 3 % more or less.
+
+    Raises:
+        UserError: A size is below 1, or a layer has no output projection to scale.
     """
 
     def __init__(
@@ -76,6 +90,9 @@ class LanguageModel(nn.Module):
         tie_embeddings: bool = False,
         norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
+        linear_initializer: LinearInitializer = "normal",
+        scale_output_projections: bool = False,
+        nominal_size: float | None = None,
     ):
         super().__init__()
         if vocab_size is None:
@@ -85,7 +102,10 @@ class LanguageModel(nn.Module):
             if size < 1:
                 raise UserError(f"{name}: {size} must be at least 1")
         self.vocab_size, self.hidden_size, self.num_layers = vocab_size, hidden_size, num_layers
-        self.initializer_range = initializer_range
+        self.initializer_range, self.linear_initializer = initializer_range, linear_initializer
+        self.scale_output_projections = scale_output_projections
+        if linear_initializer not in get_args(LinearInitializer):
+            raise UserError(f"linear_initializer: {linear_initializer!r} is not one of normal, uniform")
         self.embeddings = nn.Embedding(vocab_size, hidden_size)
         self.position = None if position is None else position(Site(hidden_size, num_heads, 0, num_layers))
         self.layers = nn.ModuleList()
@@ -98,24 +118,60 @@ class LanguageModel(nn.Module):
         for layer, mixer in enumerate(self.mixers):
             mixer.share(self.mixers[:layer])
         self.reset_parameters()
+        size = self.num_parameters()
+        if nominal_size is not None and abs(size / nominal_size - 1) > TOLERANCE:
+            log.warning(
+                "model.nominal_size is %.1fM parameters, but this model has %.1fM", nominal_size / 1e6, size / 1e6
+            )
 
     @property
     def mixers(self) -> list[TokenMixer]:
         """The token mixers, bottom-up."""
         return [block.mixer for block in self.layers]  # type: ignore[misc]
 
-    def reset_parameters(self) -> None:
-        """Fill all parameters anew: N(0, initializer_range) for linear and embedding weights, zero for their biases.
+    @property
+    def mlps(self) -> list[ChannelMixer]:
+        """The channel mixers, bottom-up."""
+        return [block.mlp for block in self.layers if block.mlp is not None]  # type: ignore[misc]
 
-        Every other module does what its own `reset_parameters` says.
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill all parameters anew: linear and embedding weights as the arguments say, with biases of zero.
+
+        Every other module, and a linear map that has a `reset_parameters` of its own, does what that says.
         """
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=self.initializer_range)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif module is not self and callable(reset := getattr(module, "reset_parameters", None)):
+            reset = getattr(module, "reset_parameters", None)
+            if getattr(reset, "__func__", None) in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
+                self._initialise(module)  # type: ignore[arg-type]
+            elif module is not self and callable(reset):
                 reset()
+        if self.scale_output_projections:
+            projections = self._output_projections()
+            for projection in projections:
+                projection.weight.div_(math.sqrt(len(projections)))
+
+    def _initialise(self, module: nn.Linear | nn.Embedding) -> None:
+        if isinstance(module, nn.Linear) and self.linear_initializer == "uniform":
+            nn.init.uniform_(module.weight, -(module.in_features**-0.5), module.in_features**-0.5)
+        else:
+            nn.init.normal_(module.weight, std=self.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def _output_projections(self) -> list[OutputProjection]:
+        """Of all blocks; of each layer in them there is one.
+
+        Raises:
+            UserError: A layer does not say which of its maps it is.
+        """
+        found = []
+        for layer in (*self.mixers, *self.mlps):
+            own = [part for part in layer.modules() if isinstance(part, OutputProjection)]
+            if not own:
+                raise UserError(f"scale_output_projections: {type(layer).__name__} has no OutputProjection to scale")
+            found += own
+        return found
 
     def forward(
         self,
@@ -176,10 +232,9 @@ class LanguageModel(nn.Module):
 
     def flops(self, length: int) -> int:
         """Forward FLOPs of one sequence of `length` tokens; products only, the embedding look-up is free."""
-        mlps = sum(block.mlp.flops(length) for block in self.layers if block.mlp is not None)  # type: ignore
         return (
             sum(mixer.flops(length) for mixer in self._stateful)
-            + mlps
+            + sum(mlp.flops(length) for mlp in self.mlps)
             + 2 * length * self.hidden_size * self.vocab_size
         )
 

@@ -14,6 +14,7 @@ from kernels.errors import UserError
 log = logging.getLogger(__name__)
 
 Schedule = Literal["cosine", "constant", "wsd"]
+DEFAULT_WARMUP = 100  # steps
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Optimisation:
         eps: Added to AdamW's denominator.
         schedule: After the warm-up: `cosine` falls to the end, `constant` stays, `wsd` (warm-up, stable, decay)
             stays and then falls linearly over the last `decay_fraction` of the steps.
-        warmup_steps: Steps over which the learning rate rises linearly from 0.
+        warmup_steps: Steps over which the learning rate rises linearly from 0; 100 unless `warmup_fraction` is given.
+        warmup_fraction: The same as a part of all steps, below 1, in place of `warmup_steps`.
         decay_fraction: The part of all steps over which `wsd` decays, between 0 and 1.
         min_learning_rate_ratio: Where `cosine` and `wsd` end, as a fraction of `learning_rate`.
         gradient_clip: The largest allowed norm of all gradients together; null does not clip.
@@ -41,7 +43,8 @@ class Optimisation:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     schedule: Schedule = "cosine"
-    warmup_steps: int = 100
+    warmup_steps: int | None = None
+    warmup_fraction: float | None = None
     decay_fraction: float = 0.2
     min_learning_rate_ratio: float = 0.1
     gradient_clip: float | None = 1.0
@@ -56,7 +59,8 @@ class Optimisation:
             "betas": (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two numbers from 0 to below 1"),
             "eps": (self.eps > 0, "above 0"),
             "schedule": (self.schedule in get_args(Schedule), "one of " + ", ".join(get_args(Schedule))),
-            "warmup_steps": (self.warmup_steps >= 0, "0 or more"),
+            "warmup_steps": (self.warmup_steps is None or self.warmup_steps >= 0, "0 or more"),
+            "warmup_fraction": (self.warmup_fraction is None or 0 <= self.warmup_fraction < 1, "from 0 to below 1"),
             "decay_fraction": (0 < self.decay_fraction <= 1, "above 0 and at most 1"),
             "min_learning_rate_ratio": (0 <= self.min_learning_rate_ratio <= 1, "between 0 and 1"),
             "gradient_clip": (self.gradient_clip is None or self.gradient_clip > 0, "above 0, or null"),
@@ -65,25 +69,37 @@ class Optimisation:
             if not holds:
                 raise UserError(f"optim.{field} is {getattr(self, field)}, but must be {allowed}.")
 
+        if self.warmup_steps is not None and self.warmup_fraction is not None:
+            raise UserError(
+                f"optim.warmup_fraction is {self.warmup_fraction} and optim.warmup_steps {self.warmup_steps}, "
+                "but only one of them can be given; the other is null."
+            )
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of the warm-up in a run of `total_steps`."""
+        if self.warmup_fraction is not None:
+            return round(self.warmup_fraction * total_steps)
+        return DEFAULT_WARMUP if self.warmup_steps is None else self.warmup_steps
+
     def factor(self, step: int, total_steps: int) -> float:
         """What the learning rate is multiplied with.
 
         Args:
             step: Optimiser steps that are already done.
-            total_steps: Optimiser steps of the whole run; `constant` does not look at it.
+            total_steps: Optimiser steps of the whole run; `constant` after `warmup_steps` does not look at it.
 
         Returns:
             A number between 0 and 1.
         """
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
+        start = self.warmup(total_steps)
+        if step < start:
+            return (step + 1) / start
         if self.schedule == "constant":
             return 1.0
         if self.schedule == "cosine":
-            start = self.warmup_steps
             shape = 0.5 * (1 + math.cos(math.pi * _progress(step, start, total_steps)))
         else:
-            start = max(self.warmup_steps, round(total_steps * (1 - self.decay_fraction)))
+            start = max(start, round(total_steps * (1 - self.decay_fraction)))
             shape = 1 - _progress(step, start, total_steps)
         return self.min_learning_rate_ratio + (1 - self.min_learning_rate_ratio) * shape
 
@@ -144,6 +160,11 @@ def build_schedule(optimizer: torch.optim.Optimizer, optim: Optimisation, max_st
             f"optim.schedule is {optim.schedule}, which needs the length of the run: "
             "set trainer.max_steps, or optim.schedule to constant."
         )
-    if 0 <= max_steps < optim.warmup_steps:
-        log.warning("the run ends within its warm-up (%d of %d steps)", max_steps, optim.warmup_steps)
+    if max_steps < 0 and optim.warmup_fraction is not None:
+        raise UserError(
+            f"optim.warmup_fraction is {optim.warmup_fraction} of a run whose length is not known: "
+            "set trainer.max_steps, or optim.warmup_steps instead."
+        )
+    if 0 <= max_steps < optim.warmup(max_steps):
+        log.warning("the run ends within its warm-up (%d of %d steps)", max_steps, optim.warmup(max_steps))
     return LambdaLR(optimizer, lambda step: optim.factor(step, max_steps))

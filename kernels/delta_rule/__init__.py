@@ -16,6 +16,7 @@ def triton(a: Recurrences) -> tuple[Tensor, Tensor]:
 
 IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": reference.forward}
 LARGEST = 256  # the kernels hold K by a block of V in registers
+LIMITS = f"which takes keys and values of at most {LARGEST} channels"
 
 
 def delta_rule(
@@ -62,11 +63,8 @@ def delta_rule(
     a = check(*given, per_channel=False, consume_state=consume_state)
     if a.beta is None:
         raise ValueError("beta: the delta rule needs it")
-    if max(q.shape[3], v.shape[3]) <= LARGEST:
-        run = choose("delta_rule", IMPLEMENTATIONS, v)
-    else:
-        fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
-        run = choose(f"delta_rule with keys or values longer than {LARGEST}", fitting, v)
+    fits = max(q.shape[3], v.shape[3]) <= LARGEST
+    run = choose("delta_rule", IMPLEMENTATIONS, v, None if fits else LIMITS)
     if run is chunk.forward and v.shape[1] == 1 and cu_seqlens is None:
         run = step.forward
     o, state = run(a)

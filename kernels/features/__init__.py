@@ -21,6 +21,7 @@ def triton(stream: Stream) -> tuple[Tensor, Tensor | None]:
 
 IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": reference.forward}
 LARGEST, MOST_TAPS = 256, 8  # the kernels hold heads, and their last inputs, in the registers of one warp
+LIMITS = f"which takes at most {MOST_TAPS} taps, and norms of heads of at most {LARGEST} channels"
 
 
 def features(
@@ -55,8 +56,5 @@ def features(
         ValueError: An argument does not fit the others; the message starts with its name.
     """
     stream = check(x, weight, bias, activation, norm, history, return_history, cu_seqlens)
-    if stream.taps <= MOST_TAPS and (norm == "none" or x.shape[3] <= LARGEST):
-        return choose("features", IMPLEMENTATIONS, x)(stream)
-    fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
-    what = f"features of more than {MOST_TAPS} taps or with norms of heads larger than {LARGEST}"
-    return choose(what, fitting, x)(stream)
+    fits = stream.taps <= MOST_TAPS and (norm == "none" or x.shape[3] <= LARGEST)
+    return choose("features", IMPLEMENTATIONS, x, None if fits else LIMITS)(stream)

@@ -52,9 +52,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_in
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"weight: is {weight.dtype}, but x is {x.dtype}")
     kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    if kind != torch.float16:
-        run = choose("linear_cross_entropy", IMPLEMENTATIONS, x)
-    else:  # it has not the range for the probabilities of rare tokens, unless a scaled loss lifts them
-        fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
-        run = choose("linear_cross_entropy in fp16", fitting, x)
+    # fp16 has not the range for the probabilities of rare tokens, unless a scaled loss lifts them
+    limits = "which does not take fp16" if kind == torch.float16 else None
+    run = choose("linear_cross_entropy", IMPLEMENTATIONS, x, limits)
     return run(x, weight, labels, ignore_index)

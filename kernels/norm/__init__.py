@@ -44,6 +44,7 @@ def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tens
 
 ADDING = {"triton": added, "torch": separately, "reference": separately}
 LARGEST = 8192  # the kernels hold whole rows in registers
+LIMITS = f"which takes rows of at most {LARGEST}"
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -111,11 +112,7 @@ def gated_rms_norm(
 
 def _run(op: str, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
     _check(x, weight)
-    if x.shape[-1] <= LARGEST:
-        run = choose(op, IMPLEMENTATIONS, x)
-    else:
-        fitting = {name: found for name, found in IMPLEMENTATIONS.items() if name != "triton"}
-        run = choose(f"{op} of rows longer than {LARGEST}", fitting, x)
+    run = choose(op, IMPLEMENTATIONS, x, None if x.shape[-1] <= LARGEST else LIMITS)
     given = (x, gate, weight, eps, gate_first, _dtype(x))
     return remake(run(*given), run, *given)
 

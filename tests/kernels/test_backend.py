@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernels
 
@@ -102,3 +103,53 @@ except kernels.UserError as error:
     environment = {**os.environ, "ZOO_BACKEND": value, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
     assert said in done.stdout, done.stderr
+
+
+WIDE = 257  # channels: one more than the kernels hold
+FALLING_BACK: dict[str, Callable[[], object]] = {
+    "delta_rule of [1, 4, 2, 257]": lambda: kernels.delta_rule(*3 * [torch.empty(1, 4, 2, WIDE)], torch.empty(1, 4, 2)),
+    "features of [1, 4, 2, 257]": lambda: kernels.features(torch.empty(1, 4, 2, WIDE), norm="l2"),
+    "rms_norm of [3, 8193]": lambda: kernels.rms_norm(torch.empty(3, 8193)),
+    "linear_recurrence of [1, 4, 2, 8]": lambda: kernels.linear_recurrence(
+        *3 * [torch.empty(1, 4, 2, 8, dtype=torch.float64)]
+    ),
+}
+
+
+def fall_back(said: str, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        FALLING_BACK[said]()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kernels.backend"]
+    assert line.startswith(f"{said} runs in PyTorch, not on 'triton', which ")
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said() -> None:
+    """What was said in earlier tests is said again."""
+    sys.modules["kernels.backend"]._say.cache_clear()
+
+
+@pytest.mark.parametrize("said", FALLING_BACK)
+def test_a_fallback_on_a_gpu_is_said_once_for_each_shape(
+    said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """On a GPU that is made up: the ops find tensors there, and compute nothing."""
+    for op in ("delta_rule", "linear_recurrence"):  # which would ask for memory there
+        monkeypatch.setitem(sys.modules[f"kernels.{op}"].IMPLEMENTATIONS, "torch", lambda a: (a.v, a.v))
+    with FakeTensorMode(), torch.device("cuda"):
+        fall_back(said, caplog)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("said", FALLING_BACK)
+def test_a_fallback_on_a_real_gpu_is_said_too(said: str, caplog: pytest.LogCaptureFixture):
+    with torch.device("cuda"):
+        fall_back(said, caplog)
+
+
+def test_nothing_is_said_where_nothing_falls_back(caplog: pytest.LogCaptureFixture):
+    wide = torch.randn(1, 4, 2, WIDE)
+    kernels.delta_rule(wide, wide, wide, torch.ones(1, 4, 2))
+    with FakeTensorMode(), torch.device("cuda"), kernels.backend("torch"):
+        kernels.rms_norm(torch.empty(5, 8193))
+    assert not [record for record in caplog.records if record.name == "kernels.backend"]

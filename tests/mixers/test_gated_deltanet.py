@@ -51,6 +51,20 @@ def test_gates(allow_neg_eigval: bool):
     torch.testing.assert_close(s.log_decay, expected)
 
 
+@pytest.mark.parametrize("mixer", [GatedDeltaNet, mixers.DeltaNet])
+def test_a_bias_of_beta(mixer):
+    plain, biased = mixer(SITE), mixer(SITE, beta_bias=True)
+    assert sum(p.numel() for p in biased.parameters()) - sum(p.numel() for p in plain.parameters()) == 4
+    raw = torch.zeros(1, 3, 4)
+    streams = Streams(raw, raw, raw, raw, raw)
+    assert biased.gates(streams).beta.eq(0.5).all()
+    with torch.no_grad():
+        biased.beta.bias.copy_(torch.tensor([-50.0, 0.0, 1.0, 50.0]))
+    torch.testing.assert_close(biased.gates(streams).beta, torch.tensor([0, 0.5, 0.7310586, 1]).expand(1, 3, 4))
+    biased(torch.randn(1, 5, 64))[0].sum().backward()
+    assert biased.beta.bias.grad.abs().max() > 0
+
+
 def test_gates_are_made_in_fp32():
     # exp(A_log)·softplus of bf16 parameters: three digits of a decay that is raised to the length of the sequence
     mixer = GatedDeltaNet(SITE).bfloat16()
@@ -77,11 +91,16 @@ def test_queries_and_keys_have_length_one():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field"),
-    [({"num_heads": 5}, "num_heads"), ({"num_key_heads": 3}, "num_key_heads")],
+    ("arguments", "said"),
+    [
+        ({"num_heads": 5}, "num_heads: 5 does not divide"),
+        ({"num_key_heads": 3}, "num_key_heads"),
+        ({"head_dim": 32}, "num_heads: the model's 4 heads of head_dim 32 are wider than hidden_size 64"),
+        ({"value_dim": 32}, "value_dim: 32 is given without head_dim"),
+    ],
 )
-def test_heads_that_do_not_divide(arguments: dict, field: str):
-    with pytest.raises(mixers.UserError, match=rf"^{field}: "):
+def test_heads_that_do_not_fit(arguments: dict, said: str):
+    with pytest.raises(mixers.UserError, match=f"^{said}"):
         GatedDeltaNet(SITE, **arguments)
 
 

@@ -181,6 +181,22 @@ def test_without_bounds_the_gate_is_a_sigmoid():
 def test_sizes():
     assert HGRN2(Site(256, 2)).key_size == 128  # the model's heads
     assert HGRN2(Site(256, 4), head_dim=32).num_heads == 8
+    assert HGRN2(Site(2048, 8)).num_heads == 16  # of the paper's 128, whatever the model has
+    assert HGRN2(Site(192, 3)).num_heads == 3
     assert HGRN1(Site(256, 4)).state_size() == 256
     with pytest.raises(mixers.UserError, match=r"^head_dim: "):
         HGRN2(Site(256, 4), head_dim=48)
+
+
+def test_forget_gates_and_values_can_have_convolutions():
+    conv = mixers.Features(4, activation="silu")
+    assert mixers.check_mixer(partial(HGRN2, head_dim=16, k=mixers.Features(4), v=conv), expanded=False)
+    plain, both = HGRN2(Site(64, 4)), HGRN2(Site(64, 4), k=mixers.Features(4), v=conv)
+    assert sum(p.numel() for p in both.parameters()) - sum(p.numel() for p in plain.parameters()) == 2 * 4 * 64
+    with torch.no_grad():  # all that passes is the last token but one
+        for features in (both.k_features, both.v_features):
+            features.weight.zero_()[:, 0, -2] = 1
+    x = torch.randn(1, 6, 64)
+    state = both(x, both.init_state(1))[1].matrix
+    x[:, -1] = 0  # which therefore does not matter
+    torch.testing.assert_close(both(x, both.init_state(1))[1].matrix, state)

@@ -206,7 +206,7 @@ def test_gated_deltanet(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, length:
     )
     layer = shaken(theirs.Qwen3NextGatedDeltaNet(config, 0))
     layer.chunk_gated_delta_rule = plain  # where earlier versions look for it
-    ours = GatedDeltaNet(Site(32, H), head_dim=K, value_dim=V, num_key_heads=key_heads)
+    ours = GatedDeltaNet(Site(32, H), num_heads=H, head_dim=K, value_dim=V, num_key_heads=key_heads)
 
     # theirs lays the projections out by key head: its q, its k, then v and z of all its value heads; and so b and a
     repeats = H // key_heads
@@ -256,9 +256,9 @@ def test_attention(oracle: Oracle, length: int, window: int | None, kv_heads: in
     )
     layer, rotary = shaken(theirs.LlamaAttention(config, 0)), theirs.LlamaRotaryEmbedding(config)
     if window is None:
-        ours = SoftmaxAttention(Site(32, 4), num_kv_heads=kv_heads, head_dim=16)
+        ours = SoftmaxAttention(Site(32, 4), num_heads=4, num_kv_heads=kv_heads, head_dim=16)
     else:
-        ours = SlidingWindowAttention(Site(32, 4), window_size=window, num_kv_heads=kv_heads, head_dim=16)
+        ours = SlidingWindowAttention(Site(32, 4), window_size=window, num_heads=4, num_kv_heads=kv_heads, head_dim=16)
     state = {f"in_proj.{n}.weight": getattr(layer, f"{n}_proj").weight for n in "qkv"}
     ours.load_state_dict(state | {"o_proj.weight": layer.o_proj.weight})
 

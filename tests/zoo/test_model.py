@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import mixers
 import zoo
 from kernels import UserError
 from mixers import GatedDeltaNet, Site, TokenMixer
@@ -150,6 +151,44 @@ def test_initialisation(std: float):
         assert abs(module.weight.mean().item()) < 4 * std / math.sqrt(module.weight.numel())
     biased = zoo.LanguageModel(Uniform(Sharing), 7, 8, 1, 1)
     assert biased.mixers[0].proj.bias.eq(0).all()
+
+
+def test_pytorchs_own_initialisation_of_linear_maps():
+    model = build("model.hidden_size=128", "model.vocab_size=512", "model.linear_initializer=uniform")
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            bound = module.in_features**-0.5
+            assert 0.9 * bound < module.weight.abs().max() <= bound, module
+    assert model.embeddings.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    with pytest.raises(UserError, match=r"^linear_initializer: 'kaiming' is not one of normal, uniform"):
+        zoo.LanguageModel(Uniform(Sharing), 7, 8, 1, 1, linear_initializer="kaiming")
+
+
+def test_output_projections_start_smaller_where_they_are_many():
+    small = build("model.hidden_size=128", "model.scale_output_projections=true")
+    outputs = [module for module in small.modules() if isinstance(module, mixers.OutputProjection)]
+    assert len(outputs) == 2 * small.num_layers
+    for module in small.modules():
+        if isinstance(module, nn.Linear):
+            scale = (2 * small.num_layers) ** -0.5 if module in outputs else 1.0
+            assert module.weight.std().item() == pytest.approx(0.02 * scale, rel=0.1), module
+    with pytest.raises(UserError, match=r"^scale_output_projections: Sharing has no OutputProjection"):
+        zoo.LanguageModel(Uniform(Sharing), 7, 8, 1, 1, scale_output_projections=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_mambas_steps_start_as_published(device: str):
+    with torch.device(device):
+        model = zoo.LanguageModel(Uniform(mixers.Mamba1), 7, 512, 1, 1)
+    if device == "meta":
+        model = model.to_empty(device="cpu")
+        model.reset_parameters()
+    (mixer,) = model.mixers
+    weight = mixer.dt_proj.weight  # U(±rank^-½), whose standard deviation is (3·rank)^-½
+    assert weight.shape == (1024, 32)
+    assert weight.std().item() == pytest.approx(96**-0.5, rel=0.02)
+    assert weight.abs().max() <= 32**-0.5
+    assert mixer.x_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
 def test_the_seed_makes_the_parameters():

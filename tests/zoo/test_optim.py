@@ -87,6 +87,7 @@ def test_frozen_parameters_are_left_out():
         ("betas", (0.9, 1.0)),
         ("schedule", "linear"),
         ("warmup_steps", -1),
+        ("warmup_fraction", 1.0),
         ("decay_fraction", 0.0),
         ("min_learning_rate_ratio", 2.0),
         ("gradient_clip", 0.0),
@@ -105,6 +106,20 @@ def test_a_schedule_without_a_length(tmp_path):
 def test_a_warmup_longer_than_the_run(tmp_path, caplog):
     trainer(tmp_path).fit(pretraining(warmup_steps=50), ResumableLoader(40), validation_loader())
     assert "the run ends within its warm-up (12 of 50 steps)" in caplog.text
+
+
+def test_a_warmup_as_a_part_of_the_run():
+    parts, steps = Optimisation(warmup_fraction=0.01), Optimisation(warmup_steps=30)
+    assert factors(parts, 3000) == factors(steps, 3000)
+    assert factors(parts, 3000) != factors(Optimisation(), 3000) == factors(Optimisation(warmup_steps=100), 3000)
+    with pytest.raises(UserError, match=r"optim\.warmup_fraction is 0\.1 and optim\.warmup_steps 5, but only one"):
+        Optimisation(warmup_steps=5, warmup_fraction=0.1)
+
+
+def test_a_part_of_a_run_without_a_length(tmp_path):
+    learner = pretraining(schedule="constant", warmup_steps=None, warmup_fraction=0.1)
+    with pytest.raises(UserError, match=r"optim\.warmup_fraction is 0\.1 of a run whose length is not known"):
+        trainer(tmp_path, max_steps=-1, max_epochs=1).fit(learner, ResumableLoader(4), validation_loader())
 
 
 def test_clipping_belongs_to_optim(tmp_path):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kernels
 from kernels import UserError
-from mixers import did_you_mean
+from mixers import GatedRMSNorm, RMSNorm, did_you_mean
 
 from .. import config as configs
 from ..metrics import total_loss
@@ -69,6 +69,26 @@ def mean_loss(model: LanguageModel, tokens: Tensor) -> Tensor:
     return total_loss(model, tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
 
 
+def conditioned(model: LanguageModel) -> LanguageModel:
+    """The model with so large an eps in the norms of its mixers that rounding is not magnified beyond all measure.
+
+    At the start the output for a first token, (q·k) v, may be nearly 0 by chance. A norm over it divides by next to
+    nothing, and a few tokens make most of the gradient in any precision, whatever the kernels do. With the mean square
+    of its inputs for eps no norm divides by less than their size.
+    """
+
+    def widen(norm: RMSNorm | GatedRMSNorm, inputs: tuple[Tensor, ...]) -> None:
+        norm.eps = max(norm.eps, float(inputs[0].double().square().mean()))
+
+    norms = [part for mixer in model.mixers for part in mixer.modules() if isinstance(part, RMSNorm | GatedRMSNorm)]
+    hooks = [norm.register_forward_pre_hook(widen) for norm in norms]
+    with torch.no_grad(), kernels.backend("torch"):
+        model(_tokens(model, 1))
+    for hook in hooks:
+        hook.remove()
+    return model
+
+
 def compared(model: LanguageModel, precision: str, backend: str, run: Run, slow: Run | None = None) -> Gate:
     """Compare what `run` makes of the model with what it, or `slow`, makes of an fp32 copy on loops.
 
@@ -95,9 +115,7 @@ def compared(model: LanguageModel, precision: str, backend: str, run: Run, slow:
 
 def learning(model: LanguageModel) -> dict[str, Tensor]:
     """Loss and gradients on a few tokens."""
-    device = next(model.parameters()).device
-    tokens = torch.randint(model.vocab_size, (1, SLICE + 1), generator=torch.Generator().manual_seed(0)).to(device)
-    loss = mean_loss(model, tokens)
+    loss = mean_loss(model, _tokens(model, 1, SLICE + 1))
     loss.backward()
     gradients = [p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None]  # there is room
     return {"loss": loss.detach(), "gradients": torch.cat(gradients)}
@@ -105,7 +123,7 @@ def learning(model: LanguageModel) -> dict[str, Tensor]:
 
 def continuing(model: LanguageModel) -> dict[str, Tensor]:
     """The logits after three tokens, one by one, that follow some that were read together."""
-    tokens, logits = _two_rows(model), []
+    tokens, logits = _tokens(model, 2), []
     with torch.no_grad():
         _, state = model(tokens[:, :-3], model.init_state(2))
         for t in range(SLICE - 3, SLICE):
@@ -117,9 +135,9 @@ def continuing(model: LanguageModel) -> dict[str, Tensor]:
 def at_once(model: LanguageModel) -> dict[str, Tensor]:
     """The same logits from all tokens together, without a state."""
     with torch.no_grad():
-        return {"logits": model(_two_rows(model))[0][:, -3:].float()}
+        return {"logits": model(_tokens(model, 2))[0][:, -3:].float()}
 
 
-def _two_rows(model: LanguageModel) -> Tensor:
-    tokens = torch.randint(model.vocab_size, (2, SLICE), generator=torch.Generator().manual_seed(0))
+def _tokens(model: LanguageModel, rows: int, length: int = SLICE) -> Tensor:
+    tokens = torch.randint(model.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
     return tokens.to(next(model.parameters()).device)

@@ -94,7 +94,8 @@ def bench_training(
         learner = Learner(model, optim, precision, backend, lambda: models.mean_loss(model, tokens))
         learners = [(row, learner)] if _warmed(row, learner, bar) else []
         # after the first step, whose time includes what is compiled
-        gate = models.compared(models.build(found, precision, where), precision, backend, models.learning)
+        checked = models.conditioned(models.build(found, precision, where))
+        gate = models.compared(checked, precision, backend, models.learning)
         bar.update()
         row["gate"] = gate.record()
         if not gate.passed:
