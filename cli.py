@@ -46,7 +46,7 @@ from zoo import saving  # noqa: E402
 from zoo.activations import CheckpointedBlocks  # noqa: E402
 from zoo.bench import bench  # noqa: E402
 from zoo.bench.tune import tune  # noqa: E402
-from zoo.callbacks import Validations, PeakMemory, StepSeeds, Throughput  # noqa: E402
+from zoo.callbacks import PeakMemory, StepSeeds, Throughput, Validations  # noqa: E402
 from zoo.catalogue import catalogue, page  # noqa: E402
 from zoo.comparison import compare as compare_configs  # noqa: E402
 from zoo.compilation import CompiledBlocks  # noqa: E402

@@ -102,7 +102,10 @@ class Validations(Callback):
         """Run Lightning's own validation loop, as it does between steps."""
         stopped = trainer.interrupted or trainer.received_sigterm
         if self._step != trainer.global_step and not trainer.fast_dev_run and not stopped:
+            loop = trainer.fit_loop.epoch_loop
+            loop._batches_that_stepped -= 1  # its row of metrics is that of the last step, as in a run's other ones
             self._run(trainer)
+            loop._batches_that_stepped += 1
 
     def _run(self, trainer: L.Trainer) -> None:
         loop = trainer.fit_loop.epoch_loop.val_loop

@@ -211,7 +211,9 @@ def as_overlays(arguments: list[str]) -> list[str]:
         if argument == "--data" and (name := next(rest, None)) is not None:
             argument = f"--data={name}"
         key, _, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--model.") and value == "null" or argument.startswith("--data=") and "{" not in value:
+        if (argument.startswith("--model.") and value == "null") or (
+            argument.startswith("--data=") and "{" not in value
+        ):
             overlay: Any = None if value == "null" else {"class_path": value}
             for part in reversed(key.split(".")):
                 overlay = {part: overlay}
@@ -334,7 +336,8 @@ def _unwritable(plain: Any, key: str = "") -> Iterator[str]:
         for name, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
             yield from _unwritable(value, f"{key}.{name}".lstrip("."))
     elif isinstance(plain, str) and plain.startswith("Unable to serialize instance "):
-        yield f"{key.replace('init_args.', '')}: {plain.removeprefix('Unable to serialize instance ')} is no plain value"
+        value = plain.removeprefix("Unable to serialize instance ")
+        yield f"{key.replace('init_args.', '')}: {value} is no plain value"
 
 
 def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

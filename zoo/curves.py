@@ -4,6 +4,7 @@ import csv
 import functools
 import io
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from zoo.atomic import atomic_write
+
+log = logging.getLogger(__name__)
 
 
 class MetricsFile(Logger):
@@ -90,17 +93,21 @@ class MetricsFile(Logger):
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read a `metrics.jsonl`: one row per step, in order.
 
-    Steps that a continued run repeated, since they came after its checkpoint, are there once, as they were last;
-    half a row that a killed process left is skipped.
+    Steps that a continued run repeated, since they came after its checkpoint, are there once, as they were last. Lines
+    that are no rows, such as the half one that a killed process left, are left out with a warning.
     """
     rows: dict[int, dict[str, Any]] = {}
-    with open(path, encoding="utf-8") as file:
-        for line in file:
+    bad = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            rows.setdefault(row["step"], {}).update(row)
+                rows.setdefault(int(row["step"]), {}).update(row)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                bad.append(number)
+    if bad:
+        listed = ", ".join(map(str, bad[:5])) + (" …" if len(bad) > 5 else "")
+        log.warning("%s: %d lines are no rows of metrics, and left out: %s", path, len(bad), listed)
     return [rows[step] for step in sorted(rows)]
 
 
@@ -144,8 +151,15 @@ class LossCurve(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take a point of the validation loss, and draw."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:
-            self.validation.append((pl_module.tokens_seen, trainer.callback_metrics["val_loss"].item()))
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.complete(trainer, pl_module)
+
+    def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the point, unless it is there already."""
+        if "val_loss" in trainer.callback_metrics:
+            known = self.validation and self.validation[-1][0] == pl_module.tokens_seen
+            if not known:
+                self.validation.append((pl_module.tokens_seen, trainer.callback_metrics["val_loss"].item()))
             self._draw(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

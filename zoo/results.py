@@ -1,6 +1,6 @@
 """What came out: `results.json` in the run's folder, and a short table on the terminal."""
 
-import json
+import logging
 import os
 import platform
 import subprocess
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 import torch
@@ -18,11 +18,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 from rich.table import Table
 
-from zoo.atomic import atomic_write
+from kernels import UserError
 from zoo.curves import bigram_loss, finite
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.metrics import token_losses
 from zoo.progress import batches_of
+from zoo.sealed import read_sealed, write_sealed
+
+log = logging.getLogger(__name__)
 
 # The numbers of a results row, or groups of numbers.
 COLUMNS = (
@@ -45,6 +48,15 @@ COLUMNS = (
     "tokens_per_second",
     "wall_seconds",
 )
+
+
+@runtime_checkable
+class Completes(Protocol):
+    """A callback that has something to do with the last validation of a run, should it come after `fit`."""
+
+    def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The run had been killed in that validation, which is now made up for."""
+        ...
 
 
 class ResultRow(Callback):
@@ -100,9 +112,18 @@ class ResultRow(Callback):
         if self._trained or trainer.fast_dev_run:
             return
         folder = Path(trainer.default_root_dir)
-        if (row := read_row(folder)) is None or (row["status"], row["steps"]) != ("complete", trainer.global_step):
+        try:
+            row = read_row(folder)
+        except UserError as error:
+            log.warning("%s It is written anew.", error)
+            row = None
+        if row is None or (row["status"], row.get("steps")) != ("complete", trainer.global_step):
             self._finishing = True
+            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step - 1  # the row of the last step
             trainer.validate(pl_module, datamodule=datamodule, verbose=False)
+            for callback in trainer.callbacks:
+                if isinstance(callback, Completes):
+                    callback.complete(trainer, pl_module)
             self.on_fit_end(trainer, pl_module)
         elif trainer.is_global_zero:
             Console().print(f"{folder} is complete; --trainer.max_steps above {trainer.max_steps} trains it further")
@@ -180,14 +201,22 @@ class ResultRow(Callback):
             "commit": _commit(),
         }
         self._row = {name: value if isinstance(value, list) else finite(value) for name, value in row.items()}
-        with atomic_write(Path(trainer.default_root_dir) / "results.json") as file:
-            file.write((json.dumps(self._row, indent=2, allow_nan=False) + "\n").encode())
+        write_sealed(Path(trainer.default_root_dir) / "results.json", self._row)
 
 
 def read_row(folder: Path) -> dict[str, Any] | None:
-    """The results row in a run's folder, complete or not; None if there is none."""
+    """The results row in a run's folder, complete or not; None if there is none.
+
+    Raises:
+        UserError: It is damaged.
+    """
     file = folder / "results.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if not file.is_file():
+        return None
+    row = read_sealed(file, required=False, advice=f"delete it, and fit --resume {folder} writes it again")
+    if "status" not in row:  # as it may be in a file of an earlier version, which had no hash
+        raise UserError(f"{file} is damaged (it has no status); delete it, and fit --resume {folder} writes it again.")
+    return row
 
 
 def result_table(row: Mapping[str, Any]) -> Table:

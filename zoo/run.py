@@ -64,7 +64,7 @@ def _first_process() -> bool:
 
 
 def _check_new(folder: Path) -> None:
-    """Raise a UserError unless a folder is empty, or holds nothing but what a run writes before its first checkpoint."""
+    """Raise a UserError unless a folder holds nothing but what a run writes before its first checkpoint."""
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if not path.is_dir()]
     if any(name.endswith(".ckpt") for name in files):
         raise UserError(f"run: {folder} exists already; continue it with --resume {folder}, or choose another --run")

@@ -251,6 +251,15 @@ class Checkpoints(Checkpoint):
         if better:
             self._copy(trainer, "best.ckpt")
 
+    def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The last step may be the best; its checkpoint is there."""
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is not None and (self.best_model_score is None or loss.item() < self.best_model_score):
+            self.best_model_score = loss.item()
+            last = self._folder(trainer) / "last.ckpt"
+            if trainer.is_global_zero and last.is_file():
+                atomic_link(last, self._folder(trainer) / "best.ckpt")
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save what a limit of time or of epochs ended."""
         self._save(trainer)

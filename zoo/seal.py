@@ -48,9 +48,17 @@ def save_sealed(contents: Any, file: BinaryIO) -> None:
     Args:
         contents: What to save.
         file: Open for writing, and at its start.
+
+    Raises:
+        OSError: The file cannot be written, as when the disk is full.
     """
     hashing = _Hashing(file)
-    torch.save(contents, hashing)  # type: ignore[arg-type]  # it only writes, and in order
+    try:
+        torch.save(contents, hashing)  # type: ignore[arg-type]  # it only writes, and in order
+    except RuntimeError as error:  # PyTorch's archive, left half written, complains of its own position
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
     comment = _NAME + hashing.hash.hexdigest().encode()
     file.seek(-_LENGTH, os.SEEK_END)
     file.write(struct.pack("<H", len(comment)) + comment)

@@ -14,7 +14,7 @@ from tiny import ByteTokenizer, LossLog, ResumableLoader, TinyModel, pretraining
 
 from kernels.errors import UserError
 from zoo.atomic import atomic_link, atomic_write
-from zoo.callbacks import Validations, Samples, Throughput, peak_flops
+from zoo.callbacks import Samples, Throughput, Validations, peak_flops
 from zoo.checkpoint import read_checkpoint
 from zoo.curves import LossCurve, MetricsFile, read_metrics
 from zoo.results import ResultRow, result_table

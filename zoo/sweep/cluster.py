@@ -1,6 +1,5 @@
 """The runs of a sweep as jobs of a cluster, through submitit."""
 
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +8,7 @@ from tqdm import tqdm
 
 from kernels import UserError
 
-from ..atomic import atomic_write
+from ..sealed import read_sealed, write_sealed
 from .plan import Run
 from .runner import Failure, Runner, result
 
@@ -42,7 +41,8 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
             executor.update_parameters(name="sweep", **options)
         except (ValueError, NameError, RuntimeError, AssertionError, TypeError) as error:
             raise UserError(f"cluster: {cluster} with {options}: {' '.join(str(error).split())}") from None
-        earlier: dict[str, str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        advice = "delete it if no job of this sweep is in the queue any more"
+        earlier: dict[str, str] = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
         classes = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}
         jobs: dict[str, submitit.Job[Any]] = {}
         for run in runs:
@@ -55,8 +55,7 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
                     continue
             jobs[run.name] = executor.submit(submitit.helpers.CommandFunction(runner.prepare(run), verbose=False))
             earlier[run.name] = jobs[run.name].job_id
-            with atomic_write(file) as out:
-                out.write(json.dumps(earlier, indent=1).encode())
+            write_sealed(file, earlier)
         with tqdm(total=len(runs), initial=len(runs) - len(jobs), desc="runs", unit=" runs", dynamic_ncols=True) as bar:
             waiting = dict(jobs)
             while waiting:

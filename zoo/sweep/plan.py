@@ -134,7 +134,7 @@ class Sweep:
                 own = [f"seed_everything={seed}"] + ([] if rate is None else [f"optim.learning_rate={rate}"])
                 place = [(short.get(name, name), label) for name, label in cell]
                 place += ([] if rate is None else [("lr", f"{rate:g}")]) + [("seed", str(seed))]
-                name = ",".join(f"{key}={_slug(value)}" for key, value in place)
+                name = ",".join(f"{_slug(key)}={_slug(value)}" for key, value in place)
                 runs.append(Run(name, (*sources, *own, *overrides), cell, rate, seed))
         if len({run.name for run in runs}) < len(runs):
             raise UserError("axes: two values have the same name; label them: {name: {label: overlay, …}}")

@@ -1,6 +1,7 @@
 """Runs in processes of their own: several at a time, the finished skipped, the stopped continued."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,14 +18,17 @@ from tqdm import tqdm
 
 from kernels import UserError
 
-from ..atomic import atomic_write
 from ..config import differences, to_dict
 from ..results import read_row
-from ..run import has_checkpoint
+from ..run import LOCK, has_checkpoint
+from ..sealed import read_sealed, write_sealed
 from ..signals import PARENT, sigterm_raises
 from .plan import Run
 
+log = logging.getLogger(__name__)
+
 POLL_SECONDS = 0.2
+GRACE_SECONDS = 120.0  # in which a run of an earlier sweep, that ends with it, must have saved
 
 
 class Failure(NamedTuple):
@@ -96,8 +100,20 @@ class Runner:
         return failures
 
     def prepare(self, run: Run) -> list[str]:
-        """The command line of a run: it starts, or goes on from its last checkpoint."""
+        """The command line of a run: it starts, or goes on from its last checkpoint.
+
+        A run that a killed sweep has left may still be saving; it is waited for.
+
+        Raises:
+            UserError: Another process trains it, and does not end.
+        """
         folder = self.folder / run.name
+        if (folder / LOCK).exists():
+            try:
+                with FileLock(folder / LOCK).acquire(timeout=GRACE_SECONDS):
+                    pass
+            except Timeout:
+                raise UserError(f"folder: {folder} is being trained by another process; wait for it") from None
         if has_checkpoint(folder):
             return [*self.command, "fit", "--resume", str(folder)]
         return [*self.command, "fit", *run.arguments(), "--run", f"{self.folder}/{run.name}"]
@@ -109,12 +125,17 @@ class Runner:
         if self.gpus:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.gpus)))
             environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % self.gpus]
-        log = (self.folder / f"{run.name}.log").open("ab")
+        output = (self.folder / f"{run.name}.log").open("ab")
         # a session of its own: Ctrl-C reaches it through us alone, once
         process = subprocess.Popen(
-            self.prepare(run), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            self.prepare(run),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
         )
-        return _Process(run, process, log, slot)
+        return _Process(run, process, output, slot)
 
     def _failure(self, run: Run, code: int) -> list[Failure]:
         if code == 0 and result(self.folder / run.name) is not None:
@@ -141,11 +162,15 @@ class Runner:
 
     def _check(self, runs: Sequence[Run]) -> None:
         file = self.folder / "runs.json"
-        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        advice = "delete it, and the runs there count as runs of this sweep"
+        known = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
         for run in runs:
             plain = json.loads(json.dumps(to_dict(run.read())))
             # keys that did not exist when the run was started are no difference
-            old = {**plain, **known.setdefault(run.name, plain)}
+            before = known.setdefault(run.name, plain)
+            if not isinstance(before, dict):
+                raise UserError(f"{file} is damaged ({run.name} has no config); {advice}.")
+            old = {**plain, **before}
             if old != plain and (self.folder / run.name).exists():
                 key, before, now = next(differences(old, plain))
                 raise UserError(
@@ -153,13 +178,16 @@ class Runner:
                     "another --folder, or delete that one"
                 )
             known[run.name] = plain
-        with atomic_write(file) as out:
-            out.write(json.dumps(known, indent=1).encode())
+        write_sealed(file, known)
 
 
 def result(run: Path) -> dict[str, Any] | None:
-    """The results row of a complete run; None for any other."""
-    row = read_row(run)
+    """The results row of a complete run; None for any other, and for one that is damaged, which is written anew."""
+    try:
+        row = read_row(run)
+    except UserError as error:
+        log.warning("%s", error)
+        return None
     return row if row is not None and row["status"] == "complete" else None
 
 
