@@ -92,7 +92,9 @@ class Corpus:
             found = find_files(path, f"{self.key}.path")
             if skipped := found.skipped.total():
                 total = skipped + len(found.files)
-                which = f"of {total} files in {path} {skipped} are not read: {found.told()}"
+                which = (
+                    f"of {total} files in {path} {skipped} {'is' if skipped == 1 else 'are'} not read: {found.told()}"
+                )
                 log.warning("%s.path: %s (read are %s).", self.key, which, READ)
 
     def _texts(self) -> Iterator[str]:

@@ -30,6 +30,7 @@ _STATE: tuple[str, ...] = (
 )
 _STATE += ("mtime", "modified", "created")
 _READ_AHEAD = 1 << 20
+_TOKENIZER = "tokenizer.json"  # often beside the text, and no text itself
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Found:
 
     Attributes:
         files: Those that are read.
-        skipped: How many others of each suffix are in the folder. Hidden files and folders (`.git`) are never read,
-            and only those are counted that else would be.
+        skipped: How many others of each suffix are in the folder, and of `tokenizer.json`. Hidden files and folders
+            (`.git`) are never read, and only those are counted that else would be.
     """
 
     files: list[TextFile]
@@ -124,14 +125,17 @@ def _choose(names: Iterable[str], inside: Callable[[str], str]) -> tuple[list[st
     """The names that are read, and how many others there are of each suffix; `inside` is the part within a folder."""
     read, skipped = [], Counter[str]()
     for name in names:
-        hidden = any(part.startswith(".") for part in inside(name).split("/"))
-        if _is_read(name) and not hidden:
+        parts, text = inside(name).split("/"), _is_read(name)
+        hidden = any(part.startswith(".") for part in parts)
+        if hidden:
+            skipped["hidden"] += text
+        elif parts[-1] == _TOKENIZER:
+            skipped[_TOKENIZER] += 1
+        elif text:
             read.append(name)
-        elif _is_read(name):
-            skipped["hidden"] += 1
-        elif not hidden:
+        else:
             skipped["".join(_suffixes(name)) or "without a suffix"] += 1
-    return read, skipped
+    return read, +skipped
 
 
 def _local(path: Path, key: str) -> Found:

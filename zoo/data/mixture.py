@@ -51,9 +51,10 @@ class MixedText(TokenisedText):
         sources: Name → path and weight. The names stand in the names of the metrics.
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the sources' text, mixed
             by weight.
-        eos_token: The tokenizer's token that ends every document. Null: the first that it has of `<eos>`, `</s>`,
-            `<|endoftext|>` and `<|end_of_text|>`.
-        bos_token: The tokenizer's token that is put before every document, also when text is generated. Null: none.
+        eos_token: The tokenizer's token that ends every document. Null: what a run or export says with which it was
+            saved, else the first that it has of `<eos>`, `</s>`, `<|endoftext|>` and `<|end_of_text|>`.
+        bos_token: The tokenizer's token that is put before every document, also when text is generated. Null: what a
+            run or export says, else none.
         vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
         sequence_length: Tokens in a sequence.
         batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.

@@ -24,9 +24,10 @@ class TextData(TokenisedText):
             a list of all of that; each a path or a URL that fsspec knows, such as `s3://bucket/texts/`. Null: the
             embedded corpus, Python's own library and documentation.
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the corpus.
-        eos_token: The tokenizer's token that ends every document. Null: the first that it has of `<eos>`, `</s>`,
-            `<|endoftext|>` and `<|end_of_text|>`.
-        bos_token: The tokenizer's token that is put before every document, also when text is generated. Null: none.
+        eos_token: The tokenizer's token that ends every document. Null: what a run or export says with which it was
+            saved, else the first that it has of `<eos>`, `</s>`, `<|endoftext|>` and `<|end_of_text|>`.
+        bos_token: The tokenizer's token that is put before every document, also when text is generated. Null: what a
+            run or export says, else none.
         vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
         sequence_length: Tokens in a sequence.
         batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.

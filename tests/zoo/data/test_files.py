@@ -45,6 +45,7 @@ def all_kinds(tmp_path: Path) -> Path:
     (folder / "e.json.gz").write_bytes(gzip.compress(b'["seven", {"text": "eight"}]'))
     (folder / "f.jsonl.ZST").write_bytes(zstd.compress(b'{"text": "nine"}\n') * 2)
     (folder / "ignored.bin").write_bytes(b"\0")
+    (folder / "tokenizer.json").write_text("{}")
     (folder / ".hidden").mkdir()
     (folder / ".hidden" / "old.md").write_text("thrown away")
     (folder / ".hidden" / "state").write_text("not text")
@@ -77,17 +78,25 @@ def test_what_is_skipped_is_named_in_one_line(
         caplog.clear()
         Corpus([str(all_kinds / "b.jsonl"), folder]).warn_of_skipped()
         (line,) = caplog.messages
-        assert f"data.path: of 12 files in {folder} 7 are not read: 2 .py, " in line
+        assert f"data.path: of 13 files in {folder} 8 are not read: 2 .py, " in line
         assert "(read are .txt, .md, .jsonl, .json, .parquet, all but the last also with .gz, .zst" in line
         told = line.partition("read: ")[2].partition(" (")[0].split(", ")
-        assert sorted(told) == ["1 .bin", "1 .csv.gz", "1 .png", "1 hidden", "1 without a suffix", "2 .py"]
+        assert sorted(told) == [
+            "1 .bin",
+            "1 .csv.gz",
+            "1 .png",
+            "1 hidden",
+            "1 tokenizer.json",
+            "1 without a suffix",
+            "2 .py",
+        ]
     caplog.clear()
     Corpus(str(all_kinds / "b.jsonl")).warn_of_skipped()
     Corpus().warn_of_skipped()
     assert not caplog.messages
     sources = {"own": Source(str(all_kinds)), "library": Source("embedded:library", max_characters=50_000)}
     MixedText(sources, vocab_size=300, preprocessing_workers=1).prepare_data()
-    assert [line[:30] for line in caplog.messages if "not read" in line] == ["data.sources.own.path: of 12 f"]
+    assert [line[:30] for line in caplog.messages if "not read" in line] == ["data.sources.own.path: of 13 f"]
 
 
 def test_links_are_followed_once(all_kinds: Path, tmp_path: Path):

@@ -49,7 +49,12 @@ def on_rank(arguments: dict, rank: int, ranks: int, position: int = 0) -> MixedT
     data.load_state_dict({**data.state_dict(), "position": position})
     state = SimpleNamespace(fn="")
     data.trainer = SimpleNamespace(
-        global_rank=rank, world_size=ranks, overfit_batches=0, lightning_module=None, state=state
+        global_rank=rank,
+        world_size=ranks,
+        overfit_batches=0,
+        accumulate_grad_batches=1,
+        lightning_module=None,
+        state=state,
     )
     return data
 

@@ -123,7 +123,12 @@ def test_ranks_share_each_batch(train_samples: int | None):
     for rank in range(4):
         data = MQAR(tasks=TWO, batch_size=8, train_samples=train_samples)
         data.trainer = SimpleNamespace(
-            global_rank=rank, world_size=4, overfit_batches=0, lightning_module=None, state=SimpleNamespace(fn="")
+            global_rank=rank,
+            world_size=4,
+            overfit_batches=0,
+            accumulate_grad_batches=1,
+            lightning_module=None,
+            state=SimpleNamespace(fn=""),
         )
         parts.append(some(data, 12))
     steps = [[batch[:2] for batch in step] for step in zip(*parts, strict=True)]

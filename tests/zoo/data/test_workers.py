@@ -1,5 +1,6 @@
 """Worker processes end with what they work for, however that ends."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import CLI, FIT
+from zoo.data import MarkovChain
 
 pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no such workers")
@@ -93,6 +95,18 @@ def test_a_run_that_ends_in_a_validation_ends(desk: Path, shared_cache: Path, ho
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", ["teardown", "on_exception"])
+def test_data_that_is_not_wanted_any_more_has_no_workers(end: str):
+    """Of training and of evaluations that were left early."""
+    data = MarkovChain(num_workers=2)
+    loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
+    batches = [iter(loader) for loader in loaders]
+    first = [next(each) for each in batches]
+    assert len(multiprocessing.active_children()) == 2 * len(first)
+    data.teardown() if end == "teardown" else data.on_exception(KeyboardInterrupt())
+    assert multiprocessing.active_children() == []
 
 
 READING = """
