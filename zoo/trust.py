@@ -131,13 +131,13 @@ def vet_run(config: Mapping[str, Any], source: object, own: Own) -> dict[str, An
         vetting = files if key in ("data", "checkpoints") else plain
         if key not in KEYS:
             raise UserError(f"{source} was not written by you, and sets {key}, which is no part of a run; {_HOW}.")
+        if key in ("data", *CLASSES) and not isinstance(value, Mapping):
+            raise UserError(f"{source}: {key} is no mapping, as a run saves it.")
         if key == "data":
             if (data := _own_data(value, own)) is not None:
                 vetting.component(data, (L.LightningDataModule,), key)
                 vetted[key] = data
         elif key in CLASSES:
-            if not isinstance(value, Mapping):
-                raise UserError(f"{source}: {key} is no mapping of arguments.")
             section = {name: part for name, part in value.items() if key == "model" or f"{key}.{name}" not in own.keys}
             if key == "trainer":
                 vetting.trainer(section)
@@ -152,10 +152,8 @@ def vet_run(config: Mapping[str, Any], source: object, own: Own) -> dict[str, An
     return vetted
 
 
-def _own_data(data: Any, own: Own) -> Any:
+def _own_data(data: Mapping[str, Any], own: Own) -> Mapping[str, Any] | None:
     """A foreign `data` without what the user said otherwise; None if the user chose another class."""
-    if not isinstance(data, Mapping):
-        return data
     if "data.class_path" in own.keys:
         name = str(data.get("class_path")).rpartition(".")[2]
         if all(word.rpartition(".")[2] != name for word in own.words):
