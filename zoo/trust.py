@@ -30,6 +30,7 @@ _NUMBERS = (NoneType, bool, int, float)
 _MAPPINGS = (dict, collections.abc.Mapping)
 _CONTAINERS = (*_MAPPINGS, list, tuple, collections.abc.Sequence)
 _WORD = re.compile(r"\w*")
+_NO_FILES = ("text_field", "bos_token", "eos_token")  # text in `data` that names neither a file nor a choice
 _HOW = "if you trust who wrote it, add --trust (in Python: trust=True)"
 
 # Keys of `trainer` whose text chooses among a few things, all of them harmless. What any other one names is built, read
@@ -90,7 +91,7 @@ def own_words(arguments: Sequence[str]) -> Own:
         if option in ("-c", "--config"):
             add(parse_yaml(value, "config") if value.startswith("{") else read_yaml(find_config(value)), "")
         elif (key := option.lstrip("-").replace(".init_args", "")).partition(".")[0] in KEYS:
-            # a key with a + at its end adds to what is there, and so is another one
+            # `--trainer.callbacks+` stays another key, since it takes nothing away
             add(parse_yaml(value, option) if value.startswith(("[", "{")) else value, key)
     return Own(frozenset(keys), frozenset(words))
 
@@ -130,13 +131,13 @@ def vet_run(config: Mapping[str, Any], source: object, own: Own) -> dict[str, An
         vetting = files if key in ("data", "checkpoints") else plain
         if key not in KEYS:
             raise UserError(f"{source} was not written by you, and sets {key}, which is no part of a run; {_HOW}.")
+        if key in ("data", *CLASSES) and not isinstance(value, Mapping):
+            raise UserError(f"{source}: {key} is no mapping, as a run saves it.")
         if key == "data":
             if (data := _own_data(value, own)) is not None:
                 vetting.component(data, (L.LightningDataModule,), key)
                 vetted[key] = data
         elif key in CLASSES:
-            if not isinstance(value, Mapping):
-                raise UserError(f"{source}: {key} is no mapping of arguments.")
             section = {name: part for name, part in value.items() if key == "model" or f"{key}.{name}" not in own.keys}
             if key == "trainer":
                 vetting.trainer(section)
@@ -151,10 +152,8 @@ def vet_run(config: Mapping[str, Any], source: object, own: Own) -> dict[str, An
     return vetted
 
 
-def _own_data(data: Any, own: Own) -> Any:
+def _own_data(data: Mapping[str, Any], own: Own) -> Mapping[str, Any] | None:
     """A foreign `data` without what the user said otherwise; None if the user chose another class."""
-    if not isinstance(data, Mapping):
-        return data
     if "data.class_path" in own.keys:
         name = str(data.get("class_path")).rpartition(".")[2]
         if all(word.rpartition(".")[2] != name for word in own.words):
@@ -270,8 +269,8 @@ class _Vetting:
             return  # the parser compares it with the choices
         if str not in options and not _WORD.fullmatch(value):  # it might be read as YAML with a class in it
             raise self._refusal(key, value, "imported and called")
-        harmless = value in self.own.words or value.startswith("embedded:") or key.endswith(".text_field")
-        if self.files and not harmless:
+        harmless = value.startswith("embedded:") or key.rpartition(".")[2] in _NO_FILES
+        if self.files and not harmless and value not in self.own.words:
             raise self._refusal(key, value, "read or written")
 
     def _check_keys(self, values: Mapping[Any, Any], key: str) -> None:
