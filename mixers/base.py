@@ -60,9 +60,9 @@ class TokenMixer(KeepsFp32):
 
     Subclass it, take a `Site` first and named arguments after it, and run `mixers.check_mixer` on the result.
     Parameters that must not decay are named in `no_weight_decay` (those with fewer than two axes never do), and those
-    that bf16 is too coarse for in `keep_fp32`. Modules
-    that own parameters or computed buffers have `reset_parameters()`, so that a model built on the meta device can be
-    filled. The linear map that the output leaves through is an `OutputProjection`.
+    that bf16 is too coarse for in `keep_fp32`. Modules that own parameters or computed buffers have
+    `reset_parameters()`, so that a model built on the meta device can be filled. The linear map through which the
+    output leaves is an `OutputProjection`.
     """
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()

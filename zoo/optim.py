@@ -68,7 +68,6 @@ class Optimisation:
         for field, (holds, allowed) in rules.items():
             if not holds:
                 raise UserError(f"optim.{field} is {getattr(self, field)}, but must be {allowed}.")
-
         if self.warmup_steps is not None and self.warmup_fraction is not None:
             raise UserError(
                 f"optim.warmup_fraction is {self.warmup_fraction} and optim.warmup_steps {self.warmup_steps}, "

@@ -174,7 +174,7 @@ def test_arguments_stay_as_they_were():
     [
         ({"dtype": torch.float64}, "none", "fp64"),
         ({"W": 9}, "none", "8 taps"),
-        ({"size": 257}, "l2", "larger than 256"),
+        ({"size": 257}, "l2", "at most 256"),
     ],
 )
 def test_what_the_kernels_cannot_take(change: dict[str, Any], norm: Any, reason: str):
