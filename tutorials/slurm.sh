@@ -2,7 +2,8 @@
 #SBATCH --job-name=zoo --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8
 #SBATCH --time=24:00:00 --signal=TERM@300 --requeue --open-mode=append
 # A template: one task a GPU; Lightning reads ranks and the address from SLURM. Saved five minutes before the end of the
-# time, and continued when the job is requeued. All nodes must see the same runs/.
+# time, and continued when the job is requeued. All nodes must see the same runs/,
+# and the same home or XDG_CONFIG_HOME: a key there tells that the run is yours (elsewhere, add --trust to --resume).
 run=runs/big
 if [ -f "$run/checkpoints/last.ckpt" ]; then
   what=(--resume "$run")
