@@ -24,6 +24,7 @@ def born(order: dict) -> None:
     os.chdir(order["folder"])
     os.environ.update(order["environment"])
     sys.argv = [cli.__file__, *order["arguments"]]
+    sys.modules["__main__"].__spec__ = None  # else the processes for other devices would be nurseries
     try:
         cli.main()
     except SystemExit as end:

@@ -10,13 +10,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from matplotlib.image import imread
-from tiny import ByteTokenizer, LossLog, ResumableLoader, TinyModel, pretraining, trainer, validation_loader
+from tiny import VOCAB, ByteTokenizer, LossLog, ResumableLoader, TinyModel, pretraining, trainer, validation_loader
 
 from kernels.errors import UserError
 from zoo.atomic import atomic_link, atomic_write
 from zoo.callbacks import Samples, Throughput, Validations, peak_flops
 from zoo.checkpoint import read_checkpoint
 from zoo.curves import LossCurve, MetricsFile, read_metrics
+from zoo.data import MarkovChain
 from zoo.results import ResultRow, result_table
 from zoo.saving import AtomicCheckpointIO, Checkpoints
 
@@ -415,3 +416,61 @@ def test_a_run_ends_with_one_validation_of_its_last_step(tmp_path, steps, expect
     fitted.fit(pretraining(), ResumableLoader(40), validation_loader())
     assert seen == expected
     assert fitted.callback_metrics["val_loss"].isfinite()
+
+
+# whole steps
+
+
+@pytest.mark.parametrize("at", range(2, 9))
+def test_accumulated_gradients_are_never_half_of_a_step(at, tmp_path):
+    """Three batches make a step, and each fifth is followed by a validation, which saves."""
+
+    class PowerCut(RuntimeError):
+        pass
+
+    class Cut(L.Callback):
+        seen = 0
+
+        def on_validation_end(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                self.seen += 1
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if self.seen and trainer.fit_loop.total_batch_idx == 5 * (at // 2) + at % 2:
+                raise PowerCut
+
+    options = {"accumulate_grad_batches": 3, "val_check_interval": 5, "max_steps": 8, "use_distributed_sampler": False}
+
+    def fit(name, *callbacks, **checkpoint):
+        data = MarkovChain(vocab_size=VOCAB, sequence_length=16, batch_size=4, successors=2, validation_samples=8)
+        run = trainer(tmp_path / name, [Validations(), *callbacks], **options)
+        run.fit(pretraining(0.2), data, **checkpoint)
+
+    fit("whole")
+    with pytest.raises(PowerCut):
+        fit("cut", Cut())
+    fit("cut", ckpt_path=tmp_path / "cut" / "checkpoints" / "last.ckpt")
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
+    for name in ("train_loss", "val_loss", "tokens"):
+        assert [row.get(name) for row in rows[0]] == [row.get(name) for row in rows[1]]
+
+
+def test_a_validation_that_was_due_at_a_stop_comes_first(tmp_path):
+    """It may be the best, and its row belongs to the step before."""
+    options = {"max_steps": 12}
+    trainer(tmp_path / "whole", [Validations()], **options).fit(pretraining(), Data())
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        trainer(tmp_path / "cut", [Validations(), At(8, press_ctrl_c)], **options).fit(pretraining(), Data())
+    assert [row["step"] for row in read_metrics(tmp_path / "cut" / "metrics.jsonl") if "val_loss" in row] == [3]
+    last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    trainer(tmp_path / "cut", [Validations()], **options).fit(pretraining(), Data(), ckpt_path=last)
+    found = [
+        {row["step"]: row["val_loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "val_loss" in row}
+        for name in ("whole", "cut")
+    ]
+    assert found[0] == found[1]
+    assert list(found[0]) == [3, 7, 11]
+    best = [saved_step(tmp_path / name / "checkpoints" / "best.ckpt") for name in ("whole", "cut")]
+    assert best[0] == best[1]
+    signal.signal(signal.SIGINT, before)

@@ -67,10 +67,7 @@ def test_another_config_under_the_same_name_is_refused(tmp_path: Path):
 def test_runs_from_before_a_key_existed_are_the_same(tmp_path: Path):
     Runner(FAKE, tmp_path).run(runs())
     file = tmp_path / "runs.json"
-    known = {
-        name: {k: v for k, v in config.items() if k != "samples"}
-        for name, config in read_sealed(file).items()
-    }
+    known = {name: {k: v for k, v in config.items() if k != "samples"} for name, config in read_sealed(file).items()}
     file.write_text(json.dumps(known))  # as earlier versions did
     assert Runner(FAKE, tmp_path).run(runs()) == []
     assert len(calls(tmp_path)) == len(ALL)

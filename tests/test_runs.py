@@ -1,0 +1,226 @@
+"""The folder of a run: one process at a time, nothing deleted, no dead end."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+import cli
+from zoo.checkpoint import read_checkpoint
+from zoo.curves import read_metrics
+from zoo.sealed import read_sealed
+
+from .commands import FIT, Command, sitting_at, start
+
+pytest_plugins = "tests.desk"
+
+TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
+
+
+@pytest.fixture
+def copied(finished: Path, desk: Path) -> Path:
+    """A copy of the complete run, in `runs/done` of the desk."""
+    shutil.copytree(finished / "runs" / "done", desk / "runs" / "done")
+    return desk / "runs" / "done"
+
+
+# one process at a time
+
+
+def test_one_process_trains_in_a_folder(command: Command, copied: Path):
+    before = (copied / "metrics.jsonl").read_bytes()
+    with FileLock(copied / ".lock"):
+        for options in (("--resume", "done", "--trainer.max_steps=6"), (*FIT[1:], "--run", "done")):
+            failed = command("fit", *options)
+            assert failed.code == 2
+            assert "runs/done is being trained by another process" in failed.err
+    assert (copied / "metrics.jsonl").read_bytes() == before
+    assert command("fit", "--resume", "done", "--trainer.max_steps=5").code == 0  # and then one may
+
+
+# nothing is deleted
+
+
+def test_what_a_run_has_not_made_is_kept(command: Command, desk: Path):
+    notes = desk / "mine" / "gated_deltanet" / "notes"
+    notes.mkdir(parents=True)
+    (notes / "thesis.tex").write_text("years of work")
+    options = ("--folder=mine", "--trainer.max_steps=1", "--model.num_layers=1", "--data.max_characters=200000")
+    failed = command("compare", "gated_deltanet.yaml", *options)
+    assert failed.code == 2
+    assert (notes / "thesis.tex").read_text() == "years of work"
+    log = (desk / "mine" / "gated_deltanet.log").read_text()
+    assert "mine/gated_deltanet exists already and holds notes/thesis.tex, which no run has made" in log
+
+
+def test_a_run_with_any_checkpoint_is_never_new(command: Command, copied: Path):
+    for name in ("last.ckpt", "best.ckpt"):
+        if name == "last.ckpt":
+            (copied / "checkpoints" / name).rename(copied / "checkpoints" / "step-00000004.ckpt")
+        else:
+            (copied / "checkpoints" / name).unlink()
+        failed = command(*FIT, "--run", "done")
+        assert failed.code == 2
+        assert "runs/done exists already; continue it with --resume" in failed.err
+        assert (copied / "results.json").is_file()
+
+
+# no dead end
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(command: Command, copied: Path):
+    shutil.rmtree(copied / "checkpoints")
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "train_loss": 1.0}\n')
+    failed = command("fit", "--resume", "done")
+    assert failed.code == 2
+    assert (
+        "the run runs/done has no checkpoint to continue from; start it again, with its config and --run done"
+        in failed.err
+    )
+    assert command(*FIT, "--run", "done").code == 0
+    assert [row["step"] for row in read_metrics(copied / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+def test_other_checkpoints_take_the_place_of_a_lost_one(
+    command: Command, copied: Path, caplog: pytest.LogCaptureFixture
+):
+    (copied / "checkpoints" / "last.ckpt").unlink()
+    continued = command("fit", "--resume", "done", "--trainer.max_steps=6")
+    assert continued.code == 0, continued.err
+    assert "last.ckpt is missing; continuing from best.ckpt" in caplog.text
+    assert read_checkpoint(copied / "checkpoints" / "last.ckpt")["global_step"] == 6
+    best = copied / "checkpoints" / "best.ckpt"
+    assert command("fit", "--resume", str(best), "--trainer.max_steps=7").code == 0  # named
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.slow
+def test_a_signal_to_the_group_stops_all_processes_with_a_checkpoint(
+    number: signal.Signals, tmp_path: Path, shared_cache: Path
+):
+    """As schedulers send it: to two processes, and to their data workers."""
+    (tmp_path / "stopper.py").write_text(
+        "import os\nimport signal\nimport lightning as L\n\nclass Stop(L.Callback):\n"
+        "    def on_before_backward(self, trainer, module, loss):\n"
+        "        if trainer.global_step == 3 and trainer.global_rank == 1:\n"
+        f"            os.killpg(os.getpgid(0), {int(number)})\n"
+    )
+    (tmp_path / "stopping.yaml").write_text("trainer: {callbacks: {class_path: stopper.Stop}}\n")
+    with sitting_at(tmp_path, shared_cache):
+        options = (*TWO, "--data.num_workers=1", "--trainer.max_steps=40", "--trainer.val_check_interval=40")
+        process = subprocess.Popen(
+            [sys.executable, cli.__file__, *FIT, *options, "--config", "stopping.yaml", "--run", "x"],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "ZOO_RUN": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        said = process.communicate(timeout=240)[0]
+    assert process.returncode == 128 + number, said
+    step = read_checkpoint(tmp_path / "runs" / "x" / "checkpoints" / "last.ckpt")["global_step"]
+    assert 4 <= step <= 6  # a step later, when both know
+    assert f"step {step} is saved" in said
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="needs a small disk, which only root can mount"
+)
+@pytest.mark.parametrize("kilobytes", [150, 700, 1600])
+def test_a_full_disk_is_one_sentence(kilobytes: int, tmp_path: Path, shared_cache: Path, finished: Path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("this machine lets nobody mount")
+    try:
+        with sitting_at(disk, shared_cache):
+            (disk / "fill").write_bytes(bytes(2048 * 1024 - kilobytes * 1024))
+            process = start(
+                disk, shared_cache, *FIT, "--run", "x", "--trainer.max_steps=40", OMP_NUM_THREADS="1", ZOO_RUN=""
+            )
+            _, err = process.communicate(timeout=240)
+        assert process.returncode == 2, err
+        assert "Traceback" not in err
+        assert "No space left on device" in err.splitlines()[-1]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# damage
+
+
+def damaged(file: Path) -> list[bytes]:
+    """A file cut, emptied, of another kind, and with a digit changed."""
+    whole = file.read_bytes()
+    digit = next(i for i in range(len(whole) // 2, len(whole)) if whole[i : i + 1].isdigit())
+    other = b"7" if whole[digit : digit + 1] != b"7" else b"3"
+    return [whole[:-20], b"", b"[1, 2]", b"\xff\xfe", b"null", whole[:digit] + other + whole[digit + 1 :]]
+
+
+def test_damaged_results_are_told_and_written_anew(command: Command, copied: Path, caplog: pytest.LogCaptureFixture):
+    file = copied / "results.json"
+    whole = read_sealed(file)
+    for content in damaged(file):
+        file.write_bytes(content)
+        caplog.clear()
+        assert command("fit", "--resume", "done").code == 0
+        assert "results.json is damaged" in caplog.text
+        assert read_sealed(file)["val_loss"] == whole["val_loss"]
+
+
+def test_damaged_metrics_are_told(copied: Path, caplog: pytest.LogCaptureFixture):
+    file = copied / "metrics.jsonl"
+    rows = read_metrics(file)
+    lines = file.read_bytes().splitlines()
+    for bad in (b'{"step": 1, "train_l', b"[]", b"null", b'{"loss": 3}', b'{"step": "x"}', b"\xff\xfe", b"[" * 100_000):
+        caplog.clear()
+        file.write_bytes(b"\n".join([*lines, bad]))
+        assert read_metrics(file) == rows
+        assert "1 lines are no rows of metrics" in caplog.text
+
+
+def test_a_damaged_list_of_runs_is_one_sentence(command: Command, desk: Path):
+    (desk / "layers.yaml").write_text("base: [gated_deltanet.yaml, tiny.yaml]\naxes: {model.num_layers: [1]}\n")
+    sweep = ("sweep", "--config", "layers.yaml", "--trainer.max_steps=1")
+    done = command(*sweep)
+    assert done.code == 0, done.err
+    file = desk / "runs" / "layers" / "runs.json"
+    for content in damaged(file):
+        file.write_bytes(content)
+        failed = command(*sweep)
+        assert failed.code == 2
+        assert "runs.json is damaged" in failed.err
+        assert "delete it, and the runs there count as runs of this sweep" in failed.err
+    file.unlink()
+    assert command(*sweep).code == 0
+
+
+# configs
+
+
+def test_every_default_survives_the_config_file(command: Command, desk: Path):
+    """MQAR's tasks are objects in its signature."""
+    done = command("fit", "--config", "gated_deltanet.yaml", "--config", "tiny.yaml", "--data=MQAR", "--run", "recall")
+    assert done.code == 0, done.err
+    kept = read_checkpoint(desk / "runs/recall/checkpoints/last.ckpt")["zoo"]["config"]
+    assert kept["data"]["init_args"]["tasks"] == [{"length": 64, "pairs": 8, "weight": 1.0}]
+    assert command("validate", "--checkpoint", "runs/recall", "--trainer.limit_val_batches=1").code == 0
+    assert command("export", "--checkpoint", "runs/recall", "--output", "out").code == 0
+    assert command("fit", "--resume", "recall", "--trainer.max_steps=5").code == 0
+
+
+def test_a_default_that_no_file_can_hold_is_told_before_the_first_step(command: Command, desk: Path):
+    (desk / "odd.py").write_text(
+        "import lightning as L\n\nclass Thing: ...\n\n"
+        "class Odd(L.Callback):\n    def __init__(self, thing: object = Thing()): ...\n"
+    )
+    failed = command(*FIT, "--trainer.callbacks+=odd.Odd", "--run", "x")
+    assert failed.code == 2
+    assert "trainer.callbacks.0.thing: <odd.Thing object" in failed.err
+    assert not (desk / "runs").exists()
