@@ -31,8 +31,8 @@ class GLA(LinearMixer):
         gate_normalizer: What the log of the decay is divided by; 16 makes it forget slowly.
         qk: Features of queries and keys.
         v: Features of values.
-        norm_eps: Added inside the root of the output norm. The default is the paper's; with 1e-3 a first token, whose q·k
-            is near zero at the start, does not spoil the first gradients (configs/sweep/norm_eps.yaml has numbers).
+        norm_eps: Added inside the root of the output norm. The default is the paper's; with 1e-3 a first token, whose
+            q·k is near zero at the start, does not spoil the first gradients (configs/sweep/norm_eps.yaml).
     """
 
     decay_per_channel = True

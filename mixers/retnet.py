@@ -25,8 +25,8 @@ class RetNet(LinearMixer):
         head_dim: Key size K of a head; hidden_size / num_heads by default.
         expand_v: Value size over key size.
         qk: Features of queries and keys.
-        norm_eps: Added inside the root of the output norm. The default is the paper's; with 1e-3 a first token, whose q·k
-            is near zero at the start, does not spoil the first gradients (configs/sweep/norm_eps.yaml has numbers).
+        norm_eps: Added inside the root of the output norm. The default is the paper's; with 1e-3 a first token, whose
+            q·k is near zero at the start, does not spoil the first gradients (configs/sweep/norm_eps.yaml).
     """
 
     def __init__(
