@@ -146,7 +146,9 @@ class CLI(LightningCLI):
         parser = super()._prepare_subcommand_parser(klass, subcommand, **settings)
         if subcommand == "fit":
             parser.add_argument("--run", type=str | None, help="Name of the new run, a folder in runs/.")
-            parser.add_argument("--resume", type=str | None, help="The run to continue from its last checkpoint.")
+            parser.add_argument(
+                "--resume", type=str | None, help="The run, or one of its checkpoints, to continue from."
+            )
         else:
             parser.add_argument("--checkpoint", type=str | None, help="A run's folder or a .ckpt file.")
         parser.add_argument("--trust", type=bool, default=False, help=TRUST)

@@ -12,6 +12,7 @@ from filelock import FileLock
 
 import cli
 from zoo.checkpoint import read_checkpoint
+from zoo.config import read
 from zoo.curves import read_metrics
 from zoo.sealed import read_sealed
 
@@ -224,3 +225,22 @@ def test_a_default_that_no_file_can_hold_is_told_before_the_first_step(command: 
     assert failed.code == 2
     assert "trainer.callbacks.0.thing: <odd.Thing object" in failed.err
     assert not (desk / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["MarkovChain", "MQAR", "own.Numbers"])
+def test_a_data_class_has_its_own_defaults(name: str, desk: Path):
+    """Not those of TextData, which is what a config's `data` means otherwise; what was set to something else stays."""
+    (desk / "own.py").write_text(
+        "import lightning as L\n\nclass Numbers(L.LightningDataModule):\n"
+        "    def __init__(self, vocab_size: int = 64, sequence_length: int = 32, batch_size: int = 4): ...\n"
+    )
+    wanted = {
+        "MarkovChain": {"vocab_size": 1024, "sequence_length": 1024, "batch_size": 8},
+        "MQAR": {"vocab_size": 512, "batch_size": 32},
+        "own.Numbers": {"vocab_size": 64, "sequence_length": 32, "batch_size": 4},
+    }[name]
+    for sources in ((f"data={name}",), (f"{{data: {{class_path: {name}}}}}",)):
+        found = read("gdn_h2.yaml", *sources).data.init_args
+        assert {key: found[key] for key in wanted} == wanted
+        for order in (("data.batch_size=6", *sources), (*sources, "data.batch_size=6")):
+            assert read("gdn_h2.yaml", *order).data.init_args.batch_size == 6

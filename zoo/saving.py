@@ -170,7 +170,7 @@ class Checkpoints(Checkpoint):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Have the processes know each other's signals."""
         self._stop_signal, self._between_steps = 0, False
-        self._agreement = Agreement() if trainer.world_size > 1 else None
+        self._agreement = Agreement(trainer.strategy.root_device) if trainer.world_size > 1 else None
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From here on signals wait for a whole step."""

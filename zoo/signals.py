@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -99,21 +99,39 @@ def _received(number: int) -> str:
 class Agreement:
     """Numbers that all processes know of each other, a call later: so none of them waits for another.
 
-    Each process calls `share` equally often. The numbers stay on the host (Gloo), and no device is held up.
+    Each process calls `share` equally often.
+
+    Args:
+        device: Where the processes' collectives take tensors.
     """
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # beside the training's
         self._before: tuple[Tensor, Any] | None = None
 
     def share(self, *numbers: int) -> list[int]:
         """The largest of what the processes gave in the call before, number by number; zeros in the first call."""
-        sent = torch.tensor(numbers)
-        before, self._before = self._before, (sent, dist.all_reduce(sent, dist.ReduceOp.MAX, self._group, True))
+        before, self._before = self._before, self._send(numbers)
         if before is None:
             return [0] * len(numbers)
-        before[1].wait()
-        return before[0].tolist()
+        known, arrived = before
+        arrived()
+        return known.tolist()
+
+    def _send(self, numbers: Sequence[int]) -> tuple[Tensor, Callable[[], Any]]:
+        """The numbers on their way, and what waits until they have arrived."""
+        if self._stream is None:
+            sent = torch.tensor(numbers)
+            return sent, dist.all_reduce(sent, dist.ReduceOp.MAX, async_op=True).wait
+        with torch.cuda.stream(self._stream):
+            sent = torch.tensor(numbers, device=self._device)
+            dist.all_reduce(sent, dist.ReduceOp.MAX, async_op=True).wait()  # this stream waits, not the host
+            known = torch.empty(len(numbers), dtype=sent.dtype, pin_memory=True)
+            known.copy_(sent, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return known, arrived.synchronize
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:

@@ -12,7 +12,9 @@ import zoo
 from kernels import UserError
 from tests.zoo.test_states import model_of
 from zoo.checkpoint import check_format, read_checkpoint, read_weights
+from zoo.curves import read_metrics
 from zoo.export import export
+from zoo.results import read_row
 from zoo.seal import save_sealed
 from zoo.sharded import check_shards, shard_hashes, shard_names
 
@@ -152,3 +154,22 @@ def test_a_checkpoint_is_the_same_under_other_names(run: Path, tmp_path: Path):
     for name in ("linked.ckpt", "copied.ckpt"):
         assert read_checkpoint(tmp_path / name)["zoo"]["format"] == 2
     assert torch.load(file, weights_only=True, mmap=True)["zoo"]["format"] == 2  # PyTorch's own reader goes on
+
+
+def test_results(run: Path):
+    """The file may have got a line more; what it says is the same."""
+    file, row = run / "results.json", read_row(run)
+    for content in what_loads(file, lambda: read_row(run)):
+        file.write_bytes(content)
+        assert read_row(run) == row
+
+
+def test_metrics(run: Path):
+    """Rows are left out with a warning; a reader never fails."""
+    file, rows = run / "metrics.jsonl", read_metrics(run / "metrics.jsonl")
+    written, draw = file.read_bytes(), random.Random(0)
+    for _ in range(MUTATIONS):
+        file.write_bytes(mutated(written, draw))
+        read_metrics(file)
+    file.write_bytes(written)
+    assert read_metrics(file) == rows

@@ -135,3 +135,9 @@ def test_mistakes(arguments: dict[str, Any], message: str):
 def test_a_base_that_does_not_exist():
     with pytest.raises(UserError, match=r"did you mean 'gla.yaml'"):
         Sweep("gal.yaml").runs()
+
+
+def test_names_of_axes_are_names_of_folders():
+    axes = {"q/k size": {"small": None}, "../../x": {"a/b": None}, "": {"..": None}}
+    (run,) = Sweep("gated_deltanet.yaml", axes=axes).runs()
+    assert run.name == "q-k-size=small,x=a-b,none=..,seed=0"
