@@ -106,7 +106,7 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
         yield
     finally:
         os.environ[PARENT] = before
-        if [path.name for path in folder.iterdir()] == [LOCK]:  # nothing was started
+        if [path for path in folder.rglob("*") if path.is_file()] == [folder / LOCK]:  # nothing was started
             (folder / LOCK).unlink()
         lock.release()
 

@@ -118,6 +118,8 @@ class Checkpoints(Checkpoint):
         self.resume_command = resume_command
         self.best_model_path = ""  # under this name Lightning looks for `ckpt_path="best"`
         self.best_model_score: float | None = None
+        self._best_step = -1
+        self._continued = Path()  # the checkpoint that the run goes on from
         self._saved_step = 0
         self._saved_at = 0.0  # seconds of the monotonic clock
         self._started_step = 0  # the step count when the batch in progress began
@@ -129,12 +131,14 @@ class Checkpoints(Checkpoint):
 
     def state_dict(self) -> dict[str, Any]:
         """The best loss so far, so that a continued run does not take a worse model for the best."""
-        return {"best_model_path": self.best_model_path, "best_model_score": self.best_model_score}
+        best = {"best_model_path": self.best_model_path, "best_model_score": self.best_model_score}
+        return {**best, "best_step": self._best_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue to compare with the best loss of the run."""
         self.best_model_path = state_dict["best_model_path"]
         self.best_model_score = state_dict["best_model_score"]
+        self._best_step = state_dict.get("best_step", -1)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Install the atomic writer, and see before the first step whether the folder can be written to."""
@@ -170,6 +174,7 @@ class Checkpoints(Checkpoint):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Have the processes know each other's signals."""
         self._stop_signal, self._between_steps = 0, False
+        self._continued = Path(trainer.ckpt_path or "")
         self._agreement = Agreement(trainer.strategy.root_device) if trainer.world_size > 1 else None
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -180,6 +185,8 @@ class Checkpoints(Checkpoint):
         """What the run starts from need not be saved again."""
         self._note_signals(trainer)
         self._between_steps = True
+        if self._best_step == trainer.global_step:  # it may have been killed before the file had its other name, too
+            self._name_best(trainer)
         self._saved_step = self._started_step = trainer.global_step
         self._saved_at = time.monotonic()
 
@@ -245,7 +252,7 @@ class Checkpoints(Checkpoint):
             return
         better = self.best_model_score is None or loss.item() < self.best_model_score
         if better:
-            self.best_model_score = loss.item()
+            self.best_model_score, self._best_step = loss.item(), trainer.global_step
             self.best_model_path = str(self._folder(trainer) / "best.ckpt")
         self._save(trainer, again=True)  # with the validation behind it, and with the best loss
         if better:
@@ -254,11 +261,18 @@ class Checkpoints(Checkpoint):
     def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last step may be the best; its checkpoint is there."""
         loss = trainer.callback_metrics.get("val_loss")
-        if loss is not None and (self.best_model_score is None or loss.item() < self.best_model_score):
-            self.best_model_score = loss.item()
-            last = self._folder(trainer) / "last.ckpt"
-            if trainer.is_global_zero and last.is_file():
-                atomic_link(last, self._folder(trainer) / "best.ckpt")
+        if loss is not None and (self.best_model_score is None or loss.item() <= self.best_model_score):
+            self._name_best(trainer)
+
+    def _name_best(self, trainer: L.Trainer) -> None:
+        """Let `best.ckpt` be what the run was continued from."""
+        target = self._folder(trainer) / "best.ckpt"
+        if (
+            trainer.is_global_zero
+            and self._continued.is_file()
+            and self._continued.resolve().parent == target.resolve().parent
+        ):
+            atomic_link(self._continued, target)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save what a limit of time or of epochs ended."""

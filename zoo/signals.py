@@ -57,11 +57,11 @@ class Signals(_SignalConnector):
         self._process = os.getpid()
 
     def register_signal_handlers(self) -> None:
-        """Take the signals over, except those that are ignored (SIGHUP under nohup) and those of forked processes."""
+        """Take the signals over; not SIGHUP under nohup, where it is to be ignored."""
         super().register_signal_handlers()
         self.wish, self._process = None, os.getpid()
         for number in ASKS:
-            if self._original_handlers.get(number) is not signal.SIG_IGN:
+            if number == signal.SIGINT or self._original_handlers.get(number) is not signal.SIG_IGN:
                 self._register_signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -142,6 +142,7 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
     parent = os.environ.get(PARENT)
     if not parent or sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if the parent was started behind a shell's &
     ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
     try:
         os.kill(int(parent), 0)

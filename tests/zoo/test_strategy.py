@@ -52,6 +52,6 @@ def test_precisions():
 
 
 def test_checkpoints_are_not_written_in_the_background(tmp_path):
-    trainer = SimpleNamespace(strategy=Zero(), default_root_dir=tmp_path, fast_dev_run=False)
+    trainer = SimpleNamespace(strategy=Zero(), default_root_dir=tmp_path, fast_dev_run=False, _signal_connector=None)
     with pytest.raises(UserError, match="in_background is true, but Zero writes its checkpoints itself"):
         Checkpoints(in_background=True).setup(trainer, None, "fit")

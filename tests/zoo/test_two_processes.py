@@ -68,7 +68,8 @@ def work(rank: int, folder: str) -> None:
     shapes, all_reduce = [], dist.all_reduce
 
     def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        shapes.append(list(x.shape))
+        if x.is_floating_point():  # signals are agreed upon at each step, and nobody waits for that
+            shapes.append(list(x.shape))
         return all_reduce(x, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
