@@ -1,6 +1,6 @@
 """Runs that are killed at random moments, again and again, and continued: nothing is wrong, lost, left over or stuck.
 
-    pytest -m slow tests/test_kills.py
+    ZOO_KILLS=1 pytest -m slow tests/test_kills.py
 
 Each chain is one run. It is stopped up to three times by a random signal at a random moment, to one process or, as
 terminals and schedulers do, to its whole group; and it is started again by the command that a person would type. In the
@@ -29,7 +29,11 @@ from zoo.run import has_checkpoint
 from .commands import FIT, ROOT, sitting_at
 
 pytest_plugins = "tests.desk"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+    pytest.mark.skipif("ZOO_KILLS" not in os.environ, reason="takes ten minutes; ZOO_KILLS=1 runs it"),
+]
 
 PATIENCE = 120  # seconds in which a process must end; many times what it takes
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)

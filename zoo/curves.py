@@ -74,6 +74,13 @@ class MetricsFile(Logger):
             self._write_csv()
 
     @rank_zero_only
+    def make_up(self, metrics: dict[str, float], step: int) -> None:
+        """Append a row unless it is there: a process may be killed between a checkpoint and the row of its step."""
+        known = read_metrics(self.path) if self.path.is_file() else []
+        if not any(row["step"] == step and metrics.keys() <= row.keys() for row in known):
+            self.log_metrics(metrics, step)
+
+    @rank_zero_only
     def finalize(self, status: str) -> None:
         """Bring the CSV up to date, whatever ended the run."""
         if self.path.is_file():

@@ -21,6 +21,7 @@ from kernels.errors import UserError
 from zoo.atomic import atomic_link, atomic_write
 from zoo.background import Background, host_copy
 from zoo.checkpoint import not_written, read_whole_checkpoint
+from zoo.curves import MetricsFile
 from zoo.guard import Diverged
 from zoo.seal import save_sealed
 from zoo.sharded import SHARDS
@@ -119,6 +120,7 @@ class Checkpoints(Checkpoint):
         self.best_model_path = ""  # under this name Lightning looks for `ckpt_path="best"`
         self.best_model_score: float | None = None
         self._best_step = -1
+        self._row: dict[str, float] = {}  # of metrics, of the step that was saved last; it is written after that
         self._continued = Path()  # the checkpoint that the run goes on from
         self._saved_step = 0
         self._saved_at = 0.0  # seconds of the monotonic clock
@@ -132,13 +134,14 @@ class Checkpoints(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         """The best loss so far, so that a continued run does not take a worse model for the best."""
         best = {"best_model_path": self.best_model_path, "best_model_score": self.best_model_score}
-        return {**best, "best_step": self._best_step}
+        return {**best, "best_step": self._best_step, "row": self._row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue to compare with the best loss of the run."""
         self.best_model_path = state_dict["best_model_path"]
         self.best_model_score = state_dict["best_model_score"]
         self._best_step = state_dict.get("best_step", -1)
+        self._row = state_dict.get("row", {})
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Install the atomic writer, and see before the first step whether the folder can be written to."""
@@ -187,6 +190,7 @@ class Checkpoints(Checkpoint):
         self._between_steps = True
         if self._best_step == trainer.global_step:  # it may have been killed before the file had its other name, too
             self._name_best(trainer)
+        self._make_up_row(trainer)
         self._saved_step = self._started_step = trainer.global_step
         self._saved_at = time.monotonic()
 
@@ -217,6 +221,9 @@ class Checkpoints(Checkpoint):
         self._stop_signal = 0 if complete else stop_signal
         keep = self.keep_every_n_steps is not None and step % self.keep_every_n_steps == 0
         if self._stop_signal or complete or keep or due or step % self.every_n_steps == 0:
+            logs = trainer._logger_connector.should_update_logs
+            row = trainer._results.metrics(on_step=True)["log"] if logs and trainer._results is not None else {}
+            self._row = {name: float(value) for name, value in row.items()}
             self._save(trainer)
         if keep:
             self._copy(trainer, f"step-{step:08d}.ckpt")
@@ -260,9 +267,15 @@ class Checkpoints(Checkpoint):
 
     def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last step may be the best; its checkpoint is there."""
+        self._make_up_row(trainer)
         loss = trainer.callback_metrics.get("val_loss")
         if loss is not None and (self.best_model_score is None or loss.item() <= self.best_model_score):
             self._name_best(trainer)
+
+    def _make_up_row(self, trainer: L.Trainer) -> None:
+        for logger in trainer.loggers:
+            if self._row and isinstance(logger, MetricsFile):
+                logger.make_up(self._row, trainer.global_step - 1)
 
     def _name_best(self, trainer: L.Trainer) -> None:
         """Let `best.ckpt` be what the run was continued from."""

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from zoo.data.batch import NO_LOSS, Batch
-from zoo.data.workers import context, only_killed_by
+from zoo.data.workers import context, only_killed_by, unheard
 
 
 class Samples(Protocol):
@@ -86,7 +86,8 @@ class TrainLoader:
         # before it restores a checkpoint (so it does if `estimated_stepping_batches` is read early).
         for _ in range(len(self)):
             if self._iterator is None:
-                self._iterator = iter(self._batches_from(self._position))
+                with unheard():
+                    self._iterator = iter(self._batches_from(self._position))
             batch = next(self._iterator)
             self._position += self.batch_size
             yield batch
@@ -139,7 +140,8 @@ class ValidationLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         # Kept on the object so that Lightning can stop its workers.
-        self._iterator = iter(_data_loader(_Filled(self.samples), self._indices(), self.num_workers))
+        with unheard():
+            self._iterator = iter(_data_loader(_Filled(self.samples), self._indices(), self.num_workers))
         return self._iterator
 
     def stop(self) -> None:

@@ -4,6 +4,8 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -23,14 +25,28 @@ def end_with(parent: int) -> None:
 
 
 def only_killed_by(parent: int) -> None:
-    """Leave Ctrl-C and SIGTERM, which may go to the whole process group, to `parent`: it saves, and ends its workers.
+    """Leave signals, which may go to the whole process group, to `parent`: it saves, and ends its workers.
 
     Its processes must be of `context`; elsewhere than on Linux they still heed SIGTERM.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if LINUX:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     end_with(parent)
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """No signal reaches a process that is started here before `only_killed_by`; this one hears them afterwards."""
+    if not LINUX:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def context() -> BaseContext | None:
