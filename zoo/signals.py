@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -68,9 +68,10 @@ class Signals(_SignalConnector):
         if os.getpid() != self._process:
             return  # a forked data worker: its parent decides
         if self.noted and (self.wish is None or number != signal.SIGINT):
-            if self.wish is None:
-                os.write(2, f"\n{_received(number)}\n".encode())  # print is not safe in a handler
-            self.wish = self.wish or number
+            first, self.wish = self.wish is None, self.wish or number
+            if first:
+                with suppress(OSError):  # a terminal that hung up takes no words
+                    os.write(2, f"\n{_received(number)}\n".encode())  # print is not safe in a handler
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
         else:
