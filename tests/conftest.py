@@ -41,6 +41,15 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def hears_ctrl_c() -> Iterator[None]:
+    """Lightning ignores Ctrl-C for the rest of the process once a run has been interrupted."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="session")
 def oracle() -> Callable[[str], ModuleType]:
     """Imports a module of an independent implementation. Without it a test is skipped at home, and fails in CI."""

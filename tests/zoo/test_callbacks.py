@@ -182,7 +182,6 @@ def test_a_resumed_run_remembers_the_best(tmp_path):
 
 
 def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_continue(tmp_path, capfd):
-    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit):
         trainer(tmp_path, [log := LossLog(), At(5, press_ctrl_c)]).fit(pretraining(), Data())
     assert list(log.losses) == [1, 2, 3, 4, 5]
@@ -191,7 +190,6 @@ def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_continue(tmp_path, ca
     assert "Stopping when this step is done and saved" in error
     assert f"step 5 is saved in {tmp_path}/checkpoints. Continue with: python cli.py fit --resume {tmp_path}" in error
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
-    signal.signal(signal.SIGINT, before)
 
 
 def test_a_second_ctrl_c_ends_at_once_and_keeps_the_last_checkpoint(tmp_path):
@@ -199,12 +197,10 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_last_checkpoint(tmp_path):
         press_ctrl_c()
         press_ctrl_c()
 
-    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit):
         trainer(tmp_path, [log := LossLog(), At(5, impatient)]).fit(pretraining(), Data())
     assert list(log.losses) == [1, 2, 3, 4]
     assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 4
-    signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_during_a_validation_saves_at_once(tmp_path):
@@ -213,14 +209,12 @@ def test_ctrl_c_during_a_validation_saves_at_once(tmp_path):
             if trainer.global_step == 4 and batch_idx == 0:
                 press_ctrl_c()
 
-    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit):
         trainer(tmp_path, [During()]).fit(pretraining(), Data())
     assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 4
     log = LossLog()
     trainer(tmp_path, [log]).fit(pretraining(), Data(), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
     assert list(log.losses) == list(range(5, 13))
-    signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_in_the_last_step_lets_the_run_complete(tmp_path):
@@ -236,7 +230,6 @@ def test_steps_are_counted_when_gradients_are_accumulated(tmp_path):
     checkpoint = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
     assert checkpoint["global_step"] == 5
     assert checkpoint["zoo"]["tokens_seen"] == 5 * 2 * 64  # both halves of the step
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_training_outside_the_main_thread(tmp_path):
@@ -323,7 +316,6 @@ def test_result_row_of_an_interrupted_and_then_continued_run(tmp_path):
     content = (tmp_path / "results.json").read_text()
     trainer(tmp_path, [ResultRow()]).fit(pretraining(), Data(), ckpt_path=last)  # nothing left to do
     assert (tmp_path / "results.json").read_text() == content
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_result_row_of_a_failed_run(tmp_path):
@@ -460,7 +452,6 @@ def test_a_validation_that_was_due_at_a_stop_comes_first(tmp_path):
     """It may be the best, and its row belongs to the step before."""
     options = {"max_steps": 12}
     trainer(tmp_path / "whole", [Validations()], **options).fit(pretraining(), Data())
-    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit):
         trainer(tmp_path / "cut", [Validations(), At(8, press_ctrl_c)], **options).fit(pretraining(), Data())
     assert [row["step"] for row in read_metrics(tmp_path / "cut" / "metrics.jsonl") if "val_loss" in row] == [3]
@@ -474,4 +465,3 @@ def test_a_validation_that_was_due_at_a_stop_comes_first(tmp_path):
     assert list(found[0]) == [3, 7, 11]
     best = [saved_step(tmp_path / name / "checkpoints" / "best.ckpt") for name in ("whole", "cut")]
     assert best[0] == best[1]
-    signal.signal(signal.SIGINT, before)
