@@ -1,0 +1,252 @@
+"""The language model around the mixers: tokens → logits. Plain PyTorch, and it never asks which mixer it holds."""
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import UserError, linear_cross_entropy, recomputing
+from mixers import OutputProjection, ResidualNorm, Site, TokenMixer
+from zoo.lm.mlp import ChannelMixer, SwiGLU
+from zoo.lm.stack import Stack
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 0.03  # of a nominal size
+LinearInitializer = Literal["normal", "uniform"]
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
+
+    What a block ends with is added to the residual stream by the norm that comes next, the next block's or the last.
+    """
+
+    def __init__(self, hidden_size: int, mixer: TokenMixer, mlp: ChannelMixer | None, norm_eps: float):
+        super().__init__()
+        self.mixer_norm, self.mixer = ResidualNorm(hidden_size, norm_eps), mixer
+        self.mlp_norm = None if mlp is None else ResidualNorm(hidden_size, norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, y: Tensor | None, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+        """x and y [B,T,hidden], whose sum is the residual stream, and a state → the same after the block."""
+        if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compilers do so themselves
+            with recomputing():
+                return self._forward(x, y, state, cu_seqlens)
+        return self._forward(x, y, state, cu_seqlens)
+
+    def _forward(
+        self, x: Tensor, y: Tensor | None, state: Any, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Any]:
+        x, h = self.mixer_norm(x, y)
+        y, state = self.mixer(h, state, cu_seqlens=cu_seqlens)
+        if self.mlp is not None and self.mlp_norm is not None:
+            x, h = self.mlp_norm(x, y)
+            y = self.mlp(h)
+        return x, y, state
+
+
+class LanguageModel(nn.Module):
+    """A causal language model: embedding, blocks of a token mixer and an MLP, norm, head.
+
+    Args:
+        stack: Which token mixer stands at which depth: Uniform, H1, H2, Pattern.
+        vocab_size: Number of tokens; null for the tokenizer's.
+        hidden_size: Size of the residual stream.
+        num_heads: Heads of every mixer that does not say otherwise.
+        num_layers: Number of blocks.
+        intermediate_size: Inner size of the MLPs; null for the MLP's own choice.
+        mlp: The channel mixer of every block; null for none.
+        position: A mixer that replaces the embedding before the first block, such as TPE; null for none.
+        tie_embeddings: Whether the head reuses the embedding matrix.
+        norm_eps: Added inside the root of the norms.
+        initializer_range: Standard deviation of all linear and embedding weights at the start.
+        linear_initializer: Of linear weights: `normal`, as above, or `uniform`, PyTorch's own, U(±inputs^-½).
+        scale_output_projections: Whether the weights whose result is added to the residual stream, those of every
+            `OutputProjection`, start smaller by the root of how many there are, one or two a block.
+        nominal_size: How many parameters this model is meant to have; a line is logged if it has 3 % more or less.
+
+    Raises:
+        UserError: A size is below 1, or a layer has no output projection to scale.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        vocab_size: int | None = None,
+        hidden_size: int = 256,
+        num_heads: int = 4,
+        num_layers: int = 6,
+        intermediate_size: int | None = None,
+        mlp: Callable[[int, int | None], ChannelMixer] | None = SwiGLU,
+        position: Callable[[Site], TokenMixer] | None = None,
+        tie_embeddings: bool = False,
+        norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        linear_initializer: LinearInitializer = "normal",
+        scale_output_projections: bool = False,
+        nominal_size: float | None = None,
+    ):
+        super().__init__()
+        if vocab_size is None:
+            raise UserError("vocab_size: null stands for the tokenizer's; a model without a tokenizer needs a number")
+        sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
+        for name, size in sizes.items():
+            if size < 1:
+                raise UserError(f"{name}: {size} must be at least 1")
+        self.vocab_size, self.hidden_size, self.num_layers = vocab_size, hidden_size, num_layers
+        self.initializer_range, self.linear_initializer = initializer_range, linear_initializer
+        self.scale_output_projections = scale_output_projections
+        if linear_initializer not in get_args(LinearInitializer):
+            raise UserError(f"linear_initializer: {linear_initializer!r} is not one of normal, uniform")
+        self.embeddings = nn.Embedding(vocab_size, hidden_size)
+        self.position = None if position is None else position(Site(hidden_size, num_heads, 0, num_layers))
+        self.layers = nn.ModuleList()
+        for layer in range(num_layers):
+            mixer = stack(Site(hidden_size, num_heads, layer, num_layers))
+            channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)
+            self.layers.append(Block(hidden_size, mixer, channel_mixer, norm_eps))
+        self.norm = ResidualNorm(hidden_size, norm_eps)
+        self.lm_head = None if tie_embeddings else nn.Linear(hidden_size, vocab_size, bias=False)
+        for layer, mixer in enumerate(self.mixers):
+            mixer.share(self.mixers[:layer])
+        self.reset_parameters()
+        size = self.num_parameters()
+        if nominal_size is not None and abs(size / nominal_size - 1) > TOLERANCE:
+            log.warning(
+                "model.nominal_size is %.1fM parameters, but this model has %.1fM", nominal_size / 1e6, size / 1e6
+            )
+
+    @property
+    def mixers(self) -> list[TokenMixer]:
+        """The token mixers, bottom-up."""
+        return [block.mixer for block in self.layers]  # type: ignore[misc]
+
+    @property
+    def mlps(self) -> list[ChannelMixer]:
+        """The channel mixers, bottom-up."""
+        return [block.mlp for block in self.layers if block.mlp is not None]  # type: ignore[misc]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill all parameters anew: linear and embedding weights as the arguments say, with biases of zero.
+
+        Every other module, and a linear map that has a `reset_parameters` of its own, does what that says.
+        """
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if getattr(reset, "__func__", None) in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
+                self._initialise(module)  # type: ignore[arg-type]
+            elif module is not self and callable(reset):
+                reset()
+        if self.scale_output_projections:
+            projections = self._output_projections()
+            for projection in projections:
+                projection.weight.div_(math.sqrt(len(projections)))
+
+    def _initialise(self, module: nn.Linear | nn.Embedding) -> None:
+        if isinstance(module, nn.Linear) and self.linear_initializer == "uniform":
+            nn.init.uniform_(module.weight, -(module.in_features**-0.5), module.in_features**-0.5)
+        else:
+            nn.init.normal_(module.weight, std=self.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def _output_projections(self) -> list[OutputProjection]:
+        """Of all blocks; of each layer in them there is one.
+
+        Raises:
+            UserError: A layer does not say which of its maps it is.
+        """
+        found = []
+        for layer in (*self.mixers, *self.mlps):
+            own = [part for part in layer.modules() if isinstance(part, OutputProjection)]
+            if not own:
+                raise UserError(f"scale_output_projections: {type(layer).__name__} has no OutputProjection to scale")
+            found += own
+        return found
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: tuple[Any, ...] | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Any, ...] | None]:
+        """tokens [B,T] int → logits [B,T,vocab_size], and the continued state if one was given (it is consumed).
+
+        With labels it is the sum of their losses instead of the logits, which then need not be in memory all at once.
+
+        Args:
+            tokens: [B,T].
+            state: From `init_state` or an earlier call; None to train.
+            cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
+            labels: [B,T] int64, already shifted; -100 has no loss.
+        """
+        x, states = self.embeddings(tokens), []
+        given = iter(state) if state is not None else itertools.repeat(None)
+        if self.position is not None:
+            x, following = self.position(x, next(given), cu_seqlens=cu_seqlens)
+            states.append(following)
+        y = None
+        for block in self.layers:
+            x, y, following = block(x, y, next(given), cu_seqlens)
+            states.append(following)
+        _, x = self.norm(x, y)
+        if labels is not None:
+            head = self.embeddings if self.lm_head is None else self.lm_head
+            found = linear_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten())
+        else:
+            found = self.lm_head(x) if self.lm_head is not None else F.linear(x, self.embeddings.weight)
+        return found, None if state is None else tuple(states)
+
+    def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Sum of the losses of all labels in nats, a scalar in fp32; the arguments are those of `forward`."""
+        return self(tokens, cu_seqlens=cu_seqlens, labels=labels)[0]
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[Any, ...]:
+        """The state before the first token of `batch_size` sequences: `position`'s, if any, then each layer's."""
+        return tuple(mixer.init_state(batch_size, device, dtype) for mixer in self._stateful)
+
+    @property
+    def _stateful(self) -> list[TokenMixer]:
+        return self.mixers if self.position is None else [self.position, *self.mixers]
+
+    def num_parameters(self) -> int:
+        """Number of parameters, shared ones once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def state_size(self, length: int | None = None) -> int | float:
+        """State elements of one sequence after `length` tokens; without a length the bound, `math.inf` if none."""
+        return sum(mixer.state_size(length) for mixer in self._stateful)
+
+    def flops(self, length: int) -> int:
+        """Forward FLOPs of one sequence of `length` tokens; products only, the embedding look-up is free."""
+        return (
+            sum(mixer.flops(length) for mixer in self._stateful)
+            + sum(mlp.flops(length) for mlp in self.mlps)
+            + 2 * length * self.hidden_size * self.vocab_size
+        )
+
+    @contextmanager
+    def without_mixers(self) -> Iterator[None]:
+        """Inside the ``with`` block every token mixer adds nothing: what is left of the model sees single tokens."""
+        hooks = [mixer.register_forward_hook(_silence) for mixer in self.mixers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _silence(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    return torch.zeros_like(output[0]), output[1]
