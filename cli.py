@@ -14,6 +14,7 @@ for words in (
     "many workers",
     "pynvml",
     "infer the batch indices",
+    "callbacks used to create",
     "is deprecated. Please use `torch.distributed",  # DeepSpeed's calls
     "sync_dist=True",  # the metrics are of all processes already
 ):

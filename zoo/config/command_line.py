@@ -65,7 +65,8 @@ def arguments_of(
     elif positional is not None and plain:
         options.append(f"--{positional}={plain.pop(0)}")
     if plain and positional != "configs":
-        raise UserError(f"{plain[0]!r}: an argument without a key; options are written --key=value")
+        named = "" if keys is None else "configs are named by --config, and "
+        raise UserError(f"{plain[0]!r}: an argument without a key; {named}options are written --key=value")
     usage = f"cli.py {verb}{'' if keys is None else ' --config NAME [--config OVERLAY …]'} [--key=value …]"
     description = (inspect.getdoc(function) or "").partition("\n\n")[0]
     parser = Parser(prog=f"cli.py {verb}", usage=usage, description=description)

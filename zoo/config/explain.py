@@ -106,11 +106,10 @@ def _misfit(cls: Any, name: str) -> tuple[str, list[str]]:
 def _missing(key: str, names: str, owner: Any) -> str:
     if owner is not None:
         return f"{key}: {owner.__name__} needs a value for {names}"
-    verb, _, name = names.partition(", ")[0].partition(".")
-    if name.startswith("model"):
-        how = "--config gdn_h2.yaml, say" if verb == "fit" else "or a run, --checkpoint runs/NAME"
-        return f"{name}: there is none; give a config with a model ({how})"
-    return f"{names}: missing; write --{names.partition(', ')[0]}=VALUE"
+    name = names.partition(", ")[0]
+    if name.startswith("model."):
+        return f"{name}: there is none; give a config with a model, such as --config gdn_h2.yaml"
+    return f"{names}: missing; write --{name}=VALUE"
 
 
 def _unknown_class(key: str, name: str, owner: Any, path: str) -> str:

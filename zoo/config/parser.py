@@ -99,6 +99,12 @@ def add_arguments(parser: LightningArgumentParser) -> None:
     """The keys of a run, the same for every verb."""
     mixers.names()  # plug-ins register before anything is parsed
     parser.add_argument(
+        "--seed_everything",
+        type=bool | int,
+        default=0,
+        help="Seed of all random numbers: true draws one, false leaves them alone.",
+    )
+    parser.add_argument(
         "--compile",
         type=bool,
         default=False,
@@ -148,7 +154,6 @@ def read(*configs_and_overrides: Item) -> Namespace:
 def run_parser() -> Parser:
     """The parser of a run outside the command line."""
     parser = Parser()
-    parser.add_argument("--seed_everything", type=bool | int, default=0)
     add_arguments(parser)
     return parser
 
