@@ -31,7 +31,7 @@ class Convention:
     norm_vectors: int = 0
 
 
-# by the names of configs/paper003
+# by the names of configs/scaling_laws
 CONVENTIONS = {
     "llama": Convention(lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + n / (6 * d) + 5 / (18 * d)), norm_vectors=2),
     "tnl": Convention(lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + 1 / (2 * h) + 5 / (18 * d))),
@@ -141,10 +141,10 @@ def flops_per_step(
 
 
 def table() -> list[Row]:
-    """The 24 models of Table 7, built on the meta device from configs/paper003 and counted."""
+    """The 24 models of Table 7, built on the meta device from configs/scaling_laws and counted."""
     rows = []
     for (architecture, size), (printed_parameters, printed_flops) in PRINTED.items():
-        model = build(f"paper003/{architecture}.yaml", f"paper003/{size}.yaml", device="meta")
+        model = build(f"scaling_laws/{architecture}.yaml", f"scaling_laws/{size}.yaml", device="meta")
         rows.append(
             Row(
                 architecture,

@@ -308,13 +308,15 @@ def test_published_alternatives_to_expansion(config: str, overrides: list[str], 
 @pytest.mark.parametrize("factor", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize(("config", "per_state", "shared"), [("gla.yaml", 5, 1), ("gated_deltanet.yaml", 10, 0)])
 def test_flops_of_an_expanded_recurrence(config: str, per_state: int, shared: int, factor: int):
-    """Table 10 of paper 000 counts 6HLD² for GLA and 8HLD² for Gated DeltaNet.
+    """Table 10 of "Scaling up the State Size of RNN LLMs" counts 6HLD² for GLA and 8HLD² for Gated DeltaNet.
 
     Ours is 6 and 10 (6 for the state, 2 for the scores of keys and queries, 1 each for the solve and the values), and
     everything repeats for each subhead but GLA's product of scores and values. The delta rule also inverts a triangle
     of 64 tokens: 2752 a token.
     """
-    model = zoo.build(f"paper000/{config}", "size/400m.yaml", f"model.stack.mixer.factor={factor}", device="meta")
+    model = zoo.build(
+        f"state_expansion/{config}", "size/400m.yaml", f"model.stack.mixer.factor={factor}", device="meta"
+    )
     mixer, length = model.mixers[0], 4096
     recurrence = mixer.flops(length) - dense_flops(mixer, length)
     inverse = 2752 * factor if "deltanet" in config else 0

@@ -87,7 +87,7 @@ def test_executed_flops_are_other_flops(rows: dict[tuple[str, str], Row]):
 
 
 def test_the_formulas_of_another_step():
-    model = zoo.build("paper003/tnl.yaml", "paper003/70m.yaml", device="meta")
+    model = zoo.build("scaling_laws/tnl.yaml", "scaling_laws/70m.yaml", device="meta")
     step = paper003.flops_per_step(model, "tnl")
     assert paper003.flops_per_step(model, "tnl", batch_size=48) == pytest.approx(step / 10)
     assert paper003.flops_per_step(model, "tnl", length=4096) == pytest.approx(step / 2)  # linear in the length
@@ -96,13 +96,13 @@ def test_the_formulas_of_another_step():
 
 
 def test_an_untied_head_is_not_counted_either():
-    names = ("paper003/hgrn2.yaml", "paper003/70m.yaml")
+    names = ("scaling_laws/hgrn2.yaml", "scaling_laws/70m.yaml")
     untied = zoo.build(*names, "model.tie_embeddings=false", device="meta")
     assert paper003.parameters(untied, "hgrn2") == 20_450_304
 
 
 def test_mistakes():
-    model = zoo.build("paper003/llama.yaml", "paper003/70m.yaml", device="meta")
+    model = zoo.build("scaling_laws/llama.yaml", "scaling_laws/70m.yaml", device="meta")
     with pytest.raises(UserError, match=r"architecture: 'lama' is not one of llama, .*did you mean 'llama'"):
         paper003.parameters(model, "lama")
     for config in ("mamba1.yaml", "gdn_h2.yaml"):

@@ -77,7 +77,10 @@ def test_a_list_of_files_is_labelled_by_their_names():
 
 
 def test_controls_stand_outside_the_grid():
-    arguments = {"axes": {FACTOR: [1, 2]}, "controls": {"wide": {"model": {"num_heads": 1}}, "deep": "paper000/l.yaml"}}
+    arguments = {
+        "axes": {FACTOR: [1, 2]},
+        "controls": {"wide": {"model": {"num_heads": 1}}, "deep": "state_expansion/l.yaml"},
+    }
     runs = Sweep("gated_deltanet.yaml", seeds=[0, 1], **arguments).runs()
     assert [run.name for run in runs if run.seed == 0] == [
         "factor=1,seed=0",
