@@ -174,23 +174,40 @@ class LanguageModel(nn.Module):
         return found
 
     def forward(
-        self,
-        tokens: Tensor,
-        state: tuple[Any, ...] | None = None,
-        *,
-        cu_seqlens: Tensor | None = None,
-        labels: Tensor | None = None,
+        self, tokens: Tensor, state: tuple[Any, ...] | None = None, *, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
         """tokens [B,T] int → logits [B,T,vocab_size], and the continued state if one was given (it is consumed).
-
-        With labels it is the sum of their losses instead of the logits, which then need not be in memory all at once.
 
         Args:
             tokens: [B,T].
             state: From `init_state` or an earlier call; None to train.
             cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
-            labels: [B,T] int64, already shifted; -100 has no loss.
         """
+        x, state = self._last_hidden(tokens, state, cu_seqlens)
+        return (F.linear(x, self.embeddings.weight) if self.lm_head is None else self.lm_head(x)), state
+
+    def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Sum of the cross entropies of all labels in nats, without the logits of all tokens in memory at once.
+
+        Strategies of Lightning hook into the LightningModule around the model, so that it is theirs as well. What hooks
+        into the `forward` of the model itself is told of this method, FSDP by `register_fsdp_forward_method`.
+
+        Args:
+            tokens: [B,T].
+            labels: [B,T] int64, already shifted; -100 has no loss.
+            cu_seqlens: As in `forward`.
+
+        Returns:
+            A scalar in fp32.
+        """
+        x, _ = self._last_hidden(tokens, None, cu_seqlens)
+        head = self.embeddings if self.lm_head is None else self.lm_head
+        return linear_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten())
+
+    def _last_hidden(
+        self, tokens: Tensor, state: tuple[Any, ...] | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, tuple[Any, ...] | None]:
+        """tokens [B,T] → what the head reads [B,T,hidden], and the continued state."""
         x, states = self.embeddings(tokens), []
         given = iter(state) if state is not None else itertools.repeat(None)
         if self.position is not None:
@@ -201,16 +218,7 @@ class LanguageModel(nn.Module):
             x, y, following = block(x, y, next(given), cu_seqlens)
             states.append(following)
         _, x = self.norm(x, y)
-        if labels is not None:
-            head = self.embeddings if self.lm_head is None else self.lm_head
-            found = linear_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten())
-        else:
-            found = self.lm_head(x) if self.lm_head is not None else F.linear(x, self.embeddings.weight)
-        return found, None if state is None else tuple(states)
-
-    def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Sum of the losses of all labels in nats, a scalar in fp32; the arguments are those of `forward`."""
-        return self(tokens, cu_seqlens=cu_seqlens, labels=labels)[0]
+        return x, None if state is None else tuple(states)
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
