@@ -22,6 +22,7 @@ from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
 from .retnet import RetNet
+from .state import History, Position, remembered
 from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
 
@@ -47,6 +48,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "HeadWise",
+    "History",
     "KeepsFp32",
     "LayerwiseAlibi",
     "LayerwiseLinear",
@@ -60,6 +62,7 @@ __all__ = [
     "NormOnly",
     "Output",
     "OutputProjection",
+    "Position",
     "Projection",
     "RMSNorm",
     "ResidualNorm",
@@ -79,5 +82,6 @@ __all__ = [
     "names",
     "positions",
     "register",
+    "remembered",
     "split_heads",
 ]

@@ -14,6 +14,7 @@ from .base import Site, TokenMixer, dense_flops, positions
 from .features import FeaturePath, Features, Rotary
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
+from .state import History, Position
 
 
 class AttentionState(NamedTuple):
@@ -21,8 +22,8 @@ class AttentionState(NamedTuple):
 
     k: Tensor  # [N,S,Hkv,D]; S grows without a window, and is window_size − 1 with one
     v: Tensor  # as k
-    histories: tuple[Tensor, ...]  # last conv inputs of q and k; empty without conv
-    position: Tensor  # tokens seen [N], int64; the first S − position places of a row are empty
+    histories: tuple[History, ...]  # last conv inputs of q and k; empty without conv
+    position: Position  # tokens seen [N], int64; the first S − position places of a row are empty
 
 
 @register(recurrence="o_t = Σ_{s≤t} softmax_s(q_t·k_s/√D) v_s", paper="Attention is all you need, arXiv 1706.03762")

@@ -18,11 +18,12 @@ from kernels.documents import places
 from . import sequence
 from .features import FeaturePath, Features
 from .precision import KeepsFp32
+from .state import History, Position
 
 if TYPE_CHECKING:
     from .expansion import Expand
 
-State = Any  # a pytree of tensors, usually a NamedTuple of the mixer's own
+State = Any  # a pytree of tensors, usually a NamedTuple of the mixer's own; `state.py` says how its fields are typed
 
 
 class Site(NamedTuple):
@@ -92,7 +93,7 @@ class TokenMixer(KeepsFp32):
     def state_size(self, length: int | None = None) -> int | float:
         """Elements of the recurrent matrix (attention: keys and values) of one sequence after `length` tokens.
 
-        Convolution histories and counters are not counted. Without a length, the bound; `math.inf` where there is none.
+        What is typed `History` or `Position` does not count. Without a length, the bound; `math.inf` if there is none.
         """
         raise NotImplementedError
 
@@ -133,8 +134,8 @@ class LinearState(NamedTuple):
     """The state of a LinearMixer."""
 
     matrix: Tensor  # [N,H·S,K',V], at least fp32
-    histories: tuple[Tensor, ...]  # last conv inputs [N,W−1,C] of q, k, v; empty without conv
-    position: Tensor  # tokens seen [N], int64; empty where no feature map asks
+    histories: tuple[History, ...]  # last conv inputs [N,W−1,C] of q, k, v; empty without conv
+    position: Position  # tokens seen [N], int64; empty where no feature map asks
 
 
 class LinearMixer(TokenMixer):

@@ -14,13 +14,14 @@ from .base import Site, TokenMixer, dense_flops
 from .features import FeaturePath, Features
 from .projection import OutputProjection, Projection
 from .registry import register
+from .state import History
 
 
 class MambaState(NamedTuple):
     """The state of a Mamba layer."""
 
     h: Tensor  # [S,D,N], at least fp32
-    histories: tuple[Tensor, ...]  # last conv inputs [S,W−1,D]
+    histories: tuple[History, ...]  # last conv inputs [S,W−1,D]
 
 
 class StepProjection(nn.Linear):
