@@ -180,10 +180,10 @@ class CLI(LightningCLI):
             config.optim.initial_weights = None  # the checkpoint has later ones
         plain = configs.to_dict(config)
         tasks = getattr(self.datamodule, "validation_names", ())
-        optim, stretches = configs.instantiate("optim", config), config.sequence_parallel
-        if stretches > 1 and config.compile:
-            raise UserError(f"sequence_parallel: {stretches} processes cannot share sequences of compiled blocks yet")
-        self.model = Pretraining(model, optim, tokenizer, plain, length, tasks, stretches)
+        optim, sharing = configs.instantiate("optim", config), config.context_parallel
+        if sharing > 1 and config.compile:
+            raise UserError(f"context_parallel: {sharing} processes cannot share sequences of compiled blocks yet")
+        self.model = Pretraining(model, optim, tokenizer, plain, length, tasks, sharing)
         folder = _run_folder(config) if fitting else None
         if folder is not None:
             self.held.enter_context(claimed(folder, new=config.resume is None))

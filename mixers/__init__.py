@@ -4,6 +4,7 @@ from kernels import UserError
 
 from .attention import SlidingWindowAttention, SoftmaxAttention
 from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, positions
+from .context_parallel import ContextParallel, takes_context_parallel
 from .contract import ContractError, check_mixer
 from .cosformer2 import CosFormer2
 from .decay import ConstantDecay, Discretisation, alibi_slopes
@@ -36,6 +37,7 @@ __all__ = [
     "TNL",
     "TPE",
     "ConstantDecay",
+    "ContextParallel",
     "ContractError",
     "CosFormer2",
     "DeltaNet",
@@ -84,4 +86,5 @@ __all__ = [
     "register",
     "remembered",
     "split_heads",
+    "takes_context_parallel",
 ]

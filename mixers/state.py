@@ -52,7 +52,7 @@ def _remembered(state: Any, kind: Any, name: str) -> Iterator[tuple[str, Tensor]
             yield name, state
         return
     if hasattr(state, "_fields"):
-        kinds = _field_types(type(state))
+        kinds = _field_types(state.__class__)
         parts = [(part, kinds.get(field), field) for field, part in zip(state._fields, state, strict=True)]
     elif isinstance(state, tuple | list):
         parts = [(part, kind, i) for i, (part, kind) in enumerate(zip(state, _item_types(kind, state), strict=True))]

@@ -13,7 +13,7 @@ import logging
 import pydoc
 import warnings
 from argparse import ArgumentError
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ CLASSES = {
     "state_norms": StateNorms,
     "profile": Profile,
 }
-KEYS = ("seed_everything", "compile", "activation_checkpointing", "sequence_parallel", "data", *CLASSES)
+KEYS = ("seed_everything", "compile", "activation_checkpointing", "context_parallel", "data", *CLASSES)
+RENAMED = {"sequence_parallel": "context_parallel"}  # old keys that are still read, as saved configs have them
 
 _PACKAGE = Path(__file__).parent
 # beside the package in a checkout, inside it in a wheel
@@ -87,9 +88,19 @@ class ConfigFile(ActionConfigFile):
             contents = read_yaml(values)
             if not isinstance(contents, dict):
                 raise UserError(f"config: {values} holds no keys such as model, data or trainer")
+        if contents is not None and not contents.keys().isdisjoint(RENAMED):
+            contents = renamed(contents)
+            values = json.dumps(contents)
         if contents is not None and (named := _class_name(contents.get("data"))) is not None:
             _leave_defaults_behind(cfg.get("data"), named)
         super().__call__(parser, cfg, values, option_string)
+
+
+def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the keys of today; a line is logged for each that has another name now."""
+    for old in config.keys() & RENAMED.keys():
+        log.warning("%s is deprecated: it is called %s now", old, RENAMED[old])
+    return {RENAMED.get(key, key): value for key, value in config.items()}
 
 
 def _class_name(spec: Any) -> str | None:
@@ -157,10 +168,10 @@ def add_arguments(parser: LightningArgumentParser) -> None:
         help="Compute every so-manieth block again in the backward pass, to save memory; 1: each of them.",
     )
     parser.add_argument(
-        "--sequence_parallel",
+        "--context_parallel",
         type=int,
         default=1,
-        help="So many neighbouring processes share each sequence, a stretch each; needs trainer.strategy=ddp.",
+        help="How many neighbouring processes share each sequence, a part each; needs trainer.strategy=ddp.",
     )
     parser.add_class_arguments(LanguageModel, "model", fail_untyped=False)
     parser.add_class_arguments(Optimisation, "optim")
@@ -210,7 +221,10 @@ def as_overlays(arguments: list[str]) -> list[str]:
     for argument in rest:
         if argument == "--data" and (name := next(rest, None)) is not None:
             argument = f"--data={name}"
-        key, _, value = argument.removeprefix("--").partition("=")
+        key, given, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and key in RENAMED:
+            ((key, _),) = renamed({key: value}).items()
+            argument = f"--{key}{given}{value}"
         if (argument.startswith("--model.") and value == "null") or (
             argument.startswith("--data=") and "{" not in value
         ):

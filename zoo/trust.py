@@ -22,7 +22,7 @@ import mixers
 from kernels import UserError
 
 from .components import component, constructor, hints, is_ours, subclasses
-from .config import CLASSES, KEYS, find_config
+from .config import CLASSES, KEYS, find_config, renamed
 from .model import LanguageModel
 from .plain import check_plain, parse_yaml, read_yaml
 
@@ -127,7 +127,7 @@ def vet_run(config: Mapping[str, Any], source: object, own: Own) -> dict[str, An
     check_plain(config, f"{source}: its config")
     plain, files = _Vetting(source, own), _Vetting(source, own, files=True)
     vetted: dict[str, Any] = {}
-    for key, value in config.items():
+    for key, value in renamed(config).items():
         vetting = files if key in ("data", "checkpoints") else plain
         if key not in KEYS:
             raise UserError(f"{source} was not written by you, and sets {key}, which is no part of a run; {_HOW}.")
