@@ -5,7 +5,7 @@ Knows no module, no layer and no YAML. Every op has an obvious fp32 loop (``refe
 """
 
 from .arguments import at_least_fp32
-from .backend import BACKENDS, backend
+from .backend import BACKENDS, backend, same_backend
 from .columns import split_columns
 from .delta_rule import delta_rule
 from .discretise import discretise
@@ -45,6 +45,7 @@ __all__ = [
     "recomputing",
     "recurrence_flops",
     "rms_norm",
+    "same_backend",
     "selective_scan",
     "short_conv",
     "split_columns",

@@ -2,14 +2,25 @@
 
 ``auto`` takes the fastest that an op has for the tensor's device; where that is PyTorch on a GPU because the Triton
 kernels cannot take the arguments, it says so. An explicit choice that an op cannot honour is an error, never a
-fallback. Each op names its implementations in a dict and asks :func:`choose`. The environment variable ``ZOO_BACKEND``
-chooses for a whole process; :func:`backend` inside it goes first.
+fallback. Each op names its implementations in a dict and asks :func:`choose`.
+
+Where a choice holds:
+
+- ``ZOO_BACKEND``, an environment variable, chooses for the whole process and all of its threads.
+- ``with backend(name):`` goes first, for the calls of ops inside the block by the thread that entered it. Other threads
+  are not affected, and autograd's are others.
+- An op asks once, when it is called. Its backward pass belongs to what it ran on, wherever and in whatever thread
+  ``backward()`` is called.
+- What ``torch.utils.checkpoint`` computes again are new calls, which would ask again, on a GPU in a thread of autograd.
+  ``context_fn=kernels.same_backend`` gives them the backend of the first time. The activation checkpointing of ``zoo``
+  passes it; a checkpoint of your own has to, or it fails with a ``CheckpointError`` where the backends differ.
+- Compiled code keeps the backend under which it was traced.
 """
 
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -41,6 +52,27 @@ def backend(name: str) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
+
+
+def same_backend() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """`context_fn` for `torch.utils.checkpoint`: what is computed again runs on the backend that is chosen now."""
+    return nullcontext(), _Again(_chosen.get())
+
+
+class _Again(AbstractContextManager[None]):
+    """`backend(name)` that can be entered more than once, as every backward pass through a checkpoint does."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        block = backend(self.name)
+        block.__enter__()
+        self._entered.append(block)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 def choose(
@@ -87,7 +119,7 @@ def _name(op: str, known: tuple[str, ...], device: str, fp64: bool, limits: str 
 
 
 # What torch.compiler.assume_constant_result sets, without importing the compiler: it cannot look into context
-# variables. Compiled code keeps the backend under which it was traced.
+# variables.
 _name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -4,6 +4,7 @@ from kernels import UserError
 
 from .attention import SlidingWindowAttention, SoftmaxAttention
 from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, positions
+from .context_parallel import ContextParallel, takes_context_parallel
 from .contract import ContractError, check_mixer
 from .cosformer2 import CosFormer2
 from .decay import ConstantDecay, Discretisation, alibi_slopes
@@ -22,6 +23,7 @@ from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
 from .retnet import RetNet
+from .state import History, Position, remembered
 from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
 
@@ -35,6 +37,7 @@ __all__ = [
     "TNL",
     "TPE",
     "ConstantDecay",
+    "ContextParallel",
     "ContractError",
     "CosFormer2",
     "DeltaNet",
@@ -47,6 +50,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedRMSNorm",
     "HeadWise",
+    "History",
     "KeepsFp32",
     "LayerwiseAlibi",
     "LayerwiseLinear",
@@ -60,6 +64,7 @@ __all__ = [
     "NormOnly",
     "Output",
     "OutputProjection",
+    "Position",
     "Projection",
     "RMSNorm",
     "ResidualNorm",
@@ -79,5 +84,7 @@ __all__ = [
     "names",
     "positions",
     "register",
+    "remembered",
     "split_heads",
+    "takes_context_parallel",
 ]

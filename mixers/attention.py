@@ -9,11 +9,12 @@ from torch import Tensor
 
 import kernels
 
-from . import sequence
 from .base import Site, TokenMixer, dense_flops, positions
+from .context_parallel import ContextParallel
 from .features import FeaturePath, Features, Rotary
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
+from .state import History, Position
 
 
 class AttentionState(NamedTuple):
@@ -21,8 +22,8 @@ class AttentionState(NamedTuple):
 
     k: Tensor  # [N,S,Hkv,D]; S grows without a window, and is window_size − 1 with one
     v: Tensor  # as k
-    histories: tuple[Tensor, ...]  # last conv inputs of q and k; empty without conv
-    position: Tensor  # tokens seen [N], int64; the first S − position places of a row are empty
+    histories: tuple[History, ...]  # last conv inputs of q and k; empty without conv
+    position: Position  # tokens seen [N], int64; the first S − position places of a row are empty
 
 
 @register(recurrence="o_t = Σ_{s≤t} softmax_s(q_t·k_s/√D) v_s", paper="Attention is all you need, arXiv 1706.03762")
@@ -38,7 +39,6 @@ class SoftmaxAttention(TokenMixer):
     """
 
     constant_state: ClassVar[bool] = False
-    sequence_parallel: ClassVar[bool] = True
     window_size: int | None = None
 
     def __init__(
@@ -62,15 +62,23 @@ class SoftmaxAttention(TokenMixer):
         self.o_proj = OutputProjection(width, site.hidden_size)
 
     def forward(
-        self, x: Tensor, state: AttentionState | None = None, *, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        state: AttentionState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, AttentionState | None]:
         q, k, v = self.in_proj(x)
         q, k, v = split_heads(q, self.num_heads), split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
-        where, following = positions(x, None if state is None else state.position, cu_seqlens)
-        q, q_history = self.q_features(q, None if state is None else state.histories[0], where, cu_seqlens)
-        k, k_history = self.k_features(k, None if state is None else state.histories[1], where, cu_seqlens)
+        seen, histories = (None, (None, None)) if state is None else (state.position, state.histories)
+        if context_parallel is not None:
+            context_parallel.check(state, cu_seqlens)
+        where, following = positions(x, seen, cu_seqlens, context_parallel)
+        q, q_history = self.q_features(q, histories[0], where, cu_seqlens, context_parallel)
+        k, k_history = self.k_features(k, histories[1], where, cu_seqlens, context_parallel)
         if state is None:
-            o, cache = self._attend(q, k, v, cu_seqlens), None
+            o, cache = self._attend(q, k, v, cu_seqlens, context_parallel), None
         elif cu_seqlens is None:
             o, keys, values = self._continue(q, k, v, state.k, state.v, state.position)
             keys, values = self._keep(keys, keys.shape[1]), self._keep(values, values.shape[1])
@@ -80,14 +88,15 @@ class SoftmaxAttention(TokenMixer):
             cache = AttentionState(keys, values, (q_history, k_history), following)
         return self.o_proj(o.flatten(2)), cache
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        """Attend to whole sequences, or from a stretch to the ones before, as far as the window reaches."""
-        stretch = sequence.current(None, cu_seqlens)
-        if stretch is None:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+    ) -> Tensor:
+        """Attend to whole sequences, or from a part of each to those before, as far as the window reaches."""
+        if context_parallel is None:
             return kernels.window_attention(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens)
-        reach = stretch.count * k.shape[1] if self.window_size is None else self.window_size - 1
+        reach = context_parallel.count * k.shape[1] if self.window_size is None else self.window_size - 1
         both = torch.cat([k, v], -1)
-        k, v = torch.cat([stretch.before(both, reach), both], 1).chunk(2, -1)
+        k, v = torch.cat([context_parallel.before(both, reach), both], 1).chunk(2, -1)
         # the fastest kernels take as many queries as keys: the keys of others get some that nobody asks for
         extra = k.shape[1] - q.shape[1]
         q = F.pad(q, (0, 0, 0, 0, extra, 0))

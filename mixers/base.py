@@ -15,14 +15,15 @@ from torch import Tensor, nn
 import kernels
 from kernels.documents import places
 
-from . import sequence
+from .context_parallel import ContextParallel, run_recurrence
 from .features import FeaturePath, Features
 from .precision import KeepsFp32
+from .state import History, Position
 
 if TYPE_CHECKING:
     from .expansion import Expand
 
-State = Any  # a pytree of tensors, usually a NamedTuple of the mixer's own
+State = Any  # a pytree of tensors, usually a NamedTuple of the mixer's own; `state.py` says how its fields are typed
 
 
 class Site(NamedTuple):
@@ -67,9 +68,15 @@ class TokenMixer(KeepsFp32):
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
     constant_state: ClassVar[bool] = True  # False: the state grows with the sequence
-    sequence_parallel: ClassVar[bool] = False  # True: `forward` may be given a stretch of a sequence, see `sequence`
 
-    def forward(self, x: Tensor, state: State = None, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self,
+        x: Tensor,
+        state: State = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> tuple[Tensor, State]:
         """Mix, and continue `state` if one is given.
 
         Args:
@@ -77,6 +84,8 @@ class TokenMixer(KeepsFp32):
             state: None to train (nothing is stored), else the state to continue, which is consumed: a single token may
                 write the next state into its tensors.
             cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
+            context_parallel: The part of each sequence that x is, where several processes share them; None for whole
+                sequences. A mixer that cannot work on a part leaves the argument out of its signature.
 
         Returns:
             y [B,T,hidden], and the continued state or None.
@@ -92,7 +101,7 @@ class TokenMixer(KeepsFp32):
     def state_size(self, length: int | None = None) -> int | float:
         """Elements of the recurrent matrix (attention: keys and values) of one sequence after `length` tokens.
 
-        Convolution histories and counters are not counted. Without a length, the bound; `math.inf` where there is none.
+        What is typed `History` or `Position` does not count. Without a length, the bound; `math.inf` if there is none.
         """
         raise NotImplementedError
 
@@ -133,8 +142,8 @@ class LinearState(NamedTuple):
     """The state of a LinearMixer."""
 
     matrix: Tensor  # [N,H·S,K',V], at least fp32
-    histories: tuple[Tensor, ...]  # last conv inputs [N,W−1,C] of q, k, v; empty without conv
-    position: Tensor  # tokens seen [N], int64; empty where no feature map asks
+    histories: tuple[History, ...]  # last conv inputs [N,W−1,C] of q, k, v; empty without conv
+    position: Position  # tokens seen [N], int64; empty where no feature map asks
 
 
 class LinearMixer(TokenMixer):
@@ -155,7 +164,6 @@ class LinearMixer(TokenMixer):
         v: Features of the values.
     """
 
-    sequence_parallel: ClassVar[bool] = True
     recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(kernels.linear_recurrence)
     scale: ClassVar[float | None] = None  # None: (size of the key that reaches the recurrence)^-½
     decay_per_channel: ClassVar[bool] = False
@@ -206,11 +214,16 @@ class LinearMixer(TokenMixer):
         raise NotImplementedError
 
     def forward(
-        self, x: Tensor, state: LinearState | None = None, *, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        state: LinearState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, LinearState | None]:
-        s, histories, position = self._featurise(self.project(x), x, state, cu_seqlens)
+        s, histories, position = self._featurise(self.project(x), x, state, cu_seqlens, context_parallel)
         s = self.gates(s)
-        o, matrix = sequence.recurrence(
+        o, matrix = run_recurrence(
             self.recurrence,
             s.q,
             s.k,
@@ -223,11 +236,17 @@ class LinearMixer(TokenMixer):
             return_state=state is not None,
             cu_seqlens=cu_seqlens,
             consume_state=True,
+            context_parallel=context_parallel,
         )
         return self.readout(o, s), None if matrix is None else LinearState(matrix, histories, position)
 
     def _featurise(
-        self, s: Streams, x: Tensor, state: LinearState | None, cu_seqlens: Tensor | None
+        self,
+        s: Streams,
+        x: Tensor,
+        state: LinearState | None,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
     ) -> tuple[Streams, tuple[Tensor, ...], Tensor]:
         """Expansion, then the features of each stream: the one seam for fusing them."""
         if self.q_expand is not None and self.k_expand is not None:
@@ -236,10 +255,11 @@ class LinearMixer(TokenMixer):
             s = s.replace(q=q.unflatten(-1, cut).flatten(2, 3), k=k.unflatten(-1, cut).flatten(2, 3))
         where = following = s.v.new_zeros(0, dtype=torch.int64)
         if self._needs_positions:
-            where, following = positions(s.v, None if state is None else state.position, cu_seqlens)
+            where, following = positions(s.v, None if state is None else state.position, cu_seqlens, context_parallel)
         done, histories = [], []
         for i, (path, stream) in enumerate(zip(self._features, s[:3], strict=True)):
-            y, history = path(stream, None if state is None else state.histories[i], where, cu_seqlens)
+            past = None if state is None else state.histories[i]
+            y, history = path(stream, past, where, cu_seqlens, context_parallel)
             done.append(y)
             histories.append(history)
         return s.replace(q=done[0], k=done[1], v=done[2]), tuple(histories), following
@@ -298,13 +318,16 @@ def dense_flops(module: nn.Module, length: int) -> int:
     )
 
 
-def positions(x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def positions(
+    x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None = None
+) -> tuple[Tensor, Tensor]:
     """The position of each token of x [B,T,…] in its sequence, and of the next one.
 
     Args:
         x: Any stream [B,T,…].
         offset: Tokens already seen [N] (N = B without `cu_seqlens`), or None for none.
         cu_seqlens: Boundaries [N+1] of packed documents, or None.
+        context_parallel: The part of each sequence that x is; None for whole sequences.
 
     Returns:
         Positions [B,T] (or [1,T] where all rows agree), and the next position [N].
@@ -316,8 +339,8 @@ def positions(x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None) -> tu
         start = torch.zeros_like(counts) if offset is None else offset
         return (place + start[owner])[None], start + counts
     time = torch.arange(length, device=x.device)
-    if offset is None and (stretch := sequence.current()):
-        offset = time.new_tensor([stretch.rank * length])
+    if offset is None and context_parallel is not None:
+        offset = time.new_tensor([context_parallel.rank * length])
     if offset is None:
         return time[None], torch.full((x.shape[0],), length, device=x.device)
     return offset[:, None] + time, offset + length

@@ -11,7 +11,7 @@ import kernels
 from kernels import ACTIVATIONS, NORMS
 from kernels.op import plain
 
-from . import sequence
+from .context_parallel import ContextParallel
 from .precision import KeepsFp32
 
 Activation = Literal["identity", "silu", "relu", "elu1"]
@@ -80,12 +80,18 @@ class FeaturePath(nn.Module):
         return torch.zeros(batch_size, max(self.spec.conv - 1, 0), self.channels, device=device, dtype=dtype)
 
     def forward(
-        self, x: Tensor, history: Tensor | None, positions: Tensor, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        history: Tensor | None,
+        positions: Tensor,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B,T,heads,size] → [B,T,heads,out_size], and the continued history if one was given."""
         continues = history is not None
-        if self.spec.conv > 1 and (stretch := sequence.current(history, cu_seqlens)):
-            history = stretch.history(x.flatten(2), self.spec.conv - 1)
+        if self.spec.conv > 1 and context_parallel is not None:
+            context_parallel.check(history, cu_seqlens)
+            history = context_parallel.history(x.flatten(2), self.spec.conv - 1)
         y, history = kernels.features(
             x,
             self.weight,

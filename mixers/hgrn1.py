@@ -9,8 +9,8 @@ from torch import Tensor
 
 import kernels
 
-from . import sequence
 from .base import Site, TokenMixer, dense_flops
+from .context_parallel import ContextParallel, run_selective_scan
 from .hgrn2 import LowerBounds, adopt_lower_bounds, build_lower_bounds
 from .norm import GatedRMSNorm
 from .projection import OutputProjection, Projection
@@ -33,8 +33,6 @@ class HGRN1(TokenMixer):
         norm_eps: Added inside the root of the output norm.
     """
 
-    sequence_parallel = True
-
     def __init__(
         self,
         site: Site,
@@ -52,7 +50,12 @@ class HGRN1(TokenMixer):
         adopt_lower_bounds(self, below)
 
     def forward(
-        self, x: Tensor, state: VectorState | None = None, *, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        state: VectorState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, VectorState | None]:
         i, f, g = self.in_proj(x)
         if self.lower_bounds is None:
@@ -60,12 +63,13 @@ class HGRN1(TokenMixer):
         else:
             log_decay = self.lower_bounds.log_forget(f, self.site.layer)
         added = -torch.expm1(log_decay) * F.silu(i)
-        h, last = sequence.selective_scan(
+        h, last = run_selective_scan(
             added,
             log_decay,
             initial_state=None if state is None else state.h,
             return_state=state is not None,
             cu_seqlens=cu_seqlens,
+            context_parallel=context_parallel,
         )
         y = self.o_proj(self.g_norm(h.to(x.dtype), g))
         return y, None if last is None else VectorState(last)

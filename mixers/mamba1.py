@@ -9,18 +9,19 @@ from torch import Tensor, nn
 
 import kernels
 
-from . import sequence
 from .base import Site, TokenMixer, dense_flops
+from .context_parallel import ContextParallel, run_selective_scan
 from .features import FeaturePath, Features
 from .projection import OutputProjection, Projection
 from .registry import register
+from .state import History
 
 
 class MambaState(NamedTuple):
     """The state of a Mamba layer."""
 
     h: Tensor  # [S,D,N], at least fp32
-    histories: tuple[Tensor, ...]  # last conv inputs [S,W−1,D]
+    histories: tuple[History, ...]  # last conv inputs [S,W−1,D]
 
 
 class StepProjection(nn.Linear):
@@ -56,7 +57,6 @@ class Mamba1(TokenMixer):
 
     no_weight_decay = ("A_log", "D")
     keep_fp32 = ("A_log", "D", "dt_bias")
-    sequence_parallel = True
 
     def __init__(self, site: Site, *, expand: int = 2, state_dim: int = 16, conv: int = 4, dt_rank: int | None = None):
         super().__init__()
@@ -80,16 +80,21 @@ class Mamba1(TokenMixer):
         self.dt_bias.add_(torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
     def forward(
-        self, x: Tensor, state: MambaState | None = None, *, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        state: MambaState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, MambaState | None]:
         u, z = self.in_proj(x)
         no_positions = u.new_zeros(0, dtype=torch.int64)
         history = None if state is None else state.histories[0]
-        features, history = self.x_features(u.unsqueeze(-1), history, no_positions, cu_seqlens)
+        features, history = self.x_features(u.unsqueeze(-1), history, no_positions, cu_seqlens, context_parallel)
         u = features.squeeze(-1)
         dt, b, c = self.x_proj(u)
         dt = F.softplus(kernels.at_least_fp32(self.dt_proj(dt)) + kernels.at_least_fp32(self.dt_bias))
-        y, h = sequence.selective_scan(
+        y, h = run_selective_scan(
             dt * u,
             -dt,
             kernels.at_least_fp32(self.A_log).exp(),
@@ -98,6 +103,7 @@ class Mamba1(TokenMixer):
             initial_state=None if state is None else state.h,
             return_state=state is not None,
             cu_seqlens=cu_seqlens,
+            context_parallel=context_parallel,
         )
         y = (y + self.D * u).to(x.dtype) * F.silu(z)
         return self.out_proj(y), None if h is None or history is None else MambaState(h, (history,))

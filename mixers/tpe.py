@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import sequence
 from .base import Site, TokenMixer
+from .context_parallel import ContextParallel, run_selective_scan
 
 
 class TPEState(NamedTuple):
@@ -26,8 +26,6 @@ class TPE(TokenMixer):
         size: e; hidden_size / num_heads by default.
     """
 
-    sequence_parallel = True
-
     def __init__(self, site: Site, *, size: int | None = None):
         super().__init__()
         self.size = size or site.heads()[1]
@@ -40,12 +38,17 @@ class TPE(TokenMixer):
         self.weight[:, 0] += 1  # the fastest sum is nearly the token itself
 
     def forward(
-        self, x: Tensor, state: TPEState | None = None, *, cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        state: TPEState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, TPEState | None]:
         # rates 1/τ_e with τ_e from 1/16 (no memory) to 8192 tokens
         step = torch.linspace(-4, 13, self.size, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
         rate = (2**-step).expand(x.shape[2], -1)
-        y, h = sequence.selective_scan(
+        y, h = run_selective_scan(
             x,
             torch.full_like(x, -1.0),
             rate,
@@ -53,6 +56,7 @@ class TPE(TokenMixer):
             initial_state=None if state is None else state.h,
             return_state=state is not None,
             cu_seqlens=cu_seqlens,
+            context_parallel=context_parallel,
         )
         return y, None if h is None else TPEState(h)
 

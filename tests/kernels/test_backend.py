@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import kernels
 
@@ -83,6 +84,80 @@ def test_nesting_restores():
 def test_other_threads_are_not_affected():
     with kernels.backend("reference"), ThreadPoolExecutor(1) as pool:
         assert pool.submit(ran, "").result() == "torch"
+
+
+def in_another_thread(run: Callable[[], object], name: str = "auto") -> None:
+    """As autograd runs a backward pass on a GPU: nothing is known there of the thread that computed forward."""
+
+    def elsewhere() -> None:
+        with kernels.backend(name):
+            run()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(elsewhere).result()
+
+
+def inputs(device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """q = k = v of a recurrence with a gradient, and its log decay."""
+    generator = torch.Generator().manual_seed(1)
+    x, decay = torch.randn(1, 70, 2, 8, generator=generator), -torch.rand(1, 70, 2, generator=generator)
+    return F.normalize(x, dim=-1).to(device).requires_grad_(), decay.to(device)
+
+
+DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "linear_recurrence": lambda x, decay: kernels.linear_recurrence(x, x, x, decay)[0],
+    "delta_rule": lambda x, decay: kernels.delta_rule(x, x, x, decay.exp(), decay)[0],
+    "window_attention": lambda x, decay: kernels.window_attention(x, x, x, window_size=3),
+    "selective_scan": lambda x, decay: kernels.selective_scan(x[:, :, 0], x[:, :, 1] - 2)[0],
+    "features": lambda x, decay: kernels.features(x, activation="silu", norm="l2")[0],
+    "rms_norm": lambda x, decay: kernels.rms_norm(x),
+    "gated_rms_norm": lambda x, decay: kernels.gated_rms_norm(x, x),
+    "gated_linear": lambda x, decay: kernels.gated_linear(x, x[0, :3, 0, :4]),
+    "discretise": lambda x, decay: kernels.discretise(x, x[0, 0, 0], x[0, 0, 1])[0],
+    "linear_cross_entropy": lambda x, decay: kernels.linear_cross_entropy(x[0, :, 0], x[0, :, 1], torch.arange(70)),
+}
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_a_backward_pass_does_not_ask_again(name: str, op: str):
+    """Where it is called another backend is chosen, which cannot even run here."""
+    x, decay = inputs()
+    with kernels.backend(name):
+        y = DIFFERENTIABLE[op](x, decay).square().sum()
+    (expected,) = torch.autograd.grad(y, x, retain_graph=True)
+    in_another_thread(y.backward, "triton")
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+
+
+def computed_again(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint runs twice on the backend of its forward pass, as often as there are backward passes."""
+    run: list[str] = []
+    implementations = sys.modules["kernels.linear_recurrence"].IMPLEMENTATIONS
+    for other, implementation in list(implementations.items()):
+        monkeypatch.setitem(implementations, other, lambda a, i=implementation, o=other: (run.append(o), i(a))[1])
+    x, decay = inputs(device)
+    op = DIFFERENTIABLE["linear_recurrence"]
+    with kernels.backend(name):
+        (expected,) = torch.autograd.grad(op(x, decay).square().sum(), x)
+        y = checkpoint(op, x, decay, use_reentrant=False, context_fn=kernels.same_backend).square().sum()
+    in_another_thread(lambda: y.backward(retain_graph=True))
+    in_another_thread(y.backward, "reference" if name == "torch" else "torch")
+    assert run == 4 * [name]
+    torch.testing.assert_close(x.grad, 2 * expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_a_checkpoint_is_computed_again_on_the_same_backend(name: str, monkeypatch: pytest.MonkeyPatch):
+    computed_again("cpu", name, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torch", "reference", "triton"])
+def test_a_checkpoint_on_a_gpu_is_computed_again_on_the_same_backend(name: str, monkeypatch: pytest.MonkeyPatch):
+    """There the second computation runs in a thread of autograd."""
+    computed_again("cuda", name, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def _way(name: str) -> Way:
     if name not in known:
         raise UserError(f"ways: {name!r} is no file in configs/train{did_you_mean(name, known)}")
     keys = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
-    return Way(name, keys.get("sequence_parallel", 1) > 1)
+    return Way(name, keys.get("context_parallel", 1) > 1)
 
 
 def _accelerator(name: str | None) -> str:
@@ -200,7 +200,7 @@ def _plan(
         for way in ways:
             name = f"{way.name}-{n}"
             if way.shares_sequences:
-                shared = arguments(n, batch_size, way, f"sequence_parallel={n}")
+                shared = arguments(n, batch_size, way, f"context_parallel={n}")
                 plan.append(Fit(name, shared, way.name, n, base.name))
             else:
                 plan.append(Fit(name, arguments(n, n * batch_size, way), way.name, n, reference))

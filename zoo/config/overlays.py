@@ -9,7 +9,7 @@ import yaml
 
 from kernels import UserError
 from zoo.config.find import find_config
-from zoo.config.moved import at_new_paths
+from zoo.config.moved import at_new_paths, key_of_today, up_to_date
 from zoo.files.safe_yaml import parse_yaml, read_yaml
 
 _OVERRIDE = re.compile(r"-*[\w.]+\+?=")
@@ -27,7 +27,12 @@ def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
     Raises:
         UserError: A config is missing, or is no YAML with keys.
     """
-    return [item.lstrip("-") if isinstance(item, str) and is_override(item) else load_config(item) for item in items]
+    return [_override(item) if isinstance(item, str) and is_override(item) else load_config(item) for item in items]
+
+
+def _override(item: str) -> str:
+    key, _, value = item.lstrip("-").partition("=")
+    return f"{key_of_today(key)}={value}"
 
 
 def load_config(item: Item) -> dict[str, Any]:
@@ -37,7 +42,7 @@ def load_config(item: Item) -> dict[str, Any]:
         UserError: It is missing, or is no YAML with keys.
     """
     if isinstance(item, Mapping):
-        return dict(at_new_paths(item))
+        return up_to_date(item)
     if isinstance(item, str) and item.startswith("{"):
         name, contents = "config", parse_yaml(item, "config")
     else:
@@ -45,7 +50,7 @@ def load_config(item: Item) -> dict[str, Any]:
         contents = read_yaml(name)
     if not isinstance(contents, dict):
         raise UserError(f"config: {name} holds no keys such as model, data or trainer")
-    return at_new_paths(contents)
+    return up_to_date(contents)
 
 
 def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 import mixers
 from kernels import UserError
 from zoo.config.explain import explain
-from zoo.config.moved import at_new_paths
+from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, as_arguments, load_config, load_items
 from zoo.data import TextData
 from zoo.lm.model import LanguageModel
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 CALLBACKS: dict[str, type[RunCallback]] = {cls.key: cls for cls in run_callbacks() if cls.key is not None}
 CLASSES: dict[str, Any] = {"model": LanguageModel, "optim": Optimisation, "trainer": L.Trainer, **CALLBACKS}
-KEYS = ("seed_everything", "compile", "activation_checkpointing", "sequence_parallel", "data", *CLASSES)
+KEYS = ("seed_everything", "compile", "activation_checkpointing", "context_parallel", "data", *CLASSES)
 
 
 class ConfigFile(ActionConfigFile):
@@ -113,13 +113,13 @@ def add_arguments(parser: LightningArgumentParser) -> None:
     parser.add_argument(
         "--activation_checkpointing",
         type=int | None,
-        help="Compute every so-manieth block again in the backward pass, to save memory; 1: each of them.",
+        help="Recompute every N-th block in the backward pass, to save memory; 1: each of them.",
     )
     parser.add_argument(
-        "--sequence_parallel",
+        "--context_parallel",
         type=int,
         default=1,
-        help="So many neighbouring processes share each sequence, a stretch each; needs trainer.strategy=ddp.",
+        help="How many neighbouring processes share each sequence, a part each; needs trainer.strategy=ddp.",
     )
     parser.add_class_arguments(LanguageModel, "model", fail_untyped=False)
     parser.add_class_arguments(Optimisation, "optim")
@@ -162,4 +162,4 @@ def parse(config: dict[str, Any]) -> Namespace:
     """A config out of a checkpoint, or of plain containers, parsed."""
     parser = run_parser()
     with explained(parser):
-        return parser.parse_object(at_new_paths(config))
+        return parser.parse_object(up_to_date(config))

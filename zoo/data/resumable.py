@@ -78,12 +78,12 @@ class ResumableData(L.LightningDataModule):
     def ranks(self) -> tuple[int, int]:
         """The share of this process and the number of shares, which divides the batch.
 
-        Each process has its own share, unless neighbours share sequences (`sequence_parallel`).
+        Each process has its own share, unless neighbours share sequences (`context_parallel`).
         """
         sharing = 1
         if self.trainer is not None:
             rank, world_size = self.trainer.global_rank, self.trainer.world_size
-            sharing = getattr(self.trainer.lightning_module, "sequence_parallel", 1)
+            sharing = getattr(self.trainer.lightning_module, "context_parallel", 1)
         elif torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         else:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import UserError, linear_cross_entropy, recomputing
-from mixers import OutputProjection, ResidualNorm, Site, TokenMixer
+from mixers import ContextParallel, OutputProjection, ResidualNorm, Site, TokenMixer, takes_context_parallel
 from zoo.lm.mlp import ChannelMixer, SwiGLU
 from zoo.lm.stack import Stack
 
@@ -34,18 +34,30 @@ class Block(nn.Module):
         self.mlp_norm = None if mlp is None else ResidualNorm(hidden_size, norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, y: Tensor | None, state: Any, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        state: Any,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:
         """x and y [B,T,hidden], whose sum is the residual stream, and a state → the same after the block."""
         if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compilers do so themselves
             with recomputing():
-                return self._forward(x, y, state, cu_seqlens)
-        return self._forward(x, y, state, cu_seqlens)
+                return self._forward(x, y, state, cu_seqlens, context_parallel)
+        return self._forward(x, y, state, cu_seqlens, context_parallel)
 
     def _forward(
-        self, x: Tensor, y: Tensor | None, state: Any, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        state: Any,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
     ) -> tuple[Tensor, Tensor, Any]:
         x, h = self.mixer_norm(x, y)
-        y, state = self.mixer(h, state, cu_seqlens=cu_seqlens)
+        y, state = _mix(self.mixer, h, state, cu_seqlens, context_parallel)
         if self.mlp is not None and self.mlp_norm is not None:
             x, h = self.mlp_norm(x, y)
             y = self.mlp(h)
@@ -178,38 +190,65 @@ class LanguageModel(nn.Module):
         state: tuple[Any, ...] | None = None,
         *,
         cu_seqlens: Tensor | None = None,
-        labels: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
         """tokens [B,T] int → logits [B,T,vocab_size], and the continued state if one was given (it is consumed).
-
-        With labels it is the sum of their losses instead of the logits, which then need not be in memory all at once.
 
         Args:
             tokens: [B,T].
             state: From `init_state` or an earlier call; None to train.
             cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
-            labels: [B,T] int64, already shifted; -100 has no loss.
+            context_parallel: The part of each sequence that `tokens` is; None for whole sequences.
+
+        Raises:
+            UserError: A mixer works on whole sequences only, or a state or documents come with `context_parallel`.
         """
+        x, state = self._last_hidden(tokens, state, cu_seqlens, context_parallel)
+        return (F.linear(x, self.embeddings.weight) if self.lm_head is None else self.lm_head(x)), state
+
+    def loss(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> Tensor:
+        """Sum of the cross entropies of all labels in nats, without the logits of all tokens in memory at once.
+
+        Strategies of Lightning hook into the LightningModule around the model, so that it is theirs as well. What hooks
+        into the `forward` of the model itself is told of this method, FSDP by `register_fsdp_forward_method`.
+
+        Args:
+            tokens: [B,T].
+            labels: [B,T] int64, already shifted; -100 has no loss.
+            cu_seqlens, context_parallel: As in `forward`, which raises the same errors.
+
+        Returns:
+            A scalar in fp32.
+        """
+        x, _ = self._last_hidden(tokens, None, cu_seqlens, context_parallel)
+        head = self.embeddings if self.lm_head is None else self.lm_head
+        return linear_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten())
+
+    def _last_hidden(
+        self,
+        tokens: Tensor,
+        state: tuple[Any, ...] | None,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
+    ) -> tuple[Tensor, tuple[Any, ...] | None]:
+        """tokens [B,T] → what the head reads [B,T,hidden], and the continued state."""
         x, states = self.embeddings(tokens), []
         given = iter(state) if state is not None else itertools.repeat(None)
         if self.position is not None:
-            x, following = self.position(x, next(given), cu_seqlens=cu_seqlens)
+            x, following = _mix(self.position, x, next(given), cu_seqlens, context_parallel)
             states.append(following)
         y = None
         for block in self.layers:
-            x, y, following = block(x, y, next(given), cu_seqlens)
+            x, y, following = block(x, y, next(given), cu_seqlens, context_parallel)
             states.append(following)
         _, x = self.norm(x, y)
-        if labels is not None:
-            head = self.embeddings if self.lm_head is None else self.lm_head
-            found = linear_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten())
-        else:
-            found = self.lm_head(x) if self.lm_head is not None else F.linear(x, self.embeddings.weight)
-        return found, None if state is None else tuple(states)
-
-    def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Sum of the losses of all labels in nats, a scalar in fp32; the arguments are those of `forward`."""
-        return self(tokens, cu_seqlens=cu_seqlens, labels=labels)[0]
+        return x, None if state is None else tuple(states)
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -246,6 +285,17 @@ class LanguageModel(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def _mix(
+    mixer: TokenMixer, x: Tensor, state: Any, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+) -> tuple[Tensor, Any]:
+    """Call a mixer, which need not know of `context_parallel` unless there is one."""
+    if context_parallel is None:
+        return mixer(x, state, cu_seqlens=cu_seqlens)
+    if not takes_context_parallel(type(mixer)):
+        raise UserError(f"context_parallel: {type(mixer).__name__} works on whole sequences only")
+    return mixer(x, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
 
 
 def _silence(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

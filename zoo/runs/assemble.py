@@ -62,9 +62,9 @@ def parts(config: Namespace) -> Parts:
     config.model.vocab_size = configs.vocabulary(config, configs.vocabulary_of(datamodule))
     seed(config)  # again: whether a tokenizer was trained just now must not change the model
     model = configs.from_config(config)
-    stretches = config.sequence_parallel
-    if stretches > 1 and config.compile:
-        raise UserError(f"sequence_parallel: {stretches} processes cannot share sequences of compiled blocks yet")
+    sharing = config.context_parallel
+    if sharing > 1 and config.compile:
+        raise UserError(f"context_parallel: {sharing} processes cannot share sequences of compiled blocks yet")
     module = Pretraining(
         model,
         configs.instantiate("optim", config),
@@ -72,7 +72,7 @@ def parts(config: Namespace) -> Parts:
         configs.to_dict(config),
         datamodule.sequence_length,
         getattr(datamodule, "validation_names", ()),
-        stretches,
+        sharing,
     )
     return Parts(model, module, datamodule)
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from kernels import UserError
 from zoo import config as configs
 from zoo.checkpoints.signature import is_own
-from zoo.config.moved import at_new_paths
+from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, load_items
 from zoo.config.trust import own_words, vet_run
 from zoo.lm.model import LanguageModel
@@ -185,7 +185,7 @@ def _checkpoint_and_config(
 def _config_of(checkpoint: Path, items: Sequence[str | dict[str, Any]], trust: bool) -> dict[str, Any]:
     """The config that a checkpoint was trained by, vetted if it is not the user's own."""
     contents = saved(checkpoint)
-    config = at_new_paths(contents["config"])
+    config = up_to_date(contents["config"])
     if trust or is_own(contents["config"], contents.get("signature")):
         return config
     return vet_run(config, checkpoint, own_words(items))

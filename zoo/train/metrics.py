@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
 
+from mixers import ContextParallel
 from zoo.data.batch import NO_LOSS
 
 
@@ -29,12 +30,24 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 class HasLoss(Protocol):
     """A model that has a better way to its loss than through the logits of all tokens."""
 
-    def loss(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> Tensor:
         """The sum of the losses of all labels."""
         ...
 
 
-def total_loss(model: Callable[..., Any], tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+def total_loss(
+    model: Callable[..., Any],
+    tokens: Tensor,
+    labels: Tensor,
+    cu_seqlens: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
+) -> Tensor:
     """Sum of the cross entropies of all labels in nats, as training computes it: the model's own `loss` if it has one.
 
     Args:
@@ -42,13 +55,16 @@ def total_loss(model: Callable[..., Any], tokens: Tensor, labels: Tensor, cu_seq
         tokens: [B, T] int.
         labels: [B, T] int, already shifted; -100 has no loss.
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
+        context_parallel: The part of each sequence that `tokens` and `labels` are; a model that is never given one need
+            not have the argument.
 
     Returns:
         A scalar in fp32.
     """
+    shared = {} if context_parallel is None else {"context_parallel": context_parallel}
     if isinstance(model, HasLoss):
-        return model.loss(tokens, labels, cu_seqlens)
-    return token_losses(model(tokens, cu_seqlens=cu_seqlens)[0], labels).sum()
+        return model.loss(tokens, labels, cu_seqlens, **shared)
+    return token_losses(model(tokens, cu_seqlens=cu_seqlens, **shared)[0], labels).sum()
 
 
 def positions(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:

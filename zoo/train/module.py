@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, nn
 
 from kernels.errors import UserError
-from mixers import TokenMixer, sequence
+from mixers import ContextParallel, TokenMixer, takes_context_parallel
 from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, load_weights
 from zoo.checkpoints.signature import sign
 from zoo.data.batch import NO_LOSS, Batch
@@ -54,10 +54,10 @@ class Pretraining(L.LightningModule):
             first batch that is evaluated.
         tasks: Names of the data loaders of an evaluation, whose loss and accuracy are logged one by one; empty for
             one loader.
-        sequence_parallel: So many neighbouring processes share each sequence.
+        context_parallel: How many neighbouring processes share each sequence.
 
     Raises:
-        UserError: `sequence_parallel` is below 1.
+        UserError: `context_parallel` is below 1.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Pretraining(L.LightningModule):
         config: dict[str, Any] | None = None,
         context_length: int | None = None,
         tasks: Sequence[str] = (),
-        sequence_parallel: int = 1,
+        context_parallel: int = 1,
     ) -> None:
         super().__init__()
-        if sequence_parallel < 1:
-            raise UserError(f"sequence_parallel is {sequence_parallel}; it must be at least 1, for whole sequences.")
+        if context_parallel < 1:
+            raise UserError(f"context_parallel is {context_parallel}; it must be at least 1, for whole sequences.")
         self.model = model
         self.optim = optim
         self.tokenizer = tokenizer
@@ -84,8 +84,8 @@ class Pretraining(L.LightningModule):
         self.tasks = list(tasks)
         self.accuracy = TaskAccuracy(len(self.tasks) or 1)
         self.task_loss = TaskLoss(len(self.tasks) or 1)
-        self.sequence_parallel = sequence_parallel
-        self._stretch: sequence.Stretch | None = None  # of this process; None for whole sequences
+        self.context_parallel = context_parallel
+        self._part: ContextParallel | None = None  # of each sequence, that of this process; None for whole sequences
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: their sum, and how many they are
         self._tokens_before_step = 0
@@ -96,28 +96,28 @@ class Pretraining(L.LightningModule):
         Raises:
             UserError: The sequences cannot be divided, or the weights do not fit.
         """
-        if self.sequence_parallel > 1 and self._stretch is None:
-            self._check_sequence_parallel(stage)
-            group, _ = dist.new_subgroups(self.sequence_parallel)
-            self._stretch = sequence.Stretch(group)
+        if self.context_parallel > 1 and self._part is None:
+            self._check_context_parallel(stage)
+            group, _ = dist.new_subgroups(self.context_parallel)
+            self._part = ContextParallel(group)
         if stage == "fit" and self.optim.initial_weights is not None:
             load_weights(self.model, self.optim.initial_weights)
 
-    def _check_sequence_parallel(self, stage: str) -> None:
-        number, trainer = self.sequence_parallel, self.trainer
+    def _check_context_parallel(self, stage: str) -> None:
+        number, trainer = self.context_parallel, self.trainer
         if stage == "predict":
-            raise UserError("sequence_parallel: predict reads whole sequences; call it with --sequence_parallel=1.")
+            raise UserError("context_parallel: predict reads whole sequences; call it with --context_parallel=1.")
         replicated = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
         if not replicated or trainer.world_size % number:
             raise UserError(
-                f"sequence_parallel is {number}; it needs trainer.strategy=ddp and a multiple of {number} processes, "
+                f"context_parallel is {number}; it needs trainer.strategy=ddp and a multiple of {number} processes, "
                 f"not {trainer.world_size} with {type(trainer.strategy).__name__}."
             )
         if not isinstance(getattr(trainer, "datamodule", None), ResumableData):
-            raise UserError("sequence_parallel: the data must be a ResumableData, whose neighbours get the same rows.")
-        for module in self.model.modules():
-            if isinstance(module, TokenMixer) and not module.sequence_parallel:
-                raise UserError(f"sequence_parallel: {type(module).__name__} works on whole sequences only.")
+            raise UserError("context_parallel: the data must be a ResumableData, whose neighbours get the same rows.")
+        for module in (*(part for part in self.model.modules() if isinstance(part, TokenMixer)), self.model):
+            if not takes_context_parallel(type(module)):
+                raise UserError(f"context_parallel: {type(module).__name__} works on whole sequences only.")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As PyTorch does; a checkpoint of another model is told in one sentence."""
@@ -125,9 +125,12 @@ class Pretraining(L.LightningModule):
             check_weights(state_dict, self, "the checkpoint")
         return super().load_state_dict(state_dict, strict, assign)
 
-    def forward(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor | None = None, context_parallel: ContextParallel | None = None
+    ) -> Tensor:
         """Logits [B, T, vocab] of tokens [B, T]."""
-        return self.model(tokens, cu_seqlens=cu_seqlens)[0]
+        shared = {} if context_parallel is None else {"context_parallel": context_parallel}
+        return self.model(tokens, cu_seqlens=cu_seqlens, **shared)[0]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss over the labelled tokens of the batch, in nats.
@@ -135,10 +138,9 @@ class Pretraining(L.LightningModule):
         `train_loss` is logged besides, over those of the whole step in all processes.
         """
         batch = self._own(batch)
-        with sequence.over(self._stretch):
-            total = total_loss(self.model, batch.tokens, batch.labels, batch.cu_seqlens)
+        total = total_loss(self.model, batch.tokens, batch.labels, batch.cu_seqlens, self._part)
         count = (batch.labels != NO_LOSS).sum()
-        loss = total / count.clamp(min=1) if self._stretch is None else self._stretch.mean(total, count)
+        loss = total / count.clamp(min=1) if self._part is None else self._part.mean(total, count)
         self.tokens_seen += batch.tokens.numel() * self.trainer.world_size
         self._log_loss(total, count, batch_idx)
         self.log("tokens", self.tokens_seen)
@@ -179,18 +181,12 @@ class Pretraining(L.LightningModule):
             dist.all_reduce(losses)
         self.log("train_loss", losses[0] / losses[1].clamp(min=1), prog_bar=True)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute the gradients; layers that are computed again see the same stretch."""
-        with sequence.over(self._stretch):
-            super().backward(loss, *args, **kwargs)
-
     def _own(self, batch: Batch) -> Batch:
         """The part of a batch that this process computes."""
-        if self._stretch is None:
+        if self._part is None:
             return batch
-        with sequence.over(self._stretch):
-            sequence.current(None, batch.cu_seqlens)  # refuses packed documents
-        return Batch(self._stretch.take(batch.tokens), self._stretch.take(batch.labels), None)
+        self._part.check(None, batch.cu_seqlens)
+        return Batch(self._part.take(batch.tokens), self._part.take(batch.labels), None)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the validation loss."""
@@ -228,14 +224,13 @@ class Pretraining(L.LightningModule):
 
     def _evaluate(self, batch: Batch, loader: int) -> None:
         batch = self._own(batch)
-        with sequence.over(self._stretch):
-            logits = self(batch.tokens, batch.cu_seqlens)
+        logits = self(batch.tokens, batch.cu_seqlens, self._part)
         losses, labels = token_losses(logits, batch.labels), batch.labels
         task = loader if self.tasks else 0
         self.accuracy.update(logits, labels, task)
         self.task_loss.update(losses, labels, task)
-        if self._stretch is not None:  # at its place among tokens without labels, as positions are counted
-            length, rank, number = labels.shape[1], self._stretch.rank, self._stretch.count
+        if self._part is not None:  # at its place among tokens without labels, as positions are counted
+            length, rank, number = labels.shape[1], self._part.rank, self._part.count
             around = (rank * length, (number - 1 - rank) * length)
             losses, labels = F.pad(losses, around), F.pad(labels, around, value=NO_LOSS)
         self.context_loss.update(losses, labels, batch.cu_seqlens)

@@ -65,7 +65,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Re
         patch.setenv("OMP_NUM_THREADS", "1")
         report = bench_scaling(
             [*TINY, "optim.warmup_steps=2"],
-            ways=["ddp", "zero2", "sequence_parallel"],
+            ways=["ddp", "zero2", "context_parallel"],
             batch_size=2,
             length=32,
             steps=4,
@@ -82,7 +82,7 @@ def test_two_processes_are_measured_and_train_as_one(measured: Report):
     assert not measured.failed
     assert [(row["way"], row["devices"]) for row in found["rows"]] == [
         ("one device", 1),
-        *((way, 2) for way in ("ddp", "zero2", "sequence_parallel")),
+        *((way, 2) for way in ("ddp", "zero2", "context_parallel")),
     ]
     base, *others = found["rows"]
     for row in found["rows"]:
@@ -168,8 +168,8 @@ def test_gpus_have_memory(fake: Path, command: Command, monkeypatch: pytest.Monk
 
 
 def test_other_losses_are_wrong(fake: Path, command: Command):
-    goes(fake, ddp_2={"off": 1e-3}, sequence_parallel_2={"diverges": True})
-    options = (*OPTIONS, "--ways=[ddp,sequence_parallel]", "--devices=[2]")
+    goes(fake, ddp_2={"off": 1e-3}, context_parallel_2={"diverges": True})
+    options = (*OPTIONS, "--ways=[ddp,context_parallel]", "--devices=[2]")
     done = command(*options)
     assert done.code == 1
     assert done.out.count("WRONG") == 2
@@ -208,7 +208,7 @@ def test_a_run_that_fails_is_a_row_with_a_note(fake: Path, command: Command, say
 def test_without_a_base_there_is_no_efficiency(fake: Path, command: Command):
     memory = {"says": "torch.OutOfMemoryError: CUDA out of memory."}
     goes(fake, one_device=memory, reference_2=memory)
-    done = command(*OPTIONS, "--ways=[ddp,sequence_parallel]", "--devices=[2]")
+    done = command(*OPTIONS, "--ways=[ddp,context_parallel]", "--devices=[2]")
     assert done.code == 0, done.err
     base, *others = record(fake / "runs/bench-scaling")["rows"]
     assert "CUDA out of memory" in base["note"]

@@ -120,15 +120,14 @@ def test_its_loss_is_that_of_its_logits_bitwise(tied: bool, packed: bool):
     assert all(torch.equal(x, y) for x, y in zip(found[1], expected[1], strict=True))
 
 
-def test_its_loss_goes_through_forward(model: zoo.LanguageModel, tokens: Tensor):
-    """What wraps or compiles the model, or waits for its parameters, hooks into that."""
-    calls = []
-    with model.register_forward_hook(lambda *given: calls.append(given[-1][0].shape)):
-        loss = model.loss(tokens, tokens)
-        assert calls == [torch.Size([])]
-        continued, state = model(tokens[:, 10:], model(tokens[:, :10], model.init_state(2))[1], labels=tokens[:, 10:])
-    assert len(state) == 3
-    torch.testing.assert_close(continued + model.loss(tokens[:, :10], tokens[:, :10]), loss)
+def test_forward_gives_logits_and_loss_the_loss(model: zoo.LanguageModel, tokens: Tensor):
+    shapes = []
+    with model.register_forward_hook(lambda *given: shapes.append(given[-1][0].shape)):
+        assert model.loss(tokens, tokens).shape == ()
+        model(tokens, model.init_state(2))
+    assert shapes == [(2, LENGTH, VOCAB)]  # nothing else comes out of `forward`
+    with pytest.raises(TypeError, match="labels"):
+        model(tokens, labels=tokens)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """`activation_checkpointing`: less memory for the steps of training, for one more forward pass of some blocks."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels import UserError, recomputing
+from kernels import UserError, recomputing, same_backend
 
 
 class CheckpointedBlocks(Callback):
@@ -57,9 +56,10 @@ class CheckpointedBlocks(Callback):
 
 def _again(forward: Callable[..., Any], *inputs: Any) -> Any:
     # the random numbers, too, are the same again
-    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=_as_a_whole)
+    return checkpoint(_as_a_whole, forward, *inputs, use_reentrant=False, context_fn=same_backend)
 
 
-def _as_a_whole() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around the first computation and the second: no note of what is computed again in any case."""
-    return recomputing(False), recomputing(False)
+def _as_a_whole(forward: Callable[..., Any], *inputs: Any) -> Any:
+    """Run a block, both times, without a note of what is computed again in any case."""
+    with recomputing(False):
+        return forward(*inputs)

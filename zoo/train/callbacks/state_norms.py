@@ -1,6 +1,5 @@
 """How large the states of the mixers get: one number for each part of each layer's state."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -8,10 +7,9 @@ import torch
 from torch import Tensor
 
 from kernels.errors import UserError
+from mixers import remembered
 from zoo.data.batch import Batch
 from zoo.train.callbacks.run_callback import RunCallback
-
-UNCOUNTED = ("histories", "position")  # what a state has besides, as its `state_size` does not count it either
 
 
 class StateNorms(RunCallback):
@@ -73,19 +71,6 @@ def state_norms(state: tuple[Any, ...]) -> dict[str, Tensor]:
     """
     found = {}
     for layer, own in enumerate(state):
-        for name, leaf in _parts(own):
+        for name, leaf in remembered(own):
             found[f"{layer}{name}"] = leaf.float().norm()
     return found
-
-
-def _parts(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    if isinstance(state, Tensor):
-        if state.is_floating_point():
-            yield name, state
-    elif hasattr(state, "_fields"):
-        for field in state._fields:
-            if field not in UNCOUNTED:
-                yield from _parts(getattr(state, field), f"{name}_{field}")
-    elif isinstance(state, tuple | list):
-        for number, part in enumerate(state):
-            yield from _parts(part, f"{name}_{number}")

@@ -130,7 +130,7 @@ class StepTimes(RunCallback):
 
     Several processes with DDP have `seconds_communication`, too: the end of `seconds_backward`, when all gradients are
     computed and only those of other processes are waited for, on their way or not computed yet. It is the part of the
-    communication that makes a step longer, apart from what sequence parallelism exchanges inside of layers. ZeRO has
+    communication that makes a step longer, apart from what context parallelism exchanges inside of layers. ZeRO has
     no such column: it communicates in all parts of a step, and there is no point after which it only waits.
 
     On a GPU these are seconds of the GPU, between events that are read when it has passed them: nothing waits for it,

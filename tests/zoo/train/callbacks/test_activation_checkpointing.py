@@ -1,5 +1,6 @@
 """Blocks that are computed again: the same gradients from less memory, and only while a step is taken."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lightning as L
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+import kernels
 import mixers
 from kernels import UserError, recomputing
 from tests.zoo.tiny import VOCAB, ResumableLoader, trainer, validation_loader
@@ -140,6 +142,19 @@ def test_less_is_kept_for_the_backward_pass():
     everything, half, nothing = saved_bytes(None), saved_bytes(2), saved_bytes(1)
     assert nothing < half < everything
     assert nothing < everything / 4
+
+
+@pytest.mark.parametrize("name", ["torch", "reference"])
+def test_blocks_are_computed_again_on_the_same_backend(name: str):
+    """In a thread that knows nothing of it, as autograd has one for each GPU."""
+    found, tokens = module(), torch.arange(20)[None] % VOCAB
+    with kernels.backend(name):
+        expected = torch.autograd.grad(found(tokens).logsumexp(-1).sum(), list(found.parameters()))
+        CheckpointedBlocks().on_train_batch_start(None, found, None, 0)
+        loss = found(tokens).logsumexp(-1).sum()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(loss.backward).result()
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(found.parameters(), expected, strict=True))
 
 
 def test_compiled_blocks_are_computed_again_too(tmp_path):

@@ -1,4 +1,4 @@
-"""Several processes, each with a stretch of every sequence, compute what one computes with all of it."""
+"""Several processes, each with a part of every sequence, compute what one computes with all of it."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -10,28 +10,38 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import kernels
 import mixers
-from mixers import sequence
+from mixers import ContextParallel, context_parallel
 
 SITE = mixers.Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 LENGTH = 24
-LONG_CONV = mixers.Features(8, activation="silu", norm="l2")  # reaches over a whole stretch of 6 tokens
+LONG_CONV = mixers.Features(8, activation="silu", norm="l2")  # reaches over a whole part of 6 tokens
 GDN = mixers.GatedDeltaNet
 CASES: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     **{name: partial(mixers.get(name), **mixers.entry(name).tiny) for name in mixers.names()},
     "TPE": mixers.TPE,
-    "window over several stretches": partial(mixers.SlidingWindowAttention, window_size=10, num_kv_heads=1),
-    "convolution over several stretches": partial(GDN, qk=LONG_CONV),
+    "window over several parts": partial(mixers.SlidingWindowAttention, window_size=10, num_kv_heads=1),
+    "convolution over several parts": partial(GDN, qk=LONG_CONV),
     "subheads": partial(mixers.Expanded, mixer=GDN, factor=2),
     "wide keys": partial(mixers.Expanded, mixer=mixers.GLA, factor=2, subheads=False),
     "matrices in two calls": GDN,
     "matrices of a diagonal recurrence": mixers.GLA,
+    "computed again": partial(mixers.Expanded, mixer=GDN, factor=2),
 }
 
 
-def compared(case: str, stretch: sequence.Stretch, patch: pytest.MonkeyPatch) -> dict[str, float]:
+def mixed(case: str, mixer: mixers.TokenMixer, x: Tensor, part: ContextParallel) -> Tensor:
+    """What a mixer makes of a part of each sequence."""
+    if case == "computed again":  # in the backward pass, by PyTorch's own means
+        return checkpoint(mixer, x, use_reentrant=False, context_parallel=part)[0]
+    return mixer(x, context_parallel=part)[0]
+
+
+def compared(case: str, part: ContextParallel, patch: pytest.MonkeyPatch) -> dict[str, float]:
     """Largest difference to one process, by what differs: the own outputs, and gradients."""
     torch.manual_seed(0)
     mixer = CASES[case](SITE).double()
@@ -40,24 +50,23 @@ def compared(case: str, stretch: sequence.Stretch, patch: pytest.MonkeyPatch) ->
     y, _ = mixer(x)
     gradients = torch.autograd.grad(y, list(named.values()), dy)
     if case == "matrices in two calls":
-        patch.setattr(sequence, "MOST_COLUMNS", 0)
+        patch.setattr(context_parallel, "MOST_COLUMNS", 0)
     if case == "matrices of a diagonal recurrence":
         patch.setattr(type(mixer), "recurrence", staticmethod(lambda *a, **b: kernels.linear_recurrence(*a, **b)))
-    with sequence.over(stretch):
-        own, _ = mixer(stretch.take(x))
-        parts = torch.autograd.grad(own, list(named.values()), stretch.take(dy))
-    for part in parts:
-        dist.all_reduce(part)
-    together = zip(named, parts, gradients, strict=True)
-    return {"y": float((own.detach() - stretch.take(y).detach()).abs().max())} | {
-        name: float((part - whole).abs().max()) for name, part, whole in together
+    own = mixed(case, mixer, part.take(x), part)
+    summed = torch.autograd.grad(own, list(named.values()), part.take(dy))
+    for gradient in summed:
+        dist.all_reduce(gradient)
+    together = zip(named, summed, gradients, strict=True)
+    return {"y": float((own.detach() - part.take(y).detach()).abs().max())} | {
+        name: float((gradient - whole).abs().max()) for name, gradient, whole in together
     }
 
 
 def trained(rank: int, count: int) -> dict[str, float]:
     """The same of the loss of pairs of processes, each with a batch of its own and other numbers of labels."""
     group, _ = dist.new_subgroups(2)
-    stretch = sequence.Stretch(group)
+    part = ContextParallel(group)
     torch.manual_seed(0)
     mixer = mixers.GLA(SITE).double()
     batches = torch.randn(count // 2, 2, LENGTH, SITE.hidden_size, dtype=torch.float64)
@@ -65,9 +74,8 @@ def trained(rank: int, count: int) -> dict[str, float]:
     pairs = zip(batches, labelled, strict=True)
     means = [(mixer(x)[0].square().mean(-1) * here).sum() / here.sum() for x, here in pairs]
     expected = torch.autograd.grad(sum(means) / len(means), list(mixer.parameters()))
-    with sequence.over(stretch):
-        x, here = stretch.take(batches[rank // 2]), stretch.take(labelled[rank // 2])
-        loss = stretch.mean((mixer(x)[0].square().mean(-1) * here).sum(), here.sum())
+    x, here = part.take(batches[rank // 2]), part.take(labelled[rank // 2])
+    loss = part.mean((mixer(x, context_parallel=part)[0].square().mean(-1) * here).sum(), here.sum())
     gradients = torch.autograd.grad(loss, list(mixer.parameters()))
     errors = {"loss": abs(loss.item() - means[rank // 2].item())}
     for number, (own, whole) in enumerate(zip(gradients, expected, strict=True)):
@@ -84,7 +92,7 @@ def work(rank: int, count: int, folder: str) -> None:
     found = {}
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:
-            found[case] = compared(case, sequence.Stretch(), patch)
+            found[case] = compared(case, ContextParallel(), patch)
     found["training"] = trained(rank, count)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -100,7 +108,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("case", [*CASES, "training"])
-def test_stretches_are_the_whole(found: list[dict], case: str) -> None:
+def test_parts_are_the_whole(found: list[dict], case: str) -> None:
     for rank, errors in enumerate(found):
         for name, error in errors[case].items():
             assert error < 1e-9, f"{name} in process {rank}"
@@ -128,16 +136,15 @@ def work_on_gpu(rank: int, folder: str) -> None:
         torch.manual_seed(0)
         mixer = build(LARGE).to(device)
         x, dy = (0.5 * torch.randn(2, 2, 4096, LARGE.hidden_size)).to(device)
-        named, stretch = dict(mixer.named_parameters()), sequence.Stretch()
+        named, part = dict(mixer.named_parameters()), ContextParallel()
         with torch.autocast("cuda", torch.bfloat16):
             y, _ = mixer(x)
-            with sequence.over(stretch):
-                own, _ = mixer(stretch.take(x))
+            own, _ = mixer(part.take(x), context_parallel=part)
         gradients = torch.autograd.grad(y, list(named.values()), dy.to(y.dtype))
-        parts = torch.autograd.grad(own, list(named.values()), stretch.take(dy).to(y.dtype))
-        for part in parts:
-            dist.all_reduce(part)
-        pairs = {"y": (own, stretch.take(y)), **dict(zip(named, zip(parts, gradients, strict=True), strict=True))}
+        summed = torch.autograd.grad(own, list(named.values()), part.take(dy).to(y.dtype))
+        for gradient in summed:
+            dist.all_reduce(gradient)
+        pairs = {"y": (own, part.take(y)), **dict(zip(named, zip(summed, gradients, strict=True), strict=True))}
         found[case] = {name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -154,21 +161,33 @@ def test_two_gpus_are_one(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[sequence.Stretch]:
-    """The stretch of a group of one process."""
+def alone(tmp_path: Path) -> Iterator[ContextParallel]:
+    """The part of a group of one process."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield sequence.Stretch()
+    yield ContextParallel()
     dist.destroy_process_group()
 
 
-def test_what_cannot_be_shared(alone: sequence.Stretch) -> None:
-    x, mixer = torch.randn(1, 4, SITE.hidden_size), mixers.GLA(SITE)
-    with sequence.over(alone):
-        with pytest.raises(mixers.UserError, match="packed documents cannot be shared"):
-            mixer(x, cu_seqlens=torch.tensor([0, 2, 4]))
-        with pytest.raises(mixers.UserError, match="a state can be continued by one process only"):
-            mixer(x, mixer.init_state(1))
-    mixer(x, mixer.init_state(1))  # outside it can
+@pytest.mark.parametrize("name", ["GLA", "Mamba1", "SoftmaxAttention"])
+def test_what_cannot_be_shared(name: str, alone: ContextParallel) -> None:
+    x, mixer = torch.randn(1, 4, SITE.hidden_size), mixers.get(name)(SITE)
+    with pytest.raises(mixers.UserError, match="packed documents cannot be shared"):
+        mixer(x, cu_seqlens=torch.tensor([0, 2, 4]), context_parallel=alone)
+    with pytest.raises(mixers.UserError, match="a state can be continued by one process only"):
+        mixer(x, mixer.init_state(1), context_parallel=alone)
+    mixer(x, mixer.init_state(1))
+
+
+def test_parts_have_the_same_length(alone: ContextParallel) -> None:
     alone.count = 3
     with pytest.raises(mixers.UserError, match="3 processes cannot share 4 tokens equally"):
-        alone.take(x)
+        alone.take(torch.randn(1, 4))
+
+
+def test_the_signature_says_who_works_on_parts() -> None:
+    class Whole(mixers.GLA):
+        def forward(self, x, state=None, *, cu_seqlens=None):
+            return super().forward(x, state, cu_seqlens=cu_seqlens)
+
+    assert all(mixers.takes_context_parallel(mixers.get(name)) for name in mixers.names())
+    assert not mixers.takes_context_parallel(Whole)

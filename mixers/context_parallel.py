@@ -1,21 +1,23 @@
-"""Sequence parallelism: every process holds one stretch of each sequence, and only what crosses a boundary is sent.
+"""Context parallelism: every process holds one part of each sequence, and only what crosses a boundary is sent.
 
-A convolution takes the last inputs of the stretches before, attention their keys and values, positions are counted from
+A convolution takes the last inputs of the parts before, attention their keys and values, positions are counted from
 the start of the sequence, and a recurrence, which is linear in its state, takes the state that they leave:
 S_out = A·S_in + L. Every process computes its A and L at the same time, gets those of all the others in one exchange,
-and puts the state before its own stretch together (LASP, arXiv 2404.02882; LASP-2, arXiv 2502.07563).
+and puts the state before its own part together (LASP, arXiv 2404.02882; LASP-2, arXiv 2502.07563).
 
-All of it is differentiable, and each process must run the same layers in the same order, forward and backward.
+A mixer is given a `ContextParallel` as an argument of its `forward`, and hands it on to whatever looks along time:
+convolutions (`FeaturePath`), positions, and recurrences (`run_recurrence`, `run_selective_scan`). All of it is
+differentiable, and each process must run the same layers in the same order, forward and backward.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import kernels
 
@@ -24,15 +26,33 @@ Recurrence = Callable[..., tuple[Tensor, Tensor | None]]
 MOST_COLUMNS = 256
 
 
-class Stretch:
-    """The stretch of this process: number `rank` of `count` equally long ones.
+class ContextParallel:
+    """The part of each sequence that this process holds: number `rank` of `count` equally long ones.
 
     Args:
-        group: The processes that share a sequence, in the order of their stretches; all processes if None.
+        group: The processes that share a sequence, in the order of their parts; all processes if None.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group, self.rank, self.count = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def check(self, state: Any, cu_seqlens: Tensor | None) -> None:
+        """Refuse what cannot be shared.
+
+        Args:
+            state: A state that a mixer is to continue.
+            cu_seqlens: Boundaries of packed documents.
+
+        Raises:
+            UserError: There is one of these.
+        """
+        if state is not None:
+            raise kernels.UserError("context_parallel: a state can be continued by one process only")
+        if cu_seqlens is not None:
+            raise kernels.UserError(
+                "context_parallel: packed documents cannot be shared by several processes; "
+                "train with data.packing=windows, or with context_parallel=1"
+            )
 
     def take(self, x: Tensor) -> Tensor:
         """The own part [B,T/count,…] of x [B,T,…].
@@ -42,7 +62,7 @@ class Stretch:
         """
         if x.shape[1] % self.count:
             raise kernels.UserError(
-                f"sequence_parallel: {self.count} processes cannot share {x.shape[1]} tokens equally; "
+                f"context_parallel: {self.count} processes cannot share {x.shape[1]} tokens equally; "
                 "choose a sequence length that is a multiple"
             )
         return x.chunk(self.count, 1)[self.rank]
@@ -52,7 +72,7 @@ class Stretch:
         return _Gather.apply(x, self)
 
     def before(self, x: Tensor, size: int) -> Tensor:
-        """The last `size` tokens before the own stretch, of a stream x [B,T,…] of it; fewer where it is the start."""
+        """The last `size` tokens before the own part, of a stream x [B,T,…] of it; fewer where it is the start."""
         length = x.shape[1]
         kept = min(size, length)
         tails = self.gather(x[:, length - kept :])
@@ -66,12 +86,12 @@ class Stretch:
         return F.pad(earlier, (0, 0, size - earlier.shape[1], 0))
 
     def first_state(self, transition: Tensor, local: Tensor) -> Tensor:
-        """The state before the own stretch.
+        """The state before the own part.
 
         Args:
-            transition: A of the own stretch, which takes a state before it to one after it: a factor of each row
+            transition: A of the own part, which takes a state before it to one after it: a factor of each row
                 [B,H,K,1], or a matrix [B,H,K,K].
-            local: L, the state after the own stretch if there was none before [B,H,K,V].
+            local: L, the state after the own part if there was none before [B,H,K,V].
 
         Returns:
             [B,H,K,V].
@@ -107,63 +127,32 @@ class _Gather(torch.autograd.Function):
     """The tensors of all processes; what their uses say of its own comes back to each as a sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stretch: Stretch) -> Tensor:
-        ctx.stretch = stretch
-        parts = x.new_empty(stretch.count * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=stretch.group)
-        return parts.unflatten(0, (stretch.count, len(x)))
+    def forward(ctx: Any, x: Tensor, parallel: ContextParallel) -> Tensor:
+        ctx.parallel = parallel
+        parts = x.new_empty(parallel.count * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(parts, x.contiguous(), group=parallel.group)
+        return parts.unflatten(0, (parallel.count, len(x)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        stretch: Stretch = ctx.stretch
+        parallel: ContextParallel = ctx.parallel
         total = kernels.at_least_fp32(gradient).contiguous()
-        if dist.get_backend(stretch.group) == "nccl":
+        if dist.get_backend(parallel.group) == "nccl":
             own = torch.empty_like(total[0])
-            dist.reduce_scatter_tensor(own, total.flatten(0, 1), group=stretch.group)
+            dist.reduce_scatter_tensor(own, total.flatten(0, 1), group=parallel.group)
         else:  # not all can scatter
             total = total.clone()
-            dist.all_reduce(total, group=stretch.group)
-            own = total[stretch.rank]
+            dist.all_reduce(total, group=parallel.group)
+            own = total[parallel.rank]
         return own.to(gradient.dtype), None
 
 
-# Of the process, not of the thread, as a context variable would be: on a GPU, activation checkpointing runs layers
-# again in the threads of the backward pass.
-_stretch: Stretch | None = None
+def takes_context_parallel(module: type[nn.Module]) -> bool:
+    """Whether modules of a class can work on a part of each sequence: their `forward` has the argument for it."""
+    return "context_parallel" in signature(module.forward).parameters
 
 
-@contextmanager
-def over(stretch: Stretch | None) -> Iterator[None]:
-    """Inside the ``with`` block all mixers are given one stretch of each sequence; None: whole sequences."""
-    global _stretch
-    before, _stretch = _stretch, stretch
-    try:
-        yield
-    finally:
-        _stretch = before
-
-
-def current(state: Any = None, cu_seqlens: Tensor | None = None) -> Stretch | None:
-    """The stretch that a mixer is given; None for whole sequences.
-
-    Args:
-        state: A state that it is to continue.
-        cu_seqlens: Boundaries of packed documents.
-
-    Raises:
-        UserError: There is one of these, and a stretch.
-    """
-    if _stretch is not None and state is not None:
-        raise kernels.UserError("sequence_parallel: a state can be continued by one process only")
-    if _stretch is not None and cu_seqlens is not None:
-        raise kernels.UserError(
-            "sequence_parallel: packed documents cannot be shared by several processes; "
-            "train with data.packing=windows, or with sequence_parallel=1"
-        )
-    return _stretch
-
-
-def recurrence(
+def run_recurrence(
     run: Recurrence,
     q: Tensor,
     k: Tensor,
@@ -177,10 +166,11 @@ def recurrence(
     return_state: bool,
     cu_seqlens: Tensor | None,
     consume_state: bool,
+    context_parallel: ContextParallel | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`run`, a recurrence of `kernels` (or one that is as linear in its state), over whole sequences or a stretch.
+    """`run`, a recurrence of `kernels` (or one that is as linear in its state), over whole sequences or a part of each.
 
-    A stretch costs the recurrence twice, once from no state and once from the one that was put together.
+    A part costs the recurrence twice, once from no state and once from the one that was put together.
 
     Args:
         run: kernels.linear_recurrence, kernels.delta_rule, or another with their arguments, which follow.
@@ -195,15 +185,16 @@ def recurrence(
         return_state: Whether to return the final states.
         cu_seqlens: Boundaries of packed documents.
         consume_state: Whether a single step may write to `initial_state`.
+        context_parallel: The part of each sequence that this is; None for whole sequences.
 
     Returns:
         o [B,T,H,V], and the final states or None.
     """
-    stretch = current(initial_state, cu_seqlens)
     gates: dict[str, Any] = dict(log_decay=log_decay, beta=beta, subheads=subheads, scale=scale)
-    if stretch is not None:
+    if context_parallel is not None:
+        context_parallel.check(initial_state, cu_seqlens)
         transition, local = (_diagonal if run is kernels.linear_recurrence else _matrix)(run, q.detach(), k, v, gates)
-        initial_state, consume_state = stretch.first_state(transition, local), False
+        initial_state, consume_state = context_parallel.first_state(transition, local), False
     return run(
         q,
         k,
@@ -250,7 +241,7 @@ def _matrix(run: Recurrence, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, A
     return both[..., V:], both[..., :V]
 
 
-def selective_scan(
+def run_selective_scan(
     x: Tensor,
     log_decay: Tensor,
     rate: Tensor | None = None,
@@ -260,15 +251,16 @@ def selective_scan(
     initial_state: Tensor | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`kernels.selective_scan`, whose arguments these are, over whole sequences or a stretch, which costs it twice."""
-    stretch = current(initial_state, cu_seqlens)
-    if stretch is not None:
+    """`kernels.selective_scan` over whole sequences, or over a part of each, which costs it twice; its arguments."""
+    if context_parallel is not None:
+        context_parallel.check(initial_state, cu_seqlens)
         _, local = kernels.selective_scan(x, log_decay, rate, b, c, return_state=True)
         assert local is not None
         total = log_decay.to(local.dtype).sum(1)[..., None]
         transition = (total if rate is None else total * rate).exp()
-        initial_state = stretch.first_state(transition[..., None], local[..., None])[..., 0]
+        initial_state = context_parallel.first_state(transition[..., None], local[..., None])[..., 0]
     return kernels.selective_scan(
         x, log_decay, rate, b, c, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens
     )
