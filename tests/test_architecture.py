@@ -28,6 +28,22 @@ FORBIDDEN = {
     "zoo": {"cli"},
     "cli.py": set(),
 }
+# the rooms of zoo: each imports only from those before it
+ROOMS = (
+    "zoo.files",
+    "zoo.lm",
+    "zoo.data",
+    "zoo.generation",
+    "zoo.checkpoints",
+    "zoo.train",
+    "zoo.train.callbacks",
+    "zoo.config",
+    "zoo.loading",
+    "zoo.runs",
+    "zoo.sweeps",
+    "zoo.benchmarks",
+    "zoo.scaling",
+)
 
 
 def imports(name: str) -> Iterator[str]:
@@ -55,6 +71,20 @@ def test_imports_point_one_way(name: str):
     bad = FORBIDDEN[package] | (set() if allowed else OUTSIDE)
     found = {imported for imported in imports(name) for other in bad if within(imported, other)}
     assert not found, f"{name} imports {found}"
+
+
+def room(module: str) -> str | None:
+    """The innermost room that a dotted name is in."""
+    return max((room for room in ROOMS if within(module, room)), key=len, default=None)
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if name.startswith("zoo/") and name != "zoo/__init__.py"])
+def test_no_import_runs_back_up_between_rooms(name: str):
+    own = room(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    assert own is not None, f"{name} stands in no room; tests/test_architecture.py lists them in their order"
+    used = {other for imported in imports(name) if (other := room(imported)) is not None}
+    above = {other for other in used if ROOMS.index(other) > ROOMS.index(own)}
+    assert not above, f"{name} imports from {above}, which come after {own}"
 
 
 @pytest.mark.parametrize("name", [name for name in TREES if name.startswith("kernels/")])

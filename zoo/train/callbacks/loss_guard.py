@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kernels.errors import UserError
 from zoo.train.callbacks.run_callback import RunCallback
-from zoo.train.zero import Zero
 
 
 class Diverged(UserError):
@@ -66,6 +65,7 @@ class LossGuard(RunCallback):
         self._loss = torch.zeros(())  # of the last batch
         self._last: Taken | None = None  # the last step, until it is counted
         self._step = 0  # those done when it began
+        self._left_out_by_strategy = False  # ZeRO's engine has the gradients, and does so itself
 
     def state_dict(self) -> dict[str, Any]:
         """What the next steps are compared with, the same in all processes."""
@@ -80,8 +80,9 @@ class LossGuard(RunCallback):
         self._norms.extend(state_dict["norms"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Know where the run starts."""
+        """Know where the run starts, and who leaves bad steps out."""
         self._step = trainer.global_step
+        self._left_out_by_strategy = hasattr(type(trainer.strategy), "step_was_skipped")
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         """Turn all gradients of a bad loss into nan, so that every process sees that they are.
@@ -99,8 +100,8 @@ class LossGuard(RunCallback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimiser do nothing if the gradients are bad."""
-        if isinstance(trainer.strategy, Zero):
-            return  # its engine has them, and does so itself
+        if self._left_out_by_strategy:
+            return
         norm = pl_module.gradient_norm()
         bad = ~(norm.isfinite() & (norm <= self._limit(self._norms)))
         self._last = _told(bad, self._loss, norm)
@@ -118,7 +119,7 @@ class LossGuard(RunCallback):
         if trainer.global_step == self._step:
             return  # gradients are still being accumulated
         self._step = trainer.global_step
-        if isinstance(trainer.strategy, Zero):
+        if self._left_out_by_strategy:
             norm = trainer.strategy.gradient_norm
             if norm is not None:
                 self.log("gradient_norm", norm)
