@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 import mixers
-from mixers import LRPE, FeatureMap, Features, GatedDeltaNet, LinearAttention, Rotary, Site
+from mixers import LRPE, FeatureMap, Features, GatedDeltaNet, LinearAttention, Rotary, Site, positions
 from mixers.features import FeaturePath
 
 ANYWHERE = torch.zeros(1, 1, dtype=torch.int64)
@@ -12,6 +12,16 @@ ANYWHERE = torch.zeros(1, 1, dtype=torch.int64)
 def features(spec: Features, x: Tensor, positions: Tensor = ANYWHERE) -> Tensor:
     y, _ = FeaturePath(spec, x.shape[2], x.shape[3]).to(x.dtype)(x, None, positions, None)
     return y
+
+
+def test_positions_restart_in_each_document():
+    tokens = torch.zeros(1, 7, dtype=torch.int64)
+    bounds = torch.tensor([0, 3, 3, 4, 7], dtype=torch.int32)  # the second document is empty
+    place, following = positions(tokens, None, bounds)
+    assert place.tolist() == [[0, 1, 2, 0, 0, 1, 2]]
+    assert following.tolist() == [3, 0, 1, 3]
+    assert positions(tokens, torch.tensor([4]), None)[0].tolist() == [[4, 5, 6, 7, 8, 9, 10]]
+    assert positions(tokens, None, None)[0].tolist() == [[0, 1, 2, 3, 4, 5, 6]]
 
 
 @pytest.mark.parametrize(

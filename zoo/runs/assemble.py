@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import UserError
 from zoo import config as configs
-from zoo.config.parser import CALLBACKS
 from zoo.lm.model import LanguageModel
 from zoo.runs.loggers import for_run, missing_package
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
@@ -105,11 +104,14 @@ def evaluating_trainer(config: Namespace, callbacks: Sequence[Callback]) -> L.Tr
 
 def _run_callbacks(config: Namespace) -> list[Callback]:
     """All callbacks of the project, in their order."""
-    blocks: list[Callback] = [CompiledBlocks()] if config.compile else []
+    built: list[Any] = [
+        configs.instantiate(cls.key, config) if cls.key is not None else cls() for cls in run_callbacks()
+    ]
+    if config.compile:
+        built.append(CompiledBlocks())
     if (every := config.activation_checkpointing) is not None:
-        blocks.append(CheckpointedBlocks(every))
-    built = [configs.instantiate(cls.key, config) if cls.key in CALLBACKS else cls() for cls in run_callbacks()]
-    return [*blocks, *built]
+        built.append(CheckpointedBlocks(every))
+    return sorted(built, key=lambda callback: callback.order)
 
 
 def _arguments(config: Namespace) -> dict[str, Any]:

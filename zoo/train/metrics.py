@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import Metric
 
-from mixers import ContextParallel
+from mixers import ContextParallel, positions
 from zoo.data.batch import NO_LOSS
 
 
@@ -67,23 +67,6 @@ def total_loss(
     return token_losses(model(tokens, cu_seqlens=cu_seqlens, **shared)[0], labels).sum()
 
 
-def positions(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The position of each token in its sequence, or in its document if documents are packed.
-
-    Args:
-        tokens: [B, T].
-        cu_seqlens: [N+1] int, first 0, last T (then B = 1); or None.
-
-    Returns:
-        [1, T] int64, from 0.
-    """
-    index = torch.arange(tokens.shape[1], device=tokens.device)
-    if cu_seqlens is not None:
-        bounds = cu_seqlens.to(index.dtype)
-        index = index - bounds[torch.searchsorted(bounds, index, right=True) - 1]
-    return index[None]
-
-
 class Losses(NamedTuple):
     """Mean losses in nats per token: `loss` over all tokens, `by_position` [buckets] (nan where there was no token)."""
 
@@ -117,7 +100,7 @@ class ContextLoss(Metric):
 
     def update(self, losses: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> None:
         """Add a batch: `losses` [B, T] of `token_losses`, its `labels` [B, T] and document bounds [N+1] or None."""
-        position = positions(labels, cu_seqlens)
+        position, _ = positions(labels, None, cu_seqlens)
         if self.context_length is None:
             self.context_length = int(position.max()) + 1
         bucket = (position * self.buckets // self.context_length).clamp(max=self.buckets - 1).expand_as(labels)

@@ -24,7 +24,7 @@ from tests.zoo.tiny import (
 from zoo.checkpoints.signature import is_own
 from zoo.data.batch import Batch
 from zoo.train.callbacks.checkpoints import Checkpoints
-from zoo.train.metrics import ContextLoss, TaskAccuracy, positions, token_losses, total_loss
+from zoo.train.metrics import ContextLoss, TaskAccuracy, token_losses, total_loss
 from zoo.train.module import best_precision
 
 
@@ -44,13 +44,6 @@ def test_losses_by_hand():
     losses = token_losses(logits.bfloat16().double(), torch.tensor([[1, 0, -100]]))
     torch.testing.assert_close(losses, torch.tensor([[math.log(4 / 3), math.log(2), 0.0]]), atol=2e-3, rtol=0)
     assert losses.dtype == torch.float32
-
-
-def test_positions_restart_in_each_document():
-    tokens = torch.zeros(1, 7, dtype=torch.int64)
-    bounds = torch.tensor([0, 3, 3, 4, 7], dtype=torch.int32)  # the second document is empty
-    assert positions(tokens, bounds).tolist() == [[0, 1, 2, 0, 0, 1, 2]]
-    assert positions(tokens, None).tolist() == [[0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_context_loss_weights_by_tokens_and_buckets_by_position():

@@ -1,17 +1,18 @@
 """`compile: true`: torch.compile for the steps of training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import nn
+
+from zoo.train.callbacks.training_forward import Forward, TrainingForward
 
 
 def compiled_blocks(
     model: nn.Module, backend: str | Callable[..., Any] = "inductor"
-) -> list[tuple[nn.Module, Callable[..., Any]]]:
+) -> list[tuple[nn.Module, Forward]]:
     """Each block of a model, and its forward function to be compiled at the first call."""
     blocks: list[Any] = list(model.layers)  # type: ignore[arg-type]
     # what depends on the depth, such as a constant decay, is compiled for each layer; the usual limit is 8
@@ -21,7 +22,7 @@ def compiled_blocks(
     return [(block, torch.compile(block.forward, dynamic=False, backend=backend)) for block in blocks]
 
 
-class CompiledBlocks(Callback):
+class CompiledBlocks(TrainingForward):
     """Compiles each block of the model by itself: blocks of a kind share the code, so that the first step comes soon.
 
     Only steps of training run it. Validation has other shapes, samples have states, and both would be compiled anew; a
@@ -31,31 +32,16 @@ class CompiledBlocks(Callback):
         backend: Of torch.compile.
     """
 
+    order = 80
+
     def __init__(self, backend: str | Callable[..., Any] = "inductor") -> None:
         self.backend = backend
-        self._compiled: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self._compiled: list[tuple[nn.Module, Forward]] = []
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Prepare; what is compiled is compiled at the first step."""
         self._compiled = compiled_blocks(pl_module.model, self.backend)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Let the blocks run compiled."""
-        for block, compiled in self._compiled:
-            block.forward = compiled
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Let them run as they are written."""
-        self._restore()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """The same."""
-        self._restore()
-
-    def _restore(self) -> None:
-        for block, _ in self._compiled:
-            block.__dict__.pop("forward", None)
+    def replaced(self, model: Any) -> Iterable[tuple[nn.Module, Forward]]:
+        """All blocks, compiled."""
+        return self._compiled
