@@ -111,7 +111,7 @@ class TokenMixer(KeepsFp32):
 
     @property
     def in_stream(self) -> nn.Parameter:
-        """A parameter on the device and in the dtype of what flows through the layer: one not kept in fp32."""
+        """A parameter on the device and in the dtype of what flows through the layer, so not one kept in fp32."""
         return next(
             parameter
             for part in self.modules()
