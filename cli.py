@@ -23,7 +23,10 @@ warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 from rich.console import Console  # noqa: E402
 
-import mixers  # noqa: E402
+try:
+    import mixers
+except ImportError as error:  # another package is called `kernels`
+    sys.exit(f"error: {error}")
 import zoo  # noqa: E402
 from kernels import UserError  # noqa: E402
 from zoo import config as configs  # noqa: E402

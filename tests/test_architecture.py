@@ -200,3 +200,33 @@ def test_transformers_does_not_mistake_our_kernels_for_theirs():
     pytest.importorskip("transformers", reason="install the extra 'test'")
     code = "import sys, kernels; from transformers import Mamba2ForCausalLM as M; sys.stdout.write(kernels.__file__)"
     assert run(code) == str(ROOT / "kernels" / "__init__.py")
+
+
+def test_a_namesake_that_hides_our_kernels_is_told_in_one_sentence(tmp_path: Path):
+    """Hugging Face's package `kernels`, found first as in an editable installation."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("")
+    (tmp_path / "start.py").write_text("import sys, cli; cli.main()")
+    done = subprocess.run(
+        [sys.executable, "start.py", "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: kernels: {tmp_path}/kernels/__init__.py is another package of this name, such as Hugging Face's; run "
+        f"`pip uninstall kernels`, or put this project before it: PYTHONPATH={ROOT}\n"
+    )
+
+
+def test_a_namesake_that_our_kernels_hide_is_told_in_one_sentence(tmp_path: Path):
+    (tmp_path / "kernels-9.9.dist-info").mkdir()
+    (tmp_path / "kernels-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 9.9\n")
+    code = "import sys; sys.path.append(sys.argv[1]); import mixers"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0
+    assert done.stderr.startswith("kernels: Hugging Face's package of this name (9.9) is installed, and hidden by")
+    assert len(done.stderr.splitlines()) == 1
