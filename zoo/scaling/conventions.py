@@ -1,7 +1,7 @@
 """How "Scaling laws for linear complexity language models" (arXiv 2406.16690) counts parameters and FLOPs.
 
 `LanguageModel.num_parameters()` and `flops()` say what a model has and executes. These functions say what that paper's
-Table 7 prints for it, by the formulas of its Table 1 and Appendix A.1; DESIGN.md ("Counting") lists the differences.
+Table 7 prints for it, by the formulas of its Table 1 and Appendix A.1; docs/parity.md lists the differences.
 """
 
 from collections.abc import Callable
