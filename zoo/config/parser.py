@@ -113,7 +113,7 @@ def add_arguments(parser: LightningArgumentParser) -> None:
     parser.add_argument(
         "--activation_checkpointing",
         type=int | None,
-        help="Recompute every N-th block in the backward pass, to save memory; 1: each of them.",
+        help="Recompute every N-th block in the backward pass, to save memory; 1 for all blocks.",
     )
     parser.add_argument(
         "--context_parallel",

@@ -1,4 +1,4 @@
-"""Text from a language model: one prefill of the prompt, then one token per call with the carried state."""
+"""Text from a language model: the prompt in one call, then one token per call with the carried state."""
 
 import itertools
 import math
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from kernels.errors import UserError
 from zoo.generation.decoder import Decoder
 
-WORTH_CAPTURING = 8  # tokens: making a CUDA graph takes as long as a few steps without one
-_INCOMPLETE = "\ufffd"  # what decoders put where bytes are not, or not yet, a character
+WORTH_CAPTURING = 8  # tokens: capturing a CUDA graph takes as long as a few steps without one
+_INCOMPLETE = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
 
 
 class Tokenizer(Protocol):
-    """What generation asks of a tokenizer."""
+    """What generation needs from a tokenizer."""
 
     eos_id: int
-    bos_id: int | None  # what documents start with, if anything
+    bos_id: int | None  # the first token of every document, if there is one
 
     def encode(self, text: str) -> list[int]:
         """Text to token ids."""
@@ -45,21 +45,21 @@ def generate(
 
     Args:
         model: A language model of the zoo.
-        tokenizer: The one that it was trained with.
-        prompt: Where to start: at the start of a document, if the tokenizer has a token for that; an empty one starts
-            a new document.
-        max_new_tokens: Stop after so many tokens, or at the end of the document if that is earlier.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Draw from so many of the likeliest tokens only.
-        top_p: Draw from the fewest likeliest tokens that together have this probability only.
-        seed: Makes the draws repeatable; None draws anew each time. The global generators are not touched.
+        tokenizer: The tokenizer that the model was trained with.
+        prompt: The text to continue, at the start of a document if the tokenizer has a token for that; an empty one
+            starts a new document.
+        max_new_tokens: Stop after this many tokens, or at the end of the document if that comes first.
+        temperature: Divides the logits; 0 picks the likeliest token.
+        top_k: Sample only from the k likeliest tokens.
+        top_p: Sample only from the smallest set of likeliest tokens whose total probability is at least this.
+        seed: Makes the samples reproducible; None for other samples each time. Global generators are not touched.
 
     Returns:
-        An iterator over pieces of text without the prompt. A character whose bytes lie in several tokens comes in one
+        An iterator over pieces of text without the prompt. A character whose bytes span several tokens comes in one
         piece; an incomplete one at the end is left out.
 
     Raises:
-        UserError: If an argument is out of its range.
+        UserError: An argument is out of range.
     """
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     ids = start + tokenizer.encode(prompt) or [tokenizer.eos_id]
@@ -91,22 +91,23 @@ def generate_tokens(
 ) -> Iterator[Tensor]:
     """Continue several prompts together.
 
-    Prompts of different lengths are read packed into one row, and continued as a batch.
+    Prompts of different lengths are packed into one row to be read, and continued as a batch.
 
     Args:
         model: A language model of the zoo.
         prompts: [B, P] int, P ≥ 1, or B vectors [P_i] of different lengths.
-        max_new_tokens: Stop after so many tokens.
+        max_new_tokens: Stop after this many tokens.
         temperature, top_k, top_p, seed: As in `generate`.
-        eos_id: Ends a sequence, which then repeats it; when all have ended, the iterator does. None never ends.
+        eos_id: Ends a sequence, which repeats it from then on; the iterator stops when all have ended. None for
+            sequences that never end.
 
     Returns:
         An iterator over the next tokens, [B] int64 each.
 
     Raises:
-        UserError: If an argument is out of its range.
+        UserError: An argument is out of range.
     """
-    _check(max_new_tokens, temperature, top_k, top_p)  # here and not in the generator: at the call, not at first use
+    _check(max_new_tokens, temperature, top_k, top_p)  # not in the generator, which would raise at its first use only
     rows = list(prompts)
     for row in rows:
         if row.ndim != 1 or not len(row):
@@ -121,7 +122,7 @@ def generate_tokens(
 
 
 def _read(model: Any, prompts: list[Tensor]) -> tuple[Tensor, Any]:
-    """The logits after each prompt [B, vocab], and the state: as a batch, or packed where lengths differ."""
+    """The logits after each prompt [B, vocab], and the state: read as a batch, or packed if lengths differ."""
     state, lengths = model.init_state(len(prompts)), [len(prompt) for prompt in prompts]
     if len(set(lengths)) == 1:
         logits, state = model(torch.stack(prompts), state)
@@ -148,7 +149,7 @@ def _tokens(
         capture = None if max_new_tokens > WORTH_CAPTURING else False
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts[0].device)
         for _ in range(max_new_tokens):
-            with torch.no_grad():  # closed before the yield: a generator's contexts leak into its caller
+            with torch.no_grad():  # closed before the yield, as a generator's contexts leak into its caller
                 if decoder is None or drawn is None:
                     logits, state = _read(model, prompts)
                     decoder = Decoder(model, state, capture=capture)
@@ -172,23 +173,23 @@ def _draw(
     if temperature == 0:
         return logits.argmax(-1)
     probabilities = sampling_probabilities(logits, temperature, top_k, top_p)
-    # the first of exponential clocks with these rates: what `multinomial` does too, but that waits to check its input
+    # the first of exponential clocks with these rates: `multinomial` does the same, but waits to check its input
     return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
 
 
 def sampling_probabilities(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """The distribution that tokens are drawn from.
+    """The distribution that tokens are sampled from.
 
     Args:
         logits: [B, vocab].
-        temperature: Divides the logits; 0 leaves the likeliest token alone (the first of equal ones).
-        top_k: Keep so many of the likeliest tokens.
-        top_p: Of these, keep the fewest likeliest ones that together have this probability, at least one.
+        temperature: Divides the logits; 0 keeps only the likeliest token (the first, if several are equal).
+        top_k: Keep the k likeliest tokens.
+        top_p: Of these, keep the smallest set of likeliest ones whose total probability is at least this.
 
     Returns:
-        [B, vocab] fp32, each row with the sum 1.
+        [B, vocab] fp32; each row sums to 1.
     """
     logits = logits.float()
     if temperature == 0:
@@ -201,7 +202,7 @@ def sampling_probabilities(
         probabilities[:, top_k:] = 0
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     if top_p is not None:
-        before = probabilities.cumsum(-1) - probabilities  # what the likelier ones have: 0 for the first
+        before = probabilities.cumsum(-1) - probabilities  # of the likelier ones; 0 for the first
         probabilities = probabilities.masked_fill(before >= top_p, 0)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     return torch.zeros_like(logits).scatter_(-1, order, probabilities)
@@ -210,18 +211,18 @@ def sampling_probabilities(
 def stream_text(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Decode tokens as they come.
 
-    The ids are decoded together with the ones of the piece before, since some decoders treat a first token otherwise.
+    Ids are decoded together with those of the previous piece, since some decoders treat the first token differently.
 
     Args:
-        tokenizer: Decodes.
-        prompt: Ids that precede `tokens`; their text is not given out.
+        tokenizer: Decodes the ids.
+        prompt: Ids that precede `tokens`; their text is not yielded.
         tokens: Ids, one by one.
 
     Yields:
         Non-empty pieces of text that end with a complete character.
     """
     ids = list(prompt)
-    start, end = 0, len(ids)  # ids[start:end] is text that is out already, ids[end:] is not
+    start, end = 0, len(ids)  # ids[start:end] have been yielded, ids[end:] have not
     known, text = tokenizer.decode(ids), ""
     for token in tokens:
         ids.append(token)

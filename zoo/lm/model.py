@@ -25,7 +25,7 @@ LinearInitializer = Literal["normal", "uniform"]
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
 
-    What a block ends with is added to the residual stream by the norm that comes next, the next block's or the last.
+    The output of a block is added to the residual stream by the norm that follows, in the next block or the last one.
     """
 
     def __init__(self, hidden_size: int, mixer: TokenMixer, mlp: ChannelMixer | None, norm_eps: float):
@@ -42,8 +42,8 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor, Any]:
-        """x and y [B,T,hidden], whose sum is the residual stream, and a state → the same after the block."""
-        if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compilers do so themselves
+        """x and y [B,T,hidden], whose sum is the residual stream, and a state → all three after the block."""
+        if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler decides for itself
             with recomputing():
                 return self._forward(x, y, state, cu_seqlens, context_parallel)
         return self._forward(x, y, state, cu_seqlens, context_parallel)
@@ -68,21 +68,21 @@ class LanguageModel(nn.Module):
     """A causal language model: embedding, blocks of a token mixer and an MLP, norm, head.
 
     Args:
-        stack: Which token mixer stands at which depth: Uniform, H1, H2, Pattern.
+        stack: Which token mixer is used at which depth: Uniform, H1, H2, Pattern.
         vocab_size: Number of tokens; null for the tokenizer's.
         hidden_size: Size of the residual stream.
-        num_heads: Heads of every mixer that does not say otherwise.
+        num_heads: Heads of every mixer that does not set its own number.
         num_layers: Number of blocks.
-        intermediate_size: Inner size of the MLPs; null for the MLP's own choice.
+        intermediate_size: Inner size of the MLPs; null for the default of the MLP.
         mlp: The channel mixer of every block; null for none.
-        position: A mixer that replaces the embedding before the first block, such as TPE; null for none.
+        position: A mixer that is applied to the embeddings before the first block, such as TPE; null for none.
         tie_embeddings: Whether the head reuses the embedding matrix.
         norm_eps: Added inside the root of the norms.
-        initializer_range: Standard deviation of all linear and embedding weights at the start.
-        linear_initializer: Of linear weights: `normal`, as above, or `uniform`, PyTorch's own, U(±inputs^-½).
-        scale_output_projections: Whether the weights whose result is added to the residual stream, those of every
-            `OutputProjection`, start smaller by the root of how many there are, one or two a block.
-        nominal_size: How many parameters this model is meant to have; a line is logged if it has 3 % more or less.
+        initializer_range: Initial standard deviation of all linear and embedding weights.
+        linear_initializer: How linear weights start: `normal`, as above, or `uniform`, PyTorch's default U(±inputs^-½).
+        scale_output_projections: Whether the weights of every `OutputProjection`, whose results are added to the
+            residual stream, are initially divided by the square root of their number, one or two per block.
+        nominal_size: How many parameters the model is meant to have; a difference of more than 3 % is logged.
 
     Raises:
         UserError: A size is below 1, or a layer has no output projection to scale.
@@ -137,19 +137,19 @@ class LanguageModel(nn.Module):
 
     @property
     def mixers(self) -> list[TokenMixer]:
-        """The token mixers, bottom-up."""
+        """The token mixers, from the bottom up."""
         return [block.mixer for block in self.layers]  # type: ignore[misc]
 
     @property
     def mlps(self) -> list[ChannelMixer]:
-        """The channel mixers, bottom-up."""
+        """The channel mixers, from the bottom up."""
         return [block.mlp for block in self.layers if block.mlp is not None]  # type: ignore[misc]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill all parameters anew: linear and embedding weights as the arguments say, with biases of zero.
+        """Initialise all parameters: linear and embedding weights as the arguments say, biases as zero.
 
-        Every other module, and a linear map that has a `reset_parameters` of its own, does what that says.
+        Every other module, and every subclass with another `reset_parameters`, initialises itself by that method.
         """
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
@@ -171,18 +171,18 @@ class LanguageModel(nn.Module):
             nn.init.zeros_(module.bias)
 
     def _output_projections(self) -> list[OutputProjection]:
-        """Of all blocks; of each layer in them there is one.
+        """The output projections of all mixers and MLPs.
 
         Raises:
-            UserError: A layer does not say which of its maps it is.
+            UserError: A layer has none.
         """
-        found = []
+        projections = []
         for layer in (*self.mixers, *self.mlps):
-            own = [part for part in layer.modules() if isinstance(part, OutputProjection)]
-            if not own:
+            of_layer = [part for part in layer.modules() if isinstance(part, OutputProjection)]
+            if not of_layer:
                 raise UserError(f"scale_output_projections: {type(layer).__name__} has no OutputProjection to scale")
-            found += own
-        return found
+            projections += of_layer
+        return projections
 
     def forward(
         self,
@@ -198,10 +198,10 @@ class LanguageModel(nn.Module):
             tokens: [B,T].
             state: From `init_state` or an earlier call; None to train.
             cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
-            context_parallel: The part of each sequence that `tokens` is; None for whole sequences.
+            context_parallel: Which part of each sequence `tokens` is; None for whole sequences.
 
         Raises:
-            UserError: A mixer works on whole sequences only, or a state or documents come with `context_parallel`.
+            UserError: With `context_parallel`: a mixer works on whole sequences only, or there is a state or documents.
         """
         x, state = self._last_hidden(tokens, state, cu_seqlens, context_parallel)
         return (F.linear(x, self.embeddings.weight) if self.lm_head is None else self.lm_head(x)), state
@@ -215,8 +215,8 @@ class LanguageModel(nn.Module):
     ) -> Tensor:
         """Sum of the cross entropies of all labels in nats, without the logits of all tokens in memory at once.
 
-        Strategies of Lightning hook into the LightningModule around the model, so that it is theirs as well. What hooks
-        into the `forward` of the model itself is told of this method, FSDP by `register_fsdp_forward_method`.
+        It does not go through `forward`. Lightning's strategies wrap the LightningModule, so they see both; if you wrap
+        the model itself, let the wrapper know about this method (FSDP: `register_fsdp_forward_method`).
 
         Args:
             tokens: [B,T].
@@ -237,7 +237,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """tokens [B,T] → what the head reads [B,T,hidden], and the continued state."""
+        """tokens [B,T] → the input of the head [B,T,hidden], and the continued state."""
         x, states = self.embeddings(tokens), []
         given = iter(state) if state is not None else itertools.repeat(None)
         if self.position is not None:
@@ -253,7 +253,7 @@ class LanguageModel(nn.Module):
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> tuple[Any, ...]:
-        """The state before the first token of `batch_size` sequences: `position`'s, if any, then each layer's."""
+        """The state before the first token of `batch_size` sequences: of `position`, if any, then of each layer."""
         return tuple(mixer.init_state(batch_size, device, dtype) for mixer in self._stateful)
 
     @property
@@ -261,15 +261,15 @@ class LanguageModel(nn.Module):
         return self.mixers if self.position is None else [self.position, *self.mixers]
 
     def num_parameters(self) -> int:
-        """Number of parameters, shared ones once."""
+        """Number of parameters; shared ones count once."""
         return sum(p.numel() for p in self.parameters())
 
     def state_size(self, length: int | None = None) -> int | float:
-        """State elements of one sequence after `length` tokens; without a length the bound, `math.inf` if none."""
+        """State elements of one sequence after `length` tokens; without a length, the bound (`math.inf` if none)."""
         return sum(mixer.state_size(length) for mixer in self._stateful)
 
     def flops(self, length: int) -> int:
-        """Forward FLOPs of one sequence of `length` tokens; products only, the embedding look-up is free."""
+        """Forward FLOPs of one sequence of `length` tokens: matrix products only, so the embedding look-up is free."""
         return (
             sum(mixer.flops(length) for mixer in self._stateful)
             + sum(mlp.flops(length) for mlp in self.mlps)
@@ -278,7 +278,7 @@ class LanguageModel(nn.Module):
 
     @contextmanager
     def without_mixers(self) -> Iterator[None]:
-        """Inside the ``with`` block every token mixer adds nothing: what is left of the model sees single tokens."""
+        """Inside the ``with`` block all token mixers output zero, so that the model sees single tokens only."""
         hooks = [mixer.register_forward_hook(_silence) for mixer in self.mixers]
         try:
             yield
@@ -290,7 +290,7 @@ class LanguageModel(nn.Module):
 def _mix(
     mixer: TokenMixer, x: Tensor, state: Any, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
 ) -> tuple[Tensor, Any]:
-    """Call a mixer, which need not know of `context_parallel` unless there is one."""
+    """Call a mixer; it needs the argument `context_parallel` only if there is one."""
     if context_parallel is None:
         return mixer(x, state, cu_seqlens=cu_seqlens)
     if not takes_context_parallel(type(mixer)):

@@ -1,6 +1,6 @@
-"""Recurrent states as things to keep: saved, loaded, put together into a batch, and taken apart again.
+"""Recurrent states outside a model: saved, loaded, joined into a batch, and taken apart again.
 
-A state is a pytree of tensors whose first axis are the sequences. One that grows has its entries along the second axis,
+A state is a pytree of tensors whose first axis is the batch. If a state grows, its entries are along the second axis,
 the newest last.
 """
 
@@ -27,7 +27,7 @@ _PLACE = re.compile(rf'"{_HASH}":"([0-9a-f]{{32}})"'.encode())
 
 
 def save_state(state: Any, path: str | Path) -> None:
-    """Write a state to a safetensors file, with a hash of it in the file's metadata."""
+    """Write a state to a safetensors file, with a hash of the file in its metadata."""
     leaves = {str(number): leaf.contiguous() for number, leaf in enumerate(tree_leaves(state))}
     content = save(leaves, metadata={_HASH: _NO_HASH})
     with atomic_write(path) as file:
@@ -35,10 +35,10 @@ def save_state(state: Any, path: str | Path) -> None:
 
 
 def load_state(model: LanguageModel, path: str | Path) -> Any:
-    """Read a state that a model of the same shape wrote.
+    """Read a state that was saved from a model of the same shape.
 
     Raises:
-        UserError: The file is missing or damaged, or its state is of another model.
+        UserError: The file is missing or damaged, or holds the state of another model.
     """
     try:
         content = Path(path).read_bytes()
@@ -48,32 +48,32 @@ def load_state(model: LanguageModel, path: str | Path) -> Any:
         leaves = load(content)
     except (SafetensorError, OSError) as error:
         raise UserError(f"state: {path} cannot be read as a state: {error}") from None
-    own, structure = tree_flatten(model.init_state(1))
-    if len(own) != len(leaves):
-        raise UserError(f"state: {path} has {len(leaves)} tensors, the model's state has {len(own)}")
-    found = [leaves[str(number)].to(leaf.device) for number, leaf in enumerate(own)]
-    for old, new in zip(own, found, strict=True):
-        # sequences may be many, and a growing state is as long as it has become
+    initial, structure = tree_flatten(model.init_state(1))
+    if len(initial) != len(leaves):
+        raise UserError(f"state: {path} has {len(leaves)} tensors, the model's state has {len(initial)}")
+    saved = [leaves[str(number)].to(leaf.device) for number, leaf in enumerate(initial)]
+    for old, new in zip(initial, saved, strict=True):
+        # the batch may have any size, and a state that grows any length
         if old.dim() != new.dim() or old.shape[2:] != new.shape[2:]:
             raise UserError(
                 f"state: {path} has a tensor of shape {tuple(new.shape)}, the model's is {tuple(old.shape)}"
             )
-    return tree_unflatten(found, structure)
+    return tree_unflatten(saved, structure)
 
 
 def _with_hash(content: bytes, hash_: str) -> bytes:
-    """A state's file with another hash in its metadata; the same where it has none."""
-    found = _PLACE.search(content, 0, 8 + int.from_bytes(content[:8], "little"))  # the header, behind its length
-    return content if found is None else content[: found.start(1)] + hash_.encode() + content[found.end(1) :]
+    """The content of a file with another hash in its metadata; unchanged if it has none."""
+    match = _PLACE.search(content, 0, 8 + int.from_bytes(content[:8], "little"))  # the header follows its length
+    return content if match is None else content[: match.start(1)] + hash_.encode() + content[match.end(1) :]
 
 
 def join_states(states: Sequence[Any]) -> Any:
-    """One state of all sequences of `states`, in order; growing ones are padded in front to the longest."""
+    """One state with all sequences of `states`, in order; those that grow are padded in front to the longest."""
     return tree_map(_cat, *states)
 
 
 def take_states(state: Any, rows: Sequence[int] | Tensor) -> Any:
-    """The state of some sequences, which may be named twice to branch."""
+    """The state of some sequences; to branch, name a sequence more than once."""
     return tree_map(lambda leaf: leaf[torch.as_tensor(rows, device=leaf.device)] if len(leaf) else leaf, state)
 
 

@@ -19,7 +19,7 @@ class StateNorms(RunCallback):
     state that grows with the text, such as keys and values, is that of the whole row.
 
     Args:
-        every_n_validations: Do so at every so-manieth validation; null at none.
+        every_n_validations: Log at every N-th validation; null for never.
 
     Raises:
         UserError: `every_n_validations` is below 1.
