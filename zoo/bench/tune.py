@@ -15,7 +15,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
-from kernels.launch_file import KERNELS, NAMES, launch_file
+from kernels.triton.launch_file import KERNELS, NAMES, launch_file
 from mixers import did_you_mean
 
 from ..atomic import atomic_write
