@@ -13,7 +13,7 @@ begins in the run begins with its own history.
 import triton
 import triton.language as tl
 
-from ..triton_exponential import sigmoid
+from ..triton.tiles import sigmoid
 
 
 @triton.jit

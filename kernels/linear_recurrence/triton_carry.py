@@ -27,10 +27,8 @@ few programs to fill the device: the states at the cuts come from the same kerne
 import triton
 import triton.language as tl
 
-from ..triton_exponential import exp2
+from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile, store_tile
 
-CHUNK = tl.constexpr(64)
-LOG2E = tl.constexpr(1.4426950408889634)
 # 2^-100 is nothing in fp32 already, and a sum of 64 of them still has digits left for its differences
 LEAST = tl.constexpr(-100.0)
 # what the gates of a chunk come to, as vectors over its tokens: b are log decays summed from its start, in log2 units
@@ -42,23 +40,6 @@ REST_OF_SUMS = tl.constexpr(4)  # and what fp32 leaves of it
 SURVIVES = tl.constexpr(3)  # where gates have gradients: e^{b_C − b},
 ROWS = tl.constexpr(4)  # row sums of dO Vᵀ ⊙ P,
 COLUMNS = tl.constexpr(5)  # and its column sums, without β
-
-
-@triton.jit
-def load_tile(pointer, rows, stride, columns, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[rows, columns] of a matrix whose last axis is contiguous; zeros where a row is not valid or beyond WIDTH."""
-    mask = valid[:, None]
-    if WIDTH % BLOCK != 0:
-        mask = mask & (columns < WIDTH)[None, :]
-    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def store_tile(pointer, rows, stride, columns, valid, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    mask = valid[:, None]
-    if WIDTH % BLOCK != 0:
-        mask = mask & (columns < WIDTH)[None, :]
-    tl.store(pointer + rows[:, None] * stride + columns[None, :], x.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -88,15 +69,15 @@ def carry(
     y,
     z,  # [tokens,·,DZ], as other
     other,
-    out,  # [tokens,heads,DZ]
-    scores,  # [heads,chunks,64,64], unless INSIDE
-    beta,  # INSIDE: [tokens,heads]
+    out,  # [tokens,heads,DZ], or None where only the state is wanted
+    scores,  # [heads,chunks,64,64], or None where they are made here
+    beta,  # [tokens,heads], if the scores that are made here know one
     gates,  # [heads,chunks,PARTS,64]: ENTER …; per channel [heads,chunks,K]: e^{b_C}; CONSTANT: log decays [heads]
     products,  # [blocks of DZ,heads,chunks,64], PLAIN […,64,2]: Σ other · (what out has from the state)
-    checkpoints,  # [blocks or chunks,heads,K,V]
+    checkpoints,  # [blocks or chunks,heads,K,V], where gates have gradients
     anchors,  # [blocks of DZ,heads,blocks]: <S,dS> at the end of a block; per channel [heads,chunks,K]
-    first,  # [segments or sequences,heads,K,V]
-    last,
+    first,  # [segments or sequences,heads,K,V], or None for zeros
+    last,  # the same, if it is wanted
     shrunk,  # [segments,heads]: how much of a state survives the segment; per channel [segments,heads,K]
     segments,  # [segments,5]: first token, tokens, first chunk, first block, row of `first` and `last`
     x_head,
@@ -120,23 +101,20 @@ def carry(
     BZ: tl.constexpr,
     PARTS: tl.constexpr,
     MODE: tl.constexpr,  # o, dq, dk, dv
-    OUTPUT: tl.constexpr,  # else only the state
     CHANNEL: tl.constexpr,  # decay per channel
     DECAY: tl.constexpr,
-    INSIDE: tl.constexpr,  # scores are made here
-    CONSTANT: tl.constexpr,  # INSIDE: all tokens decay alike, or not at all
-    BETA: tl.constexpr,
+    CONSTANT: tl.constexpr,  # scores are made here, and all tokens decay alike, or not at all
     WIDE: tl.constexpr,  # decays between tokens are differences of what fp64 has summed
-    GATES: tl.constexpr,  # what the gradients of the gates need
     PLAIN: tl.constexpr,  # the same product without the factor of `enter` or `leave` beside it, for the gradient of β
-    FIRST: tl.constexpr,  # a first state is given, else zeros
-    LAST: tl.constexpr,  # the last state is wanted
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     REVERSE: tl.constexpr = (MODE == "dk") or (MODE == "dv")
     TRANSPOSED: tl.constexpr = (MODE == "dq") or (MODE == "dk")
     SCALED: tl.constexpr = not CHANNEL
+    OUTPUT: tl.constexpr = out is not None
+    INSIDE: tl.constexpr = scores is None
+    GATES: tl.constexpr = checkpoints is not None
     slices = (DZ + BZ - 1) // BZ
     slice_ = tl.program_id(0) % slices
     segment = tl.program_id(0) // slices
@@ -163,7 +141,7 @@ def carry(
     place = n.to(tl.int64) * chunks + first_chunk
     if not INSIDE:
         scores += place * (CHUNK * CHUNK)
-    if BETA:
+    if beta is not None:
         beta += start * heads + n
     if GATES and TRANSPOSED and not CHANNEL:
         other += start * other_token + z_row.to(tl.int64) * other_head
@@ -177,7 +155,7 @@ def carry(
     else:
         at_state = cx[:, None] * DZ + cz[None, :]
     in_state = (cx < DX)[:, None] & (cz < DZ)[None, :]
-    if FIRST:
+    if first is not None:
         S = tl.load(first + (state.to(tl.int64) * heads + n) * (DX * DZ) + at_state, mask=in_state, other=0.0)
     else:
         S = tl.zeros([BX, BZ], tl.float32)
@@ -221,7 +199,7 @@ def carry(
                 here = tl.minimum(length - c * CHUNK, CHUNK)
                 entering = exp2((r + 1).to(tl.float32) * g) * scale
                 leaving = exp2(tl.maximum(here - 1 - r, 0).to(tl.float32) * g)
-                if BETA:
+                if beta is not None:
                     leaving *= tl.load(beta + t * heads, mask=valid, other=0.0)
                 into = leaving if REVERSE else entering
                 rest = entering if REVERSE else leaving
@@ -252,7 +230,7 @@ def carry(
                             P *= exp2(tl.abs(r[:, None] - r[None, :]).to(tl.float32) * g)
                         else:
                             P *= decay_inside(gates + c * (PARTS * CHUNK), WIDE)
-                    if BETA:
+                    if beta is not None:
                         # of the token whose key it is: in order a column, in reverse a row
                         write = tl.load(beta + t * heads, mask=valid, other=0.0)
                         P *= write[:, None] if REVERSE else write[None, :]
@@ -295,7 +273,7 @@ def carry(
         if GATES and not CHANNEL and MODE == "dq":
             at = ((first_block + block).to(tl.int64) * heads + n) * (DX * DZ) + at_state
             tl.store(checkpoints + at, S.to(checkpoints.dtype.element_ty), mask=in_state)
-    if LAST:
+    if last is not None:
         tl.store(last + (state.to(tl.int64) * heads + n) * (DX * DZ) + at_state, S, mask=in_state)
     if DECAY and not OUTPUT:
         at_segment = segment.to(tl.int64) * heads + n
@@ -309,7 +287,7 @@ def carry(
 def scan(
     local,  # [segments,heads,K,V]: what each segment adds to the state; becomes the state before it (in its order)
     shrunk,
-    first,  # [sequences,heads,K,V], as last
+    first,  # [sequences,heads,K,V], or None for zeros; as last, if it is wanted
     last,
     sequences,  # [sequences,2]: first segment, segments
     heads,
@@ -319,8 +297,6 @@ def scan(
     CHANNEL: tl.constexpr,
     DECAY: tl.constexpr,
     REVERSE: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     n, sequence = tl.program_id(1), tl.program_id(2)
@@ -328,7 +304,7 @@ def scan(
     begin = tl.load(sequences + sequence * 2)
     count = tl.load(sequences + sequence * 2 + 1)
     whole = (sequence.to(tl.int64) * heads + n) * (K * V) + at
-    if FIRST:
+    if first is not None:
         S = tl.load(first + whole, mask=inside, other=0.0)
     else:
         S = tl.zeros([BLOCK], tl.float32)
@@ -343,5 +319,5 @@ def scan(
             else:
                 S = S * tl.load(shrunk + row)
         S += added
-    if LAST:
+    if last is not None:
         tl.store(last + whole, S, mask=inside)

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ..triton_exponential import sigmoid
+from ..triton.tiles import sigmoid
 
 
 @triton.jit

@@ -10,9 +10,9 @@ from torch import Tensor
 from .. import op
 from ..allocation import new
 from ..columns import gradient_for
-from ..enqueue import Prepared, cdiv, next_power_of_2
-from ..launch import multiprocessors
-from ..triton_parts import add_parts
+from ..triton.enqueue import Prepared, cdiv, next_power_of_2
+from ..triton.launches import multiprocessors
+from ..triton.parts import add_parts
 from . import triton_kernels
 
 ELEMENTS = 1024  # of a tile of short rows
