@@ -262,7 +262,8 @@ def test_sizes_are_positive(name: str):
         zoo.LanguageModel(Uniform(GatedDeltaNet), **{"vocab_size": 7, name: 0})
 
 
-# Paper 000, tables 3 and 4: (config, size, E) → parameters, elements of the state; as counted, not as rounded in print.
+# "Scaling up the State Size of RNN LLMs", tables 3 and 4: (config, size, E) → parameters, elements of the state; as
+# counted, not as rounded in print.
 PUBLISHED = {
     ("gated_deltanet.yaml", "size/400m.yaml", 1): (399_724_928, 3_145_728),
     ("gated_deltanet.yaml", "size/400m.yaml", 2): (412_898_048, 6_291_456),
