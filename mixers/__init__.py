@@ -1,6 +1,11 @@
 """Token mixers: one layer at one site. A mixer is one file; to add one, write that file and the import below."""
 
-from kernels import UserError
+try:
+    from kernels import UserError
+except ImportError:
+    from .namesake import another_is_first
+
+    raise another_is_first() from None
 
 from .attention import SlidingWindowAttention, SoftmaxAttention
 from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, positions
@@ -18,6 +23,7 @@ from .hgrn2 import HGRN2, LowerBounds
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
+from .namesake import warn_of_hidden
 from .norm import GatedRMSNorm, GateOnly, NormOnly, Output, ResidualNorm, RMSNorm
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
@@ -26,6 +32,8 @@ from .retnet import RetNet
 from .state import History, Position, remembered
 from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
+
+warn_of_hidden()
 
 __all__ = [
     "DPFP",

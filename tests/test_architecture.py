@@ -28,6 +28,22 @@ FORBIDDEN = {
     "zoo": {"cli"},
     "cli.py": set(),
 }
+# the rooms of zoo: each imports only from those before it
+ROOMS = (
+    "zoo.files",
+    "zoo.lm",
+    "zoo.data",
+    "zoo.generation",
+    "zoo.checkpoints",
+    "zoo.train",
+    "zoo.train.callbacks",
+    "zoo.config",
+    "zoo.loading",
+    "zoo.runs",
+    "zoo.sweeps",
+    "zoo.benchmarks",
+    "zoo.scaling",
+)
 
 
 def imports(name: str) -> Iterator[str]:
@@ -51,10 +67,24 @@ def within(name: str, package: str) -> bool:
 @pytest.mark.parametrize("name", TREES)
 def test_imports_point_one_way(name: str):
     package = name.partition("/")[0]
-    allowed = name.startswith(("zoo/convert", "zoo/evaluation", "zoo/bench/peers"))
+    allowed = name.startswith(("zoo/convert", "zoo/evaluation", "zoo/benchmarks/peers"))
     bad = FORBIDDEN[package] | (set() if allowed else OUTSIDE)
     found = {imported for imported in imports(name) for other in bad if within(imported, other)}
     assert not found, f"{name} imports {found}"
+
+
+def room(module: str) -> str | None:
+    """The innermost room that a dotted name is in."""
+    return max((room for room in ROOMS if within(module, room)), key=len, default=None)
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if name.startswith("zoo/") and name != "zoo/__init__.py"])
+def test_no_import_runs_back_up_between_rooms(name: str):
+    own = room(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    assert own is not None, f"{name} stands in no room; tests/test_architecture.py lists them in their order"
+    used = {other for imported in imports(name) if (other := room(imported)) is not None}
+    above = {other for other in used if ROOMS.index(other) > ROOMS.index(own)}
+    assert not above, f"{name} imports from {above}, which come after {own}"
 
 
 @pytest.mark.parametrize("name", [name for name in TREES if name.startswith("kernels/")])
@@ -170,3 +200,33 @@ def test_transformers_does_not_mistake_our_kernels_for_theirs():
     pytest.importorskip("transformers", reason="install the extra 'test'")
     code = "import sys, kernels; from transformers import Mamba2ForCausalLM as M; sys.stdout.write(kernels.__file__)"
     assert run(code) == str(ROOT / "kernels" / "__init__.py")
+
+
+def test_a_namesake_that_hides_our_kernels_is_told_in_one_sentence(tmp_path: Path):
+    """Hugging Face's package `kernels`, found first as in an editable installation."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("")
+    (tmp_path / "start.py").write_text("import sys, cli; cli.main()")
+    done = subprocess.run(
+        [sys.executable, "start.py", "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: kernels: {tmp_path}/kernels/__init__.py is another package of this name, such as Hugging Face's; run "
+        f"`pip uninstall kernels`, or put this project before it: PYTHONPATH={ROOT}\n"
+    )
+
+
+def test_a_namesake_that_our_kernels_hide_is_told_in_one_sentence(tmp_path: Path):
+    (tmp_path / "kernels-9.9.dist-info").mkdir()
+    (tmp_path / "kernels-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 9.9\n")
+    code = "import sys; sys.path.append(sys.argv[1]); import mixers"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0
+    assert done.stderr.startswith("kernels: Hugging Face's package of this name (9.9) is installed, and hidden by")
+    assert len(done.stderr.splitlines()) == 1

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import cli
-from zoo.checkpoint import read_checkpoint
-from zoo.curves import read_metrics
+from zoo.checkpoints.format import read_checkpoint
+from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, sitting_at, start
 

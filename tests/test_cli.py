@@ -16,7 +16,7 @@ import cli
 import mixers
 import zoo
 from kernels import UserError
-from zoo.results import COLUMNS
+from zoo.train.results import COLUMNS
 
 from .commands import FIT, Command, start
 
@@ -421,7 +421,7 @@ def test_exit_code_and_stream_of_a_process(desk: Path, shared_cache: Path):
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError])
-@pytest.mark.parametrize("place", ["mixers.GatedDeltaNet", "zoo.LanguageModel", "zoo.data.TextData", "zoo.stack.H2"])
+@pytest.mark.parametrize("place", ["mixers.GatedDeltaNet", "zoo.LanguageModel", "zoo.data.TextData", "zoo.lm.stack.H2"])
 def test_a_bug_of_ours_keeps_its_traceback(
     place: str, kind: type[Exception], command: Command, monkeypatch: pytest.MonkeyPatch
 ):

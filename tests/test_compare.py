@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from zoo.comparison import whole_configs
+from zoo.sweeps.comparison import whole_configs
 
 pytest_plugins = "tests.desk"
 

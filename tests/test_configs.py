@@ -56,19 +56,19 @@ def named(command: str) -> list[str]:
 def bases_of(overlay: str) -> list[str]:
     """The configs that an overlay is meant for."""
     folder, _, name = overlay.rpartition("/")
-    if folder == "paper003":
+    if folder == "scaling_laws":
         every = {"llama", "tnl", "hgrn2", "cosformer2"}
         fewer_layers = {"tnl", "cosformer2"}
         fitting = {"410m.yaml": every - fewer_layers, "410m-25.yaml": fewer_layers}.get(name, every)
-        return [f"paper003/{base}.yaml" for base in sorted(fitting)]
-    if folder == "paper004":
-        return [f"paper004/{name.partition('-')[0]}.yaml"]
+        return [f"scaling_laws/{base}.yaml" for base in sorted(fitting)]
+    if folder == "gated_delta_networks":
+        return [f"gated_delta_networks/{name.partition('-')[0]}.yaml"]
     if folder == "ablate":
         return named(commands(overlay)[0])[:1]
     if name in ("h2.yaml", "l.yaml"):  # for one of the two models, as published
-        return ["paper000/gated_deltanet.yaml"]
-    if folder == "paper000":
-        return ["paper000/gla.yaml", "paper000/gated_deltanet.yaml"]
+        return ["state_expansion/gated_deltanet.yaml"]
+    if folder == "state_expansion":
+        return ["state_expansion/gla.yaml", "state_expansion/gated_deltanet.yaml"]
     if folder == "size":
         kind = name.rpartition("-")[0]
         return [{"": "gdn_h2", "h1": "gdn_h1", "mamba": "mamba2"}.get(kind, kind) + ".yaml"]
@@ -77,7 +77,7 @@ def bases_of(overlay: str) -> list[str]:
 
 def sizes_of(name: str) -> list[str]:
     """The overlays that give a config without a size one."""
-    general = ["size/400m.yaml", "size/1.5b.yaml"] if name.startswith("paper000/") else []
+    general = ["size/400m.yaml", "size/1.5b.yaml"] if name.startswith("state_expansion/") else []
     fitting = [overlay for overlay in OVERLAYS if name in bases_of(overlay)]
     return general + [overlay for overlay in fitting if "hidden_size" in CONTENTS[overlay].get("model", {})]
 
@@ -110,13 +110,18 @@ def test_they_are_found():
     assert {"size/400m.yaml", "size/1.5b.yaml", "size/transformer-400m.yaml", "size/transformer-1.5b.yaml"} <= {
         *OVERLAYS
     }
-    assert {name for name in WHOLE if name.startswith("paper004/h2_")} == {
-        f"paper004/h2_{order}.yaml"
+    assert {name for name in WHOLE if name.startswith("gated_delta_networks/h2_")} == {
+        f"gated_delta_networks/h2_{order}.yaml"
         for order in ("gdn_swa_mamba2", "gdn_mamba2_swa", "mamba2_swa_gdn", "mamba2_gdn_swa")
     }
     sizes = {name: len(sizes_of(name)) for name in SIZED}
-    tables = {f"paper003/{name}.yaml": 6 for name in ("llama", "tnl", "hgrn2", "cosformer2")}
-    twos = ("paper000/gla", "paper000/gated_deltanet", "paper004/gdn", "paper004/h1")
+    tables = {f"scaling_laws/{name}.yaml": 6 for name in ("llama", "tnl", "hgrn2", "cosformer2")}
+    twos = (
+        "state_expansion/gla",
+        "state_expansion/gated_deltanet",
+        "gated_delta_networks/gdn",
+        "gated_delta_networks/h1",
+    )
     assert sizes == {**tables, **{f"{name}.yaml": 2 for name in twos}}
     assert set(GENERAL) <= set(RUNS_AS_IT_IS)
     assert all(base in WHOLE for _, base in BASED)
@@ -317,19 +322,20 @@ def test_a_written_config_can_be_read_back(tmp_path: Path):
     assert configs.to_dict(configs.parse(configs.to_dict(config))) == configs.to_dict(config)
 
 
-# (config, size, E) → parameters. Paper 000, table 3 (412M, 427M, 450M or 454M are printed for E = 2, 4, 8), and what
-# the configs of the authors' public code of paper 004 have with their shared embedding.
+# (config, size, E) → parameters. Table 3 of "Scaling up the State Size of RNN LLMs" (it prints 412M, 427M, 450M or 454M
+# for E = 2, 4, 8), and what the configs of the authors' public code of "Gated Delta Networks" have with their shared
+# embedding.
 PUBLISHED = {
-    ("paper000/gla.yaml", "size/400m.yaml", 1): 400_142_336,
-    ("paper000/gla.yaml", "size/400m.yaml", 2): 413_339_648,
-    ("paper000/gla.yaml", "size/400m.yaml", 4): 427_151_360,
-    ("paper000/gla.yaml", "size/400m.yaml", 8): 454_774_784,
-    ("paper000/gated_deltanet.yaml", "size/400m.yaml", 1): 399_724_928,
-    ("paper000/gated_deltanet.yaml", "size/1.5b.yaml", 8): 1_675_930_624,
-    ("paper004/gdn.yaml", "paper004/gdn-0.4b.yaml", None): 516_837_830,
-    ("paper004/gdn.yaml", "paper004/gdn-1.3b.yaml", None): 1_309_295_488,
-    ("paper004/h1.yaml", "paper004/h1-0.4b.yaml", None): 530_764_908,
-    ("paper004/h1.yaml", "paper004/h1-1.3b.yaml", None): 1_316_608_290,
+    ("state_expansion/gla.yaml", "size/400m.yaml", 1): 400_142_336,
+    ("state_expansion/gla.yaml", "size/400m.yaml", 2): 413_339_648,
+    ("state_expansion/gla.yaml", "size/400m.yaml", 4): 427_151_360,
+    ("state_expansion/gla.yaml", "size/400m.yaml", 8): 454_774_784,
+    ("state_expansion/gated_deltanet.yaml", "size/400m.yaml", 1): 399_724_928,
+    ("state_expansion/gated_deltanet.yaml", "size/1.5b.yaml", 8): 1_675_930_624,
+    ("gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-0.4b.yaml", None): 516_837_830,
+    ("gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-1.3b.yaml", None): 1_309_295_488,
+    ("gated_delta_networks/h1.yaml", "gated_delta_networks/h1-0.4b.yaml", None): 530_764_908,
+    ("gated_delta_networks/h1.yaml", "gated_delta_networks/h1-1.3b.yaml", None): 1_316_608_290,
 }
 
 
@@ -340,10 +346,10 @@ def test_published_sizes(key: tuple[str, str, int | None]):
     assert zoo.build(config, size, *overrides, device="meta").num_parameters() == PUBLISHED[key]
 
 
-def test_the_sizes_of_paper_004():
+def test_the_sizes_of_gated_delta_networks():
     """H·K is ¾ of the width and V = 2K, with 9 heads; attention has heads of 128."""
     for name, size in SIZES:
-        if name.startswith("paper004/"):
+        if name.startswith("gated_delta_networks/"):
             model = zoo.build(name, size, device="meta")
             deltas = [mixer for mixer in model.mixers if isinstance(mixer, LinearMixer)]
             windows = [mixer for mixer in model.mixers if not isinstance(mixer, LinearMixer)]
@@ -354,4 +360,4 @@ def test_the_sizes_of_paper_004():
 
 
 def test_the_best_order_of_h2_is_the_general_one():
-    assert resolved("gdn_h2.yaml") == resolved("paper004/h2_mamba2_gdn_swa.yaml")
+    assert resolved("gdn_h2.yaml") == resolved("gated_delta_networks/h2_mamba2_gdn_swa.yaml")

@@ -14,9 +14,9 @@ import torch
 import cli
 import zoo
 from kernels import UserError
-from zoo.checkpoint import read_checkpoint, read_weights
-from zoo.curves import read_metrics
-from zoo.sharded import divided_alike
+from zoo.checkpoints.format import read_checkpoint, read_weights
+from zoo.checkpoints.zero_shards import divided_alike
+from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, sitting_at, start
 

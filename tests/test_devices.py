@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.curves import read_metrics
+from zoo.train.metrics_file import read_metrics
 
 from .commands import sitting_at, start
 

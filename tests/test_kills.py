@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import pytest
 
-from zoo.checkpoint import read_checkpoint
-from zoo.curves import read_metrics
-from zoo.run import has_checkpoint
+from zoo.checkpoints.format import read_checkpoint
+from zoo.runs.folder import has_checkpoint
+from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, ROOT, sitting_at
 

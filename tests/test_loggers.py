@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from zoo.config import CONFIGS, read
-from zoo.curves import read_metrics
-from zoo.loggers import for_run
+from zoo.config.find import CONFIGS
+from zoo.config.parser import read
+from zoo.runs.loggers import for_run
+from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, Command
 

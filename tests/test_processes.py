@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cli
-from zoo.curves import read_metrics
+from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, sitting_at, start
 

@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
-from zoo.comparison import whole_configs
-from zoo.config import read
+from zoo.config.parser import read
+from zoo.sweeps.comparison import whole_configs
 
 from .commands import ROOT, Command
 

@@ -13,7 +13,7 @@ import torch
 
 import cli
 from zoo import config as configs
-from zoo.checkpoint import read_checkpoint
+from zoo.checkpoints.format import read_checkpoint
 
 from .commands import sitting_at
 

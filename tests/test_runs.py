@@ -11,10 +11,10 @@ import pytest
 from filelock import FileLock
 
 import cli
-from zoo.checkpoint import read_checkpoint
-from zoo.config import read
-from zoo.curves import read_metrics
-from zoo.sealed import read_sealed
+from zoo.checkpoints.format import read_checkpoint
+from zoo.config.parser import read
+from zoo.files.sealed_json import read_sealed
+from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, Command, sitting_at, start
 

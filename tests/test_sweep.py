@@ -57,7 +57,7 @@ def test_a_sweep_and_the_same_again(command, small) -> None:
         (["--config", "small.yaml", "--sedes=[1]"], "sedes"),
         (["--config", "small.yaml", "--jobs=0"], "jobs: 0 must be at least 1"),
         (["--config", "gla.yaml"], "model"),
-        (["small.yaml"], "the sweep is named by --config"),
+        (["small.yaml"], "configs are named by --config"),
         ([], "sweep: which one? --config"),
     ],
 )

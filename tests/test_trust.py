@@ -19,9 +19,9 @@ import yaml
 import mixers
 import zoo
 from kernels import UserError
-from zoo.atomic import atomic_write
-from zoo.seal import save_sealed
-from zoo.signature import sign
+from zoo.checkpoints.archive import save_sealed
+from zoo.checkpoints.signature import sign
+from zoo.files.atomic import atomic_write
 
 from .commands import CLI, FIT, Command, Finished
 
@@ -39,10 +39,10 @@ CALLS: dict[str, Any] = {
     "function here": "evil.run",
     "shorthand": "os.abort",
     "our own, but no component": {
-        "class_path": "zoo.sweep.runner.Runner",
+        "class_path": "zoo.sweeps.runner.Runner",
         "init_args": {"command": ["touch", "canary"]},
     },
-    "through our own module": {"class_path": "zoo.run.os.system", "init_args": {"command": "touch canary"}},
+    "through our own module": {"class_path": "zoo.runs.folder.os.system", "init_args": {"command": "touch canary"}},
     "text that is YAML": '{class_path: os.system, init_args: {command: "touch canary"}}',
     "without a class_path": {"init_args": {"command": "touch canary"}},
     "with dict_kwargs": {"class_path": "mixers.TPE", "dict_kwargs": {"mixer": "evil.run"}},
@@ -316,7 +316,7 @@ def test_a_file_runs_nothing_and_is_no_bomb(command: Command, theirs: Path, what
 
 def test_shards_run_nothing(command: Command, theirs: Path):
     pytest.importorskip("deepspeed", reason="DeepSpeed is for Linux")
-    from zoo.sharded import shard_hashes, shard_names
+    from zoo.checkpoints.zero_shards import shard_hashes, shard_names
 
     shards = theirs / "checkpoints" / "shards-1"
     shards.mkdir()

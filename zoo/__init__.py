@@ -1,22 +1,35 @@
 """Language models of pluggable token mixers: built from configs, trained by Lightning."""
 
 from kernels import UserError
-
-from .config import build
-from .loading import load, load_tokenizer
-from .model import LanguageModel
-from .states import join_states, load_state, save_state, take_states
+from zoo.benchmarks import bench
+from zoo.config import build
+from zoo.lm import LanguageModel, join_states, load_state, save_state, take_states
+from zoo.loading.export import export
+from zoo.loading.load import load, load_tokenizer
+from zoo.runs.fit import Result, fit, predict, test, validate
+from zoo.runs.generate import generate
+from zoo.sweeps import compare, sweep
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LanguageModel",
+    "Result",
     "UserError",
+    "bench",
     "build",
+    "compare",
+    "export",
+    "fit",
+    "generate",
     "join_states",
     "load",
     "load_state",
     "load_tokenizer",
+    "predict",
     "save_state",
+    "sweep",
     "take_states",
+    "test",
+    "validate",
 ]

@@ -180,7 +180,7 @@ def test_autocast_changes_nothing(length: int, gate: str):
 
 
 def test_subheads_are_not_one_long_head():
-    """Other than for the linear recurrence: a long key's answer mixes all subheads (paper 000)."""
+    """Other than for the linear recurrence: a long key's answer mixes all subheads."""
     E, a = 3, inputs(70, gate="none", E=3, state=False)
     o, _ = kernels.delta_rule(**a, subheads=E, scale=0.3)
     q, k = (a[name].unflatten(2, (2, E)).flatten(3) for name in "qk")

@@ -8,7 +8,7 @@ import mixers
 import zoo
 from mixers import GLA, Expanded, Features, Site
 from mixers.base import Streams
-from zoo.stack import Uniform
+from zoo.lm.stack import Uniform
 
 CONV = Features(4, activation="silu")
 

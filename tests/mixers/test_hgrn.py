@@ -11,7 +11,7 @@ import mixers
 import zoo
 from mixers import HGRN1, HGRN2, Expanded, Site
 from mixers.hgrn2 import LowerBounds
-from zoo.stack import H1, Stack, Uniform
+from zoo.lm.stack import H1, Stack, Uniform
 
 MIXERS = {"HGRN1": HGRN1, "HGRN2": partial(HGRN2, head_dim=8)}
 each_mixer = pytest.mark.parametrize("name", MIXERS)

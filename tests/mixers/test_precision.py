@@ -13,9 +13,9 @@ import zoo
 from mixers import Site
 from mixers.features import FeaturePath
 from zoo.data.batch import Batch
-from zoo.optim import Optimisation
-from zoo.stack import Uniform
-from zoo.training import Pretraining
+from zoo.lm.stack import Uniform
+from zoo.train.module import Pretraining
+from zoo.train.optim import Optimisation
 
 NAMES = mixers.names()
 FINE = {"A_log", "dt_bias", "D", "theta"}  # and the weights of norms and bounds, and biases of β

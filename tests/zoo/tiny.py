@@ -8,12 +8,12 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from zoo.callbacks import StepSeeds
-from zoo.curves import MetricsFile
 from zoo.data.batch import Batch
-from zoo.optim import Optimisation
-from zoo.saving import Checkpoints
-from zoo.training import Pretraining
+from zoo.train.callbacks.checkpoints import Checkpoints
+from zoo.train.callbacks.step_seeds import StepSeeds
+from zoo.train.metrics_file import MetricsFile
+from zoo.train.module import Pretraining
+from zoo.train.optim import Optimisation
 
 VOCAB = 13
 

@@ -2,17 +2,17 @@
 `MixedText`, and made-up `MQAR` and `MarkovChain`."""
 
 from zoo.data.batch import NO_LOSS, Batch
-from zoo.data.bigram import interpolated_bigram_loss
-from zoo.data.corpus import Corpus
 from zoo.data.loader import TrainLoader, ValidationLoader
-from zoo.data.markov import MarkovChain
-from zoo.data.mixture import MixedText, Source
-from zoo.data.module import TextData
-from zoo.data.mqar import MQAR
-from zoo.data.packing import Windows
-from zoo.data.recall import RecallTask
-from zoo.data.shards import Shards, prepare
-from zoo.data.tokenizer import Tokenizer, train_tokenizer
+from zoo.data.synthetic.markov import MarkovChain
+from zoo.data.synthetic.mqar import MQAR
+from zoo.data.synthetic.recall import RecallTask
+from zoo.data.text.bigram import interpolated_bigram_loss
+from zoo.data.text.corpus import Corpus
+from zoo.data.text.mixed_text import MixedText, Source
+from zoo.data.text.packing import Windows
+from zoo.data.text.shards import Shards, prepare
+from zoo.data.text.text_data import TextData
+from zoo.data.text.tokenizer import Tokenizer, train_tokenizer
 
 __all__ = [
     "MQAR",

@@ -9,7 +9,7 @@ import torch.distributed
 
 from kernels.errors import UserError
 from zoo.data.loader import Ordered, Samples, TrainLoader, ValidationLoader
-from zoo.whole_steps import unfinished_batches
+from zoo.data.whole_steps import unfinished_batches
 
 log = logging.getLogger(__name__)
 

@@ -121,7 +121,7 @@ time.sleep(600)
 TOKENISING = """
 import sys, time
 from zoo.data import Corpus, train_tokenizer
-from zoo.data.encoding import Piece, encode_all
+from zoo.data.text.encoding import Piece, encode_all
 def slowly():
     while True:
         yield [Piece("train", "some text", True, True)]

@@ -1,0 +1,53 @@
+"""What the documentation refers to exists. (Its commands: `test_readme.py`; the tutorials: `test_tutorials.py`.)"""
+
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .commands import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]  # what is true now
+PACKAGES = "kernels|mixers|zoo"
+FOLDERS = f"{PACKAGES}|configs|dev|docs|tests|tutorials"
+WORDS = 1200  # about two pages
+
+
+def mentioned(page: Path, pattern: str) -> list[str]:
+    """What a page names in backticks, outside of blocks of code; `my_…` is the reader's own."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [found for found in re.findall(pattern, prose) if "my_" not in found and "MY_" not in found]
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_every_reference_leads_somewhere(tmp_path: Path):
+    """Links, headings, and the types in all public signatures."""
+    if not os.environ.get("CI"):
+        pytest.importorskip("myst_parser", reason="install the extra 'docs'")
+    command = [sys.executable, "-m", "sphinx", "-qW", "--keep-going", "-c", "docs", ".", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
+    if built.returncode:
+        pytest.fail(built.stderr[-8000:], pytrace=False)
+    reference = (tmp_path / "site" / "docs" / "reference.html").read_text(encoding="utf-8")
+    assert all(f'id="{name}"' in reference for name in ("kernels.delta_rule", "mixers.check_mixer", "zoo.build"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_a_page_names_exists(page: Path):
+    for name in mentioned(page, rf"`((?:{PACKAGES})(?:\.\w+)+)"):
+        assert pkgutil.resolve_name(name) is not None, name  # raises where there is no such thing
+    for path in mentioned(page, rf"`((?:{FOLDERS})/[\w./-]+)`"):
+        assert (ROOT / path).exists(), f"{page.name} names {path}, which does not exist"
+    configs = {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml")}
+    configs |= {Path(name).name for name in configs}
+    for name in mentioned(page, r"`([\w.-]+(?:/[\w.-]+)?\.yaml)`"):
+        assert name in configs or name == "config.yaml", f"{page.name} names {name}, which is no config"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_a_topic_has_two_pages_at_most(page: Path):
+    assert len(page.read_text(encoding="utf-8").split()) <= WORDS

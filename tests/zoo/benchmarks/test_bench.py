@@ -1,0 +1,262 @@
+"""`bench`: what is measured is right first, and what is written down is sane."""
+
+import dataclasses
+import importlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from zoo.benchmarks import model as models
+from zoo.benchmarks.cases import OPS, Case, Shape
+from zoo.benchmarks.decode import bench_decode, grows, state_at
+from zoo.benchmarks.gate import Gate, relative_error
+from zoo.benchmarks.kernel import bench_kernels
+from zoo.benchmarks.report import figure
+from zoo.benchmarks.timing import medians, process_age
+from zoo.benchmarks.training import bench_training
+
+pytest_plugins = "tests.desk"
+
+CPU = torch.device("cpu")
+SMALL = ("--model.vocab_size=32", "--model.num_layers=2", "--model.hidden_size=16", "--model.num_heads=2")
+PLAIN = [item.removeprefix("--") for item in SMALL]
+
+
+def record(folder: Path) -> dict:
+    return json.loads((folder / "bench.json").read_text())
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_passes_its_check(name):
+    case = Case(name, Shape(2, 2, 100, 8), "fp32", CPU, "auto", window=20)
+    gate = case.check()
+    assert gate.passed, gate.says
+    assert {"o", "dq", "dk", "dv"} <= set(gate.errors)
+    assert ("dlog_decay" in gate.errors) == (name in ("delta_rule", "linear_head", "linear_channel"))
+    assert case.flops > 0
+    assert case.moved[1] > 2 * case.moved[0]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_precision_passes_too(dtype):
+    gate = Case("linear_head", Shape(1, 2, 100, 16), dtype, CPU, "auto", window=20).check()
+    assert gate.passed, gate.says
+
+
+def test_rows_of_kernels(tmp_path):
+    report = bench_kernels(shapes=[(1, 2, 70, 8)], lengths=[32, 70], seconds=0.01, folder=str(tmp_path))
+    report.write()
+    assert not report.failed
+    rows = record(tmp_path)["rows"]
+    assert len(rows) == 2 * len(OPS)  # the table's shape is one of the picture's
+    for row in rows:
+        assert row["gate"]["passed"]
+        assert 0 < row["fwd_ms"] < row["fwd_bwd_ms"] < 1e4
+        assert row["fwd_tflops"] > 0
+        assert row["fwd_roofline"] is None
+        assert row["implementation"] == "torch"
+    assert record(tmp_path)["device"].startswith("cpu")
+    assert len(figure(report).axes[0].lines) == len(OPS)
+    assert (tmp_path / "bench.png").stat().st_size > 5000
+
+
+def test_a_wrong_implementation_has_no_time(monkeypatch, command, desk):
+    package = importlib.import_module("kernels.linear_recurrence")
+    right = package.IMPLEMENTATIONS["torch"]
+
+    def wrong(a):
+        o, state = right(a)
+        return o * 1.01, state
+
+    monkeypatch.setitem(package.IMPLEMENTATIONS, "torch", wrong)
+    done = command(
+        "bench", "kernels", "--ops=linear_head,delta_rule", "--shapes=[[1,1,40,8]]", "--lengths=[]", "--seconds=0.01"
+    )
+    assert done.code == 1
+    assert "o is off by 1.0e-02" in done.out
+    bad, good = record(desk / "runs/bench-kernels")["rows"]
+    assert not bad["gate"]["passed"]
+    assert "fwd_ms" not in bad
+    assert good["fwd_ms"] > 0
+    assert not (desk / "runs/bench-kernels/bench.png").exists()
+
+
+def test_a_wrong_model_is_not_timed(monkeypatch, tmp_path):
+    package = importlib.import_module("kernels.delta_rule")
+    right = package.IMPLEMENTATIONS["torch"]
+
+    def leaking(a):
+        o, state = right(a)
+        return o.flip(1), state
+
+    monkeypatch.setitem(package.IMPLEMENTATIONS, "torch", leaking)
+    trained = bench_training(["gated_deltanet.yaml", *PLAIN], batch_size=1, length=8, steps=1, folder=str(tmp_path))
+    decoded = bench_decode(["gated_deltanet.yaml", *PLAIN], batch_sizes=[1], positions=[4], folder=str(tmp_path))
+    for report in (trained, decoded):
+        assert report.failed
+        assert "tokens_per_second" not in report.rows[0]
+        assert "off by" in report.table().caption
+
+
+@pytest.mark.parametrize("config", ["gla.yaml", "retnet.yaml"])
+def test_a_slightly_wrong_model_is_not_timed(config, monkeypatch, tmp_path):
+    """Not even where the norms of outputs are made to forgive the rounding of first tokens."""
+    package = importlib.import_module("kernels.linear_recurrence")
+    right = package.IMPLEMENTATIONS["torch"]
+
+    def cut(decay):
+        return decay if decay is None or decay.dim() == 1 else decay[:, 64:]
+
+    def forgetting(a):
+        last = right(dataclasses.replace(a, q=a.q[:, 64:], k=a.k[:, 64:], v=a.v[:, 64:], log_decay=cut(a.log_decay)))
+        o, state = right(a)
+        return torch.cat([o[:, :64], last[0]], 1), state  # nothing is carried into the second chunk
+
+    monkeypatch.setitem(package.IMPLEMENTATIONS, "torch", forgetting)
+    report = bench_training([config, *PLAIN], batch_size=1, length=80, steps=1, folder=str(tmp_path))
+    assert report.failed
+    assert "off by" in report.table().caption
+
+
+def test_the_check_of_gradients_does_not_hang_on_a_few_first_tokens():
+    """Whatever the seed: q·k of a first token may be nearly 0, and its norm divides by it."""
+    config = models.read(["retnet.yaml", *PLAIN, "model.hidden_size=256", "model.num_layers=4"])
+    errors = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = models.conditioned(models.build(config, "bf16-true", CPU))
+        errors.append(models.compared(model, "bf16-true", "torch", models.learning).errors["gradients"])
+    assert max(errors) < 1.5 * min(errors)
+
+
+def test_training(command, desk):
+    done = command(
+        "bench", "training", "--config", "gated_deltanet.yaml", *SMALL, "--batch_size=2", "--length", "40", "--steps=2"
+    )
+    assert done.code == 0, done.err
+    found = record(desk / "runs/bench-training")
+    (row,) = found["rows"]
+    parts = row["forward_ms"] + row["backward_ms"] + row["optimiser_ms"]
+    assert row["step_ms"] == pytest.approx(parts, rel=0.5)
+    assert row["tokens_per_second"] == pytest.approx(2 * 40 / row["step_ms"] * 1e3)
+    assert 0 < row["first_step_s"] < row["ready_s"]
+    assert row["mfu"] is None
+    assert found["length"] == 40
+    assert found["model"]["num_layers"] == 2
+    assert "gated_deltanet" in done.out
+
+
+def test_decode(command, desk):
+    done = command(
+        *("bench", "decode", "--config", "transformer.yaml", *SMALL),
+        *("--batch_sizes=[1,3]", "--positions=[8,64]", "--seconds=0.02"),
+    )
+    assert done.code == 0, done.err
+    rows = record(desk / "runs/bench-decode")["rows"]
+    assert [(row["batch_size"], row["position"]) for row in rows] == [(1, 8), (1, 64), (3, 8), (3, 64)]
+    assert all(row["ms"] > 0 and row["how"] == "eager" for row in rows)
+    assert rows[1]["state_bytes"] > 4 * rows[0]["state_bytes"]
+
+
+@pytest.mark.parametrize(("config", "growing"), [("transformer.yaml", True), ("gdn_h1.yaml", False)])
+def test_a_state_at_a_position(config, growing):
+    model = models.build(models.read([config, *PLAIN, "model.num_layers=3"]), "32-true", CPU)
+    state = state_at(model, 2, 50)
+    assert grows(model) == growing
+    logits, _ = model(torch.zeros(2, 1, dtype=torch.int64), state)
+    assert torch.isfinite(logits).all()
+    longest = max(leaf.shape[1] for leaf in torch.utils._pytree.tree_leaves(state) if leaf.dim() == 4)
+    assert longest == 50 or not growing
+
+
+def test_low_precision_of_a_model_is_measured_by_its_rounding():
+    model = models.build(models.read(["gated_deltanet.yaml", *PLAIN]), "bf16-true", CPU)
+    gate = models.compared(model, "bf16-true", "torch", models.learning)
+    assert gate.passed, gate.says
+    assert max(gate.limits.values()) <= models.WORST
+
+
+def test_errors_that_are_no_numbers_never_pass():
+    x = torch.ones(3)
+    gate = Gate()
+    assert not gate.passed  # nothing was compared
+    gate.check("o", x * math.nan, x, 1.0)
+    assert not gate.passed
+    assert gate.record()["errors"] == {"o": None}
+    assert relative_error(torch.ones(2), x) == math.inf
+
+
+def test_calls_take_turns():
+    order: list[str] = []
+    times = medians({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, least=3, most=14)
+    turns = "aaaaaaaaaabbbbbbbbbbaaaabbbb"  # of ten calls; what takes no time is repeated as often as allowed
+    assert order == ["a", "a", "b", "b", *turns]
+    assert set(times) == {"a", "b"}
+
+
+def test_a_process_has_an_age():
+    assert 0 < process_age() < 1e7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "is not one of kernels, training, decode"),
+        (["kernel"], "did you mean 'kernels'"),
+        (["kernels", "--ops=delta_rul"], "did you mean 'delta_rule'"),
+        (["kernels", "--shapes=[[1,2,3]]"], "shapes"),
+        (["kernels", "--shapes=[[1,2,0,4]]"], "shapes: all sizes must be at least 1"),
+        (["kernels", "--dtype=bf61"], "did you mean 'bf16'"),
+        (["kernels", "--backend=tritn"], "did you mean 'triton'"),
+        (["kernels", "--op=delta_rule"], "did you mean 'ops'"),
+        (["kernels", "--config", "gla.yaml"], "config: unknown key"),
+        (["kernels", "--peers"], "needs a CUDA device"),
+        (["training", "--peers", "--config", "gla.yaml"], "needs a CUDA device"),
+        (["training"], "config: there is none"),
+        (["training", "--config"], "--config has no value"),
+        (["training", "--config", "gl.yaml"], "did you mean 'gla.yaml'"),
+        (["training", "--config", "gla.yaml", "--batch_sze=4"], "did you mean 'batch_size'"),
+        (["training", "--config", "gla.yaml", "--model.num_layer=4"], "did you mean 'num_layers'"),
+        (["training", "--config", "gla.yaml", *SMALL, "--steps=0"], "steps: 0 must be at least 1"),
+        (["training", "--config", "gla.yaml", *SMALL, "--precision=16"], "precision: '16' is not one of"),
+        (["decode", "--config", "gla.yaml", "--device=cuda"], "no CUDA device"),
+        (["decode", "--config", "gla.yaml", *SMALL, "--positions=[0]"], "positions: 0 must be at least 1"),
+    ],
+)
+def test_a_mistake_is_one_sentence(command, desk, monkeypatch, arguments, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = command("bench", *arguments)
+    assert done.code == 2
+    assert expected in done.err
+    assert len(done.err.splitlines()) == 1
+    assert not (desk / "runs").exists()
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_says_what_the_model_says():
+    from zoo.benchmarks.decode import Captured, Eager
+
+    device = torch.device("cuda")
+    model = models.build(models.read(["gated_deltanet.yaml", *PLAIN]), "32-true", device).eval()
+    with torch.no_grad():
+        captured = Captured(model, 2, 10)
+        eager = Eager(model, 2, 10)
+        eager.decoder.state = torch.utils._pytree.tree_map(torch.clone, captured.decoder.state)
+        eager.tokens = captured.tokens.clone()
+        for _ in range(5):
+            captured()
+            eager()
+    for one, other in zip(
+        *map(torch.utils._pytree.tree_leaves, (captured.decoder.state, eager.decoder.state)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu_pass_at_the_timed_call(tmp_path):
+    report = bench_kernels(shapes=[(2, 4, 1000, 64)], lengths=[], seconds=0.02, folder=str(tmp_path))
+    assert not report.failed
+    assert all(row["fwd_ms"] > 0 for row in report.rows)

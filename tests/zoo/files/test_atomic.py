@@ -1,0 +1,80 @@
+"""Writers of the same file, at once and one after another's end."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from zoo.files.atomic import atomic_link, atomic_write
+
+
+def partials(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith(".partial"))
+
+
+def test_of_two_writers_at_once_one_wins_whole(tmp_path: Path):
+    path, both = tmp_path / "last.ckpt", threading.Barrier(2)
+
+    def write(part: bytes) -> None:
+        with atomic_write(path) as file:
+            for _ in range(100):
+                file.write(part * 1000)
+                both.wait()
+
+    threads = [threading.Thread(target=write, args=(part,)) for part in (b"a", b"b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert path.read_bytes() in (b"a" * 100_000, b"b" * 100_000)
+    assert partials(tmp_path) == []
+
+
+def killed_while_writing(path: Path) -> None:
+    """What a process does that a signal ends in the middle."""
+    process = os.fork()
+    if process == 0:
+        with atomic_write(path) as file:
+            file.write(b"half")
+            file.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(process, 0)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no fork")
+@pytest.mark.parametrize("again", ["write", "link"])
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, again: str):
+    path = tmp_path / "last.ckpt"
+    path.write_bytes(b"before")
+    killed_while_writing(path)
+    assert path.read_bytes() == b"before"
+    assert len(partials(tmp_path)) == 1
+    if again == "write":
+        with atomic_write(path) as file:
+            file.write(b"after")
+    else:
+        (tmp_path / "other").write_bytes(b"after")
+        atomic_link(tmp_path / "other", path)
+    assert path.read_bytes() == b"after"
+    assert partials(tmp_path) == []
+
+
+def test_another_machines_file_is_removed_when_nobody_writes_to_it_any_more(tmp_path: Path):
+    path = tmp_path / "last.ckpt"
+    now, long_ago = (tmp_path / f".last.ckpt.elsewhere.{process}.1.partial" for process in (1, 2))
+    for partial in (now, long_ago):
+        partial.write_bytes(b"half")
+    os.utime(long_ago, (time.time() - 7200,) * 2)
+    with atomic_write(path) as file:
+        file.write(b"whole")
+    assert partials(tmp_path) == [now.name]
+
+
+def test_a_file_linked_to_itself_leaves_nothing(tmp_path: Path):
+    (tmp_path / "last.ckpt").write_bytes(b"x")
+    for _ in range(2):
+        atomic_link(tmp_path / "last.ckpt", tmp_path / "best.ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.ckpt", "last.ckpt"]

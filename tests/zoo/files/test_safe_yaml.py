@@ -1,0 +1,65 @@
+"""YAML that would be more than it looks like."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from kernels import UserError
+from zoo.config.find import CONFIGS
+from zoo.files.safe_yaml import MOST_NODES, check_plain, parse_yaml, read_yaml
+
+
+def test_what_ships_is_small():
+    for path in CONFIGS.rglob("*.yaml"):
+        check_plain(read_yaml(path), "config")
+
+
+def aliases(levels: int) -> str:
+    lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+def test_an_alias_counts_as_what_it_stands_for():
+    assert len(parse_yaml(aliases(4), "config")) == 4  # 10 + 100 + 1,000 + 10,000
+    for levels in (5, 6, 20):
+        started = time.perf_counter()
+        with pytest.raises(UserError, match=f"config stands for more than {MOST_NODES:,} values"):
+            parse_yaml(aliases(levels), "config")
+        assert time.perf_counter() - started < 2
+
+
+def test_merged_keys_and_anchors_used_twice():
+    text = "a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: &b [1]\nd: *b\ne: &s text\nf: *s\n"
+    assert parse_yaml(text, "config")["b"] == {"x": 1, "y": 2}
+    assert parse_yaml(text, "config")["f"] == "text"
+
+
+@pytest.mark.parametrize("text", ["[" * 101, "{a: " * 101, "- " * 101, "? " * 101, "[" * 1_000_000])
+def test_depth(text: str):
+    with pytest.raises(UserError, match="nested more than 100 levels deep"):
+        parse_yaml(text, "config")
+
+
+@pytest.mark.parametrize(
+    "text", ["a: *nobody", "a: [", "a: 2026-99-99", "{[a]: b}", "a: !!binary ü", "\x00", "a: " + "9" * 5000]
+)
+def test_one_sentence(text: str):
+    with pytest.raises(UserError, match=r"^config: .*"):
+        parse_yaml(text, "config: it")
+
+
+def test_shared_parts_of_a_value_count_each_time():
+    part: list = ["x"]
+    for _ in range(30):
+        part = [part, part]
+    with pytest.raises(UserError, match="more than"):
+        check_plain(part, "config")
+    part = []
+    part.append(part)
+    with pytest.raises(UserError, match="levels deep"):
+        check_plain(part, "config")
+    for value in ({(1, 2): 3}, {"a": {1, 2}}, {"a": Path()}):
+        with pytest.raises(UserError):
+            check_plain(value, "config")

@@ -1,0 +1,127 @@
+"""Runs from Python: all that the command line can do, without it."""
+
+import json
+import signal
+from pathlib import Path
+
+import lightning as L
+import pytest
+
+import zoo
+
+pytest_plugins = "tests.desk"
+
+TINY = ("gdn_h2.yaml", "tiny.yaml")
+
+
+class Counter(L.Callback):
+    """A callback of a user's own."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def test_fit_gives_what_the_run_leaves(desk: Path) -> None:
+    counter = Counter()
+    result = zoo.fit(*TINY, {"trainer": {"max_steps": 3}}, "optim.warmup_steps=1", run="here", callbacks=[counter])
+    assert result.folder == Path("runs/here")
+    assert result.row == {
+        k: v for k, v in json.loads((result.folder / "results.json").read_text()).items() if k in result.row
+    }
+    assert (result.row["status"], result.row["steps"]) == ("complete", 3)
+    assert counter.steps == [1, 2, 3]
+    loaded = zoo.load(result.folder)
+    for name, weight in result.model.state_dict().items():
+        assert weight.equal(loaded.state_dict()[name]), name
+
+
+def test_a_run_goes_on_evaluates_writes_and_is_exported(desk: Path) -> None:
+    first = zoo.fit(*TINY, run="first")
+    longer = zoo.fit("trainer.max_steps=6", resume="first")
+    assert (longer.folder, longer.row["steps"]) == (first.folder, 6)
+    whole = zoo.fit(*TINY, "trainer.max_steps=6")
+    assert whole.folder.name.startswith("gdn_h2-")  # named after its config
+    numbers = zoo.validate("trainer.limit_val_batches=2", checkpoint=first.folder, verbose=False)
+    assert numbers["val_loss"] == pytest.approx(longer.row["val_loss"], abs=1e-6)
+    assert zoo.test("trainer.limit_test_batches=2", checkpoint=first.folder, verbose=False)[
+        "test_loss"
+    ] == pytest.approx(numbers["val_loss"], abs=1e-6)
+    file = zoo.predict("trainer.limit_predict_batches=1", checkpoint=first.folder, output="losses.jsonl")
+    assert len(file.read_text().splitlines()) == 2  # rows of the batch
+    pieces: list[str] = []
+    text = zoo.generate(first.folder, "def ", max_new_tokens=5, seed=1, stream=pieces.append)
+    assert text.startswith("def ")
+    assert "".join(pieces) == text
+    exported = zoo.export(first.folder, "exported")
+    assert zoo.generate(exported, "def ", max_new_tokens=5, seed=1) == text
+
+
+def test_ctrl_c_is_raised_and_heard_again_afterwards(desk: Path) -> None:
+    class Impatient(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            if trainer.global_step == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        zoo.fit(*TINY, run="stopped", callbacks=[Impatient()])
+    assert signal.getsignal(signal.SIGINT) is before
+    assert zoo.fit(resume="stopped").row["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("items", "options", "words"),
+    [
+        (("gdn_h3.yaml",), {}, "did you mean 'gdn_h2.yaml'"),
+        ((*TINY, "model.hiden_size=8"), {}, "did you mean 'hidden_size'"),
+        ((*TINY, {"optim": {"learning_rat": 1}}), {}, "did you mean 'learning_rate'"),
+        (TINY, {"run": "a", "resume": "b"}, "give one of them"),
+        ((), {"resume": "nobody"}, "there is no run nobody"),
+    ],
+)
+def test_a_mistake_is_one_sentence(desk: Path, items, options, words) -> None:
+    with pytest.raises(zoo.UserError, match=words):
+        zoo.fit(*items, **options)
+
+
+def test_a_sweep_lists_its_runs(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = {"base": ["gated_deltanet.yaml", "tiny.yaml"], "axes": {"model.stack.mixer.factor": [1, 2]}}
+    planned = zoo.sweep(base, "seeds=[0,1]", "trainer.max_steps=2", folder="swept", dry_run=True)
+    assert [outcome.run.name for outcome in planned.outcomes] == [
+        f"factor={factor},seed={seed}" for factor in (1, 2) for seed in (0, 1)
+    ]
+    assert {outcome.run.read().trainer.max_steps for outcome in planned.outcomes} == {2}
+    assert "factor=2,seed=1" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_comparison_gives_its_rows(desk: Path) -> None:
+    compared = zoo.compare("gla.yaml", "retnet.yaml", *_tiny_overrides(), folder="both")
+    assert {row["run"] for row in compared.rows} == {"gla", "retnet"}
+    assert (compared.folder / "comparison.png").is_file()
+
+
+def _tiny_overrides() -> list[str]:
+    return [
+        "model.hidden_size=32",
+        "model.num_heads=2",
+        "model.num_layers=1",
+        "data.sequence_length=32",
+        "data.batch_size=2",
+        "data.max_characters=200000",
+        "data.vocab_size=512",
+        "trainer.max_steps=2",
+        "trainer.limit_val_batches=1",
+        "trainer.accelerator=cpu",
+    ]
+
+
+def test_a_benchmark_gives_its_report(desk: Path) -> None:
+    report = zoo.bench("training", *TINY, length=16, batch_size=1, steps=1, device="cpu", folder="timed")
+    assert not report.failed
+    assert (Path("timed") / "bench.json").is_file()
+    with pytest.raises(zoo.UserError, match="bench: 'lenght' is no option of training; did you mean 'length'"):
+        zoo.bench("training", *TINY, lenght=16)

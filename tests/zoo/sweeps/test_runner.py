@@ -1,0 +1,230 @@
+"""Runs in processes: skipped, continued, retried, stopped. `fake_fit.py` stands in for `cli.py fit`."""
+
+import csv
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kernels import UserError
+from zoo.files.sealed_json import read_sealed
+from zoo.sweeps import Failure, Run, Runner, Sweep, report
+
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_fit.py"))]
+SWEEP = Sweep(
+    "gated_deltanet.yaml", axes={"model.stack.mixer.factor": [1, 2, 4]}, seeds=[0, 1], x="state_size", lines=[]
+)
+ALL = [f"factor={factor},seed={seed}" for factor in (1, 2, 4) for seed in (0, 1)]
+
+
+@functools.cache
+def runs() -> list[Run]:
+    return SWEEP.runs()
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls.txt").read_text().splitlines()
+
+
+def test_every_run_once_and_nothing_twice(tmp_path: Path):
+    runner = Runner(FAKE, tmp_path, jobs=3)
+    assert runner.run(runs()) == []
+    assert sorted(calls(tmp_path)) == sorted(f"--run {name}" for name in ALL)
+    assert runner.run(runs()) == []
+    assert len(calls(tmp_path)) == len(ALL)
+
+
+def test_new_values_run_beside_the_old(tmp_path: Path):
+    Runner(FAKE, tmp_path).run(runs()[:2])
+    Runner(FAKE, tmp_path).run(runs())
+    assert sorted(calls(tmp_path)) == sorted(f"--run {name}" for name in ALL)
+
+
+def test_a_failure_does_not_stop_the_others_and_is_tried_again(tmp_path: Path):
+    (tmp_path / f"{ALL[1]}.fails").touch()
+    failures = Runner(FAKE, tmp_path, jobs=2).run(runs())
+    assert failures == [Failure(ALL[1], f"exit code 1, see {tmp_path / ALL[1]}.log")]
+    assert "something broke" in (tmp_path / f"{ALL[1]}.log").read_text()
+    assert len(calls(tmp_path)) == len(ALL)
+    (tmp_path / f"{ALL[1]}.fails").unlink()
+    assert Runner(FAKE, tmp_path).run(runs()) == []
+    assert calls(tmp_path)[len(ALL) :] == [f"--run {ALL[1]}"]
+
+
+def test_another_config_under_the_same_name_is_refused(tmp_path: Path):
+    Runner(FAKE, tmp_path).run(runs())
+    with pytest.raises(UserError, match=r"seed=0 is a run with trainer.max_steps: 600, and now it is 9; choose"):
+        Runner(FAKE, tmp_path).run(SWEEP.runs(("trainer.max_steps=9",)))
+
+
+def test_runs_from_before_a_key_existed_are_the_same(tmp_path: Path):
+    Runner(FAKE, tmp_path).run(runs())
+    file = tmp_path / "runs.json"
+    known = {name: {k: v for k, v in config.items() if k != "samples"} for name, config in read_sealed(file).items()}
+    file.write_text(json.dumps(known))  # as earlier versions did
+    assert Runner(FAKE, tmp_path).run(runs()) == []
+    assert len(calls(tmp_path)) == len(ALL)
+
+
+def test_a_folder_in_use(tmp_path: Path):
+    runner = Runner(FAKE, tmp_path)
+    with runner.claimed([]), pytest.raises(UserError, match="is in use by another sweep"):
+        Runner(FAKE, tmp_path).run(runs())
+
+
+def test_no_jobs(tmp_path: Path):
+    with pytest.raises(UserError, match="jobs: 0 must be at least 1"):
+        Runner(FAKE, tmp_path, jobs=0)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_stopped_in_the_middle_then_called_again(tmp_path: Path, number: signal.Signals, code: int):
+    """The running ones leave a checkpoint and are continued; the finished are not run again."""
+    waits = [tmp_path / f"{name}.waits" for name in ALL[2:4]]
+    for file in waits:
+        file.touch()
+    script = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from pathlib import Path
+from tests.zoo.sweeps.test_runner import FAKE, runs
+from zoo.sweeps import Runner
+Runner(FAKE, Path({str(tmp_path)!r}), jobs=2).run(runs())
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    for _ in range(600):
+        if all((tmp_path / name / "config.yaml").exists() for name in ALL[2:4]):
+            break
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(60) == code
+    assert all((tmp_path / name / "checkpoints" / "last.ckpt").exists() for name in ALL[2:4])
+    for file in waits:
+        file.unlink()
+    before = calls(tmp_path)
+    assert len(before) == 4
+    assert Runner(FAKE, tmp_path, jobs=1).run(runs()) == []
+    assert sorted(calls(tmp_path)[4:]) == sorted(
+        [f"--resume {name}" for name in ALL[2:4]] + [f"--run {name}" for name in ALL[4:]]
+    )
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path):
+    (tmp_path / ALL[0]).mkdir()
+    (tmp_path / ALL[0] / "config.yaml").write_text("half")
+    assert Runner(FAKE, tmp_path).run(runs()[:1]) == []
+    assert calls(tmp_path) == [f"--run {ALL[0]}"]
+
+
+def test_jobs_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    show = tmp_path / "show.py"
+    show.write_text("import os, sys; sys.stdout.write(os.environ.get('CUDA_VISIBLE_DEVICES', 'none'))")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert Runner([sys.executable, str(show)], tmp_path).jobs == 2
+    failures = Runner([sys.executable, str(show)], tmp_path, jobs=4).run(runs()[:4])
+    assert len(failures) == 4
+    assert sorted((tmp_path / f"{name}.log").read_text() for name in ALL[:4]) == ["0", "0", "1", "1"]
+
+
+def test_the_report(tmp_path: Path):
+    Runner(FAKE, tmp_path, jobs=3).run(runs()[:-1])
+    found = report.outcomes(runs(), tmp_path)
+    cells = report.cells(SWEEP, found)
+    assert [cell.median for cell in cells] == pytest.approx([2.905, 2.805, 2.6])
+    assert [len(cell.values) for cell in cells] == [2, 2, 1]
+    report.write(SWEEP, found, tmp_path)
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == ALL
+    assert [row["status"] for row in rows] == ["complete"] * 5 + ["missing"]
+    assert rows[2]["model.stack.mixer.factor"] == "2"
+    assert rows[2]["val_accuracy_by_task.pairs_4"] == "0.7"
+    assert (tmp_path / "sweep.png").stat().st_size > 5000
+
+
+def test_controls_are_in_the_report(tmp_path: Path):
+    sweep = Sweep("gated_deltanet.yaml", axes={"model.num_heads": [1]}, controls={"deep": "model.num_layers=7"})
+    pair = sweep.runs()
+    found = [report.Outcome(run, {"val_loss": 1.0, "status": "complete"}) for run in pair]
+    report.write(sweep, found, tmp_path)
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["model.num_heads"], row["control"]) for row in rows] == [("1", ""), ("", "deep")]
+    axes = report.figure(sweep, found).axes[0]
+    assert [line.get_label() for line in axes.get_lines()].count("deep") == 1
+
+
+def test_the_best_learning_rate_stands_for_a_cell(tmp_path: Path):
+    sweep = Sweep("gated_deltanet.yaml", axes={"model.num_heads": [1]}, learning_rates=[0.1, 0.2])
+    both = sweep.runs()
+    found = [
+        report.Outcome(run, {"val_loss": loss, "status": "complete"})
+        for run, loss in zip(both, (2.0, 1.0), strict=True)
+    ]
+    (cell,) = report.cells(sweep, found)
+    assert (cell.learning_rate, cell.values) == (0.2, [1.0])
+    found = [
+        report.Outcome(run, {"val_loss": loss, "status": "complete"})
+        for run, loss in zip(both, (2.0, None), strict=True)
+    ]
+    (cell,) = report.cells(sweep, found)  # a diverged run is no winner
+    assert (cell.learning_rate, cell.values) == (0.1, [2.0])
+
+
+def test_a_number_that_no_run_has(tmp_path: Path):
+    Runner(FAKE, tmp_path).run(runs()[:1])
+    sweep = Sweep("gated_deltanet.yaml", metric="val_accuracy_by_task.pairs_5")
+    with pytest.raises(
+        UserError, match=r"metric: .* is not in results.json; did you mean 'val_accuracy_by_task.pairs_4'"
+    ):
+        report.cells(sweep, report.outcomes(runs()[:1], tmp_path))
+
+
+def test_a_cluster_runs_each_once(tmp_path: Path):
+    """submitit's executor for this machine: what SLURM does with the jobs is SLURM's."""
+    pytest.importorskip("submitit")
+    from zoo.sweeps.cluster import run_on_cluster
+
+    (tmp_path / f"{ALL[1]}.fails").touch()
+    three, runner = runs()[:3], Runner(FAKE, tmp_path)
+    (failure,) = run_on_cluster(runner, three, "local", {"timeout_min": 5})
+    assert failure.run == ALL[1]
+    (tmp_path / f"{ALL[1]}.fails").unlink()
+    assert run_on_cluster(runner, three, "local", {"timeout_min": 5}) == []
+    assert sorted(calls(tmp_path)) == sorted(f"--run {ALL[i]}" for i in (0, 1, 1, 2))
+
+
+def test_jobs_in_the_queue_are_waited_for_and_not_submitted_again(tmp_path: Path):
+    pytest.importorskip("submitit")
+    from zoo.sweeps.cluster import run_on_cluster
+
+    (tmp_path / f"{ALL[0]}.waits").touch()
+    one, runner = runs()[:1], Runner(FAKE, tmp_path)
+
+    def interrupt() -> None:
+        while not (tmp_path / "calls.txt").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_on_cluster(runner, one, "local", {"timeout_min": 5})
+    (tmp_path / f"{ALL[0]}.waits").unlink()
+    assert run_on_cluster(runner, one, "local", {"timeout_min": 5}) == []
+    assert calls(tmp_path) == [f"--run {ALL[0]}"]
+
+
+@pytest.mark.parametrize(("cluster", "options"), [("slurn", {}), ("slurm", {"gpus": 3})])
+def test_an_unknown_cluster_or_option(tmp_path: Path, cluster: str, options: dict[str, int]):
+    pytest.importorskip("submitit")
+    from zoo.sweeps.cluster import run_on_cluster
+
+    with pytest.raises(UserError, match=f"cluster: {cluster}"):
+        run_on_cluster(Runner(FAKE, tmp_path), runs()[:1], cluster, options)

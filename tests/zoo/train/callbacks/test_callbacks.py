@@ -1,0 +1,482 @@
+import errno
+import json
+import math
+import os
+import signal
+import threading
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from matplotlib.image import imread
+
+from kernels.errors import UserError
+from tests.zoo.tiny import (
+    VOCAB,
+    ByteTokenizer,
+    LossLog,
+    ResumableLoader,
+    TinyModel,
+    pretraining,
+    trainer,
+    validation_loader,
+)
+from zoo.checkpoints.format import read_checkpoint
+from zoo.checkpoints.io import AtomicCheckpointIO
+from zoo.data import MarkovChain
+from zoo.files.atomic import atomic_link, atomic_write
+from zoo.train.callbacks.checkpoints import Checkpoints
+from zoo.train.callbacks.loss_curve import LossCurve
+from zoo.train.callbacks.result_row import ResultRow
+from zoo.train.callbacks.samples import Samples
+from zoo.train.callbacks.throughput import Throughput
+from zoo.train.callbacks.validations import Validations
+from zoo.train.devices import peak_flops
+from zoo.train.metrics_file import MetricsFile, read_metrics
+from zoo.train.results import result_table
+
+
+class Data(L.LightningDataModule):
+    """Loaders that know their bigram baseline."""
+
+    def train_dataloader(self):
+        return ResumableLoader(40)
+
+    def val_dataloader(self):
+        return validation_loader()
+
+    def bigram_loss(self):
+        return 1.25
+
+
+class At(L.Callback):
+    """Does something once, at the end of a forward pass of a step."""
+
+    def __init__(self, step, action):
+        self.step, self.action = step, action
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_step == self.step - 1 and self.action is not None:
+            action, self.action = self.action, None
+            action()
+
+
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def saved_step(path):
+    return read_checkpoint(path)["global_step"]
+
+
+# writing
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def fail_half_way():
+        with atomic_write(path) as file:
+            file.write(b"half of the n")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail_half_way()
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"old"
+
+
+def test_a_link_keeps_its_content_when_the_source_is_replaced(tmp_path):
+    for content in (b"first", b"second"):
+        with atomic_write(tmp_path / "last") as file:
+            file.write(content)
+        if content == b"first":
+            atomic_link(tmp_path / "last", tmp_path / "best")
+    assert (tmp_path / "best").read_bytes() == b"first"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO], ids=errno.errorcode.get)
+def test_a_checkpoint_survives_a_failure_in_the_middle_of_the_next(number, tmp_path, monkeypatch):
+    real = torch.save
+
+    def fails_half_way(checkpoint, file):
+        if checkpoint["global_step"] == 6:
+            file.write(b"half a checkpoint")
+            raise OSError(number, os.strerror(number))
+        real(checkpoint, file)
+
+    monkeypatch.setattr(torch, "save", fails_half_way)
+    with pytest.raises(UserError, match=f"cannot be written: {os.strerror(number)}; what was saved there before"):
+        trainer(tmp_path, val_check_interval=40).fit(pretraining(), Data())
+    assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 3
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+# checkpoints
+
+
+def test_last_best_and_kept_checkpoints(tmp_path):
+    run = trainer(tmp_path, checkpoints=(kept := Checkpoints(every_n_steps=5, keep_every_n_steps=6)), max_steps=14)
+    run.fit(pretraining(), Data())
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "best.ckpt",
+        "last.ckpt",
+        "step-00000006.ckpt",
+        "step-00000012.ckpt",
+    ]
+    assert saved_step(folder / "last.ckpt") == 14
+    assert saved_step(folder / "best.ckpt") in (4, 8, 12)
+    assert saved_step(folder / "step-00000006.ckpt") == 6
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "val_loss" in row]
+    assert kept.best_model_score == pytest.approx(min(row["val_loss"] for row in rows))
+    (result,) = run.validate(ckpt_path="best", datamodule=Data(), verbose=False)
+    assert result["val_loss"] == pytest.approx(kept.best_model_score)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full")
+def test_a_disk_that_is_really_full(tmp_path, monkeypatch):
+    """PyTorch's own writer notices at any of its many writes, and when it closes the archive."""
+    monkeypatch.setattr("zoo.checkpoints.io.atomic_write", lambda path: open("/dev/full", "wb"))  # noqa: SIM115
+    with pytest.raises(UserError, match="cannot be written: No space left on device; none was saved there before"):
+        AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(1 << 20)}, tmp_path / "last.ckpt")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_becomes_read_only(tmp_path):
+    trainer(tmp_path, max_steps=4).fit(pretraining(), Data())
+    folder = tmp_path / "checkpoints"
+    folder.chmod(0o500)
+    try:
+        with pytest.raises(UserError, match="cannot be written"):
+            trainer(tmp_path).fit(pretraining(), Data(), ckpt_path=folder / "last.ckpt")
+    finally:
+        folder.chmod(0o700)
+    assert saved_step(folder / "last.ckpt") == 4
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    checkpoints = Checkpoints(every_n_steps=50, keep_every_n_steps=2, keep_last=3)
+    trainer(tmp_path, checkpoints=checkpoints, val_check_interval=40).fit(pretraining(), Data())
+    kept = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert [saved_step(path) for path in kept] == [8, 10, 12]
+    assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 12
+
+
+def test_the_clock_saves_too(tmp_path, monkeypatch):
+    minutes = iter(range(1000))
+    monkeypatch.setattr("zoo.train.callbacks.checkpoints.time.monotonic", lambda: 60.0 * next(minutes))
+    saved = []
+
+    class Watch(L.Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            saved.append(checkpoint["global_step"])
+
+    checkpoints = Checkpoints(every_n_steps=50, every_n_minutes=3)
+    trainer(tmp_path, [Watch()], checkpoints=checkpoints, val_check_interval=40).fit(pretraining(), Data())
+    assert saved == [4, 8, 12]  # the clock is asked once a step, and when a checkpoint is written
+
+
+@pytest.mark.parametrize("wrong", [{"every_n_minutes": 0}, {"keep_last": 0}, {"every_n_steps": 0}], ids=str)
+def test_counts_below_one(wrong):
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        Checkpoints(**wrong)
+
+
+def test_a_resumed_run_remembers_the_best(tmp_path):
+    trainer(tmp_path, max_steps=8).fit(pretraining(), Data())
+    best = saved_step(tmp_path / "checkpoints" / "best.ckpt")
+    run = trainer(tmp_path, checkpoints=(kept := Checkpoints()), max_steps=12)
+    kept_before = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")["callbacks"]["Checkpoints"]
+    module = pretraining(learning_rate=1e-9)
+    run.fit(module, Data(), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    assert kept.best_model_score <= kept_before["best_model_score"]
+    assert saved_step(tmp_path / "checkpoints" / "best.ckpt") in (best, 12)
+
+
+def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_continue(tmp_path, capfd):
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, [log := LossLog(), At(5, press_ctrl_c)]).fit(pretraining(), Data())
+    assert list(log.losses) == [1, 2, 3, 4, 5]
+    assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 5
+    error = capfd.readouterr().err
+    assert "Stopping when this step is done and saved" in error
+    assert f"step 5 is saved in {tmp_path}/checkpoints. Continue with: python cli.py fit --resume {tmp_path}" in error
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_a_second_ctrl_c_ends_at_once_and_keeps_the_last_checkpoint(tmp_path):
+    def impatient():
+        press_ctrl_c()
+        press_ctrl_c()
+
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, [log := LossLog(), At(5, impatient)]).fit(pretraining(), Data())
+    assert list(log.losses) == [1, 2, 3, 4]
+    assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 4
+
+
+def test_ctrl_c_during_a_validation_saves_at_once(tmp_path):
+    class During(L.Callback):
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+            if trainer.global_step == 4 and batch_idx == 0:
+                press_ctrl_c()
+
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, [During()]).fit(pretraining(), Data())
+    assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 4
+    log = LossLog()
+    trainer(tmp_path, [log]).fit(pretraining(), Data(), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    assert list(log.losses) == list(range(5, 13))
+
+
+def test_ctrl_c_in_the_last_step_lets_the_run_complete(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    trainer(tmp_path, [At(12, press_ctrl_c), ResultRow()]).fit(pretraining(), Data())
+    assert json.loads((tmp_path / "results.json").read_text())["status"] == "complete"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_steps_are_counted_when_gradients_are_accumulated(tmp_path):
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, [At(5, press_ctrl_c)], accumulate_grad_batches=2).fit(pretraining(), Data())
+    checkpoint = read_checkpoint(tmp_path / "checkpoints" / "last.ckpt")
+    assert checkpoint["global_step"] == 5
+    assert checkpoint["zoo"]["tokens_seen"] == 5 * 2 * 64  # both halves of the step
+
+
+def test_training_outside_the_main_thread(tmp_path):
+    thread = threading.Thread(target=lambda: trainer(tmp_path, max_steps=3).fit(pretraining(), Data()))
+    thread.start()
+    thread.join()
+    assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 3
+
+
+def test_a_folder_that_cannot_be_created(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    run = trainer(tmp_path / "file")
+    with pytest.raises(UserError, match="cannot be created"):
+        run.fit(pretraining(), Data())
+
+
+# metrics, results, curve
+
+
+def test_a_resumed_run_continues_its_metrics(tmp_path):
+    class PowerCut(RuntimeError):
+        pass
+
+    def cut():
+        raise PowerCut
+
+    trainer_options = {"checkpoints": Checkpoints(every_n_steps=3), "val_check_interval": 40}
+    with pytest.raises(PowerCut):
+        trainer(tmp_path, [At(6, cut)], **trainer_options).fit(pretraining(), Data())
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "train_l')  # killed while writing
+    trainer(tmp_path).fit(pretraining(), Data(), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(12))
+    assert all({"train_loss", "learning_rate", "gradient_norm", "tokens"} <= row.keys() for row in rows)
+    assert [row["step"] for row in rows if "val_loss" in row] == [3, 7, 11]
+    assert rows[7]["val_perplexity"] == pytest.approx(math.exp(rows[7]["val_loss"]), rel=1e-5)
+
+
+def test_values_that_are_not_finite_are_null(tmp_path):
+    MetricsFile(tmp_path).log_metrics({"train_loss": float("nan"), "x": 1.0}, step=0)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "train_loss": None, "x": 1.0}]
+
+
+def test_result_row_of_a_complete_run(tmp_path, capsys):
+    L.seed_everything(7, verbose=False)
+    folder = tmp_path / "my-run"
+    module = pretraining(learning_rate=5e-2)
+    run = trainer(folder, [Throughput(), ResultRow(zeroed_batches=2)], max_steps=12)
+    run.fit(module, Data())
+    row = json.loads((folder / "results.json").read_text())
+    same = {"run": "my-run", "status": "complete", "steps": 12, "tokens_seen": 12 * 64, "bigram_loss": 1.25, "seed": 7}
+    assert {name: row[name] for name in same} == same
+    assert row["parameters"] == TinyModel().num_parameters()
+    assert (row["state_size"], row["forward_flops_per_token"], row["context_length"]) == (8, 1000, 16)
+    assert (row["precision"], row["torch"], row["devices"]) == ("32-true", torch.__version__, 1)
+    assert row["val_loss"] == pytest.approx(run.callback_metrics["val_loss"].item())
+    assert row["val_loss"] == pytest.approx(sum(row["val_loss_by_position"]) / 8, rel=1e-5)
+    assert row["val_loss_same_batches"] == pytest.approx(row["val_loss"], rel=1e-5)  # there are two batches
+    with module.model.without_mixers():
+        logits = [module.model(batch.tokens)[0] for batch in validation_loader()]
+    labels = torch.cat([batch.labels for batch in validation_loader()])
+    zeroed = torch.nn.functional.cross_entropy(torch.cat(logits).flatten(0, 1), labels.flatten())
+    assert row["val_loss_mixers_zeroed"] == pytest.approx(zeroed.item(), rel=1e-5)
+    assert row["tokens_per_second"] > 0
+    assert row["wall_seconds"] > 0
+    shown = capsys.readouterr().out
+    for text in ("my-run: 12 steps", "interpolated bigram model", "1.250", "the same with all mixers zeroed"):
+        assert text in shown
+
+
+def test_result_row_of_an_interrupted_and_then_continued_run(tmp_path):
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, [ResultRow(), At(6, press_ctrl_c)]).fit(pretraining(), Data())
+    row = json.loads((tmp_path / "results.json").read_text())
+    assert (row["status"], row["steps"], row["tokens_seen"]) == ("interrupted", 6, 6 * 64)
+    assert row["val_loss"] is not None  # of step 4
+    first_seconds = row["wall_seconds"]
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    trainer(tmp_path, [ResultRow()]).fit(pretraining(), Data(), ckpt_path=last)
+    row = json.loads((tmp_path / "results.json").read_text())
+    assert (row["status"], row["steps"], row["tokens_seen"]) == ("complete", 12, 12 * 64)
+    assert row["wall_seconds"] >= first_seconds
+    content = (tmp_path / "results.json").read_text()
+    trainer(tmp_path, [ResultRow()]).fit(pretraining(), Data(), ckpt_path=last)  # nothing left to do
+    assert (tmp_path / "results.json").read_text() == content
+
+
+def test_result_row_of_a_failed_run(tmp_path):
+    def fail():
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        trainer(tmp_path, [ResultRow(), At(6, fail)]).fit(pretraining(), Data())
+    assert json.loads((tmp_path / "results.json").read_text())["status"] == "failed"
+
+
+def test_the_table_leaves_out_what_is_not_known():
+    row = {"run": "r", "steps": 1, "tokens_seen": 2, "val_loss": 2.0, "val_loss_by_position": [3.0, None]}
+    row |= {"bigram_loss": None, "val_loss_same_batches": None, "val_loss_mixers_zeroed": None}
+    assert result_table(row).row_count == 3
+
+
+def test_the_curve_is_drawn_and_continued(tmp_path):
+    trainer(tmp_path, [LossCurve(every_n_steps=2)], max_steps=6).fit(pretraining(), Data())
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    trainer(tmp_path, [curve := LossCurve(every_n_steps=2)]).fit(pretraining(), Data(), ckpt_path=last)
+    assert [tokens for tokens, _ in curve.training] == [64 * step for step in (2, 4, 6, 8, 10, 12)]
+    assert [tokens for tokens, _ in curve.validation] == [64 * step for step in (4, 8, 12)]
+    (axes,) = curve.figure(1.25).axes
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["training", "training, smoothed", "validation", "interpolated bigram model"]
+    assert list(axes.lines[0].get_ydata()) == [loss for _, loss in curve.training]
+    assert set(axes.lines[3].get_ydata()) == {1.25}
+    assert imread(tmp_path / "loss.png").shape[:2] == (504, 840)
+
+
+# speed and samples
+
+
+def test_throughput_reaches_the_metrics(tmp_path):
+    trainer(tmp_path, [Throughput(window=3)]).fit(pretraining(), Data())
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert all(row["tokens_per_second"] > 0 and row["seconds_per_step"] > 0 for row in rows)
+    assert rows[-1]["minutes_left"] == 0
+    assert rows[5]["tokens_per_second"] * rows[5]["seconds_per_step"] == pytest.approx(64, rel=1e-4)
+    assert "mfu" not in rows[5]  # nobody knows the peak of this machine
+
+
+def test_utilisation_where_the_peak_is_known(tmp_path, monkeypatch):
+    monkeypatch.setattr("zoo.train.callbacks.throughput.peak_flops", lambda device: 1e9)
+    trainer(tmp_path, [Throughput()]).fit(pretraining(), Data())
+    row = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert row["mfu"] == pytest.approx(3 * 1000 * row["tokens_per_second"] / 1e9, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA L40S", 362e12), ("Somebody's GPU", None)],
+)
+def test_peaks_by_device_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == peak
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_samples_are_written_at_each_validation_and_disturb_nothing(tmp_path, capsys):
+    tokenizer = ByteTokenizer()
+    tokenizer.eos_id = 0
+    tokenizer.encode = lambda text: [1] * len(text)
+    tokenizer.decode = lambda ids: "".join(chr(ord("a") + i) for i in ids)
+    with_samples, without = LossLog(), LossLog()
+    L.seed_everything(1, verbose=False)
+    samples = Samples(prompts=["hi", ""], max_new_tokens=5)
+    trainer(tmp_path, [with_samples, samples]).fit(pretraining(0.2, tokenizer), Data())
+    L.seed_everything(1, verbose=False)
+    trainer(tmp_path / "other", [without]).fit(pretraining(0.2), Data())
+    text = (tmp_path / "samples.txt").read_text()
+    assert [text.count(f"sample after {step} steps") for step in (4, 8, 12)] == [2, 2, 2]
+    assert "\nhi" in text
+    assert "sample after 12 steps" in capsys.readouterr().out
+    assert with_samples.losses == without.losses
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(6, [4, 6]), (8, [4, 8])])
+def test_a_run_ends_with_one_validation_of_its_last_step(tmp_path, steps, expected):
+    """Between two validations (every 4 steps) one more is made; at one of them it is not made twice."""
+    seen = []
+
+    class Watch(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                seen.append(trainer.global_step)
+
+    fitted = trainer(tmp_path, [Validations(), Watch()], max_steps=steps)
+    fitted.fit(pretraining(), ResumableLoader(40), validation_loader())
+    assert seen == expected
+    assert fitted.callback_metrics["val_loss"].isfinite()
+
+
+# whole steps
+
+
+@pytest.mark.parametrize("at", range(2, 9))
+def test_accumulated_gradients_are_never_half_of_a_step(at, tmp_path):
+    """Three batches make a step, and each fifth is followed by a validation, which saves."""
+
+    class PowerCut(RuntimeError):
+        pass
+
+    class Cut(L.Callback):
+        seen = 0
+
+        def on_validation_end(self, trainer, pl_module):
+            if not trainer.sanity_checking:
+                self.seen += 1
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if self.seen and trainer.fit_loop.total_batch_idx == 5 * (at // 2) + at % 2:
+                raise PowerCut
+
+    options = {"accumulate_grad_batches": 3, "val_check_interval": 5, "max_steps": 8, "use_distributed_sampler": False}
+
+    def fit(name, *callbacks, **checkpoint):
+        L.seed_everything(1, verbose=False)
+        data = MarkovChain(vocab_size=VOCAB, sequence_length=16, batch_size=4, successors=2, validation_samples=8)
+        run = trainer(tmp_path / name, [Validations(), *callbacks], **options)
+        run.fit(pretraining(0.2), data, **checkpoint)
+
+    fit("whole")
+    with pytest.raises(PowerCut):
+        fit("cut", Cut())
+    fit("cut", ckpt_path=tmp_path / "cut" / "checkpoints" / "last.ckpt")
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
+    for name in ("train_loss", "val_loss", "tokens"):
+        assert [row.get(name) for row in rows[0]] == [row.get(name) for row in rows[1]]
+
+
+def test_a_validation_that_was_due_at_a_stop_comes_first(tmp_path):
+    """It may be the best, and its row belongs to the step before."""
+    options = {"max_steps": 12}
+    trainer(tmp_path / "whole", [Validations()], **options).fit(pretraining(), Data())
+    with pytest.raises(SystemExit):
+        trainer(tmp_path / "cut", [Validations(), At(8, press_ctrl_c)], **options).fit(pretraining(), Data())
+    assert [row["step"] for row in read_metrics(tmp_path / "cut" / "metrics.jsonl") if "val_loss" in row] == [3]
+    last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    trainer(tmp_path / "cut", [Validations()], **options).fit(pretraining(), Data(), ckpt_path=last)
+    found = [
+        {row["step"]: row["val_loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl") if "val_loss" in row}
+        for name in ("whole", "cut")
+    ]
+    assert found[0] == found[1]
+    assert list(found[0]) == [3, 7, 11]
+    best = [saved_step(tmp_path / name / "checkpoints" / "best.ckpt") for name in ("whole", "cut")]
+    assert best[0] == best[1]

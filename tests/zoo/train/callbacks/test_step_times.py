@@ -1,0 +1,161 @@
+"""The parts of a step add up to it, on a clock of the host and on events of a device that lags behind."""
+
+import time
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.profilers import SimpleProfiler
+
+from tests.zoo.tiny import Batches, LossLog, ResumableLoader, batch, pretraining, trainer, validation_loader
+from zoo.train.callbacks.peak_memory import PeakMemory
+from zoo.train.callbacks.step_times import PARTS, StepTimes
+from zoo.train.devices import peak_memory
+from zoo.train.metrics_file import read_metrics
+
+NAMES = [f"seconds_{part}" for part in PARTS]
+
+
+class SlowLoader(ResumableLoader):
+    """Takes 20 ms for a batch."""
+
+    def __iter__(self):
+        for given in super().__iter__():
+            time.sleep(0.02)
+            yield given
+
+
+class Slow(L.Callback):
+    """Parts of known length: 30 ms forward, 40 ms backward, 10 ms optimiser, and the loader's 20 ms."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.began, self.took = time.perf_counter(), []
+        pl_module.model.register_forward_hook(lambda *_: time.sleep(0.03) if pl_module.training else None)
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        time.sleep(0.04)
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        time.sleep(0.01)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        now = time.perf_counter()
+        self.took.append(now - self.began)
+        self.began = now
+
+    def on_validation_start(self, trainer, pl_module):
+        time.sleep(0.3)
+
+
+def rows(folder):
+    return [row for row in read_metrics(folder / "metrics.jsonl") if NAMES[0] in row]
+
+
+def test_each_part_has_its_time_and_validation_has_none(tmp_path):
+    slow = Slow()
+    trainer(tmp_path, [StepTimes(), slow], max_steps=8).fit(pretraining(), SlowLoader(40), validation_loader())
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == list(range(1, 8))  # not of the first step
+    least = {"data": 0.02, "forward": 0.03, "backward": 0.04, "optimizer": 0.01, "other": 0.0}
+    for part, seconds in least.items():
+        shortest = min(row[f"seconds_{part}"] for row in found)  # the machine may be busy
+        assert seconds <= shortest < seconds + 0.02
+    off = [abs(sum(row[name] for name in NAMES) - slow.took[row["step"]]) for row in found]
+    assert min(off[:3]) < 0.005
+    assert min(off[4:]) < 0.005
+    assert sum(found[3][name] for name in NAMES) < 0.3 < slow.took[4]
+
+
+def test_they_are_means_over_the_steps_between_two_rows(tmp_path, monkeypatch):
+    """On a device that is one step behind, whose events say so; a batch takes 1, 2 and 3 seconds, and a gap of 4."""
+    clock, behind = [0.0], 6  # marks of one optimiser step, of two batches, that are not reached yet
+    marks = []
+
+    class Event:
+        def __init__(self, device):
+            clock[0] += [4, 1, 2, 3][len(marks) % 4]
+            self.at = clock[0]
+            self.number = len(marks)
+            marks.append(self)
+
+        def query(self):
+            return self.number < len(marks) - behind
+
+        def elapsed_time(self, end):
+            assert self.query()
+            assert end.query()
+            return 1000 * (end.at - self.at)
+
+    monkeypatch.setattr("zoo.train.callbacks.step_times.mark", Event)
+    run = trainer(tmp_path, [StepTimes()], 9, log_every_n_steps=3, accumulate_grad_batches=2, val_check_interval=100)
+    run.fit(pretraining(), ResumableLoader(40), validation_loader())
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [2, 5, 8]
+    for row in found:
+        assert [row[f"seconds_{part}"] for part in ("forward", "backward", "optimizer")] == [2, 4, 6]
+        assert row["seconds_data"] + row["seconds_other"] == pytest.approx(8)
+        assert 0 < row["seconds_data"] < 0.1
+
+
+def test_nothing_is_logged_before_the_device_has_done_a_step(tmp_path, monkeypatch):
+    class Never:
+        def __init__(self, device):
+            pass
+
+        def query(self):
+            return False
+
+    monkeypatch.setattr("zoo.train.callbacks.step_times.mark", Never)
+    trainer(tmp_path, [StepTimes()], max_steps=4).fit(pretraining(), ResumableLoader(40), validation_loader())
+    assert not rows(tmp_path)
+
+
+def test_nothing_else_changes(tmp_path):
+    profiler, losses = SimpleProfiler(), []
+    for name, callbacks in (("with", [StepTimes(), PeakMemory()]), ("without", [])):
+        log = LossLog()
+        L.seed_everything(5, verbose=False)
+        run = trainer(tmp_path / name, [*callbacks, log], profiler=profiler)
+        run.fit(pretraining(0.2), Batches(*map(batch, range(12))), validation_loader())
+        losses.append(log.losses)
+        assert run.profiler is profiler
+    assert losses[0] == losses[1]
+    asked = profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]
+    assert len(asked) == 24  # in both runs: the profiler has heard of all of it
+
+
+def test_memory(tmp_path):
+    if peak_memory(torch.device("cpu")) is None:
+        pytest.skip("nobody counts it here")
+    before = peak_memory(torch.device("cpu"))
+    trainer(tmp_path, [PeakMemory()], max_steps=6, log_every_n_steps=2).fit(
+        pretraining(), ResumableLoader(40), validation_loader()
+    )
+    found = [row["peak_memory_gib"] for row in read_metrics(tmp_path / "metrics.jsonl") if "peak_memory_gib" in row]
+    assert len(found) == 3
+    assert before / 2**30 <= found[0] <= found[-1]
+    assert 0.05 < found[-1] < 100
+    assert peak_memory(torch.device("meta")) is None
+    block = torch.ones(1 << 28, dtype=torch.uint8)  # 256 MiB, touched
+    assert peak_memory(torch.device("cpu")) >= len(block)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_parts_are_seconds_of_the_gpu(tmp_path):
+    """The forward pass sleeps on the device alone, so the host's clock would see nothing of it."""
+    milliseconds = 20
+
+    class Sleep(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            cycles = int(milliseconds * 1e-3 * 1.0e9)
+            pl_module.model.register_forward_hook(lambda *_: torch.cuda._sleep(cycles))
+
+    run = trainer(
+        tmp_path, [StepTimes(), Sleep(), PeakMemory()], 30, accelerator="gpu", devices=1, val_check_interval=100
+    )
+    run.fit(pretraining(), ResumableLoader(40), validation_loader())
+    found = rows(tmp_path)
+    assert len(found) >= 20
+    assert found[-1]["seconds_forward"] > 0.4e-3 * milliseconds  # cycles are of a clock of 1 to 2.5 GHz
+    assert found[-1]["seconds_forward"] > 2 * found[-1]["seconds_optimizer"]
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["peak_memory_gib"] > 0

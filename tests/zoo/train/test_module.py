@@ -1,0 +1,290 @@
+import math
+import os
+import random
+import signal
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from kernels.errors import UserError
+from tests.zoo.tiny import (
+    VOCAB,
+    Batches,
+    ByteTokenizer,
+    LossLog,
+    ResumableLoader,
+    TinyModel,
+    batch,
+    pretraining,
+    trainer,
+    validation_loader,
+)
+from zoo.checkpoints.signature import is_own
+from zoo.data.batch import Batch
+from zoo.train.callbacks.checkpoints import Checkpoints
+from zoo.train.metrics import ContextLoss, TaskAccuracy, token_losses, total_loss
+from zoo.train.module import best_precision
+
+
+class Uniform(torch.nn.Module):
+    """Logits that depend on the token alone, so that losses can be computed by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.arange(VOCAB * VOCAB).view(VOCAB, VOCAB).remainder(7).float())
+
+    def forward(self, tokens, state=None, *, cu_seqlens=None):
+        return self.table[tokens], None
+
+
+def test_losses_by_hand():
+    logits = torch.tensor([[[0.0, math.log(3.0)], [0.0, 0.0], [5.0, 1.0]]])
+    losses = token_losses(logits.bfloat16().double(), torch.tensor([[1, 0, -100]]))
+    torch.testing.assert_close(losses, torch.tensor([[math.log(4 / 3), math.log(2), 0.0]]), atol=2e-3, rtol=0)
+    assert losses.dtype == torch.float32
+
+
+def test_context_loss_weights_by_tokens_and_buckets_by_position():
+    metric = ContextLoss(context_length=4, buckets=2)
+    labels = torch.tensor([[0, 0, 0, 0, -100, 0]])
+    losses = torch.tensor([[1.0, 2.0, 3.0, 4.0, 0.0, 6.0]])
+    metric.update(losses, labels, torch.tensor([0, 4, 6], dtype=torch.int32))
+    metric.update(torch.tensor([[10.0]]), torch.tensor([[0]]), None)
+    result = metric.compute()
+    assert result.loss.item() == pytest.approx(26 / 6)
+    assert result.perplexity.item() == pytest.approx(math.exp(26 / 6), rel=1e-5)
+    assert result.by_position.tolist() == pytest.approx([(1 + 2 + 6 + 10) / 4, 3.5])
+
+
+def test_positions_beyond_the_context_count_in_the_last_bucket():
+    metric = ContextLoss(context_length=2, buckets=2)
+    metric.update(torch.tensor([[1.0, 2.0, 4.0]]), torch.zeros(1, 3, dtype=torch.int64), None)
+    assert metric.compute().by_position.tolist() == [1.0, 3.0]
+
+
+def test_accuracy_by_task():
+    metric = TaskAccuracy(3)
+    logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0, 2]]), 3)
+    metric.update(logits, torch.tensor([[1, 0, -100, 2]]))
+    metric.update(logits, torch.tensor([[-100, 2, -100, -100]]), task=2)
+    accuracy, by_task = metric.compute()
+    assert accuracy == 3 / 4
+    torch.testing.assert_close(by_task, torch.tensor([2 / 3, float("nan"), 1.0]), equal_nan=True)
+
+
+def test_unnamed_loaders_are_counted_together(tmp_path):
+    module = pretraining()
+    module.eval()
+    loaders = [validation_loader(), Batches(batch(7))]
+    run = trainer(tmp_path, max_steps=1)
+    run.validate(module, loaders, verbose=False)
+    batches = [b for loader in loaders for b in loader]
+    correct = [(module(b.tokens).argmax(-1) == b.labels).float().mean().item() for b in batches]
+    assert run.callback_metrics["val_accuracy"].item() == pytest.approx(sum(correct) / 3)
+    assert not [name for name in run.callback_metrics if name.startswith("val_accuracy_")]
+
+
+def test_training_and_validation_loss_ignore_what_has_no_label(tmp_path):
+    tokens, labels = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[2, -100, 4, 5, -100]])
+    packed = Batch(tokens, labels, torch.tensor([0, 2, 5], dtype=torch.int32))
+    module = pretraining(learning_rate=1e-9)
+    module.model = Uniform()
+    by_hand = -sum(module.model.table[t].log_softmax(-1)[n].item() for t, n in ((1, 2), (3, 4), (4, 5))) / 3
+    run = trainer(tmp_path, [log := LossLog()], max_steps=4)
+    run.fit(module, Batches(packed, packed, packed, packed), Batches(packed))
+    assert log.losses[1] == pytest.approx(by_hand, rel=1e-6)
+    assert run.callback_metrics["val_loss"].item() == pytest.approx(by_hand, rel=1e-5)
+    assert run.callback_metrics["val_perplexity"].item() == pytest.approx(math.exp(by_hand), rel=1e-5)
+    assert module.loss_by_position[0] == pytest.approx(
+        -(module.model.table[1].log_softmax(-1)[2] + module.model.table[3].log_softmax(-1)[4]).item() / 2, rel=1e-5
+    )  # position 0 of the two documents
+    assert len(module.loss_by_position) == 8
+
+
+def test_a_batch_without_any_label_does_not_break_the_run(tmp_path):
+    empty = batch(0)._replace(labels=torch.full((4, 16), -100))
+    run = trainer(tmp_path, [log := LossLog()], max_steps=2)
+    run.fit(module := pretraining(), Batches(batch(0), empty), validation_loader())
+    assert log.losses[2] == 0
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+
+
+def test_test_and_predict(tmp_path):
+    run = trainer(tmp_path)
+    module = pretraining()
+    (result,) = run.test(module, validation_loader(), verbose=False)
+    unlabelled = batch(1000)._replace(labels=batch(1000).labels.clone().index_fill(1, torch.tensor([3]), -100))
+    (losses,) = run.predict(module, Batches(unlabelled))
+    assert losses.shape == (4, 16)
+    assert losses[:, 3].isnan().all()
+    whole = torch.stack(run.predict(module, validation_loader()))
+    assert whole.mean().item() == pytest.approx(result["test_loss"], rel=1e-5)
+
+
+def test_it_learns(tmp_path):
+    run = trainer(
+        tmp_path, [log := LossLog()], checkpoints=Checkpoints(every_n_steps=60), max_steps=60, val_check_interval=60
+    )
+    run.fit(module := pretraining(learning_rate=5e-2), ResumableLoader(100), validation_loader())
+    assert log.losses[60] < log.losses[1] - 0.5
+    assert module.tokens_seen == 60 * 64
+
+
+def test_precision():
+    assert best_precision("cpu") == "32-true"
+    assert best_precision("gpu") in ("32-true", "bf16-mixed")
+
+
+class Interrupt(L.Callback):
+    """Presses Ctrl-C (or sends another signal) while the forward pass of a step runs."""
+
+    def __init__(self, step: int, number: int = signal.SIGINT) -> None:
+        self.step, self.number = step, number
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_step == self.step - 1:
+            os.kill(os.getpid(), self.number)
+
+
+class Draws(L.Callback):
+    """Somebody who draws random numbers during validation, and looks at those of each step."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, tuple] = {}
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+        torch.rand(7), random.random(), np.random.rand()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.numbers[trainer.global_step] = torch.rand(1).item(), random.random(), np.random.rand()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    L.seed_everything(3, verbose=False)
+    log, draws, module = LossLog(), Draws(), pretraining(dropout=0.3)
+    trainer(tmp_path_factory.mktemp("whole"), [log, draws]).fit(module, ResumableLoader(7), validation_loader())
+    return log.losses, draws.numbers, module
+
+
+@pytest.mark.parametrize(
+    "stop", [1, 4, 5, 7, 11], ids=["first", "at validation", "middle", "end of epoch", "last but one"]
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
+def test_a_stopped_run_continues_bitwise(tmp_path, uninterrupted, stop, number):
+    losses, numbers, whole = uninterrupted
+    L.seed_everything(3, verbose=False)
+    log = LossLog()
+    with pytest.raises(SystemExit) as exit:
+        trainer(tmp_path, [log, Interrupt(stop, number)]).fit(
+            pretraining(dropout=0.3), ResumableLoader(7), validation_loader()
+        )
+    assert exit.value.code == (1 if number == signal.SIGINT else 128 + signal.SIGTERM)
+    assert list(log.losses) == list(range(1, stop + 1))  # the step in progress was finished, none was begun
+    L.seed_everything(99, verbose=False)  # the run's own seed counts
+    rest, draws, module = LossLog(), Draws(), pretraining(dropout=0.3)
+    run = trainer(tmp_path, [rest, draws])
+    run.fit(module, ResumableLoader(7), validation_loader(), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    assert log.losses | rest.losses == losses
+    assert list(rest.losses) == list(range(stop + 1, 13))
+    assert draws.numbers == {step: drawn for step, drawn in numbers.items() if step > stop}
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(module.state_dict()[name], tensor), name
+    assert module.tokens_seen == 12 * 64
+
+
+def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, uninterrupted):
+    class PowerCut(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            if trainer.global_step == 7:
+                raise RuntimeError("power cut")
+
+    losses, _, _ = uninterrupted
+    L.seed_everything(3, verbose=False)
+    with pytest.raises(RuntimeError, match="power cut"):
+        trainer(tmp_path, [PowerCut()]).fit(pretraining(dropout=0.3), ResumableLoader(7), validation_loader())
+    rest = LossLog()
+    trainer(tmp_path, [rest]).fit(
+        pretraining(dropout=0.3),
+        ResumableLoader(7),
+        validation_loader(),
+        ckpt_path=tmp_path / "checkpoints" / "last.ckpt",
+    )
+    assert rest.losses == {step: loss for step, loss in losses.items() if step > 6}
+
+
+def test_a_checkpoint_holds_plain_containers_and_says_what_it_is(tmp_path):
+    run = trainer(tmp_path, max_steps=4)
+    run.fit(pretraining(tokenizer=ByteTokenizer()), ResumableLoader(7), validation_loader())
+    checkpoint = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert is_own(checkpoint["zoo"]["config"], checkpoint["zoo"].pop("signature"))
+    assert checkpoint["zoo"] == {
+        "format": 2,
+        "config": {"model": {"hidden_size": 8}},
+        "tokenizer": '{"bytes": true}',
+        "tokens_seen": 256,
+    }
+
+
+@pytest.mark.parametrize("what", ["foreign", "state dict", "other format", "truncated", "text", "missing"])
+def test_what_is_not_a_checkpoint_of_this_project(tmp_path, what):
+    trainer(tmp_path, max_steps=3).fit(pretraining(), ResumableLoader(7), validation_loader())
+    good, path = tmp_path / "checkpoints" / "last.ckpt", tmp_path / "other.ckpt"
+    checkpoint = torch.load(good, weights_only=True)
+    if what == "foreign":
+        del checkpoint["zoo"]
+    elif what == "state dict":
+        checkpoint = TinyModel().state_dict()
+    elif what == "other format":
+        checkpoint["zoo"]["format"] = 99
+    if what == "truncated":
+        path.write_bytes(good.read_bytes()[:-3000])
+    elif what == "text":
+        path.write_text("hello")
+    elif what != "missing":
+        torch.save(checkpoint, path)
+    message = {
+        "foreign": "is not a checkpoint of this project",
+        "state dict": "is not a checkpoint of this project",
+        "other format": "has checkpoint format 99, but this version reads the formats 1 and 2",
+        "truncated": "is truncated or not a checkpoint of this project",
+        "text": "is truncated or not a checkpoint of this project",
+        "missing": "there is no checkpoint at",
+    }[what]
+    with pytest.raises(UserError, match=message):
+        trainer(tmp_path / "new", max_steps=5).fit(
+            pretraining(), ResumableLoader(7), validation_loader(), ckpt_path=path
+        )
+
+
+class Lossy(Uniform):
+    """The same, with a loss of its own: none but that is asked of it in training."""
+
+    def loss(self, tokens, labels, cu_seqlens=None):
+        return self.table[tokens.flatten(), labels.clamp(min=0).flatten()].mul(labels.flatten() >= 0).sum()
+
+    def forward(self, tokens, state=None, *, cu_seqlens=None):
+        assert not self.training
+        return super().forward(tokens, state, cu_seqlens=cu_seqlens)
+
+
+def test_a_model_with_a_loss_of_its_own_is_trained_by_it(tmp_path):
+    tokens, labels = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[2, -100, 4, 5]])
+    given = Batch(tokens, labels, None)
+    module = pretraining(learning_rate=1e-9)
+    module.model = Lossy()
+    table = module.model.table.detach()
+    run = trainer(tmp_path, [log := LossLog()], max_steps=4)
+    run.fit(module, Batches(given, given, given, given), Batches(given))
+    assert log.losses[1] == pytest.approx((table[1, 2] + table[3, 4] + table[4, 5]).item() / 3, rel=1e-6)
+    usual = torch.nn.functional.cross_entropy(table[tokens[0]], labels[0])
+    assert run.callback_metrics["val_loss"].item() == pytest.approx(usual.item(), rel=1e-5)
+
+
+def test_without_one_it_is_trained_by_its_logits():
+    tokens, labels = torch.tensor([[1, 2, 3]]), torch.tensor([[2, -100, 4]])
+    model = Uniform()
+    expected = token_losses(model(tokens)[0], labels).sum()
+    assert torch.equal(total_loss(model, tokens, labels), expected)

@@ -1,0 +1,135 @@
+"""What two processes write down together: DDP between two CPUs, in processes that are started once for all tests."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests.zoo.tiny import batch, pretraining, trainer, validation_loader
+from zoo.checkpoints.format import read_checkpoint
+from zoo.data.batch import NO_LOSS, Batch
+from zoo.train.callbacks.checkpoints import Checkpoints
+from zoo.train.callbacks.step_times import StepTimes
+from zoo.train.metrics_file import read_metrics
+
+STEPS, EVERY, ACCUMULATED = 6, 2, 2
+OPTIONS: dict[str, Any] = {"log_every_n_steps": EVERY, "accumulate_grad_batches": ACCUMULATED, "max_steps": STEPS}
+
+
+class Share:
+    """A process's rows of the batches, whose first one has few labels."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank, self.count = rank, count
+
+    def __len__(self) -> int:
+        return 100
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in range(len(self)):
+            tokens, labels = (part.clone() for part in batch(number)[:2])
+            labels[0, number % 3 + 1 :] = NO_LOSS
+            yield Batch(*(part.chunk(self.count)[self.rank] for part in (tokens, labels)))
+
+
+class Late(L.Callback):
+    """A process that takes 60 ms longer for its gradients than the others."""
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        loss.register_hook(lambda gradient: time.sleep(0.06))
+
+
+def train(folder: Path, rank: int, count: int, late: int | None = None) -> None:
+    """A run whose parameters hardly change: processes with unequal numbers of labels train another mean."""
+    strategy = {"strategy": "ddp", "devices": count} if count > 1 else {}
+    callbacks = [StepTimes(), *([Late()] if rank == late else [])]
+    module = pretraining(learning_rate=1e-9)
+    saving = Checkpoints(every_n_steps=3, in_background=True)
+    trainer(folder, callbacks, checkpoints=saving, **OPTIONS, **strategy).fit(
+        module, Share(rank, count), validation_loader()
+    )
+
+
+def work(rank: int, folder: str) -> None:
+    """One process of two."""
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # Lightning starts no others then
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    shapes, all_reduce = [], dist.all_reduce
+
+    def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.is_floating_point():  # signals are agreed upon at each step, and nobody waits for that
+            shapes.append(list(x.shape))
+        return all_reduce(x, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", counted)
+        train(Path(folder, "two"), rank, 2)
+    for late in range(2):
+        train(Path(folder, f"late-{late}"), rank, 2, late)
+    Path(folder, f"sums-{rank}.json").write_text(json.dumps(shapes))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs: `one` of one process, `two`, `late-0` and `late-1` of two, of which the named one is late."""
+    folder = tmp_path_factory.mktemp("processes")
+    context = mp.start_processes(work, (str(folder),), nprocs=2, start_method="spawn", join=False)
+    train(folder / "one", 0, 1)
+    while not context.join():
+        pass
+    return folder
+
+
+def test_the_training_loss_is_that_of_all_tokens(found: Path) -> None:
+    """Of the step, in all of its batches and processes, wherever the labels are."""
+    losses = []
+    for run in ("one", "two"):
+        rows = [row for row in read_metrics(found / run / "metrics.jsonl") if "train_loss" in row]
+        assert [row["step"] for row in rows] == [1, 3, 5]
+        assert [row["tokens"] for row in rows] == [64 * ACCUMULATED * step for step in (2, 4, 6)]
+        losses.append([row["train_loss"] for row in rows])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    module, expected = pretraining(), []
+    for step in (1, 3, 5):
+        whole = [given for number, given in enumerate(Share(0, 1)) if number // ACCUMULATED == step]
+        logits = torch.cat([module(given.tokens) for given in whole]).flatten(0, 1)
+        labels = torch.cat([given.labels for given in whole]).flatten()
+        expected.append(torch.nn.functional.cross_entropy(logits, labels).item())
+    assert losses[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_processes_wait_for_it_only_where_it_is_logged(found: Path) -> None:
+    for rank in range(2):
+        assert json.loads((found / f"sums-{rank}.json").read_text()).count([2]) == STEPS // EVERY
+
+
+def test_how_long_the_others_are_waited_for(found: Path) -> None:
+    """The numbers are those of the first process, in rows of two steps, of which only one batch of two waits."""
+    times = {}
+    for run in ("one", "two", "late-0", "late-1"):
+        rows = [row for row in read_metrics(found / run / "metrics.jsonl") if "seconds_backward" in row]
+        assert len(rows) == STEPS // EVERY
+        times[run] = [row["seconds_communication"] for row in rows if "seconds_communication" in row]
+        assert all(seconds <= row["seconds_backward"] for seconds, row in zip(times[run], rows, strict=False))
+    assert not times["one"]
+    assert all(seconds > 0 for seconds in times["two"])
+    assert min(times["late-0"]) < 0.03 < 0.05 < max(times["late-1"])
+
+
+def test_the_first_process_saves_in_the_background(found: Path) -> None:
+    alone, together = (read_checkpoint(found / run / "checkpoints" / "last.ckpt") for run in ("one", "two"))
+    assert alone["global_step"] == together["global_step"] == STEPS
+    for name, tensor in together["state_dict"].items():
+        torch.testing.assert_close(tensor, alone["state_dict"][name], atol=1e-6, rtol=0)

@@ -1,0 +1,195 @@
+"""Launches of a kernel that are tried, each first in a process of its own: a wrong one can be an illegal access.
+
+`python -m zoo.benchmarks.candidate JSON` checks one candidate or times several, and prints one line of JSON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kernels import launch
+from kernels.delta_rule import triton_launch
+from kernels.launch_file import KERNELS, launch_file
+from zoo.benchmarks.cases import Case, Shape, Tensors
+from zoo.benchmarks.device import DTYPES
+from zoo.benchmarks.gate import Gate
+from zoo.benchmarks.timing import as_graph, medians
+
+Entry = dict[str, int]
+ROOT = Path(__file__).parents[2]
+REPEATS = 20
+BLOCKS, WARPS, STAGES = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3, 4)
+TIMEOUT = 900  # seconds; a compilation that takes as long is no use either
+ALONE = "built-in"  # no file at all
+
+
+class Target(NamedTuple):
+    """A kernel, the head size, and the bytes per element."""
+
+    kernel: str
+    size: int
+    itemsize: int
+
+    @property
+    def dtype(self) -> str:
+        return "bf16" if self.itemsize == 2 else "fp32"
+
+    @property
+    def says(self) -> str:
+        return f"{self.kernel} {self.size} {self.dtype}"
+
+
+def present(target: Target, device: torch.device) -> Entry | None:
+    """The entry that serves a target now, or for heads that are cut into pieces, the one that serves the pieces."""
+    op, _, name = target.kernel.partition(".")
+    dtype = DTYPES[target.dtype]
+    if op == "delta_rule":
+        entry = getattr(triton_launch.launches(device, target.size, target.size, dtype), name)
+        return None if entry is None else entry._asdict()
+    return launch.launch(name, min(target.size, launch.largest(dtype, device)), dtype, device)._asdict()
+
+
+def is_cut(target: Target, device: torch.device) -> bool:
+    """Whether heads of this size are cut into pieces."""
+    kind = DTYPES[target.dtype]
+    return target.kernel.startswith("linear_recurrence") and target.size > launch.largest(kind, device)
+
+
+def around(entry: Entry) -> list[Entry]:
+    """An entry, and those that differ from it in one number: a neighbouring block, or any other warps or stages."""
+    found = [entry]
+    for name, value in entry.items():
+        others: tuple[int, ...] = {"warps": WARPS, "stages": STAGES}.get(name, ())
+        if name in ("block", "keys", "values"):
+            others = tuple(block for block in (value // 2, value * 2) if block in BLOCKS)
+        found += [{**entry, name: other} for other in others if other != value]
+    return found
+
+
+def fits(target: Target, entry: Entry, shared: int) -> bool:
+    """Whether the tiles of 64 tokens that a loop keeps in flight can fit into shared memory [bytes].
+
+    A lower bound: it saves the time to try, and the compiler has the last word.
+    """
+    name = target.kernel.partition(".")[2]
+    blocks = sum(entry[axis] for axis in ("block", "keys", "values") if axis in entry)
+    if name in ("carry", "local", "forward", "backward", "narrow"):  # these hold whole keys beside the block
+        blocks += 2 * target.size
+    return name == "step" or (entry["stages"] - 1) * 64 * blocks * target.itemsize <= shared
+
+
+def cases(target: Target, *, timed: bool) -> Iterator[tuple[str, Shape]]:
+    """The calls, by op and shape, that a target's kernel is a part of and whose path to it depends on the shape."""
+    op, _, name = target.kernel.partition(".")
+    D = target.size
+    wide = 64 * 128 // D
+    if name == "step":
+        shapes = [Shape(64, 16, 1, D)]
+    elif name == "narrow":  # few recurrences, and not so long that they are cut into segments
+        shapes = [Shape(1, 8, 4096 if timed else 1000, D)]
+    elif name == "local":  # only where sequences are cut into segments
+        shapes = [Shape(1, 2, 65536 if timed else 8192, D)]
+    elif timed:
+        shapes = [Shape(2, wide, 2048, D)]  # fills a device, and leaves room for a graph of each candidate
+    else:
+        shapes = [Shape(4, 64, 200, D), Shape(2, 4, 1000, D)]
+        shapes += [Shape(1, 2, 8192, D)] if name in ("carry", "forward", "backward") else []
+    ops = {
+        "carry": ("head", "channel"),
+        "local": ("head", "channel"),
+        "step": ("head", "channel"),
+        "head_scores": ("head",),
+    }
+    decays = ops.get(name, ("channel",))
+    for case in ["delta_rule"] if op == "delta_rule" else [f"linear_{decay}" for decay in decays]:
+        for shape in shapes:
+            yield case, shape
+
+
+def _case(name: str, shape: Shape, target: Target, device: torch.device) -> Case:
+    case = Case(name, shape, target.dtype, device, "triton", window=1)
+    if shape.T == 1:  # a single step is about the state
+        generator = torch.Generator(device).manual_seed(1)
+        size = (shape.B, shape.H, shape.D, shape.D)
+        case.inputs["initial_state"] = torch.randn(size, device=device, generator=generator)
+    return case
+
+
+def _results(case: Case, inputs: Tensors, do: torch.Tensor, backend: str | None = None) -> Tensors:
+    """The output, and where there is more than one token the gradients."""
+    if case.shape.T > 1:
+        return case.differentiated(lambda x: case.call(x, backend), inputs, do)
+    with torch.no_grad():
+        return {"o": case.call(inputs, backend)}
+
+
+def check(target: Target, entry: Entry, file: str, device: torch.device) -> str | None:
+    """Why a candidate is no good: results unlike the chunkwise form in fp32, or unlike each other. None if it is."""
+    with launch_file(file):
+        if is_cut(target, device) or present(target, device) != entry:
+            return "is not in force"
+        for name, shape in cases(target, timed=False):
+            case = _case(name, shape, target, device)
+            found = _results(case, case.inputs, case.do)
+            exact = {n: x.float() for n, x in case.inputs.items()}
+            gate = Gate()
+            for key, y in _results(case, exact, case.do.float(), "torch").items():
+                gate.check(key, found[key], y, 1e-4 if target.itemsize == 4 else 5e-3 if key == "o" else 1e-2)
+            if not gate.passed:
+                return f"{name}: {gate.says}"
+            for _ in range(REPEATS):
+                again = _results(case, case.inputs, case.do)
+                if not all(torch.equal(again[key], x) for key, x in found.items()):
+                    return f"{name}: results do not repeat"
+    return None
+
+
+def times(target: Target, files: Mapping[str, str | None], seconds: float, device: torch.device) -> dict[str, float]:
+    """Milliseconds of whole calls, forward and backward, with the launches of each file."""
+    total = dict.fromkeys(files, 0.0)
+    for name, shape in cases(target, timed=True):
+        case = _case(name, shape, target, device)
+        graphs = {}
+        for key, file in files.items():
+            with launch_file(file):
+                graphs[key] = as_graph(partial(_results, case, case.inputs, case.do), device)
+        for key, ms in medians(graphs, device, seconds).items():
+            total[key] += ms
+    return total
+
+
+def run(task: Mapping[str, Any]) -> dict[str, Any]:
+    """What a process of its own has to say: `{"wrong": …}`, `{"ms": …}`, or `{"wrong": …}` if it died."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "zoo.benchmarks.candidate", json.dumps(task)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, "PYTHONPATH": path}
+        )
+    except subprocess.TimeoutExpired:
+        return {"wrong": f"took longer than {TIMEOUT} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return {"wrong": last[:200]}
+
+
+def perform(task: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """What `run` has done in the other process."""
+    target = Target(*task["target"])
+    assert target.kernel in KERNELS
+    if "entry" in task:
+        return {"wrong": check(target, task["entry"], task["file"], device)}
+    return {"ms": times(target, task["files"], task["seconds"], device)}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(perform(json.loads(sys.argv[1]), torch.device("cuda"))) + "\n")

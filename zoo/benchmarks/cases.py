@@ -1,0 +1,158 @@
+"""The ops that are benchmarked: their inputs, their cost, and what they must agree with."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+from kernels.backend import choose
+from zoo.benchmarks.device import DTYPES
+from zoo.benchmarks.gate import Gate
+
+Tensors = dict[str, Tensor]
+SLICE = 331  # tokens that are compared with the loop; not a whole number of chunks
+
+
+class Shape(NamedTuple):
+    """Sizes of a call: keys and values have the same size D."""
+
+    B: int
+    H: int
+    T: int
+    D: int
+
+
+class Op(NamedTuple):
+    """An op with one kind of decay."""
+
+    function: str  # its name in `kernels`
+    decay: str | None = None  # head | channel | constant
+
+
+OPS = {
+    "delta_rule": Op("delta_rule", "head"),
+    "linear_head": Op("linear_recurrence", "head"),
+    "linear_channel": Op("linear_recurrence", "channel"),
+    "linear_constant": Op("linear_recurrence", "constant"),
+    "window_attention": Op("window_attention"),
+}
+
+
+class Case:
+    """One op at one shape with random inputs.
+
+    Args:
+        name: Of the op, in `OPS`.
+        shape: B, H, T, D.
+        dtype: bf16, fp16 or fp32, of queries, keys and values; decays are fp32.
+        device: Where.
+        backend: Of the kernels.
+        window: Keys that a query of the attention sees.
+
+    Raises:
+        UserError: The op has no such backend on this device.
+    """
+
+    def __init__(self, name: str, shape: Shape, dtype: str, device: torch.device, backend: str, window: int):
+        self.name, self.shape, self.dtype, self.backend, self.op = name, shape, dtype, backend, OPS[name]
+        self.window = window if name == "window_attention" else None
+        generator = torch.Generator(device).manual_seed(0)
+        self.inputs = _inputs(self.op, shape, DTYPES[dtype], device, generator)
+        self.do = torch.randn(self.inputs["v"].shape, device=device, generator=generator).to(DTYPES[dtype])
+        self.implementation = self._implementation()
+        # a constant decay is a number of the architecture
+        self.learned = [n for n in self.inputs if not (n == "log_decay" and self.op.decay == "constant")]
+
+    def _implementation(self) -> str:
+        """The name of the implementation that runs."""
+        package = importlib.import_module(f"kernels.{self.op.function}")
+        known: Mapping[str, Callable[..., Any]] = package.IMPLEMENTATIONS
+        if getattr(package, "LARGEST", self.shape.D) < self.shape.D:
+            known = {name: found for name, found in known.items() if name != "triton"}
+        with kernels.backend(self.backend):
+            chosen = choose(self.op.function, known, self.inputs["v"])
+        return next(name for name, found in known.items() if found is chosen)
+
+    def call(self, inputs: Tensors, backend: str | None = None) -> Tensor:
+        """Outputs [B,T,H,D]."""
+        with kernels.backend(self.backend if backend is None else backend):
+            function: Callable[..., Any] = getattr(kernels, self.op.function)
+            if self.window is not None:
+                return function(**inputs, window_size=self.window)
+            return function(**inputs)[0]
+
+    def differentiated(self, call: Callable[[Tensors], Tensor], inputs: Tensors, do: Tensor) -> Tensors:
+        """Output `o` of a call and the gradients of what is learned, by the names of the inputs."""
+        leaves = {n: x.detach().requires_grad_(n in self.learned) for n, x in inputs.items()}
+        o = call(leaves)
+        gradients = torch.autograd.grad(o, [leaves[n] for n in self.learned], do)
+        return {"o": o.detach(), **{f"d{n}": x for n, x in zip(self.learned, gradients, strict=True)}}
+
+    def check(self) -> Gate:
+        """Compare with slow fp32.
+
+        Kernels run exactly the call that is timed, of which the last head is compared with the chunkwise form in fp32;
+        that form itself is compared with the loop on the first tokens.
+        """
+        chunkwise = self.implementation != "triton"
+        inputs, do = self.inputs, self.do
+        if chunkwise:
+            inputs = {n: x[:, :SLICE] if x.dim() > 1 else x for n, x in inputs.items()}
+            do = do[:, :SLICE]
+        found = self.differentiated(self.call, inputs, do)
+        slow = {n: x[-1:, :, -1:].float() if x.dim() > 1 else x[-1:] for n, x in inputs.items()}
+        reference = "reference" if self.implementation == "torch" else "torch"
+        wanted = self.differentiated(lambda x: self.call(x, reference), slow, do[-1:, :, -1:].float())
+        gate = Gate()
+        for name, y in wanted.items():
+            limit = 1e-4 if self.dtype == "fp32" else 5e-3 if name == "o" else 1e-2
+            gate.check(name, found[name][-1:, :, -1:], y, limit)
+        return gate
+
+    @property
+    def flops(self) -> int:
+        """Of the forward pass."""
+        B, H, T, D = self.shape
+        if self.window is not None:
+            return B * kernels.attention_flops(T, heads=H, head_dim=D, window_size=self.window)
+        return B * kernels.recurrence_flops(
+            getattr(kernels, self.op.function),
+            T,
+            heads=H,
+            key_heads=H,
+            subheads=1,
+            key_size=D,
+            value_size=D,
+            per_channel=self.op.decay == "channel",
+        )
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes that a forward pass, and a forward and a backward pass, must read and write at least."""
+        read = sum(x.nbytes for x in self.inputs.values())
+        gradients = sum(self.inputs[n].nbytes for n in self.learned)
+        return read + self.do.nbytes, 2 * (read + self.do.nbytes) + gradients
+
+
+def _inputs(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensors:
+    B, H, T, D = shape
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, device=device, generator=generator)
+
+    q, k, v = draw(B, T, H, D), draw(B, T, H, D), draw(B, T, H, D)
+    if op.decay is None:
+        return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+    tensors = {"q": F.normalize(q, dim=-1).to(dtype), "k": F.normalize(k, dim=-1).to(dtype), "v": v.to(dtype)}
+    if op.decay == "constant":
+        tensors["log_decay"] = -0.1 * torch.arange(1, H + 1, device=device) / H
+    else:
+        size = (B, T, H) if op.decay == "head" else (B, T, H, D)
+        tensors["log_decay"] = F.logsigmoid(draw(*size)) / 16
+    if op.function == "delta_rule":
+        tensors["beta"] = draw(B, T, H).sigmoid()
+    return tensors

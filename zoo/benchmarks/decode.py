@@ -1,0 +1,196 @@
+"""`bench decode`: time of a token from a state at some position, eager and as a captured CUDA graph."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from tqdm import tqdm
+
+from zoo import config as configs
+from zoo.benchmarks import model as models
+from zoo.benchmarks import peers as others
+from zoo.benchmarks.device import described, pick_backend, pick_device
+from zoo.benchmarks.report import Report
+from zoo.benchmarks.timing import medians
+from zoo.generation.decoder import Decoder
+from zoo.lm.model import LanguageModel
+
+PEER_POSITION = 1024  # farther prefills of a peer tell nothing new: the size of its state is constant too
+
+
+def bench_decode(
+    config: Sequence[str],
+    batch_sizes: list[int] | None = None,
+    positions: list[int] | None = None,
+    precision: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    seconds: float = 1.0,
+    peers: bool = False,
+    folder: str = "runs/bench-decode",
+) -> Report:
+    """Time the next token of a model, after a check that its steps continue what it reads at once.
+
+    The state at a position is random, of the size that it has there; each step feeds the likeliest token and the new
+    state to the next one.
+
+    Args:
+        config: Configs and `key=value` overrides, in order.
+        batch_sizes: Sequences at a time; null for 1 and 64.
+        positions: Tokens that came before; null for 1024 and 65536.
+        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a processor.
+        backend: Of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
+        device: cpu or cuda; null for the GPU if there is one.
+        seconds: Time to spend on each measurement.
+        peers: Whether to time flash-linear-attention's Gated DeltaNet of the same sizes too.
+        folder: Where bench.json goes.
+
+    Raises:
+        UserError: An argument is wrong.
+    """
+    where = pick_device(device)
+    if peers:
+        others.require(where)
+    batch_sizes = [1, 64] if batch_sizes is None else batch_sizes
+    positions = [1024, 65536] if positions is None else positions
+    precision = precision or ("bf16-true" if where.type == "cuda" else "32-true")
+    backend = pick_backend(backend)
+    models.check_precision(precision)
+    for argument, sizes in (("batch_sizes", batch_sizes), ("positions", positions)):
+        for size in sizes:
+            models.check_sizes(**{argument: size})
+    found = models.read(config)
+    name = Path(str(next((item for item in config if "=" not in item), "model"))).stem
+    about = {
+        **described(where),
+        "model": configs.to_dict(found)["model"],
+        "precision": precision,
+        "peers": peers,
+    }
+    report = Report("decode", Path(folder), about)
+    model = models.build(found, precision, where).eval()
+    gate = models.compared(model, precision, backend, models.continuing, models.at_once)
+    peer = others.language_model(about["model"], where).to(models.PRECISIONS[precision]).eval() if peers else None
+    places = [(batch, position) for batch in batch_sizes for position in positions]
+    for batch, position in tqdm(places, desc="decode", unit=" places", dynamic_ncols=True):
+        row = {"model": name, "batch_size": batch, "position": position, "gate": gate.record()}
+        if not gate.passed:
+            report.rows.append({**row, "how": "", "note": gate.says})
+            continue
+        with torch.no_grad(), models.running(precision, where, backend):
+            report.rows += _measured(row, model, seconds)
+        if peer is not None:
+            other = {"model": "fla gated delta rule", "batch_size": batch, "position": min(position, PEER_POSITION)}
+            with torch.no_grad(), models.running(precision, where):
+                make = partial(Peer, peer, batch, other["position"])
+                report.rows.append(_peer({**other, "how": "eager"}, seconds, make, where))
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+    return report
+
+
+def _measured(row: dict[str, Any], model: LanguageModel, seconds: float) -> list[dict[str, Any]]:
+    """Rows for one batch size and position: eager, and on a GPU a captured graph."""
+    device = next(model.parameters()).device
+    place = row["batch_size"], row["position"]
+    eager = _timed({**row, "how": "eager"}, seconds, lambda: Eager(model, *place), device)
+    if device.type != "cuda" or "ms" not in eager:
+        return [eager]
+    try:
+        return [eager, _timed({**row, "how": "CUDA graph"}, seconds, lambda: Captured(model, *place), device)]
+    except RuntimeError as error:
+        eager["note"] = f"no CUDA graph: {' '.join(str(error).split())[:120]}"
+        return [eager]
+
+
+def _timed(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    try:
+        step = make()
+        row["ms"] = medians({"step": step}, device, seconds)["step"]
+    except torch.OutOfMemoryError:
+        return {**row, "note": "does not fit into memory"}
+    row["tokens_per_second"] = row["batch_size"] / row["ms"] * 1e3
+    row["state_bytes"] = step.state_bytes
+    return row
+
+
+def _peer(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    try:
+        return _timed(row, seconds, make, device)
+    except Exception as error:  # whatever another library raises is a remark in our table
+        return {**row, "note": others.complaint(error)}
+
+
+class Eager:
+    """Steps of the model as they are written, each with the likeliest token of the one before."""
+
+    capture: bool | None = False
+
+    def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
+        self.tokens = torch.randint(model.vocab_size, (batch_size, 1), device=next(model.parameters()).device)
+        state = state_at(model, batch_size, position)
+        self.state_bytes = sum(leaf.nbytes for leaf in tree_leaves(state))
+        self.decoder = Decoder(model, state, capture=self.capture)
+
+    def __call__(self) -> None:
+        self.tokens = self.decoder(self.tokens)[:, -1:].argmax(-1)
+
+
+class Captured(Eager):
+    """The same as `generate` runs them on a GPU."""
+
+    capture = True
+
+    def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
+        super().__init__(model, batch_size, position)
+        self()
+        if self.decoder.refused:
+            raise RuntimeError(self.decoder.refused)
+
+
+class Peer:
+    """Steps of a Hugging Face model with its cache, after a prefill."""
+
+    state_bytes = None
+
+    def __init__(self, model: Any, batch_size: int, position: int) -> None:
+        self.model = model
+        prompt = torch.randint(model.config.vocab_size, (batch_size, position), device=model.device)
+        out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+        self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+    def __call__(self) -> None:
+        out = self.model(input_ids=self.tokens, past_key_values=self.past, use_cache=True)
+        self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+
+def growing(model: LanguageModel) -> list[bool]:
+    """For each tensor of a state, whether it has one entry more after each token."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    with torch.no_grad():
+        _, after = model(token, model.init_state(1))
+    pairs = zip(tree_leaves(model.init_state(1)), tree_leaves(after), strict=True)
+    return [old.shape != new.shape for old, new in pairs]
+
+
+def grows(model: LanguageModel) -> bool:
+    """Whether the state of the model grows with every token."""
+    return any(growing(model))
+
+
+def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
+    """A random state of the size that it has after `position` tokens."""
+    more = iter(growing(model))
+
+    def fill(leaf: Tensor) -> Tensor:
+        grown = next(more)
+        if not leaf.is_floating_point():
+            return torch.full_like(leaf, position)
+        size = (batch_size, position, *leaf.shape[2:]) if grown else leaf.shape
+        return 0.1 * torch.randn(size, dtype=leaf.dtype, device=leaf.device)
+
+    return tree_map(fill, model.init_state(batch_size))

@@ -1,0 +1,92 @@
+"""What is known of the device that a benchmark runs on."""
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+import torch
+
+from kernels import BACKENDS, UserError
+from mixers import did_you_mean
+from zoo.train.devices import peak_flops
+
+# Bytes a second from the makers' data sheets; the first name found in the device's name counts.
+PEAK_BANDWIDTH = {
+    "B200": 8.0e12,
+    "H200": 4.8e12,
+    "H100 PCIe": 2.0e12,
+    "H100 NVL": 3.9e12,
+    "H100": 3.35e12,
+    "A100-SXM4-80GB": 2.04e12,
+    "A100 80GB": 1.94e12,
+    "A100": 1.56e12,
+    "L40S": 864e9,
+    "L4": 300e9,
+    "4090": 1008e9,
+    "3090": 936e9,
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The named device, by default the GPU if there is one.
+
+    Raises:
+        UserError: There is no such device here.
+    """
+    found = torch.cuda.is_available()
+    if name is None:
+        return torch.device("cuda" if found else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise UserError(f"device: {name!r} is not one of cpu, cuda{did_you_mean(name, ['cpu', 'cuda'])}")
+    if name == "cuda" and not found:
+        raise UserError("device: PyTorch finds no CUDA device on this machine; leave --device out to run on the CPU")
+    return torch.device(name)
+
+
+def pick_dtype(name: str | None, device: torch.device) -> str:
+    """The named precision, by default bf16 on a GPU and fp32 on a processor."""
+    if name is None:
+        return "bf16" if device.type == "cuda" else "fp32"
+    if name not in DTYPES:
+        raise UserError(f"dtype: {name!r} is not one of {', '.join(DTYPES)}{did_you_mean(name, list(DTYPES))}")
+    return name
+
+
+def pick_backend(name: str | None) -> str:
+    """The named backend, by default that of the process."""
+    name = name or os.environ.get("ZOO_BACKEND", "auto")
+    if name not in BACKENDS:
+        raise UserError(f"backend: {name!r} is not one of {', '.join(BACKENDS)}{did_you_mean(name, list(BACKENDS))}")
+    return name
+
+
+def described(device: torch.device) -> dict[str, Any]:
+    """Device and versions, for the record."""
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "fla": version("flash-linear-attention"),
+    }
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, if it is installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def roofline_ms(device: torch.device, dtype: str, flops: float, moved: float) -> float | None:
+    """Milliseconds that `flops` and `moved` bytes take at least, the longer of both; None where no peak is known."""
+    peak = None if dtype == "fp32" else peak_flops(device)
+    if peak is None:
+        return None
+    name = torch.cuda.get_device_name(device)
+    bandwidth = next((rate for model, rate in PEAK_BANDWIDTH.items() if model in name), None)
+    return None if bandwidth is None else max(flops / peak, moved / bandwidth) * 1e3

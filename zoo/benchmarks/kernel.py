@@ -1,0 +1,183 @@
+"""`bench kernels`: forward and backward times of the ops, beside the limits of the device and beside others."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo.benchmarks import peers as others
+from zoo.benchmarks.cases import OPS, Case, Shape, Tensors
+from zoo.benchmarks.device import described, pick_backend, pick_device, pick_dtype, roofline_ms
+from zoo.benchmarks.gate import relative_error
+from zoo.benchmarks.report import Report
+from zoo.benchmarks.timing import Call, as_graph, medians
+
+ON_GPU = [(4, 8, 4096, 128), (4, 64, 4096, 128), (1, 8, 65536, 128)]
+WINDOW_ON_GPU = [(4, 8, 8192, 128)]
+ON_CPU = [(1, 4, 1024, 64)]
+LENGTHS_ON_GPU = [1 << n for n in (10, 12, 14, 16)]
+LENGTHS_ON_CPU = [256, 512, 1024, 2048]
+OURS = "ours"
+
+
+def bench_kernels(
+    ops: list[str] | str | None = None,
+    shapes: list[tuple[int, int, int, int]] | None = None,
+    lengths: list[int] | None = None,
+    dtype: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    window_size: int | None = None,
+    seconds: float = 0.8,
+    peers: bool = False,
+    folder: str = "runs/bench-kernels",
+) -> Report:
+    """Time the ops, forward and with their backward pass, after a check that their results are right.
+
+    Args:
+        ops: Some of delta_rule, linear_head, linear_channel, linear_constant (by the kind of decay) and
+            window_attention; all by default.
+        shapes: [B, H, T, D] of the table, batch, heads, tokens and key size; null for some that suit the device.
+        lengths: T of the picture, at the B, H and D of the last shape; [] for no picture, null for some that suit the
+            device.
+        dtype: bf16, fp16 or fp32; null for bf16 on a GPU and fp32 on a processor.
+        backend: Of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
+        device: cpu or cuda; null for the GPU if there is one.
+        window_size: Of window_attention; null for 2048 on a GPU and 256 on a processor.
+        seconds: Time to spend on each measurement.
+        peers: Whether to time flash-linear-attention, SDPA and FlexAttention too, in turn with ours.
+        folder: Where bench.json and bench.png go.
+
+    Raises:
+        UserError: An argument is wrong.
+    """
+    where = pick_device(device)
+    on_gpu = where.type == "cuda"
+    names = _ops(ops)
+    precision = pick_dtype(dtype, where)
+    backend = pick_backend(backend)
+    window = window_size or (2048 if on_gpu else 256)
+    for argument, sizes in (("shapes", shapes or []), ("lengths", [lengths or []]), ("window_size", [[window]])):
+        if any(number < 1 for given in sizes for number in given):
+            raise UserError(f"{argument}: all sizes must be at least 1")
+    if peers:
+        others.require_for(names, where)
+
+    table: list[tuple[str, Shape]] = []
+    for name in names:
+        default = ON_CPU if not on_gpu else WINDOW_ON_GPU if name == "window_attention" else ON_GPU
+        table += [(name, Shape(*shape)) for shape in (default if shapes is None else shapes)]
+    if lengths is None:
+        lengths = LENGTHS_ON_GPU if on_gpu else LENGTHS_ON_CPU
+    base = Shape(*(shapes or (ON_GPU if on_gpu else ON_CPU))[-1])
+    curve = [(name, base._replace(T=length)) for name in names for length in lengths]
+
+    for name in names:  # a backend that an op does not have should not wait for its turn
+        Case(name, Shape(1, 1, 1, base.D), precision, where, backend, window)
+    report = Report("kernels", Path(folder), {**described(where), "dtype": precision, "peers": peers})
+    wanted = list(dict.fromkeys([*table, *curve]))
+    for name, shape in (bar := tqdm(wanted, desc="kernels", unit=" calls", dynamic_ncols=True)):
+        bar.set_postfix_str(f"{name} {'×'.join(map(str, shape))}")
+        row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "dtype": precision}
+        row["in_table"], row["in_curve"] = (name, shape) in table, (name, shape) in curve
+        try:
+            case = Case(name, shape, precision, where, backend, window)
+            row |= measured(case, seconds, peers and row["in_table"])
+        except torch.OutOfMemoryError:
+            row["note"] = "does not fit into memory"
+        case = None  # type: ignore[assignment]
+        if on_gpu:
+            torch.cuda.empty_cache()
+        report.rows.append(row)
+    return report
+
+
+def _ops(given: list[str] | str | None) -> list[str]:
+    if given is None:
+        return list(OPS)
+    names = [name.strip() for name in (given.strip("[]").split(",") if isinstance(given, str) else given)]
+    for name in names:
+        if name not in OPS:
+            raise UserError(f"ops: {name!r} is not one of {', '.join(OPS)}{did_you_mean(name, list(OPS))}")
+    return list(dict.fromkeys(names))
+
+
+def measured(case: Case, seconds: float, peers: bool) -> dict[str, Any]:
+    """The row of a case: its check, then its times if it passed."""
+    gate = case.check()
+    row: dict[str, Any] = {"implementation": case.implementation, "window_size": case.window, "gate": gate.record()}
+    if not gate.passed:
+        return {**row, "note": gate.says}
+    device = case.do.device
+    calls: dict[str, Any] = {OURS: case.call}
+    row["peers"] = {}
+    if peers:
+        for name, peer in others.kernel_peers(case).items():
+            row["peers"][name] = found = _tried(case, peer)
+            if "note" not in found:
+                calls[name] = peer
+    times: dict[str, dict[str, float]] = {"fwd": {}, "fwd_bwd": {}, "fwd_graph": {}, "fwd_bwd_graph": {}}
+    runs = {"fwd": {name: _forward(call, case.inputs) for name, call in calls.items()}}
+    runs["fwd_bwd"] = {name: _both(case, call) for name, call in calls.items()}
+    for key, timed in runs.items():
+        times[key] = medians(timed, device, seconds / 2)
+    if device.type == "cuda":
+        for key, timed in runs.items():
+            graphs, refused = _graphs(timed, device)
+            times[f"{key}_graph"] = medians(graphs, device, seconds / 2)
+            for name, reason in refused.items():
+                (row if name == OURS else row["peers"][name])["graph_note"] = reason
+    row |= {f"{key}_ms": found[OURS] for key, found in times.items() if OURS in found}
+    for key, products, moved in (
+        ("fwd", 1, case.moved[0]),
+        ("fwd_bwd", 3, case.moved[1]),  # two products backward for each one forward
+    ):
+        ms = row.get(f"{key}_graph_ms", row[f"{key}_ms"])
+        row[f"{key}_tflops"] = products * case.flops / ms / 1e9
+        least = roofline_ms(device, case.dtype, products * case.flops, moved)
+        row[f"{key}_roofline"] = None if least is None else least / ms
+    for name in list(calls)[1:]:
+        for key, found in times.items():
+            if name in found and OURS in found:
+                row["peers"][name] |= {f"{key}_ms": found[name], f"{key}_ratio": found[name] / found[OURS]}
+    return row
+
+
+def _graphs(calls: dict[str, Call], device: torch.device) -> tuple[dict[str, Call], dict[str, str]]:
+    """The calls as CUDA graphs, and why some cannot be."""
+    graphs, refused = {}, {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = as_graph(call, device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            refused[name] = others.complaint(error)
+    return graphs, refused
+
+
+def _tried(case: Case, peer: Any) -> dict[str, Any]:
+    """How far a peer's output is from ours, or why it does not run."""
+    try:
+        found = case.differentiated(peer, case.inputs, case.do)["o"]
+        with torch.no_grad():
+            return {"output_difference": relative_error(found, case.call(case.inputs))}
+    except Exception as error:  # whatever another library raises is a remark in our table
+        return {"note": others.complaint(error)}
+
+
+def _forward(call: Any, inputs: Tensors) -> Call:
+    def run() -> None:
+        with torch.no_grad():
+            call(inputs)
+
+    return run
+
+
+def _both(case: Case, call: Any) -> Call:
+    leaves = {n: x.detach().requires_grad_(n in case.learned) for n, x in case.inputs.items()}
+    learned = [leaves[n] for n in case.learned]
+    return lambda: torch.autograd.grad(call(leaves), learned, case.do)

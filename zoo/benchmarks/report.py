@@ -1,0 +1,267 @@
+"""What a benchmark leaves: a table in the terminal, bench.json and, over length or devices, bench.png."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator
+from rich import box
+from rich.table import Table
+
+from zoo.files.atomic import atomic_write
+
+# times of a call, and of its kernels alone, when a CUDA graph launches them
+KINDS = {"": "called ms", "_graph": "as graph ms"}
+
+
+@dataclass
+class Report:
+    """The rows of one benchmark.
+
+    Args:
+        kind: kernels, training, decode or scaling.
+        folder: Where the files go.
+        about: Device, versions and settings.
+        rows: One for each measurement.
+    """
+
+    kind: str
+    folder: Path
+    about: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a result was wrong."""
+        return any(map(_wrong, self.rows))
+
+    def write(self) -> None:
+        """Write the files."""
+        record = {"kind": self.kind, **self.about, "rows": self.rows}
+        with atomic_write(self.folder / "bench.json") as file:
+            file.write(json.dumps(record, indent=1, allow_nan=False).encode())
+        picture = PICTURES[self.kind](self) if self.kind in PICTURES else None
+        if picture is not None:
+            with atomic_write(self.folder / "bench.png") as file:
+                picture.savefig(file, format="png")
+
+    def table(self) -> Table:
+        """The rows for the terminal."""
+        return TABLES[self.kind](self)
+
+
+def kernels_table(report: Report) -> Table:
+    """One row for each op and shape, the peers' times and how many times ours below."""
+    kinds = [kind for kind in KINDS if any(f"fwd{kind}_ms" in row for row in report.rows)]
+    columns = ["op", "B×H×T×D", *(KINDS[kind] for kind in kinds), "TFLOP/s", "of limit"]
+    if report.about["peers"]:
+        columns += [f"peer ÷ ours {KINDS[kind].removesuffix(' ms')}" for kind in kinds]
+    table = _table(report, columns)
+    remarks = ["all: forward / forward and backward; TFLOP/s and part of what FLOPs and bytes allow: of the last time"]
+    by = sorted({row["implementation"] for row in report.rows if "implementation" in row})
+    remarks += [f"implementation: {', '.join(by)}"] if by else []
+    for row in report.rows:
+        head = [row["op"], "×".join(map(str, row["shape"].values()))]
+        if "fwd_ms" not in row:
+            _without(table, remarks, head, row)
+        elif row["in_table"]:
+            table.add_row(
+                *head,
+                *_times(row, kinds),
+                f"{row['fwd_tflops']:.3g} / {row['fwd_bwd_tflops']:.3g}",
+                _pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
+            )
+            remarks += [f"{row['op']}: no graph, {row['graph_note']}"] if "graph_note" in row else []
+            for name, peer in row["peers"].items():
+                if "note" in peer:
+                    remarks.append(f"{name}: {peer['note']}")
+                    continue
+                remarks += [f"{name}: no graph, {peer['graph_note']}"] if "graph_note" in peer else []
+                ratios = [_pair(peer.get(f"fwd{k}_ratio"), peer.get(f"fwd_bwd{k}_ratio"), "{:.2f}×") for k in kinds]
+                table.add_row(f"  {name}", "", *_times(peer, kinds), "", "", *ratios)
+    return _captioned(table, remarks)
+
+
+def _times(row: dict[str, Any], kinds: Iterable[str]) -> list[str]:
+    return [_pair(row.get(f"fwd{kind}_ms"), row.get(f"fwd_bwd{kind}_ms"), "{:.3f}") for kind in kinds]
+
+
+def training_table(report: Report) -> Table:
+    """One row for each model."""
+    about = report.about
+    milliseconds = ("step_ms", "forward_ms", "backward_ms", "optimiser_ms")
+    columns = ["model", "params", "tok/s", "step ms", "fwd", "bwd", "optim", "GiB", "MFU", "first s", "ready s"]
+    table = _table(report, columns)
+    remarks = [
+        f"batch {about['batch_size']} × {about['length']} tokens{', compiled' if about['compiled'] else ''}",
+        "first: seconds of the first step; ready: from the start of the process to its end",
+    ]
+    for row in report.rows:
+        if "step_ms" not in row:
+            _without(table, remarks, [row["model"]], row)
+            continue
+        table.add_row(
+            row["model"],
+            f"{row['parameters'] / 1e6:.1f} M",
+            f"{row['tokens_per_second']:,.0f}",
+            *(f"{row[key]:.1f}" for key in milliseconds),
+            _given(row["peak_gib"], "{:.1f}"),
+            _given(row["mfu"], "{:.1%}"),
+            f"{row['first_step_s']:.1f}",
+            _given(row["ready_s"], "{:.1f}"),
+        )
+    return _captioned(table, remarks)
+
+
+def decode_table(report: Report) -> Table:
+    """One row for each batch size and position."""
+    table = _table(report, ["model", "batch", "position", "how", "ms/token", "tok/s", "state MB"])
+    remarks: list[str] = []
+    for row in report.rows:
+        head = [row["model"], str(row["batch_size"]), str(row["position"]), row["how"]]
+        if "ms" not in row:
+            _without(table, remarks, head, row)
+            continue
+        state = None if row["state_bytes"] is None else row["state_bytes"] / 1e6
+        table.add_row(*head, f"{row['ms']:.3f}", f"{row['tokens_per_second']:,.0f}", _given(state, "{:.1f}"))
+        remarks += [row["note"]] if "note" in row else []
+    return _captioned(table, remarks)
+
+
+def scaling_table(report: Report) -> Table:
+    """One row for each way and number of devices."""
+    about = report.about
+    parts = list(next((row["parts_ms"] for row in report.rows if "parts_ms" in row), ()))
+    some = {"communication_ms": ("waits", "{:.1f}"), "peak_gib": ("GiB", "{:.1f}")}  # where they are measured
+    some = {key: how for key, how in some.items() if any(row.get(key) is not None for row in report.rows)}
+    names = [name for name, _ in some.values()]
+    table = _table(report, ["way", "devices", "tok/s", "efficiency", "step ms", *parts, *names, "loss differs"])
+    remarks = [
+        f"batch {about['batch_size']} × {about['length']} tokens for each device, or for all that share sequences",
+        "efficiency: part of the tokens/s that so many times one device would have",
+        *([f"{', '.join((*parts, *names))}: of the first device; parts of a step in ms"] if parts else []),
+        *(["waits: the end of backward, for gradients of other devices"] if "waits" in names else []),
+        "loss differs: at most, relative to one device on the same samples",
+    ]
+    for row in report.rows:
+        head = [row["way"], str(row["devices"])]
+        if "step_ms" not in row or _wrong(row):
+            _without(table, remarks, head, row)
+            continue
+        table.add_row(
+            *head,
+            f"{row['tokens_per_second']:,.0f}",
+            _given(row["efficiency"], "{:.0%}"),
+            *(f"{value:.1f}" for value in (row["step_ms"], *row["parts_ms"].values())),
+            *(_given(row[key], form) for key, (_, form) in some.items()),
+            _given(row["loss_difference"], "{:.0e}"),
+        )
+        remarks += [f"{' '.join(head)}: {row['note']}"] if "note" in row else []
+    return _captioned(table, remarks)
+
+
+def figure(report: Report) -> Figure | None:
+    """Time of forward and backward over the length, one line for each op; None if nothing was measured over it."""
+    rows = [row for row in report.rows if row.get("in_curve") and "fwd_bwd_ms" in row]
+    if not rows:
+        return None
+    picture = Figure(figsize=(7, 4.5), dpi=110, layout="constrained")
+    FigureCanvasAgg(picture)
+    B, H, _, D = rows[0]["shape"].values()
+    axes = picture.add_subplot(
+        xlabel="tokens",
+        ylabel="forward + backward, ms",
+        xscale="log",
+        yscale="log",
+        title=f"B = {B}, H = {H}, D = {D}, {report.about['dtype']}, {report.about['device']}",
+    )
+    lengths = sorted({row["shape"]["T"] for row in rows})
+    for op in dict.fromkeys(row["op"] for row in rows):
+        line = sorted((row["shape"]["T"], row["fwd_bwd_ms"]) for row in rows if row["op"] == op)
+        axes.plot([T for T, _ in line], [ms for _, ms in line], marker=".", label=op)
+    axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    axes.title.set_fontsize("small")
+    return picture
+
+
+def scaling_figure(report: Report) -> Figure | None:
+    """Tokens a second over the devices, one line for each way, and beside it the memory of a GPU."""
+    rows = [row for row in report.rows if "step_ms" in row and not _wrong(row)]
+    base = next((row for row in rows if row["devices"] == 1), None)
+    devices = sorted({row["devices"] for row in rows})
+    if len(devices) < 2:
+        return None
+    with_memory = any(row["peak_gib"] is not None for row in rows)
+    picture = Figure(figsize=(10 if with_memory else 6, 4.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(picture)
+    panels = {"tokens_per_second": "tokens/s, all devices together"}
+    panels |= {"peak_gib": "GiB of the first device"} if with_memory else {}
+    for place, (key, label) in enumerate(panels.items(), start=1):
+        axes = picture.add_subplot(1, len(panels), place, xlabel="devices", ylabel=label)
+        if base is not None and key == "tokens_per_second":
+            ideal = [n * base[key] for n in devices]
+            axes.plot(devices, ideal, color="gray", linestyle="--", linewidth=1, label="ideal")
+        for way in dict.fromkeys(row["way"] for row in rows if row is not base):
+            line = [row for row in rows if row is base or row["way"] == way]
+            axes.plot([row["devices"] for row in line], [row[key] for row in line], marker="o", label=way)
+        axes.set_xticks(devices, [str(n) for n in devices])
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    picture.axes[0].legend(fontsize="small")
+    about = report.about
+    picture.suptitle(f"{about['device']}, {about['precision']}, {about['batch_size']} × {about['length']}", fontsize=10)
+    return picture
+
+
+def _table(report: Report, columns: Iterable[str]) -> Table:
+    about = report.about
+    triton = f", triton {about['triton']}" if about["triton"] else ""
+    title = f"{about['device']}, torch {about['torch']}{triton}, {about.get('dtype') or about['precision']}"
+    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _captioned(table: Table, remarks: Iterable[str]) -> Table:
+    table.caption = "\n".join(dict.fromkeys(remarks)) or None
+    return table
+
+
+def _without(table: Table, remarks: list[str], head: list[str], row: dict[str, Any]) -> None:
+    """A row without a result: the reason is a remark."""
+    wrong = _wrong(row)
+    table.add_row(*head, "WRONG" if wrong else "–", style="red" if wrong else None)
+    remarks.append(f"{' '.join(part for part in head if part)}: {row['note']}")
+
+
+def _wrong(row: dict[str, Any]) -> bool:
+    return "gate" in row and not row["gate"]["passed"]
+
+
+def _given(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _pair(first: float | None, second: float | None, form: str) -> str:
+    return "" if first is None or second is None else f"{form.format(first)} / {form.format(second)}"
+
+
+TABLES: dict[str, Callable[[Report], Table]] = {
+    "kernels": kernels_table,
+    "training": training_table,
+    "decode": decode_table,
+    "scaling": scaling_table,
+}
+PICTURES: dict[str, Callable[[Report], Figure | None]] = {"kernels": figure, "scaling": scaling_figure}

@@ -1,0 +1,55 @@
+"""`bench`: measure, print a table, and leave it in a file."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo.benchmarks.decode import bench_decode
+from zoo.benchmarks.kernel import bench_kernels
+from zoo.benchmarks.report import Report
+from zoo.benchmarks.scaling import bench_scaling
+from zoo.benchmarks.training import bench_training
+from zoo.config.overlays import Item
+
+KINDS: dict[str, Callable[..., Report]] = {
+    "kernels": bench_kernels,
+    "training": bench_training,
+    "decode": bench_decode,
+    "scaling": bench_scaling,
+}
+
+
+def bench(kind: str, *configs_and_overrides: Item, **options: Any) -> Report:
+    """Measure, print a table, and leave `bench.json`.
+
+    Args:
+        kind: What to measure: `kernels`, `training`, `decode` or `scaling`.
+        configs_and_overrides: The model; none for `kernels`.
+        options: The arguments of `bench_KIND`, checked like any others.
+
+    Returns:
+        The report; `report.failed` says whether a result was wrong.
+
+    Raises:
+        UserError: An argument is wrong.
+    """
+    if kind not in KINDS:
+        raise UserError(f"bench: {kind!r} is not one of {', '.join(KINDS)}{did_you_mean(kind, list(KINDS))}")
+    known = [name for name in inspect.signature(KINDS[kind]).parameters if name != "config"]
+    if wrong := next((name for name in options if name not in known), None):
+        raise UserError(f"bench: {wrong!r} is no option of {kind}{did_you_mean(wrong, known)} ({', '.join(known)})")
+    given = {} if kind == "kernels" else {"config": list(configs_and_overrides)}
+    if kind == "kernels" and configs_and_overrides:
+        raise UserError(f"bench: kernels has no config, and {configs_and_overrides[0]!r} is none of its options")
+    report = KINDS[kind](**given, **options)
+    report.write()
+    console = Console()
+    if not console.is_terminal:  # a log file has room for all columns
+        console = Console(width=max(console.width, 160))
+    console.print(report.table())
+    console.out(f"written to {report.folder}", highlight=False)
+    return report

@@ -1,0 +1,205 @@
+"""`bench training`: tokens a second of a training step, and where its time goes."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from kernels import UserError
+from zoo import config as configs
+from zoo.benchmarks import model as models
+from zoo.benchmarks import peers as others
+from zoo.benchmarks.device import described, pick_backend, pick_device
+from zoo.benchmarks.report import Report
+from zoo.benchmarks.timing import Clock, process_age, synchronize
+from zoo.train.callbacks.compiled_blocks import compiled_blocks
+from zoo.train.callbacks.throughput import TRAINING_FLOPS
+from zoo.train.cpu import use_processor
+from zoo.train.devices import peak_flops
+from zoo.train.module import best_precision
+from zoo.train.optim import Optimisation, build_optimizer
+
+WARM_UP = 2  # steps after the first
+
+
+def bench_training(
+    config: Sequence[str],
+    batch_size: int | None = None,
+    length: int | None = None,
+    steps: int = 8,
+    precision: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    compile: bool = False,
+    peers: bool = False,
+    folder: str = "runs/bench-training",
+) -> Report:
+    """Time training steps of a model on random tokens, after a check of its loss and gradients.
+
+    Args:
+        config: Configs and `key=value` overrides, in order.
+        batch_size: Sequences of a step; null for the config's.
+        length: Tokens of a sequence; null for the config's.
+        steps: How many to time, after a few to warm up.
+        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for the config's, or for bf16-mixed on a GPU and
+            32-true on a processor.
+        backend: Of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
+        device: cpu or cuda; null for the GPU if there is one.
+        compile: Whether to compile each block with torch.compile.
+        peers: Whether to time flash-linear-attention's Gated DeltaNet of the same sizes too, in turn with ours.
+        folder: Where bench.json goes.
+
+    Raises:
+        UserError: An argument is wrong.
+    """
+    where = pick_device(device)
+    if where.type == "cpu":
+        use_processor()
+    if peers:
+        others.require(where)
+    found = models.read(config)
+    data = found.data.get("init_args") or {}
+    batch_size = batch_size if batch_size is not None else data.get("batch_size", 8)
+    length = length if length is not None else data.get("sequence_length", 1024)
+    precision = precision or found.trainer.precision or best_precision("gpu" if where.type == "cuda" else "cpu")
+    backend = pick_backend(backend)
+    models.check_precision(precision)
+    models.check_sizes(batch_size=batch_size, length=length, steps=steps)
+    name = Path(str(next((item for item in config if "=" not in item), "model"))).stem
+    about = {
+        **described(where),
+        "model": configs.to_dict(found)["model"],
+        "batch_size": batch_size,
+        "length": length,
+        "precision": precision,
+        "compiled": compile,
+        "peers": peers,
+    }
+    report = Report("training", Path(folder), about)
+    tokens = torch.randint(found.model.vocab_size, (batch_size, length + 1), device=where)
+    optim = configs.instantiate("optim", found)
+
+    with tqdm(total=1 + (1 + peers) * (1 + WARM_UP + steps), desc="training", unit=" steps", dynamic_ncols=True) as bar:
+        model = models.build(found, precision, where)
+        row: dict[str, Any] = {"model": name, "parameters": model.num_parameters()}
+        report.rows.append(row)
+        if compile:  # as `compile: true` does
+            for block, compiled in compiled_blocks(model):
+                block.forward = compiled
+        learner = Learner(model, optim, precision, backend, lambda: models.mean_loss(model, tokens))
+        learners = [(row, learner)] if _warmed(row, learner, bar) else []
+        # after the first step, whose time includes what is compiled
+        checked = models.conditioned(models.build(found, precision, where))
+        gate = models.compared(checked, precision, backend, models.learning)
+        bar.update()
+        row["gate"] = gate.record()
+        if not gate.passed:
+            report.rows[:] = [{"model": name, "gate": row["gate"], "note": gate.says}]  # no times
+            return report
+        if peers:
+            row = {"model": "fla gated delta rule"}
+            report.rows.append(row)
+            learners += _peer(row, about["model"], optim, precision, tokens[:, :-1], bar)
+        _timed(learners, steps, bar)
+    for row, learner in learners:
+        times = learner.times()
+        forward, backward, optimiser = map(statistics.median, times)
+        step = statistics.median(map(sum, zip(*times, strict=True)))
+        row |= {"step_ms": step, "forward_ms": forward, "backward_ms": backward, "optimiser_ms": optimiser}
+        row |= {"tokens_per_second": batch_size * length / step * 1e3, "peak_gib": learner.peak_gib}
+        peak = None if precision == "32-true" else peak_flops(where)
+        flops = TRAINING_FLOPS * model.flops(length) / length * row["tokens_per_second"]
+        row["mfu"] = None if peak is None or learner.model is not model else flops / peak
+    return report
+
+
+class Learner:
+    """A model with its optimiser."""
+
+    def __init__(
+        self, model: nn.Module, optim: Optimisation, precision: str, backend: str, loss: Callable[[], Tensor]
+    ) -> None:
+        self.model, self.clip, self.loss = model, optim.gradient_clip, loss
+        self.precision, self.backend = precision, backend
+        self.optimizer = build_optimizer(model, optim)
+        self.device = next(model.parameters()).device
+        self.clock = Clock(self.device)
+        self.peak_gib: float | None = None
+
+    def step(self) -> None:
+        """A training step. Nothing waits for the device, so that it finds work while the host prepares the next one."""
+        clock = self.clock
+        clock.mark()
+        with models.running(self.precision, self.device, self.backend):
+            loss = self.loss()
+        clock.mark()
+        loss.backward()
+        clock.mark()
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        clock.mark()
+
+    def times(self) -> Sequence[Sequence[float]]:
+        """Milliseconds of forward, of backward and of the optimiser in each step since the last call."""
+        between = self.clock.between()
+        return [between[part::4] for part in range(3)]  # the fourth lies between two steps
+
+
+def _warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> bool:
+    """The first steps: their time, the memory they take beyond `before` bytes; False if that is too much."""
+    on_gpu = learner.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(learner.device)
+    synchronize(learner.device)
+    start = time.perf_counter()
+    try:
+        learner.step()
+        synchronize(learner.device)
+        row |= {"first_step_s": time.perf_counter() - start, "ready_s": process_age()}
+        bar.update()
+        for _ in range(WARM_UP):
+            learner.step()
+            bar.update()
+        learner.times()
+    except torch.OutOfMemoryError:
+        row["note"] = "does not fit into memory; a smaller --batch_size or --length may"
+        return False
+    if on_gpu:
+        learner.peak_gib = (torch.cuda.max_memory_allocated(learner.device) - before) / 2**30
+    return True
+
+
+def _peer(
+    row: dict[str, Any], sizes: dict[str, Any], optim: Optimisation, precision: str, tokens: Tensor, bar: Any
+) -> list[tuple[dict[str, Any], Learner]]:
+    """FLA's model, warmed up; nothing if it does not run."""
+    before = torch.cuda.memory_allocated(tokens.device)
+    try:
+        model = others.language_model(sizes, tokens.device)
+        if precision.endswith("-true"):
+            model = model.to(models.PRECISIONS[precision])
+        learner = Learner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        done = _warmed(row, learner, bar, before)
+    except UserError:
+        raise
+    except Exception as error:  # whatever another library raises is a remark in our table
+        row["note"] = others.complaint(error)
+        return []
+    row["ready_s"] = None  # the process did other things before
+    return [(row, learner)] if done else []
+
+
+def _timed(learners: Sequence[tuple[dict[str, Any], Learner]], steps: int, bar: Any) -> None:
+    """Steps of all models, in turn."""
+    for _ in range(steps):
+        for _, learner in learners:
+            learner.step()
+            bar.update()

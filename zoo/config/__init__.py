@@ -1,0 +1,27 @@
+"""Configs: found by name, parsed against the constructors' own signatures, explained, and built."""
+
+from zoo.config.build import build, from_config, instantiate, vocabulary, vocabulary_of
+from zoo.config.find import CONFIGS, find_config
+from zoo.config.parser import CLASSES, KEYS, ConfigFile, Parser, add_arguments, explained, parse, read, run_parser
+from zoo.config.serialise import differences, to_dict
+
+__all__ = [
+    "CLASSES",
+    "CONFIGS",
+    "KEYS",
+    "ConfigFile",
+    "Parser",
+    "add_arguments",
+    "build",
+    "differences",
+    "explained",
+    "find_config",
+    "from_config",
+    "instantiate",
+    "parse",
+    "read",
+    "run_parser",
+    "to_dict",
+    "vocabulary",
+    "vocabulary_of",
+]

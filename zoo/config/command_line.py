@@ -1,0 +1,115 @@
+"""A command line as the arguments of a function: its parameters are the options, all else are configs and overrides."""
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+from kernels import UserError
+from zoo.config.explain import unknown
+from zoo.config.overlays import as_arguments, is_override, load_items
+from zoo.config.parser import ConfigFile, Parser, explained
+
+# parameters of the functions that only Python can give
+IN_PYTHON = {"configs_and_overrides", "callbacks", "stream", "config"}
+SHOWING = ("-h", "--help", "--print_config")  # options that print something, and end
+
+
+class Keys(NamedTuple):
+    """What the configs and overrides of a verb may set.
+
+    Attributes:
+        names: The first parts of the keys.
+        add: Adds the keys to a parser, for help.
+    """
+
+    names: Collection[str]
+    add: Callable[[Parser], Any]
+
+
+class Arguments(NamedTuple):
+    """What a command line says: options by name, configs and overrides `key=value`, and what stands without a name."""
+
+    options: list[str]
+    items: list[str]
+    plain: list[str]
+
+
+def arguments_of(
+    function: Callable[..., Any],
+    arguments: Sequence[str],
+    verb: str,
+    keys: Keys | None = None,
+    positional: str | None = None,
+) -> tuple[list[str], dict[str, Any]]:
+    """The arguments with which a command line calls a function. Help is printed instead, and ends the process.
+
+    Args:
+        function: What the verb calls.
+        arguments: The command line behind the verb.
+        verb: As help calls it.
+        keys: Of its configs; None if it has none.
+        positional: The option that an argument without a name stands for, or "configs".
+
+    Returns:
+        Positional arguments, which are configs and overrides in order, and keyword arguments.
+
+    Raises:
+        UserError: An option or its value is wrong.
+    """
+    every = inspect.signature(function).parameters
+    parameters = {name: parameter for name, parameter in every.items() if name not in IN_PYTHON}
+    flags = [name for name, parameter in parameters.items() if parameter.annotation is bool]
+    options, items, plain = _split(arguments, flags, parameters)
+    if positional == "configs":
+        items = [*plain, *items]
+    elif positional is not None and plain:
+        options.append(f"--{positional}={plain.pop(0)}")
+    if plain and positional != "configs":
+        named = "" if keys is None else "configs are named by --config, and "
+        raise UserError(f"{plain[0]!r}: an argument without a key; {named}options are written --key=value")
+    usage = f"cli.py {verb}{'' if keys is None else ' --config NAME [--config OVERLAY …]'} [--key=value …]"
+    description = (inspect.getdoc(function) or "").partition("\n\n")[0]
+    parser = Parser(prog=f"cli.py {verb}", usage=usage, description=description)
+    if keys is not None:
+        parser.add_argument("-c", "--config", action=ConfigFile, help="A file, or a name in configs/; several overlay.")
+    parser.add_function_arguments(
+        function, as_positional=False, skip=IN_PYTHON & {*inspect.signature(function).parameters}
+    )
+    shown = [option for option in options if option.partition("=")[0] in SHOWING]
+    if shown and keys is not None:
+        keys.add(parser)
+    allowed = () if keys is None else keys.names
+    for key in (item.partition("=")[0] for item in items if is_override(item)):
+        if (first := key.split(".")[0].rstrip("+")) not in allowed:
+            raise UserError(unknown(key, first, [*allowed, *parameters]))
+    with explained(parser):
+        if shown:
+            parser.parse_args([*as_arguments(load_items(items)), *shown])
+        values = parser.parse_args(options)
+    return items, {name: values[name] for name in parameters}
+
+
+def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[str]) -> Arguments:
+    split, rest = Arguments([], [], []), iter(arguments)
+    for argument in rest:
+        key, equals, value = argument.partition("=")
+        name = key.removeprefix("--")
+        if key in SHOWING:
+            split.options.append(argument)
+        elif not key.startswith("-"):
+            split.plain.append(argument)
+        elif (own := name.replace("-", "_")) in flags and not equals:
+            split.options.append(f"--{own}=true")
+        else:
+            if not equals:
+                following = next(rest, None)
+                if following is None:
+                    raise UserError(f"{argument} has no value; options are written --key=value")
+                value = following
+            if key in ("-c", "--config"):
+                split.items.append(value)
+            elif own in names:
+                split.options.append(f"--{own}={value}")
+            else:
+                split.items.append(f"{name}={value}")
+    return split

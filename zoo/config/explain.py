@@ -1,0 +1,156 @@
+"""One clear sentence for a mistake in a config, from the nested messages of the parser."""
+
+import dataclasses
+import importlib
+import inspect
+import re
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from mixers import did_you_mean
+from zoo.config.components import component, hints, is_ours, settable, subclasses
+
+KEYS = re.compile(r'Parser key "([\w.]+)"')
+ENCLOSING = re.compile(r"given class_path '([\w.]+)'")  # outermost first
+GIVEN = re.compile(r"class_path='([\w.]+)'")  # innermost first
+
+
+def explain(message: str, options: Iterable[str]) -> str:
+    """The parser's message as one sentence: which key, what was given, what is allowed.
+
+    Args:
+        message: What jsonargparse says.
+        options: All option names that the parser knows, such as ``model.hidden_size``.
+
+    Returns:
+        One line. A message of unknown form comes back on one line.
+    """
+    keys = KEYS.findall(message)
+    hidden = {"help", "print_config", "print_shtab"}
+    known = sorted(option for option in set(options) - hidden if not option.endswith("+"))
+    key = ".".join(part.removeprefix("init_args.") for part in keys)
+    paths = [*GIVEN.findall(message), *reversed(ENCLOSING.findall(message))]
+    owner = _owner(paths, keys[-1].removeprefix("model.").partition(".")[0] if keys else None)
+
+    if found := re.search(r"Expected a dot import path string: (\S+?)\.?(?: Got value|\s|$)", message):
+        return _unknown_class(key, found[1], owner, keys[-1] if keys else key)
+    if found := re.search(r"No module named '([\w.]+)'\. Got value: (\S+?)\.?(?:\s|$)", message):
+        return f"{key}: {found[2]!r} cannot be imported, as there is no module {found[1]!r} in this folder or installed"
+    if found := re.search(r"No module named '([\w.]+)'", message):
+        return f"{key}: there is no module {found[1]!r} in this folder or installed"
+    if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
+        return f"{key}: the module {found[1]!r} has no {found[2]!r}"
+    if found := re.search(r"Expected '([\w.]+)' to be a subclass of <class '(?:\w+\.)*(\w+)'>", message):
+        return f"{key}: {found[1]} is no {found[2]}"
+    if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
+        return _unknown_key(key, f"{found[1]}.{found[2]}", _owner(paths, None), known)
+    if found := re.search(r"(?:Option|does not accept option) '([\w.]+)'", message):
+        return _unknown_key(key, found[1], _owner(paths, None), known)
+    if found := re.search(r"[Uu]nrecognized arguments: (.*)", message, re.DOTALL):
+        argument = found[1].split()[0].removesuffix(".")
+        if not argument.startswith("-"):
+            return f"{argument!r}: an argument without a key; options are written --key=value"
+        return _unknown_key(key, argument.lstrip("-").partition("=")[0], _owner(paths, None), known)
+    if found := re.search(r"arguments are required: ([\w., ]+?)\.?(?: Got value|\s*$)", message):
+        return _missing(key, found[1], _owner(paths, None))
+    if found := re.search(r"Given value: (.*?)(?:\. Got value|\n|$)", message) or re.search(
+        r"Expected a [^\n]*?\. Got value: (.*?)(?:\. Got value|\n|$)", message
+    ):
+        nested = re.search(r"NestedArg\(key='.*?', val='?(.*?)'?\)$", found[1].rstrip("."))
+        value = nested[1] if nested else found[1].rstrip(".")
+        choices = ", ".join(re.findall(r"Expected a typing\.Literal\[(.*?)\]", message)).replace("'", "")
+        if choices:
+            return f"{key}: {value!r} is not one of {', '.join(dict.fromkeys(choices.split(', ')))}"
+        kinds = dict.fromkeys(re.findall(r"Expected a <class '(?:\w+\.)*(?!NoneType)(\w+)'>", message))
+        if kinds:
+            instead = f", as [{value}] would be" if [*kinds] == ["list"] else ""
+            return f"{key}: {value!r} is no {' and no '.join(map(_plain, kinds))}{instead}"
+    return re.sub(r"\s+", " ", message).strip()
+
+
+def _plain(kind: str) -> str:
+    return {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}.get(kind, kind)
+
+
+def _top(options: Iterable[str]) -> list[str]:
+    return sorted({option.partition(".")[0] for option in options})
+
+
+def unknown(key: str, name: str, wanted: Iterable[str]) -> str:
+    """The sentence for a `key` in which `name` is none of what is `wanted` there."""
+    wanted = sorted(set(wanted))
+    allowed = f" (allowed: {', '.join(wanted)})" if 0 < len(wanted) <= 20 else " (--help lists them)" if wanted else ""
+    return f"{key}: unknown key{did_you_mean(name, wanted)}{allowed}"
+
+
+def _unknown_key(key: str, name: str, owner: Any, known: list[str]) -> str:
+    """A `name` that is no parameter of `owner`, which stands at `key`; without an owner, no option of the parser."""
+    if owner is not None:
+        part, wanted = _misfit(owner, name)
+        return unknown(f"{key}.{name}", part, wanted)
+    group, dot, last = name.rpartition(".")
+    siblings = [o.removeprefix(group + ".") for o in known if o.startswith(group + ".")] if dot else _top(known)
+    if not siblings:
+        return unknown(name, name.partition(".")[0], _top(known))
+    return unknown(name, last, {sibling.partition(".")[0] for sibling in siblings})
+
+
+def _misfit(cls: Any, name: str) -> tuple[str, list[str]]:
+    """The first part of the dotted `name` that is unknown, and what is known there."""
+    first, _, rest = name.partition(".")
+    wanted = settable(cls)
+    hint = hints(cls).get(first) if rest and first in wanted else None
+    return _misfit(hint, rest) if dataclasses.is_dataclass(hint) else (first, wanted)
+
+
+def _missing(key: str, names: str, owner: Any) -> str:
+    if owner is not None:
+        return f"{key}: {owner.__name__} needs a value for {names}"
+    name = names.partition(", ")[0]
+    if name.startswith("model."):
+        return f"{name}: there is none; give a config with a model, such as --config gdn_h2.yaml"
+    return f"{names}: missing; write --{name}=VALUE"
+
+
+def _unknown_class(key: str, name: str, owner: Any, path: str) -> str:
+    base = _expected(owner, path) if owner else None
+    if base is None:
+        return f"{key}: {name!r} is no known class; write its dotted path, package.module.Class"
+    fitting = sorted(cls.__name__ for cls in subclasses(base) or {base})
+    if any(cls.__name__ == name for cls in subclasses(base.__mro__[-2])):
+        purpose = re.split(r"[.:]", inspect.getdoc(base) or "")[0]
+        return (
+            f"{key}: {name} does not fit here, where a {base.__name__} is needed ({purpose}): "
+            f"one of {', '.join(fitting)}"
+        )
+    return (
+        f"{key}: {name!r} is no known {base.__name__}{did_you_mean(name, fitting)} "
+        f"(known: {', '.join(fitting)}; or a dotted path)"
+    )
+
+
+def _owner(paths: list[str], parameter: str | None) -> Any:
+    """The first class of `paths`, or the first one that has `parameter`; innermost come first."""
+    for path in paths:
+        module, _, name = path.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError):
+            continue
+        if parameter is None or parameter in settable(found):
+            return found
+    if parameter is None:
+        return None
+    from zoo.lm.model import LanguageModel
+
+    return LanguageModel if parameter in settable(LanguageModel) else None
+
+
+def _expected(cls: Any, path: str) -> type | None:
+    """The class that a component under the dotted `path` must be."""
+    first, _, rest = path.removeprefix("model.").partition(".")
+    hint = hints(cls).get(first)
+    if rest:  # through a nested dataclass
+        return _expected(hint, rest) if dataclasses.is_dataclass(hint) else None
+    wanted = (component(option) for option in (hint, *get_args(hint)))
+    return next((base for base in wanted if base is not None and is_ours(base)), None)

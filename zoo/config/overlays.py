@@ -1,0 +1,85 @@
+"""Configs and overrides as they are given, read once: what the parser merges in order."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kernels import UserError
+from zoo.config.find import find_config
+from zoo.config.moved import at_new_paths, key_of_today, up_to_date
+from zoo.files.safe_yaml import parse_yaml, read_yaml
+
+_OVERRIDE = re.compile(r"-*[\w.]+\+?=")
+Item = str | Path | Mapping[str, Any]  # a config's name or path, an override `key=value`, or a config itself
+
+
+def is_override(item: Item) -> bool:
+    """Whether an item is `key=value`, and not a config."""
+    return isinstance(item, str) and _OVERRIDE.match(item) is not None
+
+
+def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
+    """Configs as plain containers, and overrides as they are, without dashes in front.
+
+    Raises:
+        UserError: A config is missing, or is no YAML with keys.
+    """
+    return [_override(item) if isinstance(item, str) and is_override(item) else load_config(item) for item in items]
+
+
+def _override(item: str) -> str:
+    key, _, value = item.lstrip("-").partition("=")
+    return f"{key_of_today(key)}={value}"
+
+
+def load_config(item: Item) -> dict[str, Any]:
+    """A config, of a file or as it is.
+
+    Raises:
+        UserError: It is missing, or is no YAML with keys.
+    """
+    if isinstance(item, Mapping):
+        return up_to_date(item)
+    if isinstance(item, str) and item.startswith("{"):
+        name, contents = "config", parse_yaml(item, "config")
+    else:
+        name = str(find_config(item))
+        contents = read_yaml(name)
+    if not isinstance(contents, dict):
+        raise UserError(f"config: {name} holds no keys such as model, data or trainer")
+    return up_to_date(contents)
+
+
+def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:
+    """Items of `load_items` in the parser's notation.
+
+    Two overrides are overlays there. Deep in a component it would take the null of `model.a.b=null` for a class name;
+    and `data=NAME` would get the defaults of the class before (see `ConfigFile`).
+    """
+    for item in items:
+        if isinstance(item, str):
+            key, _, value = item.partition("=")
+            if key.startswith("model.") and value == "null":
+                item = _nested(key, None)
+            elif key == "data" and "{" not in value:
+                item = at_new_paths(_nested("data.class_path", value))
+        if isinstance(item, str):
+            yield f"--{item}"
+        else:
+            yield "--config"
+            yield yaml.safe_dump(dict(item), default_flow_style=True, sort_keys=False, width=float("inf"))
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def first_name(items: Iterable[Item]) -> str | None:
+    """The name of the first config that is a file, without folder and suffix."""
+    names = (Path(item).stem for item in items if not isinstance(item, Mapping) and not is_override(item))
+    return next(names, None)

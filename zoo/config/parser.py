@@ -1,0 +1,165 @@
+"""Configs: found by name, parsed against the constructors' own signatures, and built.
+
+Four keys make a run: `model` is LanguageModel's constructor, `optim` the optimiser and its schedule, `data` a data
+module, `trainer` Lightning's; smaller ones say what a run leaves behind, and what ends it. Files and overrides merge
+in order.
+"""
+
+import inspect
+import logging
+import pydoc
+from argparse import ArgumentError
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+from jsonargparse import ActionConfigFile, Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+
+import mixers
+from kernels import UserError
+from zoo.config.explain import explain
+from zoo.config.moved import up_to_date
+from zoo.config.overlays import Item, as_arguments, load_config, load_items
+from zoo.data import TextData
+from zoo.lm.model import LanguageModel
+from zoo.train.callbacks.run_callback import RunCallback, run_callbacks
+from zoo.train.optim import Optimisation
+
+log = logging.getLogger(__name__)
+
+CALLBACKS: dict[str, type[RunCallback]] = {cls.key: cls for cls in run_callbacks() if cls.key is not None}
+CLASSES: dict[str, Any] = {"model": LanguageModel, "optim": Optimisation, "trainer": L.Trainer, **CALLBACKS}
+KEYS = ("seed_everything", "compile", "activation_checkpointing", "context_parallel", "data", *CLASSES)
+
+
+class ConfigFile(ActionConfigFile):
+    """--config with bare names, read once, and without the defaults of one data class for another."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        contents = load_config(values)
+        if (named := _class_name(contents.get("data"))) is not None:
+            _leave_defaults_behind(cfg.get("data"), named)
+        _, text = as_arguments([contents])
+        super().__call__(parser, cfg, text, option_string)
+
+
+def _class_name(spec: Any) -> str | None:
+    """The class that a config's `data` names, if it names one."""
+    return spec if isinstance(spec, str) else spec.get("class_path") if isinstance(spec, dict) else None
+
+
+def _leave_defaults_behind(before: Any, named: str) -> None:
+    """Take the defaults of the data class so far out of its arguments, as another class may have other ones.
+
+    The parser hands every argument that the new class knows on to it, and does not tell defaults from what was set.
+    """
+    arguments = None if before is None else before.get("init_args")
+    if not arguments or before.class_path.rpartition(".")[2] == named.rpartition(".")[2]:
+        return
+    known = inspect.signature(pydoc.locate(before.class_path)).parameters  # type: ignore[arg-type]
+    for name, value in list(vars(arguments).items()):
+        if name in known and value == known[name].default:
+            del arguments[name]
+    if kept := ", ".join(f"{name}={value}" for name, value in vars(arguments).items()):
+        log.info("data: %s in place of %s keeps what was set before: %s", named, before.class_path, kept)
+
+
+class Parser(LightningArgumentParser):
+    """A parser that raises instead of ending the process."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**{"dump_header": None, "exit_on_error": False, "allow_abbrev": False, **settings})
+
+    def options(self) -> list[str]:
+        """The names of all options, without dashes."""
+        return [o[2:] for action in self._actions for o in action.option_strings if o.startswith("--")]
+
+
+def said(error: BaseException | None) -> UserError | None:
+    """What one of our own constructors said, out of the parser's wrappings; it stands as it is."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__cause__
+    return error
+
+
+@contextmanager
+def explained(parser: Parser) -> Iterator[None]:
+    """Turn what `parser` raises for a mistake in a config into a UserError of one sentence."""
+    try:
+        yield
+    except ArgumentError as error:
+        if (own := said(error)) is not None:
+            raise own from None
+        raise UserError(explain(str(error), parser.options())) from None
+
+
+def add_arguments(parser: LightningArgumentParser) -> None:
+    """The keys of a run, the same for every verb."""
+    mixers.names()  # plug-ins register before anything is parsed
+    parser.add_argument(
+        "--seed_everything",
+        type=bool | int,
+        default=0,
+        help="Seed of all random numbers: true draws one, false leaves them alone.",
+    )
+    parser.add_argument(
+        "--compile",
+        type=bool,
+        default=False,
+        help="Compile the blocks for the steps of training; needs a C++ compiler.",
+    )
+    parser.add_argument(
+        "--activation_checkpointing",
+        type=int | None,
+        help="Recompute every N-th block in the backward pass, to save memory; 1: each of them.",
+    )
+    parser.add_argument(
+        "--context_parallel",
+        type=int,
+        default=1,
+        help="How many neighbouring processes share each sequence, a part each; needs trainer.strategy=ddp.",
+    )
+    parser.add_class_arguments(LanguageModel, "model", fail_untyped=False)
+    parser.add_class_arguments(Optimisation, "optim")
+    parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=True)
+    parser.add_lightning_class_args(L.Trainer, "trainer")
+    for key, callback in CALLBACKS.items():
+        parser.add_lightning_class_args(callback, key)
+    parser.set_defaults(
+        {
+            "data": {"class_path": f"{TextData.__module__}.{TextData.__qualname__}"},
+            "trainer.max_epochs": -1,  # a run is counted in steps
+            "trainer.check_val_every_n_epoch": None,
+            "trainer.use_distributed_sampler": False,  # the loaders know their rank
+            "trainer.log_every_n_steps": 10,
+        }
+    )
+
+
+def read(*configs_and_overrides: Item) -> Namespace:
+    """Parse configs and `key=value` overrides, in order, without building anything.
+
+    Raises:
+        UserError: A file is missing, or a key or value is wrong.
+    """
+    parser = run_parser()
+    parser.add_argument("-c", "--config", action=ConfigFile)
+    arguments = [*as_arguments(load_items(configs_and_overrides))]
+    with explained(parser):
+        return parser.parse_args(arguments)
+
+
+def run_parser() -> Parser:
+    """The parser of a run outside the command line."""
+    parser = Parser()
+    add_arguments(parser)
+    return parser
+
+
+def parse(config: dict[str, Any]) -> Namespace:
+    """A config out of a checkpoint, or of plain containers, parsed."""
+    parser = run_parser()
+    with explained(parser):
+        return parser.parse_object(up_to_date(config))

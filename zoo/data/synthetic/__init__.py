@@ -1,0 +1,1 @@
+"""Made-up data that asks for recall, or has a known entropy."""

@@ -1,0 +1,124 @@
+"""Random sequences without text: a Markov chain of tokens, made up as it is trained on."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.errors import UserError
+from zoo.data.batch import Batch
+from zoo.data.loader import ValidationLoader
+from zoo.data.order import random_bits, shuffled
+from zoo.data.resumable import ResumableData, check_least
+from zoo.data.synthetic.recall import number_of
+
+_PASS = 100_000  # samples after which the endless stream counts as seen once; nothing but epochs depend on it
+
+
+class Chain:
+    """Samples of the chain; sample i is a function of the seed, the split and i alone.
+
+    The tokens stand in a circle, in a random order. The next one lies one of a few random distances further on, each
+    of them as likely as the others; so a sequence is a sum over its draws, which is found for all of it at once.
+    """
+
+    def __init__(self, vocab_size: int, length: int, successors: int, size: int, seed: int, split: str) -> None:
+        self.length, self.size = length, size
+        self._circle = shuffled(np.arange(vocab_size), vocab_size, number_of("circle", seed))
+        self._distances = shuffled(np.arange(successors), vocab_size, number_of("distances", seed))
+        self._seed = number_of("draws", seed, split)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """Positions as they are: no sample comes twice."""
+        return positions
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The samples with these numbers, `[B, T]`."""
+        draws = random_bits(np.array(indices, np.uint64), self.length + 1, self._seed)
+        places = self._distances[draws % np.uint64(len(self._distances))]
+        places[:, 0] = draws[:, 0] % np.uint64(len(self._circle))  # any token may be the first
+        tokens = torch.from_numpy(self._circle[places.cumsum(1) % len(self._circle)])
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+class MarkovChain(ResumableData):
+    """Sequences of a random Markov chain, for measurements: any vocabulary and length, no text and no tokenizer.
+
+    Each token is followed by one of `successors` others, drawn with equal chances. So the loss starts at the logarithm
+    of the vocabulary and falls towards that of `successors`, which a bigram model reaches. Any batch can be made at
+    once, so a run can be resumed at any step with any number of devices.
+
+    Args:
+        vocab_size: Number of tokens.
+        sequence_length: Tokens of a sequence.
+        batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
+        successors: How many tokens may follow each; at most `vocab_size`.
+        validation_samples: Sequences of a validation.
+        num_workers: Processes that make batches ahead, on each device; 0: none.
+        seed: Of the chain and of all samples.
+
+    Raises:
+        UserError: an argument cannot be used, or a checkpoint is of other data.
+    """
+
+    overfit_hint = "use data that is not endless, such as MQAR with data.train_samples"
+
+    def __init__(
+        self,
+        vocab_size: int = 1024,
+        sequence_length: int = 1024,
+        batch_size: int = 8,
+        successors: int = 4,
+        validation_samples: int = 64,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed)
+        check_least(
+            sequence_length=(sequence_length, 1), successors=(successors, 1), validation_samples=(validation_samples, 1)
+        )
+        if successors > vocab_size:
+            raise UserError(f"data.successors is {successors}; data.vocab_size has only {vocab_size} tokens.")
+        self.vocab_size, self.sequence_length, self.successors = vocab_size, sequence_length, successors
+        self.validation_samples = validation_samples
+
+    def get_tokenizer(self) -> None:
+        """None: there is no text."""
+
+    def bigram_loss(self) -> float:
+        """The loss of the chain itself in nats per token, the lowest that there is."""
+        return math.log(self.successors)
+
+    @property
+    def train(self) -> Chain:
+        """The training samples, in order."""
+        return self._chain(_PASS, "train")
+
+    def val_dataloader(self) -> ValidationLoader:
+        """Other samples of the same chain."""
+        return self._loader("validation")
+
+    def test_dataloader(self) -> ValidationLoader:
+        """As for validation, with other samples."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> ValidationLoader:
+        """The validation samples."""
+        return self.val_dataloader()
+
+    def _loader(self, split: str) -> ValidationLoader:
+        chain = self._chain(self.validation_samples, split)
+        return self.evaluation_loader(chain)
+
+    def _chain(self, size: int, split: str) -> Chain:
+        return Chain(self.vocab_size, self.sequence_length, self.successors, size, self.seed, split)
+
+    def identity(self) -> dict[str, Any]:
+        """What makes a position mean the same samples again."""
+        names = ("seed", "vocab_size", "sequence_length", "successors")
+        return {name: getattr(self, name) for name in names}

@@ -1,0 +1,253 @@
+"""Documents: the embedded default corpus, or a user's text, JSON and Parquet files, local or remote."""
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kernels.errors import UserError
+from mixers import did_you_mean
+from zoo.data.text.compressed import DAMAGED
+from zoo.data.text.files import READ, TextFile, find_files, first_line
+
+log = logging.getLogger(__name__)
+
+EMBEDDED = ("embedded:library", "embedded:documentation")
+# Not text that somebody wrote for readers: tests, generated tables, vendored or obsolete packages.
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
+_LEFT_OUT |= {"idle_test", "pydoc_data", "__pycache__", "__phello__"}
+_TOPICS = "pydoc_data/topics.py"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in a fixed order.
+
+    Args:
+        path: a `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), a `.json` file
+            (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
+            `.bz2` or `.xz`; a folder that is searched for these, or a list of all of that; each a path or any URL that
+            fsspec knows. None: the embedded corpus, which is the standard library's own source files and Python's
+            documentation topics; it has the parts "embedded:library" and "embedded:documentation".
+        text_field: the field or column that holds a document's text.
+        max_characters: where the embedded corpus ends; its last document is cut there. None: no limit.
+        key: where in a config these arguments stand, as errors call it.
+
+    Raises (when used):
+        UserError: a file that is missing, empty, not text, or of another kind.
+    """
+
+    path: str | list[str] | None = None
+    text_field: str = "text"
+    max_characters: int | None = 5_000_000
+    key: str = "data"
+
+    @property
+    def embedded(self) -> bool:
+        """Whether this is the embedded corpus or a part of it."""
+        return self.path is None or (isinstance(self.path, str) and self.path.startswith("embedded:"))
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the documents. Empty ones hold no data and are passed over."""
+        empty = total = 0
+        for text in self._embedded_texts() if self.embedded else self._texts():
+            empty, total = empty + (not text), total + 1
+            if text:
+                yield text
+        if empty:
+            log.debug("Passed over %d empty documents of %d in %s.", empty, total, self)
+        if empty == total:
+            raise UserError(f"{self} holds no text.")
+
+    def __str__(self) -> str:
+        return "the embedded corpus" if self.path is None else f"{self.key}.path={self.path}"
+
+    def signature(self) -> str:
+        """A hash that changes when a file does: of names, sizes and modification times, so nothing is read."""
+        if self.embedded:
+            files = [file for _, file in self._embedded_files()]
+            versions = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        else:
+            versions = [file.version for file in self.files()]
+        options = self.max_characters if self.embedded else self.text_field
+        return hashlib.sha256(json.dumps([versions, options]).encode()).hexdigest()
+
+    def files(self) -> list[TextFile]:
+        """The user's files, each folder's sorted by name. Raises UserError where there are none."""
+        paths = [self.path] if isinstance(self.path, str) else self.path or []
+        if not paths:
+            raise UserError(f"{self.key}.path is an empty list; name a file or folder, or leave it out (null).")
+        return [file for path in paths for file in find_files(path, f"{self.key}.path").files]
+
+    def warn_of_skipped(self) -> None:
+        """Log a warning for each folder with files that are not read."""
+        for path in [] if self.embedded else [self.path] if isinstance(self.path, str) else self.path or []:
+            found = find_files(path, f"{self.key}.path")
+            if skipped := found.skipped.total():
+                total = skipped + len(found.files)
+                which = (
+                    f"of {total} files in {path} {skipped} {'is' if skipped == 1 else 'are'} not read: {found.told()}"
+                )
+                log.warning("%s.path: %s (read are %s).", self.key, which, READ)
+
+    def _texts(self) -> Iterator[str]:
+        readers = {".txt": self._text_file, ".md": self._text_file, ".parquet": self._parquet}
+        readers |= {".jsonl": self._json_lines, ".json": self._json}
+        for file in self.files():
+            try:
+                yield from readers[file.kind](file)
+            except UserError:
+                raise
+            except Exception as error:
+                if file.filesystem is None and not isinstance(error, (OSError, *DAMAGED)):
+                    raise
+                # Remote file systems have errors of their own.
+                why = getattr(error, "strerror", None) or first_line(error)
+                raise UserError(f"{self.key}.path: {file} cannot be read ({why}).") from error
+
+    def _text_file(self, file: TextFile) -> Iterator[str]:
+        with file.open() as content:
+            yield self._decode(content.read(), str(file))
+
+    def _json_lines(self, file: TextFile) -> Iterator[str]:
+        with file.open() as lines:
+            for number, line in enumerate(lines, start=1):
+                where = f"{file}, line {number},"
+                text = self._decode(line, where).removeprefix("\ufeff").strip()
+                if not text:
+                    continue
+                yield self._text_of(self._parsed(text, where), where)
+
+    def _json(self, file: TextFile) -> Iterator[str]:
+        """JSON lines, if the first line is an object; else the whole file is one object or an array."""
+        with file.open() as content:
+            first = next((line for line in content if line.strip()), b"")
+            try:
+                by_line = isinstance(json.loads(first.decode("utf-8-sig")), dict)
+            except (ValueError, RecursionError):
+                by_line = False
+            rest = b"" if by_line else content.read()
+        if by_line:
+            yield from self._json_lines(file)
+            return
+        whole = self._parsed(self._decode(first + rest, str(file)).removeprefix("\ufeff").strip(), str(file))
+        if not isinstance(whole, list):
+            yield self._text_of(whole, str(file))
+            return
+        for number, record in enumerate(whole, start=1):
+            where = f"{file}, item {number},"
+            yield self._checked(record, where) if isinstance(record, str) else self._text_of(record, where)
+
+    def _parsed(self, text: str, where: str) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self.key}.path: {where} is not JSON ({error}).") from None
+
+    def _text_of(self, record: Any, where: str) -> str:
+        if not isinstance(record, dict) or self.text_field not in record:
+            names = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
+            raise UserError(
+                f"{self.key}.path: {where} has no field {self.text_field!r} ({self.key}.text_field); it has: {names}."
+            )
+        return self._checked(record[self.text_field], where)
+
+    def _parquet(self, file: TextFile) -> Iterator[str]:
+        import pyarrow  # heavy, and only some users have such files
+        from pyarrow import parquet
+
+        try:
+            with file.open() as content, parquet.ParquetFile(content) as table:
+                names = table.schema_arrow.names
+                if self.text_field not in names:
+                    raise UserError(
+                        f"{self.key}.path: {file} has no column {self.text_field!r} ({self.key}.text_field); "
+                        f"it has: {', '.join(map(repr, names))}."
+                    )
+                row = 0
+                for rows in table.iter_batches(batch_size=1024, columns=[self.text_field]):
+                    for text in rows.column(0).to_pylist():
+                        row += 1
+                        yield self._checked(text, f"{file}, row {row},")
+        except pyarrow.ArrowException as error:
+            first_line = str(error).splitlines()[0]
+            raise UserError(f"{self.key}.path: {file} is not a readable Parquet file ({first_line}).") from error
+
+    def _checked(self, text: object, where: str) -> str:
+        if not isinstance(text, str):
+            raise UserError(
+                f"{self.key}.path: {where} has {type(text).__name__} in the field {self.text_field!r}; "
+                "a string is needed."
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+            raise UserError(f"{self.key}.path: {where} is not valid Unicode ({error.reason}).") from None
+        return text
+
+    def _decode(self, data: bytes, where: str) -> str:
+        if b"\0" in data:
+            raise UserError(f"{self.key}.path: {where} is binary (it has NUL bytes); UTF-8 text is needed.")
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            problem = f"{error.reason} at byte {error.start}"
+            raise UserError(f"{self.key}.path: {where} is not UTF-8 text ({problem}).") from None
+
+    def _embedded_texts(self) -> Iterator[str]:
+        if self.max_characters is not None and self.max_characters < 1:
+            raise UserError(f"{self.key}.max_characters is {self.max_characters}; it must be at least 1, or null.")
+        left = self.max_characters
+        for text in _library_texts(self._embedded_files()):
+            yield text if left is None else text[:left]
+            left = None if left is None else left - len(text)
+            if left is not None and left <= 0:
+                return
+
+    def _embedded_files(self) -> list[tuple[str, Path]]:
+        if self.path is not None and self.path not in EMBEDDED:
+            raise UserError(
+                f"{self.key}.path: {self.path!r} is no part of the embedded corpus"
+                f"{did_you_mean(str(self.path), list(EMBEDDED))} (parts: {', '.join(EMBEDDED)})"
+            )
+        files = _library_files()
+        if self.path is not None:
+            files = [pair for pair in files if (pair[0] == _TOPICS) == (self.path == "embedded:documentation")]
+        if not files:
+            raise UserError(f"this Python has no files for {self}; set {self.key}.path to files of your own.")
+        return files
+
+
+def _library_files() -> list[tuple[str, Path]]:
+    """Names and files of the embedded corpus, in the order of a hash of the name: any head of it is a mixture."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    named = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in _LEFT_OUT and not name.startswith("config-")]
+        files = [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
+        named += [(file.relative_to(root).as_posix(), file) for file in files]
+    topics = importlib.util.find_spec("pydoc_data.topics") if importlib.util.find_spec("pydoc_data") else None
+    if topics and topics.origin:
+        named.append((_TOPICS, Path(topics.origin)))
+    return sorted(named, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
+
+
+def _library_texts(files: list[tuple[str, Path]]) -> Iterator[str]:
+    for name, file in files:
+        if name == _TOPICS:
+            from pydoc_data.topics import topics  # 0.5 MB that few programs need
+
+            yield from (topics[key] for key in sorted(topics))
+            continue
+        try:
+            with tokenize.open(file) as source:  # honours a coding line
+                yield source.read()
+        except (SyntaxError, UnicodeDecodeError):
+            log.info("Left %s out of the embedded corpus: it cannot be decoded.", file)

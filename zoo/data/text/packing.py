@@ -1,0 +1,86 @@
+"""Windows of tokens as samples, and samples as a batch."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from kernels.errors import UserError
+from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.order import shuffled
+from zoo.data.text.shards import Shards
+
+Packing = Literal["windows", "documents"]
+
+
+class Sample(NamedTuple):
+    """One window: tokens `[T]` int64, labels `[T]` int64, and where in it a sequence starts (0 first) `[n]` int64."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    starts: np.ndarray
+
+
+class Windows(Dataset):
+    """Sample i holds the tokens [i·T, (i + 1)·T) of a split; each label is the token that follows.
+
+    With "windows", text goes on over the ends of documents. With "documents" no loss is taken at a document's last
+    token, and documents within a window are sequences of their own. The last, incomplete window is not used.
+
+    Args:
+        shards: the split.
+        sequence_length: T, in tokens.
+        packing: "windows" or "documents".
+
+    Raises:
+        UserError: the split is shorter than one window and its last label, or an argument is out of range.
+    """
+
+    def __init__(self, shards: Shards, sequence_length: int, packing: Packing = "windows") -> None:
+        if sequence_length < 1:
+            raise UserError(f"data.sequence_length is {sequence_length}; it must be at least 1.")
+        if packing not in ("windows", "documents"):
+            raise UserError(f"data.packing is {packing!r}; it must be 'windows' or 'documents'.")
+        self.shards, self.sequence_length, self.packing = shards, sequence_length, packing
+        if len(shards) <= sequence_length:
+            hint = "" if shards.split == "train" else " or raise data.validation_fraction"
+            raise UserError(
+                f"data.sequence_length is {sequence_length}, but the {shards.split} split has {len(shards)} tokens; "
+                f"one more than a sequence is needed: lower it, add text{hint}."
+            )
+
+    def __len__(self) -> int:
+        return (len(self.shards) - 1) // self.sequence_length
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        first, end = index * self.sequence_length, (index + 1) * self.sequence_length
+        tokens = self.shards.read(first, end + 1)
+        labels, starts = tokens[1:], np.zeros(1, np.int64)
+        if self.packing == "documents":
+            labels = labels.copy()
+            next_starts = self.shards.starts_in(first + 1, end + 1) - first
+            labels[next_starts - 1] = NO_LOSS  # what follows belongs to another document
+            starts = np.concatenate([starts, next_starts[next_starts < self.sequence_length]])
+        return Sample(tokens[:-1], labels, starts)
+
+    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """Which sample comes at each position of the shuffled, endless stream."""
+        return shuffled(positions, len(self), seed)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The samples with these numbers, as `collate` puts them."""
+        return self.collate([self[index] for index in indices])
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        """B samples as a batch: `[B, T]`, or with "documents" one row `[1, B·T]` and `cu_seqlens`."""
+        tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+        labels = torch.from_numpy(np.stack([sample.labels for sample in samples]))
+        if self.packing == "windows":
+            return Batch(tokens, labels)
+        offsets = [sample.starts + row * self.sequence_length for row, sample in enumerate(samples)]
+        cu_seqlens = np.concatenate([*offsets, [tokens.numel()]]).astype(np.int32)
+        return Batch(tokens.view(1, -1), labels.view(1, -1), torch.from_numpy(cu_seqlens))

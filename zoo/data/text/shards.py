@@ -1,0 +1,313 @@
+"""Token shards: the corpus tokenised once into memory-mapped files, split by document, with a manifest that is checked.
+
+A folder holds, for each split, flat files of token ids (`train-00000.bin`, …), the positions where its documents start
+(`train.starts.bin`, int64), and `manifest.json` with the size and hash of every file. It may lie behind a URL: then
+each file is sent there as soon as it is full, and read in place.
+"""
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from tqdm import tqdm
+
+from kernels.errors import UserError
+from zoo.data.text.cache import build_once, cache_folder
+from zoo.data.text.corpus import Corpus
+from zoo.data.text.encoding import Piece, bundles, encode_all, pieces
+from zoo.data.text.files import is_url
+from zoo.data.text.place import Place
+from zoo.data.text.progress import PROGRESS, Progress, Record, hash_of
+from zoo.data.text.split import SPLITS, Split, SplitByContent, content_hash
+from zoo.data.text.tokenizer import Tokenizer
+from zoo.files.sealed_json import unsealed, write_sealed
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # of the tokens
+MANIFEST_FORMAT = 2  # 1 had no seal
+CHECKED_BYTES = 1_000_000_000  # hashing this much takes about a second; more only on request
+MANIFEST = "manifest.json"
+
+
+@dataclass
+class Shards:
+    """One split, opened: a flat array of tokens over all shard files, and where its documents start.
+
+    Attributes:
+        folder: what `prepare` returned: a folder, or a URL.
+        split: "train" or "validation".
+        verify: hash every file; None: if they have less than 1 GB and lie in a folder. Sizes are always compared.
+
+    Raises:
+        UserError: a file is missing, truncated or altered; the message names it.
+    """
+
+    folder: Path | str
+    split: Split
+    verify: bool | None = None
+    manifest: dict = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.folder = str(self.folder) if is_url(str(self.folder)) else Path(self.folder)
+        self.manifest = read_manifest(self.folder)
+        own, place = self.manifest["splits"][self.split], Place(str(self.folder))
+        names = [*own["shards"], own["starts"]]
+        size = sum(self.manifest["files"][name]["bytes"] for name in names)
+        check_hash = size < CHECKED_BYTES and not place.remote if self.verify is None else self.verify
+        found = place.sizes()
+        for name in names:
+            _check_size(place, name, found.get(name), self.manifest["files"][name])
+            if check_hash:
+                with place.open(name) as content:
+                    _check_hash(place, name, content, self.manifest["files"][name])
+        self._open()
+
+    def _open(self) -> None:
+        own, dtype, place = self.manifest["splits"][self.split], self.manifest["dtype"], Place(str(self.folder))
+        counts = [self.manifest["files"][name]["bytes"] // np.dtype(dtype).itemsize for name in own["shards"]]
+        self._shards = [place.array(name, dtype, count) for name, count in zip(own["shards"], counts, strict=True)]
+        self._shard_tokens = counts[0]
+        self._starts: np.memmap | None = None
+
+    def __getstate__(self) -> dict:  # a memory map would be pickled as its content
+        return {"folder": self.folder, "split": self.split, "verify": self.verify, "manifest": self.manifest}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    @property
+    def document_starts(self) -> np.memmap:
+        """Positions of the first tokens of all documents, int64; from behind a URL they are fetched once."""
+        if self._starts is None:
+            folder, name = self.folder, self.manifest["splits"][self.split]["starts"]
+            if not isinstance(folder, Path):
+                folder = build_once(_own_folder(folder), self._fetch_starts)
+                self._check_copy(folder / name, Place(str(folder)))
+            self._starts = np.memmap(folder / name, np.int64, "r")
+        return self._starts
+
+    def _fetch_starts(self, folder: Path) -> None:
+        place = Place(str(self.folder))
+        for split in SPLITS:
+            name = self.manifest["splits"][split]["starts"]
+            with place.open(name) as content, (folder / name).open("wb") as file:
+                shutil.copyfileobj(content, file)
+            self._check_copy(folder / name, place)
+
+    def _check_copy(self, file: Path, place: Place) -> None:
+        """Compare a file from behind the URL with the manifest; an error says that it lies in `place`."""
+        expected = self.manifest["files"][file.name]
+        _check_size(place, file.name, file.stat().st_size if file.is_file() else None, expected)
+        with file.open("rb") as content:
+            _check_hash(place, file.name, content, expected)
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+        return self.manifest["splits"][self.split]["tokens"]
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_starts)
+
+    @property
+    def data_hash(self) -> str:
+        """Equal for equal documents in equal order, tokenizer and split, wherever they lie."""
+        return self.manifest["data_hash"]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start … stop − 1, as int64 `[stop − start]`."""
+        parts = []
+        while start < stop:
+            shard, offset = divmod(start, self._shard_tokens)
+            part = self._shards[shard][offset : offset + stop - start]
+            if not len(part):
+                raise IndexError(f"token {start} of {len(self)}")
+            parts.append(part)
+            start += len(part)
+        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+
+    def starts_in(self, start: int, stop: int) -> np.ndarray:
+        """Positions in [start, stop) at which a document starts, int64."""
+        low, high = np.searchsorted(self.document_starts, [start, stop])
+        return np.asarray(self.document_starts[low:high])
+
+
+def prepare(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    validation_fraction: float = 0.05,
+    workers: int | None = None,
+    shards: str | None = None,
+) -> Path | str:
+    """Tokenise a corpus, unless that was done, and return the folder or URL for `Shards`.
+
+    A document goes to validation by the hash of its text, so file names and order do not matter and equal documents
+    stay together; each split has at least one. A corpus of a single document is cut into a head and a tail. After an
+    interruption it goes on where it was; the text before is only read again.
+
+    Args:
+        corpus: the documents.
+        tokenizer: what encodes them; its end token closes each, and its start token, if it has one, opens it.
+        validation_fraction: the expected share of documents that are kept for validation, in (0, 1).
+        workers: number of processes; None: one per CPU.
+        shards: the folder or URL that holds the shards of each corpus in a folder of its own; None: the cache. Behind a
+            URL they take no room here but for one file of each split at a time.
+
+    Raises:
+        UserError: the corpus cannot be read or split, or the shards cannot be written.
+    """
+    key = json.dumps([FORMAT, corpus.signature(), tokenizer.hash, validation_fraction])
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    if shards is None or not is_url(shards):
+        root = cache_folder() / "shards" if shards is None else Path(shards).expanduser().absolute()
+        return build_once(
+            root / name,
+            lambda new: _build(new, corpus, tokenizer, validation_fraction, workers, None),
+            resumable=True,
+            key="ZOO_CACHE" if shards is None else "data.shards",
+        )
+    place = Place(f"{shards.rstrip('/')}/{name}")
+    own = _own_folder(place.where)
+    complete = own.is_dir()  # asked first: another process may complete it now
+    if MANIFEST not in place.sizes():
+        if complete:  # and what it was made for has been deleted
+            shutil.rmtree(own)
+        build_once(
+            own,
+            lambda new: _build(new, corpus, tokenizer, validation_fraction, workers, place),
+            resumable=True,
+        )
+    return place.where
+
+
+def _own_folder(url: str) -> Path:
+    """Where something of the shards behind a URL is kept here."""
+    return cache_folder() / "shards" / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+def read_manifest(folder: Path | str) -> dict:
+    """The manifest of a folder of shards. Raises UserError where it is missing, damaged or of another format."""
+    place = Place(str(folder))
+    file, again = place.name_of(MANIFEST), f"delete {folder} to prepare it again"
+    try:
+        with place.open(MANIFEST) as content:
+            data = content.read()
+    except UserError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise UserError(f"{file} is missing; {again}.") from error
+        raise
+    manifest = unsealed(data, file, required=False, advice=again)
+    found = manifest.get("format")
+    if found == MANIFEST_FORMAT:
+        unsealed(data, file, advice=again)
+    elif found != 1:
+        raise UserError(f"{file} has format {found}, this version reads 1 and {MANIFEST_FORMAT}; {again}.")
+    try:
+        whole = all(_is_consistent(manifest, split) for split in SPLITS) and isinstance(manifest["data_hash"], str)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:  # only possible without a seal
+        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); {again}.") from error
+    if not whole:
+        raise UserError(f"{file} is damaged (its numbers contradict each other); {again}.")
+    return manifest
+
+
+def _is_consistent(manifest: dict, split: Split) -> bool:
+    own, sizes = manifest["splits"][split], {name: file["bytes"] for name, file in manifest["files"].items()}
+    width = {"<u2": 2, "<u4": 4}[manifest["dtype"]]
+    tokens = [sizes[name] / width for name in own["shards"]]
+    return (
+        sum(tokens) == own["tokens"]
+        and all(count == tokens[0] for count in tokens[:-1])
+        and tokens[-1] <= tokens[0]
+        and 8 * own["documents"] == sizes[own["starts"]]
+        and all(isinstance(file["blake2b"], str) for file in manifest["files"].values())
+    )
+
+
+def _check_size(place: Place, name: str, size: int | None, expected: Record) -> None:
+    if size is None:
+        raise UserError(f"the shard {place.name_of(name)} is missing; delete {place} to prepare it again.")
+    if size != expected["bytes"]:
+        raise UserError(
+            f"the shard {place.name_of(name)} has {size} bytes, its manifest says {expected['bytes']}; "
+            f"delete {place} to prepare it again."
+        )
+
+
+def _check_hash(place: Place, name: str, content: BinaryIO, expected: Record) -> None:
+    if hash_of(content).hexdigest() != expected["blake2b"]:
+        raise UserError(
+            f"the shard {place.name_of(name)} was altered: its content does not have its manifest's hash; "
+            f"delete {place} to prepare it again."
+        )
+
+
+def _build(
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, fraction: float, workers: int | None, place: Place | None
+) -> None:
+    sides = SplitByContent(corpus, fraction)
+    dtype = "<u2" if tokenizer.vocab_size < 1 << 16 else "<u4"
+    progress = Progress(folder, sides.digest.hexdigest(), dtype, place)
+    read_again = hashlib.sha256()
+
+    def all_pieces() -> Iterator[Piece]:
+        for text in corpus:
+            read_again.update(content_hash(text).to_bytes(8))
+            for split, part in sides(text):
+                yield from pieces(split, part, tokenizer)
+
+    left = itertools.islice(all_pieces(), progress.pieces, None)
+    if progress.pieces:
+        log.info("%s: going on with the tokenising at character %d.", corpus, progress.characters)
+    bar = tqdm(desc="Tokenising", total=sides.characters, initial=progress.characters, unit=" characters", disable=None)
+    bar.unit_scale = True
+    try:
+        with bar:  # disable=None: only on a terminal
+            for bundle, ids in encode_all(bundles(left), tokenizer, workers or os.cpu_count() or 1):
+                for piece, tokens in zip(bundle, ids, strict=True):
+                    writer = progress.writers[piece.split]
+                    if piece.first:
+                        writer.start_document()
+                        if tokenizer.bos_id is not None:
+                            writer.append(np.array([tokenizer.bos_id], np.uint32))
+                    writer.append(tokens)
+                    if piece.last:
+                        writer.append(np.array([tokenizer.eos_id], np.uint32))
+                    bar.update(len(piece.text))
+                    progress.characters += len(piece.text)
+                progress.pieces += len(bundle)
+                progress.save()
+    except KeyboardInterrupt:
+        log.warning("%s: tokenising was interrupted; the next run goes on with it.", corpus)
+        raise
+    if read_again.digest() != sides.digest.digest():
+        raise UserError(f"{corpus} changed while it was read; start again when its files are at rest.")
+    for writer in progress.writers.values():
+        writer.close()
+    progress.save()
+    identity = [FORMAT, sides.digest.hexdigest(), tokenizer.hash, fraction]
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "data_hash": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
+        "tokenizer_hash": tokenizer.hash,
+        "vocab_size": tokenizer.vocab_size,
+        "validation_fraction": fraction,
+        "dtype": dtype,
+        "characters": sides.characters,
+        "splits": {split: writer.state() for split, writer in progress.writers.items()},
+        "files": dict(sorted(progress.files.items())),
+    }
+    write_sealed(folder / MANIFEST, manifest)
+    if place:
+        place.put(folder / MANIFEST)  # the last one: with it, the others are complete
+    (folder / PROGRESS).unlink()

@@ -1,0 +1,247 @@
+"""Byte-level BPE: trained on the corpus, or a user's `tokenizer.json`."""
+
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from kernels.errors import UserError
+from mixers import did_you_mean
+from zoo.data.text.cache import build_once, cache_folder
+from zoo.files.sealed_json import read_sealed, write_sealed
+
+log = logging.getLogger(__name__)
+
+EOS = "<eos>"
+END_TOKENS = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>")
+SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
+# More text does not change a vocabulary of this kind much, but training keeps all distinct words in memory.
+TRAINING_CHARACTERS = 200_000_000
+TRAINING_PIECE = 20_000
+_FORMAT = 1
+_CHECKSUM = "checksum.json"  # beside a trained tokenizer
+# In the entry of an added token, where the library and other programs pass over what they do not know: what it is here.
+_ROLES = "document_roles"
+
+
+class Documents(Protocol):
+    """What a tokenizer is trained on."""
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the documents, the same each time."""
+        ...
+
+    def signature(self) -> str:
+        """A hash that changes when a document does."""
+        ...
+
+
+class Tokenizer:
+    """Text to token ids and back, exactly: text that spells a special token is read as plain text.
+
+    Args:
+        tokenizer: The library's own.
+        name: What errors call it.
+        eos_token: The token that ends every document; None: the first of `END_TOKENS` that it has.
+        bos_token: A token before every document; None: there is none.
+
+    Attributes:
+        vocab_size: the largest id + 1.
+        eos_id: the id that ends every document.
+        bos_id: the id that comes before every document, or None.
+        hash: SHA-256 of the tokenizer's JSON; equal hashes mean equal tokenizers.
+
+    Raises:
+        UserError: it does not have these tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        name: str = "tokenizer",
+        eos_token: str | None = None,
+        bos_token: str | None = None,
+    ) -> None:
+        tokenizer.no_truncation()  # a setting of some published files that would lose text
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # "<eos>" inside a document must not end it
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        usual = next((token for token in END_TOKENS if token in vocabulary), None)
+        end = eos_token or usual
+        if end is None:
+            raise UserError(
+                f"{name} has no end-of-document token; one of {', '.join(END_TOKENS)} is needed, "
+                "or another that data.eos_token names."
+            )
+        for key, token in (("eos_token", end), ("bos_token", bos_token)):
+            if token is not None and token not in vocabulary:
+                special = [str(added) for added in tokenizer.get_added_tokens_decoder().values()]
+                hint = did_you_mean(token, special) or f"; its special tokens are {', '.join(special[:20]) or 'none'}."
+                raise UserError(f"{name} has no token {token!r} (data.{key}){hint}")
+        roles = {"eos": end} if end != usual else {}
+        roles |= {} if bos_token is None else {"bos": bos_token}
+        if roles:
+            tokenizer.add_special_tokens(list(roles.values()))  # they keep their ids
+        self._tokenizer = tokenizer
+        self._json = _with_roles(tokenizer.to_str(), roles)
+        self.eos_id: int = vocabulary[end]
+        self.bos_id: int | None = None if bos_token is None else vocabulary[bos_token]
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.hash: str = hashlib.sha256(self._json.encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without an end token."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, on several threads where the process may use them."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids, special tokens spelt out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write `tokenizer.json`'s content to a file, or to that name in an existing folder."""
+        path = Path(path)
+        (path / "tokenizer.json" if path.is_dir() else path).write_text(self._json, encoding="utf-8")
+
+    @classmethod
+    def from_file(
+        cls, path: str | Path, eos_token: str | None = None, bos_token: str | None = None, name: str | None = None
+    ) -> "Tokenizer":
+        """Load a `tokenizer.json`, or the one in a folder.
+
+        Args:
+            path: The file or folder.
+            eos_token, bos_token: As above; None: also what `save` wrote of a tokenizer that had them.
+            name: What errors call it; None: by its path.
+
+        Raises:
+            UserError: the file is missing, is no tokenizer, or does not have these tokens.
+        """
+        file = Path(path).expanduser()
+        file = file / "tokenizer.json" if file.is_dir() else file
+        name = name or f"data.tokenizer: {file}"
+        if not file.is_file():
+            raise UserError(f"{name} does not exist; a tokenizer.json or a folder with one is needed.")
+        try:
+            text = file.read_text(encoding="utf-8")
+            tokenizer, roles = tokenizers.Tokenizer.from_str(text), _roles(text)
+        except Exception as error:  # the library raises bare Exceptions
+            raise UserError(f"{name} is not a tokenizer.json ({error}).") from error
+        return cls(tokenizer, name, eos_token or roles.get("eos"), bos_token or roles.get("bos"))
+
+    def to_json(self) -> str:
+        """All of the tokenizer as the text of a `tokenizer.json`."""
+        return self._json
+
+    @classmethod
+    def from_json(cls, text: str) -> "Tokenizer":
+        """The tokenizer that `to_json` described."""
+        roles = _roles(text)
+        return cls(tokenizers.Tokenizer.from_str(text), "tokenizer", roles.get("eos"), roles.get("bos"))
+
+    def __reduce__(self) -> tuple:
+        return Tokenizer.from_json, (self._json,)
+
+
+def _with_roles(text: str, roles: dict[str, str]) -> str:
+    """A `tokenizer.json` in which the added tokens say what they are here: role → token."""
+    if not roles:
+        return text
+    content = json.loads(text)
+    for token in content["added_tokens"]:
+        if own := [role for role, name in roles.items() if name == token["content"]]:
+            token[_ROLES] = own
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _roles(text: str) -> dict[str, str]:
+    """Role → token, as `_with_roles` wrote it."""
+    if _ROLES not in text:  # many are of several MB
+        return {}
+    return {role: token["content"] for token in json.loads(text)["added_tokens"] for role in token.get(_ROLES, [])}
+
+
+def train_tokenizer(
+    corpus: Documents, vocab_size: int, eos_token: str | None = None, bos_token: str | None = None
+) -> Tokenizer:
+    """Train byte-level BPE on a corpus, or take it from the cache. The same text gives the same tokenizer.
+
+    Its one special token is `<eos>`, which may also be put before every document (`bos_token`).
+
+    A small corpus may hold too few different pairs for `vocab_size` tokens: then there are fewer, and a log line.
+
+    Raises:
+        UserError: `vocab_size` is below 257, there is no such token, or the corpus or the cache cannot be used.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"data.vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST_VOCABULARY}."
+        )
+    key = hashlib.sha256(f"{_FORMAT} {vocab_size} {corpus.signature()}".encode()).hexdigest()[:16]
+    folder = cache_folder() / "tokenizers" / key
+    build_once(folder, lambda new: _save(_train(corpus, vocab_size), new))
+    _check_saved(folder)
+    return Tokenizer.from_file(folder, eos_token, bos_token, "data.tokenizer: null, the trained one,")
+
+
+def _save(tokenizer: Tokenizer, folder: Path) -> None:
+    tokenizer.save(folder)
+    write_sealed(folder / _CHECKSUM, {"tokenizer": tokenizer.hash})
+
+
+def _check_saved(folder: Path) -> None:
+    file, again = folder / "tokenizer.json", f"delete {folder} to train it again"
+    if (folder / _CHECKSUM).exists():  # earlier versions wrote none
+        expected = read_sealed(folder / _CHECKSUM, advice=again).get("tokenizer")
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != expected:
+            raise UserError(
+                f"{file} is missing or was altered: it does not have the hash of what was trained; {again}."
+            )
+
+
+def _train(corpus: Documents, vocab_size: int) -> Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(_head(corpus), trainer)
+    trained = Tokenizer(tokenizer)
+    if trained.vocab_size < vocab_size:
+        log.info("%s gives only %d of data.vocab_size=%d tokens.", corpus, trained.vocab_size, vocab_size)
+    return trained
+
+
+def _head(corpus: Documents) -> Iterator[str]:
+    left = TRAINING_CHARACTERS
+    for text in corpus:
+        yield from training_pieces(text)
+        left -= len(text)
+        if left < 0:
+            log.info("The tokenizer is trained on the first %d characters of %s.", TRAINING_CHARACTERS - left, corpus)
+            return
+
+
+def training_pieces(text: str) -> Iterator[str]:
+    """A document in pieces of some 20,000 characters, cut after a line.
+
+    The library keeps hundreds of texts in memory at once, at 100 bytes a character.
+    """
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + TRAINING_PIECE) + 1 or len(text)
+        yield text[start:end]
+        start = end

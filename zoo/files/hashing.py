@@ -1,0 +1,33 @@
+"""XXH3 hashes of files, with 128 bits.
+
+They find damage, not malice: whoever can change a file can write its hash anew. No cryptographic hash is needed for
+that, and on the CPU of this measurement XXH3 reads 21 GB/s, SHA-256 1.7 (0.4 without instructions of its own), BLAKE2b
+0.7; a checkpoint of 5 GB takes a quarter of a second instead of three to eight.
+"""
+
+import os
+from typing import Any, BinaryIO
+
+import xxhash
+
+_BLOCK = 1 << 22
+
+
+def digest(content: bytes) -> str:
+    """The hash of some bytes, as 32 hexadecimal digits."""
+    return xxhash.xxh3_128(content).hexdigest()
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """The hash of a file, as 32 hexadecimal digits."""
+    with open(path, "rb") as file:
+        return _hash_of(file, os.fstat(file.fileno()).st_size).hexdigest()
+
+
+def _hash_of(file: BinaryIO, size: int) -> Any:
+    """The hash of the next `size` bytes of a file."""
+    hash_ = xxhash.xxh3_128()
+    while size > 0 and (block := file.read(min(size, _BLOCK))):
+        hash_.update(block)
+        size -= len(block)
+    return hash_

@@ -1,0 +1,79 @@
+"""JSON files that only this program writes, with a hash of their own content: damage is told, and never believed."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from kernels.errors import UserError
+from zoo.files.atomic import atomic_write
+
+SEAL = "blake2b"  # the entry that holds the hash of all the others
+
+
+def write_sealed(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Write `content` as indented JSON with its seal, all at once.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with atomic_write(path) as file:
+        file.write(sealed(content))
+
+
+def read_sealed(
+    path: str | os.PathLike[str], *, required: bool = True, advice: str = "delete it or restore a copy"
+) -> dict[str, Any]:
+    """What `write_sealed` wrote, without the seal.
+
+    Args:
+        path: The file.
+        required: Whether a file without a seal counts as damaged; false where earlier versions wrote none.
+        advice: What the reader of an error can do, as the end of its sentence.
+
+    Raises:
+        UserError: the file is missing, cannot be read or is damaged.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); {advice}.") from error
+    return unsealed(data, str(path), required=required, advice=advice)
+
+
+def sealed(content: dict[str, Any]) -> bytes:
+    """`content` as the bytes of a sealed file, for files that are not written here."""
+    if SEAL in content:
+        raise ValueError(f"the entry {SEAL!r} is taken by the seal")
+    plain = json.loads(json.dumps(content))  # as it will be read: keys are strings, tuples are lists
+    return json.dumps({**plain, SEAL: _digest(plain)}, indent=2).encode()
+
+
+def unsealed(
+    data: bytes, name: str, *, required: bool = True, advice: str = "delete it or restore a copy"
+) -> dict[str, Any]:
+    """The content in the bytes of a sealed file that errors call `name`; else as `read_sealed`."""
+    try:
+        content = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        why = "it is empty" if not data.strip() else f"it is not JSON: {error}"
+        raise UserError(f"{name} is damaged ({why}); {advice}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{name} is damaged (it holds no JSON object); {advice}.")
+    if SEAL in content:
+        seal = content.pop(SEAL)
+        if seal != _digest(content):
+            raise UserError(f"{name} is damaged (its content does not have the hash that it names); {advice}.")
+    elif required or any(_is_seal(content, key) for key in content):  # whose name alone may be what was damaged
+        raise UserError(f"{name} is damaged (it has lost the hash of its content); {advice}.")
+    return content
+
+
+def _is_seal(content: dict[str, Any], key: str) -> bool:
+    return content[key] == _digest({name: value for name, value in content.items() if name != key})
+
+
+def _digest(content: dict[str, Any]) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,246 @@
+"""Text from a language model: the prompt in one call, then one token per call with the carried state."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kernels.errors import UserError
+from zoo.generation.decoder import Decoder
+
+WORTH_CAPTURING = 8  # tokens: capturing a CUDA graph takes as long as a few steps without one
+_INCOMPLETE = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
+
+
+class Tokenizer(Protocol):
+    """What generation needs from a tokenizer."""
+
+    eos_id: int
+    bos_id: int | None  # the first token of every document, if there is one
+
+    def encode(self, text: str) -> list[int]:
+        """Text to token ids."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """Token ids to text; incomplete UTF-8 becomes replacement characters."""
+        ...
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+) -> Iterator[str]:
+    """Continue `prompt`, piece by piece as the text becomes known.
+
+    Args:
+        model: A language model of the zoo.
+        tokenizer: The tokenizer that the model was trained with.
+        prompt: The text to continue, at the start of a document if the tokenizer has a token for that; an empty one
+            starts a new document.
+        max_new_tokens: Stop after this many tokens, or at the end of the document if that comes first.
+        temperature: Divides the logits; 0 picks the likeliest token.
+        top_k: Sample only from the k likeliest tokens.
+        top_p: Sample only from the smallest set of likeliest tokens whose total probability is at least this.
+        seed: Makes the samples reproducible; None for other samples each time. Global generators are not touched.
+
+    Returns:
+        An iterator over pieces of text without the prompt. A character whose bytes span several tokens comes in one
+        piece; an incomplete one at the end is left out.
+
+    Raises:
+        UserError: An argument is out of range.
+    """
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ids = start + tokenizer.encode(prompt) or [tokenizer.eos_id]
+    prompts = torch.tensor([ids], device=next(model.parameters()).device)  # [1, P]
+    tokens = generate_tokens(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eos_id=tokenizer.eos_id,
+    )
+    new = (token for drawn in tokens if (token := int(drawn)) != tokenizer.eos_id)
+    return stream_text(tokenizer, ids if prompt else [], new)
+
+
+def generate_tokens(
+    model: nn.Module,
+    prompts: Tensor | Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    eos_id: int | None = None,
+) -> Iterator[Tensor]:
+    """Continue several prompts together.
+
+    Prompts of different lengths are packed into one row to be read, and continued as a batch.
+
+    Args:
+        model: A language model of the zoo.
+        prompts: [B, P] int, P ≥ 1, or B vectors [P_i] of different lengths.
+        max_new_tokens: Stop after this many tokens.
+        temperature, top_k, top_p, seed: As in `generate`.
+        eos_id: Ends a sequence, which repeats it from then on; the iterator stops when all have ended. None for
+            sequences that never end.
+
+    Returns:
+        An iterator over the next tokens, [B] int64 each.
+
+    Raises:
+        UserError: An argument is out of range.
+    """
+    _check(max_new_tokens, temperature, top_k, top_p)  # not in the generator, which would raise at its first use only
+    rows = list(prompts)
+    for row in rows:
+        if row.ndim != 1 or not len(row):
+            raise UserError(
+                f"prompts: one has shape {tuple(row.shape)}, but each must be a vector of at least 1 token."
+            )
+    if not rows:
+        raise UserError("prompts: there are none.")
+    generator = torch.Generator(rows[0].device)
+    generator.manual_seed(seed) if seed is not None else generator.seed()
+    return _tokens(model, rows, max_new_tokens, temperature, top_k, top_p, eos_id, generator)
+
+
+def _read(model: Any, prompts: list[Tensor]) -> tuple[Tensor, Any]:
+    """The logits after each prompt [B, vocab], and the state: read as a batch, or packed if lengths differ."""
+    state, lengths = model.init_state(len(prompts)), [len(prompt) for prompt in prompts]
+    if len(set(lengths)) == 1:
+        logits, state = model(torch.stack(prompts), state)
+        return logits[:, -1], state
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], device=prompts[0].device)
+    logits, state = model(torch.cat(prompts)[None], state, cu_seqlens=ends)
+    return logits[0, ends[1:] - 1], state
+
+
+def _tokens(
+    model: Any,
+    prompts: list[Tensor],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    eos_id: int | None,
+    generator: torch.Generator,
+) -> Iterator[Tensor]:
+    training = model.training
+    model.eval()
+    try:
+        decoder = drawn = None
+        capture = None if max_new_tokens > WORTH_CAPTURING else False
+        ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts[0].device)
+        for _ in range(max_new_tokens):
+            with torch.no_grad():  # closed before the yield, as a generator's contexts leak into its caller
+                if decoder is None or drawn is None:
+                    logits, state = _read(model, prompts)
+                    decoder = Decoder(model, state, capture=capture)
+                else:
+                    logits = decoder(drawn[:, None])[:, -1]
+                drawn = _draw(logits, temperature, top_k, top_p, generator)
+            if eos_id is not None:
+                drawn = drawn.masked_fill(ended, eos_id)
+                ended = ended | (drawn == eos_id)
+            yield drawn
+            if eos_id is not None and bool(ended.all()):
+                return
+    finally:
+        model.train(training)
+
+
+def _draw(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    """Tokens [B] from logits [B, vocab], without waiting for the device."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    probabilities = sampling_probabilities(logits, temperature, top_k, top_p)
+    # the first of exponential clocks with these rates: `multinomial` does the same, but waits to check its input
+    return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
+
+
+def sampling_probabilities(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    """The distribution that tokens are sampled from.
+
+    Args:
+        logits: [B, vocab].
+        temperature: Divides the logits; 0 keeps only the likeliest token (the first, if several are equal).
+        top_k: Keep the k likeliest tokens.
+        top_p: Of these, keep the smallest set of likeliest ones whose total probability is at least this.
+
+    Returns:
+        [B, vocab] fp32; each row sums to 1.
+    """
+    logits = logits.float()
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    probabilities = (logits / temperature).softmax(-1)
+    if top_k is None and top_p is None:
+        return probabilities
+    probabilities, order = probabilities.sort(stable=True, descending=True)
+    if top_k is not None:
+        probabilities[:, top_k:] = 0
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    if top_p is not None:
+        before = probabilities.cumsum(-1) - probabilities  # of the likelier ones; 0 for the first
+        probabilities = probabilities.masked_fill(before >= top_p, 0)
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    return torch.zeros_like(logits).scatter_(-1, order, probabilities)
+
+
+def stream_text(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """Decode tokens as they come.
+
+    Ids are decoded together with those of the previous piece, since some decoders treat the first token differently.
+
+    Args:
+        tokenizer: Decodes the ids.
+        prompt: Ids that precede `tokens`; their text is not yielded.
+        tokens: Ids, one by one.
+
+    Yields:
+        Non-empty pieces of text that end with a complete character.
+    """
+    ids = list(prompt)
+    start, end = 0, len(ids)  # ids[start:end] have been yielded, ids[end:] have not
+    known, text = tokenizer.decode(ids), ""
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids[start:])[len(known) :]
+        if text and not text.endswith(_INCOMPLETE):
+            yield text
+            start, end = end, len(ids)
+            known, text = tokenizer.decode(ids[start:end]), ""
+    if rest := text.rstrip(_INCOMPLETE):
+        yield rest
+
+
+def _check(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}, but must be 1 or more.")
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature is {temperature}, but must be 0 or a positive number.")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"top_k is {top_k}, but must be 1 or more.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UserError(f"top_p is {top_p}, but must be above 0 and at most 1.")

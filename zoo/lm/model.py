@@ -1,0 +1,302 @@
+"""The language model around the mixers: tokens → logits. Plain PyTorch, and it never asks which mixer it holds."""
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import UserError, linear_cross_entropy, recomputing
+from mixers import ContextParallel, OutputProjection, ResidualNorm, Site, TokenMixer, takes_context_parallel
+from zoo.lm.mlp import ChannelMixer, SwiGLU
+from zoo.lm.stack import Stack
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 0.03  # of a nominal size
+LinearInitializer = Literal["normal", "uniform"]
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
+
+    The output of a block is added to the residual stream by the norm that follows, in the next block or the last one.
+    """
+
+    def __init__(self, hidden_size: int, mixer: TokenMixer, mlp: ChannelMixer | None, norm_eps: float):
+        super().__init__()
+        self.mixer_norm, self.mixer = ResidualNorm(hidden_size, norm_eps), mixer
+        self.mlp_norm = None if mlp is None else ResidualNorm(hidden_size, norm_eps)
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        state: Any,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """x and y [B,T,hidden], whose sum is the residual stream, and a state → all three after the block."""
+        if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler decides for itself
+            with recomputing():
+                return self._forward(x, y, state, cu_seqlens, context_parallel)
+        return self._forward(x, y, state, cu_seqlens, context_parallel)
+
+    def _forward(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        state: Any,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        x, h = self.mixer_norm(x, y)
+        y, state = _mix(self.mixer, h, state, cu_seqlens, context_parallel)
+        if self.mlp is not None and self.mlp_norm is not None:
+            x, h = self.mlp_norm(x, y)
+            y = self.mlp(h)
+        return x, y, state
+
+
+class LanguageModel(nn.Module):
+    """A causal language model: embedding, blocks of a token mixer and an MLP, norm, head.
+
+    Args:
+        stack: Which token mixer is used at which depth: Uniform, H1, H2, Pattern.
+        vocab_size: Number of tokens; null for the tokenizer's.
+        hidden_size: Size of the residual stream.
+        num_heads: Heads of every mixer that does not set its own number.
+        num_layers: Number of blocks.
+        intermediate_size: Inner size of the MLPs; null for the default of the MLP.
+        mlp: The channel mixer of every block; null for none.
+        position: A mixer that is applied to the embeddings before the first block, such as TPE; null for none.
+        tie_embeddings: Whether the head reuses the embedding matrix.
+        norm_eps: Added inside the root of the norms.
+        initializer_range: Initial standard deviation of all linear and embedding weights.
+        linear_initializer: How linear weights start: `normal`, as above, or `uniform`, PyTorch's default U(±inputs^-½).
+        scale_output_projections: Whether the weights of every `OutputProjection`, whose results are added to the
+            residual stream, are initially divided by the square root of their number, one or two per block.
+        nominal_size: How many parameters the model is meant to have; a difference of more than 3 % is logged.
+
+    Raises:
+        UserError: A size is below 1, or a layer has no output projection to scale.
+    """
+
+    def __init__(
+        self,
+        stack: Stack,
+        vocab_size: int | None = None,
+        hidden_size: int = 256,
+        num_heads: int = 4,
+        num_layers: int = 6,
+        intermediate_size: int | None = None,
+        mlp: Callable[[int, int | None], ChannelMixer] | None = SwiGLU,
+        position: Callable[[Site], TokenMixer] | None = None,
+        tie_embeddings: bool = False,
+        norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        linear_initializer: LinearInitializer = "normal",
+        scale_output_projections: bool = False,
+        nominal_size: float | None = None,
+    ):
+        super().__init__()
+        if vocab_size is None:
+            raise UserError("vocab_size: null stands for the tokenizer's; a model without a tokenizer needs a number")
+        sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
+        for name, size in sizes.items():
+            if size < 1:
+                raise UserError(f"{name}: {size} must be at least 1")
+        self.vocab_size, self.hidden_size, self.num_layers = vocab_size, hidden_size, num_layers
+        self.initializer_range, self.linear_initializer = initializer_range, linear_initializer
+        self.scale_output_projections = scale_output_projections
+        if linear_initializer not in get_args(LinearInitializer):
+            raise UserError(f"linear_initializer: {linear_initializer!r} is not one of normal, uniform")
+        self.embeddings = nn.Embedding(vocab_size, hidden_size)
+        self.position = None if position is None else position(Site(hidden_size, num_heads, 0, num_layers))
+        self.layers = nn.ModuleList()
+        for layer in range(num_layers):
+            mixer = stack(Site(hidden_size, num_heads, layer, num_layers))
+            channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)
+            self.layers.append(Block(hidden_size, mixer, channel_mixer, norm_eps))
+        self.norm = ResidualNorm(hidden_size, norm_eps)
+        self.lm_head = None if tie_embeddings else nn.Linear(hidden_size, vocab_size, bias=False)
+        for layer, mixer in enumerate(self.mixers):
+            mixer.share(self.mixers[:layer])
+        self.reset_parameters()
+        size = self.num_parameters()
+        if nominal_size is not None and abs(size / nominal_size - 1) > TOLERANCE:
+            log.warning(
+                "model.nominal_size is %.1fM parameters, but this model has %.1fM", nominal_size / 1e6, size / 1e6
+            )
+
+    @property
+    def mixers(self) -> list[TokenMixer]:
+        """The token mixers, from the bottom up."""
+        return [block.mixer for block in self.layers]  # type: ignore[misc]
+
+    @property
+    def mlps(self) -> list[ChannelMixer]:
+        """The channel mixers, from the bottom up."""
+        return [block.mlp for block in self.layers if block.mlp is not None]  # type: ignore[misc]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise all parameters: linear and embedding weights as the arguments say, biases as zero.
+
+        Every other module, and every subclass with another `reset_parameters`, initialises itself by that method.
+        """
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if getattr(reset, "__func__", None) in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
+                self._initialise(module)  # type: ignore[arg-type]
+            elif module is not self and callable(reset):
+                reset()
+        if self.scale_output_projections:
+            projections = self._output_projections()
+            for projection in projections:
+                projection.weight.div_(math.sqrt(len(projections)))
+
+    def _initialise(self, module: nn.Linear | nn.Embedding) -> None:
+        if isinstance(module, nn.Linear) and self.linear_initializer == "uniform":
+            nn.init.uniform_(module.weight, -(module.in_features**-0.5), module.in_features**-0.5)
+        else:
+            nn.init.normal_(module.weight, std=self.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def _output_projections(self) -> list[OutputProjection]:
+        """The output projections of all mixers and MLPs.
+
+        Raises:
+            UserError: A layer has none.
+        """
+        projections = []
+        for layer in (*self.mixers, *self.mlps):
+            of_layer = [part for part in layer.modules() if isinstance(part, OutputProjection)]
+            if not of_layer:
+                raise UserError(f"scale_output_projections: {type(layer).__name__} has no OutputProjection to scale")
+            projections += of_layer
+        return projections
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: tuple[Any, ...] | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> tuple[Tensor, tuple[Any, ...] | None]:
+        """tokens [B,T] int → logits [B,T,vocab_size], and the continued state if one was given (it is consumed).
+
+        Args:
+            tokens: [B,T].
+            state: From `init_state` or an earlier call; None to train.
+            cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
+            context_parallel: Which part of each sequence `tokens` is; None for whole sequences.
+
+        Raises:
+            UserError: With `context_parallel`: a mixer works on whole sequences only, or there is a state or documents.
+        """
+        x, state = self._last_hidden(tokens, state, cu_seqlens, context_parallel)
+        return (F.linear(x, self.embeddings.weight) if self.lm_head is None else self.lm_head(x)), state
+
+    def loss(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> Tensor:
+        """Sum of the cross entropies of all labels in nats, without the logits of all tokens in memory at once.
+
+        It does not go through `forward`. Lightning's strategies wrap the LightningModule, so they see both; if you wrap
+        the model itself, let the wrapper know about this method (FSDP: `register_fsdp_forward_method`).
+
+        Args:
+            tokens: [B,T].
+            labels: [B,T] int64, already shifted; -100 has no loss.
+            cu_seqlens, context_parallel: As in `forward`, which raises the same errors.
+
+        Returns:
+            A scalar in fp32.
+        """
+        x, _ = self._last_hidden(tokens, None, cu_seqlens, context_parallel)
+        head = self.embeddings if self.lm_head is None else self.lm_head
+        return linear_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten())
+
+    def _last_hidden(
+        self,
+        tokens: Tensor,
+        state: tuple[Any, ...] | None,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
+    ) -> tuple[Tensor, tuple[Any, ...] | None]:
+        """tokens [B,T] → the input of the head [B,T,hidden], and the continued state."""
+        x, states = self.embeddings(tokens), []
+        given = iter(state) if state is not None else itertools.repeat(None)
+        if self.position is not None:
+            x, following = _mix(self.position, x, next(given), cu_seqlens, context_parallel)
+            states.append(following)
+        y = None
+        for block in self.layers:
+            x, y, following = block(x, y, next(given), cu_seqlens, context_parallel)
+            states.append(following)
+        _, x = self.norm(x, y)
+        return x, None if state is None else tuple(states)
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[Any, ...]:
+        """The state before the first token of `batch_size` sequences: of `position`, if any, then of each layer."""
+        return tuple(mixer.init_state(batch_size, device, dtype) for mixer in self._stateful)
+
+    @property
+    def _stateful(self) -> list[TokenMixer]:
+        return self.mixers if self.position is None else [self.position, *self.mixers]
+
+    def num_parameters(self) -> int:
+        """Number of parameters; shared ones count once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def state_size(self, length: int | None = None) -> int | float:
+        """State elements of one sequence after `length` tokens; without a length, the bound (`math.inf` if none)."""
+        return sum(mixer.state_size(length) for mixer in self._stateful)
+
+    def flops(self, length: int) -> int:
+        """Forward FLOPs of one sequence of `length` tokens: matrix products only, so the embedding look-up is free."""
+        return (
+            sum(mixer.flops(length) for mixer in self._stateful)
+            + sum(mlp.flops(length) for mlp in self.mlps)
+            + 2 * length * self.hidden_size * self.vocab_size
+        )
+
+    @contextmanager
+    def without_mixers(self) -> Iterator[None]:
+        """Inside the ``with`` block all token mixers output zero, so that the model sees single tokens only."""
+        hooks = [mixer.register_forward_hook(_silence) for mixer in self.mixers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _mix(
+    mixer: TokenMixer, x: Tensor, state: Any, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+) -> tuple[Tensor, Any]:
+    """Call a mixer; it needs the argument `context_parallel` only if there is one."""
+    if context_parallel is None:
+        return mixer(x, state, cu_seqlens=cu_seqlens)
+    if not takes_context_parallel(type(mixer)):
+        raise UserError(f"context_parallel: {type(mixer).__name__} works on whole sequences only")
+    return mixer(x, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
+
+
+def _silence(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    return torch.zeros_like(output[0]), output[1]

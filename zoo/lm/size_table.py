@@ -1,0 +1,29 @@
+"""Parameters, state and FLOPs of a model, layer by layer."""
+
+from typing import Any
+
+from rich.table import Table
+
+
+def size_table(model: Any, length: int) -> Table:
+    """Parameters, state and forward FLOPs of a model of the zoo for sequences of `length` tokens, layer by layer."""
+    rows: dict[tuple[str, int, int | float, float], int] = {}
+    for mixer in model.mixers:
+        parameters = sum(p.numel() for p in mixer.parameters())
+        kind = (type(mixer).__name__, parameters, mixer.state_size(length), mixer.flops(length) / length)
+        rows[kind] = rows.get(kind, 0) + 1
+    table = Table(caption=f"a layer each; FLOPs are forward, a token at length {length}", caption_justify="left")
+    for column in ("layers", "mixer", "parameters", "state", "MFLOP"):
+        table.add_column(column, justify="left" if column == "mixer" else "right")
+    for (name, parameters, state, flops), count in rows.items():
+        table.add_row(f"{count} ×", name, f"{parameters:,}", f"{state:,}", f"{flops / 1e6:.2f}")
+    total = model.flops(length) / length / 1e6
+    table.add_section()
+    table.add_row(
+        str(len(model.mixers)),
+        "whole model",
+        f"{model.num_parameters():,}",
+        f"{model.state_size(length):,}",
+        f"{total:.2f}",
+    )
+    return table

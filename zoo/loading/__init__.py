@@ -1,0 +1,1 @@
+"""Trained models, out of runs, checkpoints and exported folders."""

@@ -1,0 +1,58 @@
+"""The hashes of an exported folder: which files it has, and what is in them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kernels import UserError
+from zoo.files.hashing import digest, file_digest
+from zoo.files.sealed_json import sealed, unsealed
+
+NAME = "hashes.json"
+_LARGEST = 1 << 20  # bytes that are read of it
+
+
+def hashes(files: Mapping[str, bytes], signature: str | None) -> bytes:
+    """What `hashes.json` holds.
+
+    Args:
+        files: Name → content, of the folder.
+        signature: Of the config.
+    """
+    described = {name: {"bytes": len(content), "xxh3_128": digest(content)} for name, content in files.items()}
+    return sealed({"files": described, "signature": signature})
+
+
+def check_hashes(folder: Path) -> str | None:
+    """Compare the files of an exported folder with its `hashes.json`; without one, nothing is known of them.
+
+    Returns:
+        The signature of the config.
+
+    Raises:
+        UserError: A file is missing or damaged.
+    """
+    file = folder / NAME
+    if not file.exists():
+        return None
+    advice = "without it, the files beside it are loaded unchecked"
+    try:
+        with open(file, "rb") as opened:
+            written = opened.read(_LARGEST)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); {advice}.") from None
+    contents = unsealed(written, str(file), advice=advice)
+    files = contents.get("files")
+    if sealed(contents) != written or not isinstance(files, dict):  # the seal says nothing of spaces
+        raise UserError(f"{file} is damaged (it is not as it was written); {advice}.")
+    for name, described in files.items():
+        path = folder / name
+        if Path(name).name != name:
+            raise UserError(f"{file} is refused: {name} is not in its folder.")
+        if not path.is_file():
+            raise UserError(f"{folder} is incomplete: {name} is missing.")
+        if {"bytes": path.stat().st_size, "xxh3_128": file_digest(path)} != described:
+            raise UserError(
+                f"{path} is damaged: its bytes are not those that were exported (if you changed it yourself, "
+                f"delete {file})."
+            )
+    return contents.get("signature")

@@ -1,0 +1,120 @@
+"""Models that were saved: what `load` takes, and what it finds there."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels import UserError
+from zoo.checkpoints.format import KEY, load_weights, read_checkpoint
+from zoo.checkpoints.signature import is_own
+from zoo.config.build import from_config
+from zoo.config.parser import parse
+from zoo.config.trust import vet_model
+from zoo.data.text.tokenizer import Tokenizer
+from zoo.files.safe_yaml import read_yaml
+from zoo.lm.model import LanguageModel
+from zoo.loading.hashes import check_hashes
+
+
+def checkpoint_of(path: str | Path) -> Path:
+    """The checkpoint file that `path` means: the file itself, or the last one of a run's folder.
+
+    Raises:
+        UserError: There is none.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        for candidate in (path / "checkpoints" / "last.ckpt", path / "last.ckpt"):
+            if candidate.is_file():
+                return candidate
+        raise UserError(f"checkpoint: the folder {path} holds no checkpoints/last.ckpt")
+    near = Path("runs") / path
+    hint = f"; did you mean {near}?" if near.exists() else ""
+    raise UserError(f"checkpoint: there is nothing at {path}{hint}")
+
+
+def load(path: str | Path, device: torch.device | str | None = None, trust: bool = False) -> LanguageModel:
+    """The trained model of a checkpoint, a run's folder, or an exported folder, ready for evaluation.
+
+    Args:
+        path: A `.ckpt` file, a folder of a run, or a folder with `config.yaml` and `model.safetensors`.
+        device: Where to put it.
+        trust: Whether to import and call whatever classes its config names. Without it, a model that somebody else
+            saved may have components of this project only, and those that are imported or registered already.
+
+    Raises:
+        UserError: There is no model, or it is damaged, foreign, or of another format; or there is no such device.
+    """
+    _check_device(device or "cpu")
+    folder = Path(path)
+    if (folder / "model.safetensors").is_file():
+        weights, source = folder / "model.safetensors", folder / "config.yaml"
+        signature = check_hashes(folder)
+        if not source.is_file():
+            raise UserError(f"checkpoint: {source} is missing")
+        config = read_yaml(source, "checkpoint")
+    else:
+        weights = source = checkpoint_of(path)
+        contents = saved(source)
+        config, signature = contents["config"], contents.get("signature")
+    if not isinstance(config, dict) or "model" not in config:
+        raise UserError(f"checkpoint: {source} has no config of a model")
+    if not (trust or is_own(config, signature)):
+        vet_model(config["model"], source)
+    model = from_config(parse({"model": config["model"]}))
+    load_weights(model, weights)
+    return model.to(device or "cpu").eval()
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer that belongs to a saved model (see `load`).
+
+    Raises:
+        UserError: There is none.
+    """
+    folder = Path(path)
+    if (file := folder / "tokenizer.json").is_file():
+        check_hashes(folder)
+        text = _read_text(file)
+    elif (folder / "model.safetensors").is_file():
+        raise UserError(f"checkpoint: {folder} has no tokenizer.json, so it has no text")
+    else:
+        file = checkpoint_of(path)
+        text = saved(file)["tokenizer"]
+        if text is None:
+            raise UserError(f"checkpoint: {file} was trained without a tokenizer, so it has no text")
+    try:
+        return Tokenizer.from_json(text)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the library says of a text that is no tokenizer
+        raise UserError(f"checkpoint: the tokenizer of {file} cannot be read: {error}") from None
+
+
+def saved(file: Path) -> dict[str, Any]:
+    """What a checkpoint says of its run: `config`, `signature`, `tokenizer` …
+
+    Raises:
+        UserError: It is no checkpoint, is damaged, or has no config.
+    """
+    contents = read_checkpoint(file)[KEY]
+    if contents["config"] is None:
+        raise UserError(f"checkpoint: {file} holds no config to build its model from")
+    return contents
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError(f"checkpoint: {file} cannot be read as text: {error}") from None
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # an unknown name; one that this PyTorch cannot use
+        raise UserError(f"device: {device} cannot be used here: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,1 @@
+"""Runs: their folders, and the functions that start, continue and evaluate them."""

@@ -1,0 +1,153 @@
+"""A parsed config as what Lightning runs: the module, its data, and a trainer with the callbacks of the project."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from kernels import UserError
+from zoo import config as configs
+from zoo.lm.model import LanguageModel
+from zoo.runs.loggers import for_run, missing_package
+from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
+from zoo.train.callbacks.compiled_blocks import CompiledBlocks
+from zoo.train.callbacks.progress_bar import Progress
+from zoo.train.callbacks.run_callback import run_callbacks
+from zoo.train.cpu import use_processor
+from zoo.train.metrics_file import MetricsFile
+from zoo.train.module import Pretraining, best_precision
+from zoo.train.trainer import install
+
+# numbers that Lightning takes as they are, and divides by later
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")  # of training
+LEAST = {
+    "accumulate_grad_batches": 1,
+    "num_nodes": 1,
+    "max_steps": -1,
+    "log_every_n_steps": 0,
+    **dict.fromkeys(LIMITS, 0),
+}
+
+
+class Parts(NamedTuple):
+    """What a run is made of, before its trainer."""
+
+    model: LanguageModel
+    module: Pretraining
+    datamodule: L.LightningDataModule
+
+
+def seed(config: Namespace) -> None:
+    """Seed all random numbers as `seed_everything` says; one that is drawn for `true` is put into the config."""
+    if config.seed_everything is not False:
+        given = None if config.seed_everything is True else config.seed_everything
+        config.seed_everything = L.seed_everything(given, workers=True, verbose=False)
+
+
+def parts(config: Namespace) -> Parts:
+    """The data and the model of a config, whose `model.vocab_size` is set.
+
+    Raises:
+        UserError: A constructor refuses something, or two keys contradict each other.
+    """
+    seed(config)
+    datamodule = configs.instantiate("data", config)
+    tokenizer = datamodule.get_tokenizer()
+    config.model.vocab_size = configs.vocabulary(config, configs.vocabulary_of(datamodule))
+    seed(config)  # again: whether a tokenizer was trained just now must not change the model
+    model = configs.from_config(config)
+    sharing = config.context_parallel
+    if sharing > 1 and config.compile:
+        raise UserError(f"context_parallel: {sharing} processes cannot share sequences of compiled blocks yet")
+    module = Pretraining(
+        model,
+        configs.instantiate("optim", config),
+        tokenizer,
+        configs.to_dict(config),
+        datamodule.sequence_length,
+        getattr(datamodule, "validation_names", ()),
+        sharing,
+    )
+    return Parts(model, module, datamodule)
+
+
+def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
+    """The trainer of a run in a folder, with all its callbacks.
+
+    Raises:
+        UserError: `trainer` or the arguments of a callback are wrong.
+    """
+    arguments = _arguments(for_run(config, folder))
+    arguments["default_root_dir"] = str(folder)
+    arguments["enable_checkpointing"] = True
+    arguments["logger"] = [MetricsFile(folder), *_loggers(arguments)]
+    arguments["callbacks"] = [*_listed(arguments["callbacks"]), *callbacks, Progress(), *_run_callbacks(config)]
+    return _trainer(arguments)
+
+
+def evaluating_trainer(config: Namespace, callbacks: Sequence[Callback]) -> L.Trainer:
+    """A trainer that evaluates a checkpoint.
+
+    Raises:
+        UserError: `trainer` is wrong.
+    """
+    arguments = _arguments(for_run(config, None))
+    arguments["logger"] = _loggers(arguments)
+    arguments["callbacks"] = [*_listed(arguments["callbacks"]), *callbacks, Progress()]
+    return _trainer(arguments)
+
+
+def _run_callbacks(config: Namespace) -> list[Callback]:
+    """All callbacks of the project, in their order."""
+    built: list[Any] = [
+        configs.instantiate(cls.key, config) if cls.key is not None else cls() for cls in run_callbacks()
+    ]
+    if config.compile:
+        built.append(CompiledBlocks())
+    if (every := config.activation_checkpointing) is not None:
+        built.append(CheckpointedBlocks(every))
+    return sorted(built, key=lambda callback: callback.order)
+
+
+def _arguments(config: Namespace) -> dict[str, Any]:
+    """The arguments of the Trainer, built."""
+    for name, least in LEAST.items():
+        if (value := config.trainer.get(name)) is not None and value < least:
+            raise UserError(f"trainer.{name}: {value} must be at least {least}")
+    if (interval := config.trainer.val_check_interval) == 0:
+        raise UserError(
+            f"trainer.val_check_interval: {interval} must be above 0; no validation is limit_val_batches: 0"
+        )
+    try:
+        arguments = dict(configs.instantiate("trainer", config))
+    except ValueError as error:
+        if config.trainer.logger is not None and (missing := missing_package(error)) is not None:
+            raise missing from None
+        raise
+    arguments["precision"] = arguments["precision"] or best_precision(str(arguments["accelerator"]))
+    arguments["enable_model_summary"] = False  # ours knows the mixers
+    return arguments
+
+
+def _trainer(arguments: dict[str, Any]) -> L.Trainer:
+    try:
+        trainer = L.Trainer(**arguments)
+    except (MisconfigurationException, ValueError, TypeError, ImportError) as error:  # Lightning's words for a key
+        raise UserError(f"trainer: {' '.join(str(error).split())}") from None
+    if trainer.strategy.root_device.type == "cpu":
+        use_processor()
+    install(trainer)
+    return trainer
+
+
+def _loggers(arguments: dict[str, Any]) -> list[Logger]:
+    return [logger for logger in _listed(arguments["logger"]) if isinstance(logger, Logger)]
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]

@@ -1,0 +1,191 @@
+"""Training and evaluating from Python: the functions behind the verbs of the command line."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jsonargparse import Namespace
+from lightning.pytorch.callbacks import Callback
+
+from kernels import UserError
+from zoo import config as configs
+from zoo.checkpoints.signature import is_own
+from zoo.config.moved import up_to_date
+from zoo.config.overlays import Item, first_name, load_items
+from zoo.config.trust import own_words, vet_run
+from zoo.lm.model import LanguageModel
+from zoo.loading.load import checkpoint_of, saved
+from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, parts
+from zoo.runs.folder import claimed, find_run, new_run
+from zoo.train.callbacks.predictions import Predictions
+from zoo.train.callbacks.result_row import ResultRow
+from zoo.train.results import read_row
+from zoo.train.signals import interruptible
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves.
+
+    Attributes:
+        folder: The run's folder: config, checkpoints, metrics, samples and curve.
+        row: Its numbers, as in `results.json`; losses are in nats per token.
+        model: The trained model, as this process holds it. (Where ZeRO divides it, `zoo.load(folder)` has it whole.)
+    """
+
+    folder: Path
+    row: dict[str, Any]
+    model: LanguageModel
+
+
+def fit(
+    *configs_and_overrides: Item,
+    run: str | None = None,
+    resume: str | Path | None = None,
+    trust: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Result:
+    """Train a model. It writes config, checkpoints, metrics, samples, results and a curve to runs/NAME.
+
+    ``zoo.fit("gdn_h2.yaml", "trainer.max_steps=300").row["val_loss"]``
+
+    Args:
+        configs_and_overrides: Configs by path or name in `configs/`, or as mappings, and overrides `key=value`; later
+            ones count.
+        run: Name of the new run, a folder in `runs/`, or a path if it has a slash. Null names it after the config.
+        resume: The run to continue, or one of its checkpoints. Its own config comes before all others.
+        trust: Import, call, read and write what the run's config names, if it is not your own.
+        callbacks: Lightning callbacks of your own, beside those of the config's `trainer.callbacks`.
+
+    Raises:
+        UserError: A config, a key or a value is wrong, the folder is taken, or the run diverged.
+        KeyboardInterrupt: Ctrl-C ended the run; it is saved.
+    """
+    if resume is not None and run is not None:
+        raise UserError("run: --run names a new run and --resume continues one; give one of them")
+    items = load_items(configs_and_overrides)
+    folder, checkpoint = (None, None) if resume is None else find_run(str(resume))
+    if checkpoint is not None:
+        items = [_config_of(checkpoint, items, trust), *items]
+    config = configs.read(*items)
+    if checkpoint is not None:
+        config.optim.initial_weights = None  # the checkpoint has later ones
+    model, module, datamodule = parts(config)
+    with ExitStack() as held:
+        if folder is None:
+            folder = new_run(run, first_name(configs_and_overrides) or "run")
+        held.enter_context(claimed(folder, new=checkpoint is None))
+        trainer = fitting_trainer(config, folder, callbacks)
+        with interruptible():
+            trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))
+            row = next(callback for callback in trainer.callbacks if isinstance(callback, ResultRow))
+            row.finish(trainer, module, datamodule)  # completes what was killed after its last step
+    return Result(folder, read_row(folder) or {}, model)
+
+
+def validate(
+    *configs_and_overrides: Item,
+    checkpoint: str | Path | None = None,
+    trust: bool = False,
+    verbose: bool = True,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, float]:
+    """Measure the loss of a checkpoint on its validation data.
+
+    Args:
+        configs_and_overrides: As for `fit`; they change the config that the checkpoint has.
+        checkpoint: A run's folder or a .ckpt file.
+        trust: As for `fit`.
+        verbose: Whether to print a table.
+        callbacks: As for `fit`.
+
+    Returns:
+        Name → number, such as `val_loss` in nats per token.
+
+    Raises:
+        UserError: There is no such checkpoint, or a config, a key or a value is wrong.
+    """
+    return _evaluate("validate", configs_and_overrides, checkpoint, trust, verbose, callbacks)
+
+
+def test(
+    *configs_and_overrides: Item,
+    checkpoint: str | Path | None = None,
+    trust: bool = False,
+    verbose: bool = True,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, float]:
+    """Measure the loss of a checkpoint on its test data (the validation split, for text).
+
+    The arguments and the errors are those of `validate`; the names of the numbers begin with `test_`.
+    """
+    return _evaluate("test", configs_and_overrides, checkpoint, trust, verbose, callbacks)
+
+
+def predict(
+    *configs_and_overrides: Item,
+    checkpoint: str | Path | None = None,
+    output: str | Path = "losses.jsonl",
+    trust: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Path:
+    """Write the negative log-likelihood of every token, in nats, to a file of JSON lines.
+
+    Args:
+        configs_and_overrides: As for `validate`.
+        checkpoint: As for `validate`.
+        output: The file to write, which must not exist.
+        trust: As for `fit`.
+        callbacks: As for `fit`.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: As for `validate`, or the file cannot be written.
+    """
+    file, config = _checkpoint_and_config("predict", configs_and_overrides, checkpoint, trust)
+    _, module, datamodule = parts(config)
+    trainer = evaluating_trainer(config, [*callbacks, Predictions(output)])
+    with interruptible():
+        trainer.predict(module, datamodule=datamodule, ckpt_path=str(file), return_predictions=False)
+    return Path(output)
+
+
+def _evaluate(
+    verb: Literal["validate", "test"],
+    items: Sequence[Item],
+    checkpoint: str | Path | None,
+    trust: bool,
+    verbose: bool,
+    callbacks: Sequence[Callback],
+) -> dict[str, float]:
+    file, config = _checkpoint_and_config(verb, items, checkpoint, trust)
+    _, module, datamodule = parts(config)
+    trainer = evaluating_trainer(config, callbacks)
+    with interruptible():
+        rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=verbose)
+    return {name: value for row in rows for name, value in row.items()}
+
+
+def _checkpoint_and_config(
+    verb: str, items: Sequence[Item], checkpoint: str | Path | None, trust: bool
+) -> tuple[Path, Namespace]:
+    """The checkpoint to evaluate, and its config with what was given besides."""
+    if checkpoint is None:
+        raise UserError(f"checkpoint: {verb} needs one, --checkpoint runs/NAME")
+    file, loaded = checkpoint_of(checkpoint), load_items(items)
+    kept = _config_of(file, loaded, trust)
+    kept["trainer"] = {key: value for key, value in kept["trainer"].items() if key not in LIMITS}
+    return file, configs.read(kept, *loaded)
+
+
+def _config_of(checkpoint: Path, items: Sequence[str | dict[str, Any]], trust: bool) -> dict[str, Any]:
+    """The config that a checkpoint was trained by, vetted if it is not the user's own."""
+    contents = saved(checkpoint)
+    config = up_to_date(contents["config"])
+    if trust or is_own(contents["config"], contents.get("signature")):
+        return config
+    return vet_run(config, checkpoint, own_words(items))

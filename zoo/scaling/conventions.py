@@ -1,0 +1,173 @@
+"""How "Scaling laws for linear complexity language models" (arXiv 2406.16690) counts parameters and FLOPs.
+
+`LanguageModel.num_parameters()` and `flops()` say what a model has and executes. These functions say what that paper's
+Table 7 prints for it, by the formulas of its Table 1 and Appendix A.1; DESIGN.md ("Counting") lists the differences.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kernels import UserError
+from mixers import FeatureMap, did_you_mean
+from zoo.config.build import build
+from zoo.lm.model import LanguageModel
+
+BATCH_SIZE, LENGTH = 480, 8192  # sequences in a step of training, and their tokens
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How one architecture is counted.
+
+    Args:
+        flops: (b, n, l, d, h) → training FLOPs of a step without embeddings, as in Table 1: b sequences of n tokens,
+            l layers, d channels, h heads, GLUs of inner size 8d/3 whatever they have, attention over the full n².
+        norm_vectors: Vectors counted for each norm in front of a token or channel mixer. The printed formulas have
+            none, but the printed numbers of LLaMA are those of two, a weight and a bias.
+    """
+
+    flops: Callable[[int, int, int, int, int], float]
+    norm_vectors: int = 0
+
+
+# by the names of configs/scaling_laws
+CONVENTIONS = {
+    "llama": Convention(lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + n / (6 * d) + 5 / (18 * d)), norm_vectors=2),
+    "tnl": Convention(lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + 1 / (2 * h) + 5 / (18 * d))),
+    "hgrn2": Convention(
+        lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + 1 / (3 * h) + 29 / (72 * d)) + 12 * d * l,
+    ),
+    "cosformer2": Convention(
+        lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + 3 / (4 * h) + 23 / (72 * d)) + 12 * b * n * d**2 / h,
+    ),
+}
+
+# Table 7: (architecture, size) → millions of parameters, PFLOPs of a step
+PRINTED = {
+    ("llama", "70m"): (20.5, 1.6),
+    ("llama", "160m"): (85.0, 5.6),
+    ("llama", "410m"): (334.1, 18.0),
+    ("llama", "1b"): (906.2, 40.4),
+    ("llama", "3b"): (2775.8, 99.6),
+    ("llama", "7b"): (6476.5, 202.7),
+    ("tnl", "70m"): (21.2, 0.5),
+    ("tnl", "160m"): (87.3, 2.2),
+    ("tnl", "410m-25"): (327.7, 7.9),
+    ("tnl", "1b"): (918.6, 22.3),
+    ("tnl", "3b"): (2798.4, 66.6),
+    ("tnl", "7b"): (6509.6, 154.4),
+    ("hgrn2", "70m"): (20.5, 0.5),
+    ("hgrn2", "160m"): (84.9, 2.1),
+    ("hgrn2", "410m"): (334.0, 8.0),
+    ("hgrn2", "1b"): (906.0, 22.0),
+    ("hgrn2", "3b"): (2775.5, 66.0),
+    ("hgrn2", "7b"): (6476.1, 153.6),
+    ("cosformer2", "70m"): (21.3, 0.5),
+    ("cosformer2", "160m"): (87.5, 2.3),
+    ("cosformer2", "410m-25"): (328.0, 8.1),
+    ("cosformer2", "1b"): (919.1, 22.7),
+    ("cosformer2", "3b"): (2799.0, 67.4),
+    ("cosformer2", "7b"): (6511.0, 155.6),
+}
+
+
+class Row(NamedTuple):
+    """A model of Table 7: as the paper counts it, as the paper prints it, and as it is."""
+
+    architecture: str
+    size: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    parameters: int  # counted by the paper's convention
+    printed_parameters: float  # millions
+    flops: float  # of a step, by the paper's convention
+    printed_flops: float  # PFLOPs
+    all_parameters: int  # with embeddings, norms and angles
+    angles: int  # parameters of position encodings, which the paper leaves out
+    all_flops: int  # three times those of the forward pass, as executed, with the head
+
+
+def convention(architecture: str) -> Convention:
+    """How an architecture is counted.
+
+    Raises:
+        UserError: The paper has no such architecture.
+    """
+    if architecture not in CONVENTIONS:
+        hint = did_you_mean(architecture, [*CONVENTIONS])
+        raise UserError(f"architecture: {architecture!r} is not one of {', '.join(CONVENTIONS)}{hint}")
+    return CONVENTIONS[architecture]
+
+
+def angles(model: LanguageModel) -> int:
+    """Parameters of the feature maps, such as the angles of a position encoding."""
+    maps = [module for module in model.modules() if isinstance(module, FeatureMap)]
+    return sum(p.numel() for p in {p for module in maps for p in module.parameters()})  # shared ones once
+
+
+def parameters(model: LanguageModel, architecture: str) -> int:
+    """Parameters without embeddings, as the paper counts them.
+
+    All matrices but those of embedding, head and feature maps; vectors (norms, biases) only by the convention of the
+    architecture.
+
+    Args:
+        model: A model, on any device.
+        architecture: llama, tnl, hgrn2 or cosformer2.
+    """
+    outside = [model.embeddings.weight] if model.lm_head is None else [model.embeddings.weight, model.lm_head.weight]
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1) - sum(p.numel() for p in outside)
+    # the blocks' own norms; what stands inside a mixer is never counted
+    norms = [part for block in model.layers for name, part in block.named_children() if name.endswith("_norm")]
+    vectors = sum(p.numel() for norm in norms for p in norm.parameters())
+    return matrices - angles(model) + convention(architecture).norm_vectors * vectors
+
+
+def flops_per_step(
+    model: LanguageModel, architecture: str, batch_size: int = BATCH_SIZE, length: int = LENGTH
+) -> float:
+    """Training FLOPs of one step without embeddings, by the formulas of Table 1.
+
+    Args:
+        model: A model whose mixers all have the same number of heads, on any device.
+        architecture: llama, tnl, hgrn2 or cosformer2.
+        batch_size: Sequences in a step.
+        length: Tokens of a sequence.
+    """
+    count = convention(architecture).flops
+    return count(batch_size, length, model.num_layers, model.hidden_size, _num_heads(model))
+
+
+def table() -> list[Row]:
+    """The 24 models of Table 7, built on the meta device from configs/scaling_laws and counted."""
+    rows = []
+    for (architecture, size), (printed_parameters, printed_flops) in PRINTED.items():
+        model = build(f"scaling_laws/{architecture}.yaml", f"scaling_laws/{size}.yaml", device="meta")
+        rows.append(
+            Row(
+                architecture,
+                size,
+                model.num_layers,
+                model.hidden_size,
+                _num_heads(model),
+                parameters(model, architecture),
+                printed_parameters,
+                flops_per_step(model, architecture),
+                printed_flops,
+                model.num_parameters(),
+                angles(model),
+                3 * BATCH_SIZE * model.flops(LENGTH),
+            )
+        )
+    return rows
+
+
+def _num_heads(model: LanguageModel) -> int:
+    """The number of heads that all mixers of a model have."""
+    found = {getattr(mixer, "num_heads", None) for mixer in model.mixers}
+    heads = found.pop()
+    if found or not isinstance(heads, int):
+        raise UserError("model: the paper's formulas need mixers that all have the same number of heads")
+    return heads

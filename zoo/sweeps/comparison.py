@@ -1,0 +1,111 @@
+"""Many configs trained on the same data, and one table and one picture of them."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zoo.config.find import CONFIGS, find_config
+from zoo.config.overlays import is_override
+from zoo.files.atomic import atomic_write
+from zoo.runs.command import COMMAND
+from zoo.sweeps.plan import Run
+from zoo.sweeps.runner import Runner, failed, result
+from zoo.train.metrics_file import read_metrics
+
+
+def whole_configs() -> list[str]:
+    """The names of all configs that are no overlays."""
+    return sorted(path.name for path in CONFIGS.glob("*.yaml"))
+
+
+def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """One row for each run, the best first: sizes, losses, speed."""
+    caption = "losses in nats a token; late: in the last eighth of the context"
+    table = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    for column in ("config", "params", "state", "tokens", "loss", "late", "tok/s", "min"):
+        table.add_column(column, justify="left" if column == "config" else "right", no_wrap=True)
+    rows = sorted(rows, key=lambda row: row["val_loss"])
+    for row in rows:
+        table.add_row(
+            row["run"],
+            f"{row['parameters'] / 1e6:.2f} M",
+            f"{row['state_size'] / 1e3:.0f} k",
+            f"{row['tokens_seen'] / 1e6:.2f} M",
+            f"{row['val_loss']:.3f}",
+            "" if row["val_loss_by_position"][-1] is None else f"{row['val_loss_by_position'][-1]:.3f}",
+            f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else "",
+            f"{row['wall_seconds'] / 60:.1f}",
+        )
+    if rows and rows[0]["bigram_loss"] is not None:
+        table.add_section()
+        table.add_row("bigram model", "", "", "", f"{rows[0]['bigram_loss']:.3f}", "", "", "")
+    return table
+
+
+def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
+    """The validation losses of all runs over the tokens, the best first in the legend."""
+    rows = sorted(rows, key=lambda row: row["val_loss"])
+    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="tokens", ylabel="validation loss (nats per token)")
+    styles = ("-", "--", ":")
+    for number, row in enumerate(rows):
+        metrics = [m for m in read_metrics(folder / row["run"] / "metrics.jsonl") if "val_loss" in m]
+        tokens, losses = [m["tokens"] for m in metrics], [m["val_loss"] for m in metrics]
+        color, style = f"C{number % 10}", styles[number // 10 % 3]
+        axes.plot(tokens, losses, color=color, linestyle=style, marker=".", label=f"{row['run']} {row['val_loss']:.2f}")
+    if rows and rows[0]["bigram_loss"] is not None:
+        axes.axhline(rows[0]["bigram_loss"], color="gray", linewidth=1, label=f"bigram {rows[0]['bigram_loss']:.2f}")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    figure.legend(loc="outside right center", fontsize="small")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+class Comparison(NamedTuple):
+    """What was compared: the folder of the runs, and the results row of each."""
+
+    folder: Path
+    rows: list[dict[str, Any]]
+
+
+def compare(
+    *configs_and_overrides: str | Path, folder: str | Path = "runs/compare", jobs: int | None = None
+) -> Comparison:
+    """Train several configs on the same data, and print one table; without a name, all configs.
+
+    It writes `comparison.png` and `comparison.json`, also when some runs failed.
+
+    Args:
+        configs_and_overrides: Names or paths of whole configs, and overrides `key=value` for all of them.
+        folder: Where the runs go, a folder for each config.
+        jobs: Runs at a time; they share the processor's cores. Null for one on each GPU, or one.
+
+    Raises:
+        UserError: A config is missing or wrong, or runs failed; the others are complete by then.
+    """
+    folder, items = Path(folder), [str(item) for item in configs_and_overrides]
+    overrides = tuple(item for item in items if is_override(item))
+    configs = [item for item in items if not is_override(item)] or whole_configs()
+    runs = [Run(find_config(config).stem, (config, *overrides)) for config in configs]
+    for run in runs:  # a mistake should not wait for its turn
+        run.read()
+    failures = Runner(COMMAND, folder, jobs).run(runs)
+    rows = [row for run in runs if (row := result(folder / run.name))]
+    if rows:
+        with atomic_write(folder / "comparison.png") as file:
+            comparison_figure(rows, folder).savefig(file, format="png")
+        with atomic_write(folder / "comparison.json") as file:
+            file.write(json.dumps(rows, indent=1).encode())
+    if failures:
+        raise failed(failures, len(runs))
+    Console().print(comparison_table(rows))
+    return Comparison(folder, rows)

@@ -1,0 +1,113 @@
+"""The loss over the tokens, drawn into `loss.png`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from zoo.files.atomic import atomic_write
+from zoo.train.baseline import bigram_loss
+from zoo.train.callbacks.run_callback import RunCallback
+
+
+class LossCurve(RunCallback):
+    """Draws the training and validation loss over the tokens into `loss.png`, at each validation and at the end.
+
+    Args:
+        every_n_steps: Take the training loss each time that so many steps are done; reading it waits for the GPU.
+        smoothing: Weight of the past in the smoothed training loss.
+    """
+
+    key = "loss_curve"
+    order = 140
+
+    def __init__(self, every_n_steps: int = 10, smoothing: float = 0.6) -> None:
+        self.every_n_steps = every_n_steps
+        self.smoothing = smoothing
+        self.training: list[tuple[int, float]] = []  # tokens, nats
+        self.validation: list[tuple[int, float]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The points so far, so that a continued run draws the whole curve."""
+        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("training", "validation")}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the curve."""
+        for name, points in state_dict.items():
+            setattr(self, name, [(int(tokens), loss) for tokens, loss in points.tolist()])
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take a point of the training loss, as it was last logged: that of all processes."""
+        tokens, loss = pl_module.tokens_seen, trainer.callback_metrics.get("train_loss")
+        again = bool(self.training) and self.training[-1][0] == tokens
+        if loss is not None and trainer.global_step % self.every_n_steps == 0 and not again:
+            self.training.append((tokens, loss.item()))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take a point of the validation loss, and draw."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.complete(trainer, pl_module)
+
+    def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the point, unless it is there already."""
+        if "val_loss" in trainer.callback_metrics:
+            known = self.validation and self.validation[-1][0] == pl_module.tokens_seen
+            if not known:
+                self.validation.append((pl_module.tokens_seen, trainer.callback_metrics["val_loss"].item()))
+            self._draw(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Draw the complete curve."""
+        self._draw(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Draw what there is of an interrupted run."""
+        stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        if stopped and trainer.state.fn == "fit" and self.training:  # before a step there may be no data yet, either
+            self._draw(trainer)
+
+    def figure(self, baseline: float | None = None) -> Figure:
+        """The curve.
+
+        Args:
+            baseline: Loss of the interpolated bigram model in nats, drawn as a line; None draws none.
+        """
+        figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")  # not pyplot: no global state, no display
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)")
+        if self.training:
+            tokens, losses = zip(*self.training, strict=True)
+            axes.plot(tokens, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training")
+            axes.plot(tokens, _smooth(losses, self.smoothing), color="tab:blue", label="training, smoothed")
+        if self.validation:
+            axes.plot(*zip(*self.validation, strict=True), color="tab:orange", marker="o", label="validation")
+        if baseline is not None:
+            axes.axhline(baseline, color="gray", linestyle="--", label="interpolated bigram model")
+        if axes.has_data():
+            axes.legend()
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.3)
+        return figure
+
+    def _draw(self, trainer: L.Trainer) -> None:
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        with atomic_write(Path(trainer.default_root_dir) / "loss.png") as file:
+            self.figure(bigram_loss(trainer)).savefig(file, format="png")
+
+
+def _smooth(values: Iterable[float], weight: float) -> list[float]:
+    """Exponential mean, corrected for its start."""
+    smoothed, total, norm = [], 0.0, 0.0
+    for value in values:
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        smoothed.append(total / norm)
+    return smoothed

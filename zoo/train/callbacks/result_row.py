@@ -1,0 +1,204 @@
+"""Writes the results of a run when it ends."""
+
+import logging
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rich.console import Console
+
+from kernels import UserError
+from zoo.data.batch import NO_LOSS, Batch
+from zoo.files.sealed_json import write_sealed
+from zoo.train.baseline import bigram_loss
+from zoo.train.callbacks.progress_bar import batches_of
+from zoo.train.callbacks.run_callback import RunCallback
+from zoo.train.metrics import token_losses
+from zoo.train.metrics_file import finite
+from zoo.train.results import read_row, result_table
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Completes(Protocol):
+    """A callback that has something to do with the last validation of a run, should it come after `fit`."""
+
+    def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The run had been killed in that validation, which is now made up for."""
+        ...
+
+
+class ResultRow(RunCallback):
+    """Writes `results.json`, all that is to be known about a run in one row, and a short table on the terminal.
+
+    Losses are in nats per token. `status` is `complete`, `interrupted` (Ctrl-C, SIGTERM) or `failed`.
+
+    Args:
+        zeroed_batches: Validation batches on which to measure the loss with the outputs of all mixers set to zero,
+            which shows how much they matter; 0 measures nothing.
+    """
+
+    order = 180  # last, when all numbers are there
+
+    def __init__(self, zeroed_batches: int = 4) -> None:
+        self.zeroed_batches = zeroed_batches
+        self._row: dict[str, Any] | None = None
+        self._parameters = 0
+        self._earlier_seconds = 0.0  # of the runs that this one continues
+        self._start = time.perf_counter()
+        self._trained = self._finishing = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The time so far, which a continued run adds to."""
+        return {"wall_seconds": self._wall_seconds()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Count on."""
+        self._earlier_seconds = state_dict["wall_seconds"]
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Count the parameters, before a strategy divides them."""
+        self._parameters = pl_module.model.num_parameters()
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock."""
+        self._start = time.perf_counter()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """There is something to train, so `on_train_end` will come."""
+        self._trained = True
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measure what is left to measure, and write the row."""
+        mixers = self._mixers_loss(trainer, pl_module)
+        self._write(trainer, pl_module, "complete", mixers)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the table, when the progress bar is gone."""
+        if self._row is not None and trainer.is_global_zero:
+            Console().print(result_table(self._row))
+
+    def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, datamodule: L.LightningDataModule) -> None:
+        """After `fit`: the row of a run that had nothing left to train, but was killed before it wrote its row."""
+        if self._trained or trainer.fast_dev_run:
+            return
+        folder = Path(trainer.default_root_dir)
+        try:
+            row = read_row(folder)
+        except UserError as error:
+            log.warning("%s It is written anew.", error)
+            row = None
+        if row is None or (row["status"], row.get("steps")) != ("complete", trainer.global_step):
+            self._finishing = True
+            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step - 1  # the row of the last step
+            trainer.validate(pl_module, datamodule=datamodule, verbose=False)
+            for callback in trainer.callbacks:
+                if isinstance(callback, Completes):
+                    callback.complete(trainer, pl_module)
+            self.on_fit_end(trainer, pl_module)
+        elif trainer.is_global_zero:
+            Console().print(f"{folder} is complete; --trainer.max_steps above {trainer.max_steps} trains it further")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the row, if that is what the validation is for."""
+        if self._finishing:
+            self._write(trainer, pl_module, "complete", self._mixers_loss(trainer, pl_module))
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Write what is known."""
+        if trainer.state.fn == "fit" and trainer.global_step > 0:
+            stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException) or trainer.received_sigterm
+            with suppress(OSError):  # the disk may be what failed, which is to be told instead
+                self._write(trainer, pl_module, "interrupted" if stopped else "failed", {})
+
+    def _wall_seconds(self) -> float:
+        return self._earlier_seconds + time.perf_counter() - self._start
+
+    def _mixers_loss(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
+        """The loss on the first validation batches as it is, and with the mixers zeroed."""
+        if not self.zeroed_batches or trainer.val_dataloaders is None:
+            return {}
+        training = pl_module.training
+        pl_module.eval()
+        totals, count = [0.0, 0.0], 0
+        for loaded in islice(_first_loader(trainer.val_dataloaders), self.zeroed_batches):
+            batch: Batch = trainer.strategy.batch_to_device(loaded)
+            count += int((batch.labels != NO_LOSS).sum())
+            for index, mixers in enumerate((nullcontext(), pl_module.model.without_mixers())):
+                with torch.no_grad(), trainer.precision_plugin.forward_context(), mixers:
+                    logits, _ = pl_module.model(batch.tokens, cu_seqlens=batch.cu_seqlens)
+                totals[index] += token_losses(logits, batch.labels).sum().item()
+        pl_module.train(training)
+        if not count:
+            return {}
+        return {"val_loss_same_batches": totals[0] / count, "val_loss_mixers_zeroed": totals[1] / count}
+
+    def _write(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, status: str, mixers: Mapping[str, float]
+    ) -> None:
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        model, metrics = pl_module.model, trainer.callback_metrics
+        length = pl_module.context_length or pl_module.context_loss.context_length
+        speed = metrics.get("tokens_per_second")
+        batches = batches_of(trainer)
+        row = {
+            "run": Path(trainer.default_root_dir).resolve().name,
+            "status": status,
+            "steps": trainer.global_step,
+            "tokens_seen": pl_module.tokens_seen,
+            "parameters": self._parameters,
+            "context_length": length,
+            "state_size": model.state_size(length) if length else None,
+            "forward_flops_per_token": model.flops(length) / length if length else None,
+            "val_loss": metrics.get("val_loss"),
+            "val_batches": batches[0],
+            "val_batches_in_split": batches[1],
+            "val_perplexity": metrics.get("val_perplexity"),
+            "val_loss_by_position": [finite(loss) for loss in pl_module.loss_by_position],
+            "val_loss_by_task": {name: finite(metrics.get(f"val_loss_{name}")) for name in pl_module.tasks},
+            "val_accuracy": metrics.get("val_accuracy"),
+            "val_accuracy_by_task": {name: finite(metrics.get(f"val_accuracy_{name}")) for name in pl_module.tasks},
+            "val_loss_same_batches": mixers.get("val_loss_same_batches"),
+            "val_loss_mixers_zeroed": mixers.get("val_loss_mixers_zeroed"),
+            "bigram_loss": bigram_loss(trainer),
+            "tokens_per_second": speed,
+            "wall_seconds": round(self._wall_seconds(), 1),
+            "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
+            "torch": torch.__version__,
+            "device": _device_name(pl_module.device),
+            "devices": trainer.world_size,
+            "precision": str(trainer.precision),
+            "commit": _commit(),
+        }
+        self._row = {name: value if isinstance(value, list) else finite(value) for name, value in row.items()}
+        write_sealed(Path(trainer.default_root_dir) / "results.json", self._row)
+
+
+def _first_loader(loaders: Any) -> Iterable[Batch]:
+    return loaders[0] if isinstance(loaders, list | tuple) else loaders
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+
+
+def _commit() -> str | None:
+    """The commit of this code, if it runs from a checkout that tracks it."""
+    file = Path(__file__).resolve()
+    commands = (["git", "ls-files", "--error-unmatch", file.name], ["git", "rev-parse", "HEAD"])
+    try:
+        outputs = [subprocess.run(c, cwd=file.parent, capture_output=True, check=True, timeout=10) for c in commands]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return outputs[-1].stdout.decode().strip()

@@ -1,0 +1,57 @@
+"""No validation is left out."""
+
+from typing import Any
+
+import lightning as L
+
+from zoo.train.callbacks.run_callback import RunCallback
+
+
+class Validations(RunCallback):
+    """Leaves no validation out: one more when a run ends between two, and first of all what a stopped run left out."""
+
+    order = 170  # after all that are to see the validations that it runs
+
+    def __init__(self) -> None:
+        self._step = -1  # of the last one
+        self._batch = 0  # after which it was, counted over all epochs
+
+    def state_dict(self) -> dict[str, Any]:
+        """After which batch the last one was."""
+        return {"batch": self._batch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Know which one may be missing."""
+        self._batch = state_dict["batch"]
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Make up for one that was due when the run was stopped; its loss may be the best."""
+        loop = trainer.fit_loop.epoch_loop
+        batches, every = loop.batch_progress, trainer.val_check_batch
+        by_epoch = trainer.check_val_every_n_epoch is not None
+        read = batches.current.ready if by_epoch else batches.total.ready
+        due = bool(read and every) and read % every == 0 and loop._should_check_val_epoch()
+        if due and self._batch != batches.total.ready:
+            loop.val_loop.restarting = False
+            self._run(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remember when."""
+        if not trainer.sanity_checking:
+            self._step, self._batch = trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Run Lightning's own validation loop, as it does between steps."""
+        stopped = trainer.interrupted or trainer.received_sigterm
+        if self._step != trainer.global_step and not trainer.fast_dev_run and not stopped:
+            loop = trainer.fit_loop.epoch_loop
+            loop._batches_that_stepped -= 1  # its row of metrics is that of the last step, as in a run's other ones
+            self._run(trainer)
+            loop._batches_that_stepped += 1
+
+    def _run(self, trainer: L.Trainer) -> None:
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        if not loop.skip:
+            trainer.validating = True
+            loop.run()
+            trainer.training = True

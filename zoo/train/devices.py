@@ -1,0 +1,39 @@
+"""What a device can do, and how much of its memory was used."""
+
+import sys
+
+import torch
+
+# Dense bf16 FLOP/s of the tensor cores, from the makers' data sheets; the first name found in the device's name counts.
+PEAK_FLOPS = {
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "4090": 165e12,
+    "3090": 71e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of a device in FLOP/s; None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for model, flops in PEAK_FLOPS.items() if model in name), None)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes that this process has had on a device at a time; None where nobody counts them."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu" or sys.platform == "win32":
+        return None
+    import resource  # not there on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,0 +1,116 @@
+"""Metrics as files: `metrics.jsonl` and `metrics.csv` in the run's folder."""
+
+import csv
+import io
+import json
+import logging
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from zoo.files.atomic import atomic_write
+
+log = logging.getLogger(__name__)
+
+
+class MetricsFile(Logger):
+    """Appends each row of metrics to `metrics.jsonl`, at once; `step` is the index of the last finished step.
+
+    A continued run appends. (Lightning's CSVLogger deletes the file of the run that is continued.) `metrics.csv`, the
+    same with a column for each metric, is made of it after each validation and at the end.
+
+    Args:
+        folder: The run's folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self.path = self.folder / "metrics.jsonl"
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.folder.name
+
+    @property
+    def version(self) -> str:
+        """Runs have names, not versions."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The run's folder."""
+        return str(self.folder)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        """The run's folder has the whole config in a file of its own."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Append a row; values that are not finite become null."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        row = json.dumps({"step": step} | {name: finite(value) for name, value in metrics.items()})
+        with open(self.path, "ab+") as file:
+            if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                row = "\n" + row  # a killed process left half a row
+            file.write(f"{row}\n".encode())
+        if "val_loss" in metrics:
+            self._write_csv()
+
+    @rank_zero_only
+    def make_up(self, metrics: dict[str, float], step: int) -> None:
+        """Append a row unless it is there: a process may be killed between a checkpoint and the row of its step."""
+        known = read_metrics(self.path) if self.path.is_file() else []
+        if not any(row["step"] == step and metrics.keys() <= row.keys() for row in known):
+            self.log_metrics(metrics, step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Bring the CSV up to date, whatever ended the run."""
+        if self.path.is_file():
+            self._write_csv()
+
+    def _write_csv(self) -> None:
+        rows = read_metrics(self.path)
+        columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        with suppress(OSError), atomic_write(self.path.with_suffix(".csv")) as file:  # the other file has it all
+            file.write(text.getvalue().encode())
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read a `metrics.jsonl`: one row per step, in order.
+
+    Steps that a continued run repeated, since they came after its checkpoint, are there once, as they were last. Lines
+    that are no rows, such as the half one that a killed process left, are left out with a warning.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    bad = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+                rows.setdefault(int(row["step"]), {}).update(row)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                bad.append(number)
+    if bad:
+        listed = ", ".join(map(str, bad[:5])) + (" …" if len(bad) > 5 else "")
+        log.warning("%s: %d lines are no rows of metrics, and left out: %s", path, len(bad), listed)
+    return [rows[step] for step in sorted(rows)]
+
+
+def finite(value: Any) -> Any:
+    """Tensors as numbers, and None for what JSON cannot say."""
+    value = value.item() if isinstance(value, torch.Tensor) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,318 @@
+"""Pretraining as a LightningModule: the loss, what is measured, and what a checkpoint carries."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from torch import Tensor, nn
+
+from kernels.errors import UserError
+from mixers import ContextParallel, TokenMixer, takes_context_parallel
+from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, load_weights
+from zoo.checkpoints.signature import sign
+from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.resumable import ResumableData
+from zoo.data.whole_steps import forget_unfinished, unfinished_batches
+from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, token_losses, total_loss
+from zoo.train.optim import Optimisation, build_optimizer, build_schedule
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer here."""
+
+    def to_json(self) -> str:
+        """All of the tokenizer as text."""
+        ...
+
+
+def best_precision(accelerator: str) -> str:
+    """The fastest precision that is safe on an accelerator.
+
+    Args:
+        accelerator: Lightning's name: `cpu`, `gpu`, `cuda`, `mps`, `auto` …
+
+    Returns:
+        `bf16-mixed` on a GPU that computes in bf16, else `32-true`; both are Lightning's names.
+    """
+    on_gpu = accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
+    return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
+
+
+class Pretraining(L.LightningModule):
+    """Next-token prediction with any language model of the zoo.
+
+    Args:
+        model: tokens [B, T] → (logits [B, T, vocab], state); it may have a `loss` of its own to be trained by.
+        optim: Optimiser and schedule.
+        tokenizer: Travels in the checkpoint, and lets callbacks write samples.
+        config: The resolved config as plain containers; travels in the checkpoint, so that it can be built again.
+        context_length: Positions over which the loss is divided into eight buckets; None takes the length of the
+            first batch that is evaluated.
+        tasks: Names of the data loaders of an evaluation, whose loss and accuracy are logged one by one; empty for
+            one loader.
+        context_parallel: How many neighbouring processes share each sequence.
+
+    Raises:
+        UserError: `context_parallel` is below 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: Optimisation,
+        tokenizer: Tokenizer | None = None,
+        config: dict[str, Any] | None = None,
+        context_length: int | None = None,
+        tasks: Sequence[str] = (),
+        context_parallel: int = 1,
+    ) -> None:
+        super().__init__()
+        if context_parallel < 1:
+            raise UserError(f"context_parallel is {context_parallel}; it must be at least 1, for whole sequences.")
+        self.model = model
+        self.optim = optim
+        self.tokenizer = tokenizer
+        self.config = config
+        self.context_length = context_length
+        self.tokens_seen = 0  # by all processes, padding included; a Python int, so that nothing waits for a GPU
+        self.loss_by_position: list[float] = []
+        self.context_loss = ContextLoss(context_length)
+        self.tasks = list(tasks)
+        self.accuracy = TaskAccuracy(len(self.tasks) or 1)
+        self.task_loss = TaskLoss(len(self.tasks) or 1)
+        self.context_parallel = context_parallel
+        self._part: ContextParallel | None = None  # of each sequence, that of this process; None for whole sequences
+        self._gradient_norm: Tensor | None = None  # of the step in progress
+        self._losses: Tensor | None = None  # of the step in progress: their sum, and how many they are
+        self._tokens_before_step = 0
+
+    def setup(self, stage: str) -> None:
+        """Divide the sequences, and load the given initial weights, before any strategy shards or copies parameters.
+
+        Raises:
+            UserError: The sequences cannot be divided, or the weights do not fit.
+        """
+        if self.context_parallel > 1 and self._part is None:
+            self._check_context_parallel(stage)
+            group, _ = dist.new_subgroups(self.context_parallel)
+            self._part = ContextParallel(group)
+        if stage == "fit" and self.optim.initial_weights is not None:
+            load_weights(self.model, self.optim.initial_weights)
+
+    def _check_context_parallel(self, stage: str) -> None:
+        number, trainer = self.context_parallel, self.trainer
+        if stage == "predict":
+            raise UserError("context_parallel: predict reads whole sequences; call it with --context_parallel=1.")
+        replicated = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
+        if not replicated or trainer.world_size % number:
+            raise UserError(
+                f"context_parallel is {number}; it needs trainer.strategy=ddp and a multiple of {number} processes, "
+                f"not {trainer.world_size} with {type(trainer.strategy).__name__}."
+            )
+        if not isinstance(getattr(trainer, "datamodule", None), ResumableData):
+            raise UserError("context_parallel: the data must be a ResumableData, whose neighbours get the same rows.")
+        for module in (*(part for part in self.model.modules() if isinstance(part, TokenMixer)), self.model):
+            if not takes_context_parallel(type(module)):
+                raise UserError(f"context_parallel: {type(module).__name__} works on whole sequences only.")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As PyTorch does; a checkpoint of another model is told in one sentence."""
+        if strict:
+            check_weights(state_dict, self, "the checkpoint")
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def forward(
+        self, tokens: Tensor, cu_seqlens: Tensor | None = None, context_parallel: ContextParallel | None = None
+    ) -> Tensor:
+        """Logits [B, T, vocab] of tokens [B, T]."""
+        shared = {} if context_parallel is None else {"context_parallel": context_parallel}
+        return self.model(tokens, cu_seqlens=cu_seqlens, **shared)[0]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean loss over the labelled tokens of the batch, in nats.
+
+        `train_loss` is logged besides, over those of the whole step in all processes.
+        """
+        batch = self._own(batch)
+        total = total_loss(self.model, batch.tokens, batch.labels, batch.cu_seqlens, self._part)
+        count = (batch.labels != NO_LOSS).sum()
+        loss = total / count.clamp(min=1) if self._part is None else self._part.mean(total, count)
+        self.tokens_seen += batch.tokens.numel() * self.trainer.world_size
+        self._log_loss(total, count, batch_idx)
+        self.log("tokens", self.tokens_seen)
+        self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """As Lightning does, also for callbacks; a number stays on the host, which else would wait for the device."""
+        value = torch.tensor(value, dtype=torch.float64) if isinstance(value, int | float) else value
+        super().log(name, value, *args, **kwargs)
+
+    def on_train_start(self) -> None:
+        """Forget what an interrupted step may have left."""
+        self._losses = None
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note where a step begins."""
+        loop = self.trainer.fit_loop.epoch_loop
+        if unfinished_batches(self.trainer) == 1:  # this one
+            self._tokens_before_step = self.tokens_seen
+            # rows of metrics count from here; after a resume Lightning may be one off, by what it was saved in
+            loop._batches_that_stepped = self.trainer.global_step
+
+    def _log_loss(self, total: Tensor, count: Tensor, batch_idx: int) -> None:
+        """Log the mean over all labelled tokens of the optimiser step, of all its batches and all processes.
+
+        Several processes wait for each other here, and so only at those steps of which a row is written.
+        """
+        trainer, losses = self.trainer, torch.stack([total.detach(), count.to(total.dtype)])
+        self._losses = losses if self._losses is None else self._losses + losses
+        if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+            return
+        losses, self._losses = self._losses, None
+        if trainer.world_size > 1:
+            every = trainer.log_every_n_steps
+            if not every or (trainer.global_step + 1) % every:
+                return
+            dist.all_reduce(losses)
+        self.log("train_loss", losses[0] / losses[1].clamp(min=1), prog_bar=True)
+
+    def _own(self, batch: Batch) -> Batch:
+        """The part of a batch that this process computes."""
+        if self._part is None:
+            return batch
+        self._part.check(None, batch.cu_seqlens)
+        return Batch(self._part.take(batch.tokens), self._part.take(batch.labels), None)
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add a batch to the validation loss."""
+        self._evaluate(batch, dataloader_idx)
+
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add a batch to the test loss."""
+        self._evaluate(batch, dataloader_idx)
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Negative log-likelihood of each label in nats, [B, T] fp32; nan where there is no label."""
+        losses = token_losses(self(batch.tokens, batch.cu_seqlens), batch.labels)
+        return losses.masked_fill(batch.labels == NO_LOSS, float("nan"))
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget what an interrupted evaluation may have left."""
+        self._forget()
+
+    def on_test_epoch_start(self) -> None:
+        """Forget what an interrupted evaluation may have left."""
+        self._forget()
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the validation loss, its perplexity, the loss by position, and loss and accuracy by task."""
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the test loss, its perplexity, the loss by position, and loss and accuracy by task."""
+        self._log_evaluation("test")
+
+    def _forget(self) -> None:
+        self.context_loss.reset()
+        self.accuracy.reset()
+        self.task_loss.reset()
+
+    def _evaluate(self, batch: Batch, loader: int) -> None:
+        batch = self._own(batch)
+        logits = self(batch.tokens, batch.cu_seqlens, self._part)
+        losses, labels = token_losses(logits, batch.labels), batch.labels
+        task = loader if self.tasks else 0
+        self.accuracy.update(logits, labels, task)
+        self.task_loss.update(losses, labels, task)
+        if self._part is not None:  # at its place among tokens without labels, as positions are counted
+            length, rank, number = labels.shape[1], self._part.rank, self._part.count
+            around = (rank * length, (number - 1 - rank) * length)
+            losses, labels = F.pad(losses, around), F.pad(labels, around, value=NO_LOSS)
+        self.context_loss.update(losses, labels, batch.cu_seqlens)
+
+    def _log_evaluation(self, prefix: str) -> None:
+        losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
+        loss_by_task = self.task_loss.compute()
+        self._forget()
+        self.loss_by_position = losses.by_position.tolist()
+        self.log(f"{prefix}_loss", losses.loss, prog_bar=True)
+        self.log(f"{prefix}_perplexity", losses.perplexity)
+        for number, loss in enumerate(losses.by_position, start=1):
+            self.log(f"{prefix}_loss_position_{number}", loss)
+        self.log(f"{prefix}_accuracy", accuracy, prog_bar=bool(self.tasks))
+        # torchmetrics squeezes a single one
+        for name, loss, value in zip(self.tasks, loss_by_task.view(-1), by_task.view(-1), strict=False):
+            self.log(f"{prefix}_loss_{name}", loss)
+            self.log(f"{prefix}_accuracy_{name}", value)
+        self.log("tokens", self.tokens_seen)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW, and its schedule per optimiser step.
+
+        The length of the run is read from `trainer.max_steps`: asking Lightning for its estimate builds the data
+        loaders too early, and a resumed run would then lose its position in the data.
+        """
+        optimizer = build_optimizer(self.model, self.optim)
+        schedule = build_schedule(optimizer, self.optim, self.trainer.max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip all gradients together to `optim.gradient_clip`, and log their norm before that.
+
+        A strategy that keeps the gradients to itself (DeepSpeed) leaves none here, and clips by its own config.
+        """
+        if gradient_clip_val is not None:
+            raise UserError(f"trainer.gradient_clip_val is {gradient_clip_val}: set optim.gradient_clip instead.")
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        if parameters:
+            norm = self.gradient_norm()
+            self.log("gradient_norm", norm)
+            if self.optim.gradient_clip is not None:
+                nn.utils.clip_grads_with_norm_(parameters, self.optim.gradient_clip, norm)
+        self._gradient_norm = None
+
+    def gradient_norm(self) -> Tensor:
+        """Norm of all gradients together before clipping, a scalar; it is computed once for all who ask in a step."""
+        if self._gradient_norm is None:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self._gradient_norm = nn.utils.get_total_norm(gradients)
+        return self._gradient_norm
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add what is needed to build the model again and to count on; plain containers only."""
+        forget_unfinished(self.trainer, checkpoint["loops"])
+        in_step = unfinished_batches(self.trainer) > 0
+        checkpoint[KEY] = {
+            "format": FORMAT,
+            "config": self.config,
+            "signature": sign(self.config),
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.to_json(),
+            "tokens_seen": self._tokens_before_step if in_step else self.tokens_seen,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse what this project did not write, and count on."""
+        check_format(checkpoint)
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            self._check_data(checkpoint[KEY].get("config"))
+        self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)
+
+    def _check_data(self, config: dict[str, Any] | None) -> None:
+        """Refuse to go on with a data module of another class: Lightning would start it anew without a word."""
+        paths = ((each or {}).get("data", {}).get("class_path", "") for each in (self.config, config))
+        own, before = (path.rpartition(".")[2] for path in paths)  # as Lightning looks for it
+        if own and before and own != before:
+            raise UserError(
+                f"data is {own}, but the checkpoint was trained with {before}; "
+                "resume with the checkpoint's data settings, or start a new run."
+            )

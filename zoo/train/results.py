@@ -1,0 +1,78 @@
+"""The results of a run: `results.json` in its folder, and a short table for the terminal."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kernels import UserError
+from zoo.files.sealed_json import read_sealed
+
+# The numbers of a results row, or groups of numbers.
+COLUMNS = (
+    "steps",
+    "tokens_seen",
+    "parameters",
+    "context_length",
+    "state_size",
+    "forward_flops_per_token",
+    "val_loss",
+    "val_batches",
+    "val_perplexity",
+    "val_loss_by_position",
+    "val_loss_by_task",
+    "val_accuracy",
+    "val_accuracy_by_task",
+    "val_loss_same_batches",
+    "val_loss_mixers_zeroed",
+    "bigram_loss",
+    "tokens_per_second",
+    "wall_seconds",
+)
+
+
+def read_row(folder: Path) -> dict[str, Any] | None:
+    """The results row in a run's folder, complete or not; None if there is none.
+
+    Raises:
+        UserError: It is damaged.
+    """
+    file = folder / "results.json"
+    if not file.is_file():
+        return None
+    row = read_sealed(file, required=False, advice=f"delete it, and fit --resume {folder} writes it again")
+    if "status" not in row:  # as it may be in a file of an earlier version, which had no hash
+        raise UserError(f"{file} is damaged (it has no status); delete it, and fit --resume {folder} writes it again.")
+    return row
+
+
+def result_table(row: Mapping[str, Any]) -> Table:
+    """The result row in short: is the loss below the bigram model's, does the context help, do the mixers?"""
+    batches, there = row.get("val_batches"), row.get("val_batches_in_split")
+    part = f"validation on {batches} of {there} batches (trainer.limit_val_batches)" if batches != there else None
+    title = f"{row['run']}: {row['steps']} steps, {row['tokens_seen']:,} tokens"
+    table = Table(title=title, title_justify="left", caption=part, caption_justify="left")
+    table.add_column("loss", no_wrap=True)
+    table.add_column("nats per token", justify="right")
+    by_position = [loss for loss in row["val_loss_by_position"] if loss is not None]
+    lines = {
+        "validation": row["val_loss"],
+        "interpolated bigram model": row["bigram_loss"],
+        "validation, first part of the context": by_position[0] if by_position else None,
+        "validation, last part of the context": by_position[-1] if by_position else None,
+        "first validation batches": row["val_loss_same_batches"],
+        "the same with all mixers zeroed": row["val_loss_mixers_zeroed"],
+    }
+    for name, value in lines.items():
+        if value is not None:
+            table.add_row(name, f"{value:.3f}")
+    for name, value in (row.get("val_loss_by_task") or {}).items():
+        if value is not None:
+            table.add_row(f"validation, {name.replace('_', ' ')}", f"{value:.3f}")
+    if by_task := row.get("val_accuracy_by_task"):
+        table.add_section()
+        for name, value in {"all together": row["val_accuracy"], **by_task}.items():
+            if value is not None:
+                table.add_row(f"accuracy, {name.replace('_', ' ')}", f"{value:.1%}")
+    return table
