@@ -112,7 +112,7 @@ class Call:
         to = self.plan
         if out is not None and to.segmented:
             last = None  # that was the scan
-        x, y, z, other = (self.streams[name] for name in PASSES[mode])
+        x, y, z, other = map(self.streams.__getitem__, PASSES[mode])
         scores = self.score_grads if mode in ("dq", "dk") else self.scores
         launch = to.carry(mode, out is not None, checkpoints is not None, plain)
         given = (x, y, z, other, out, scores, self.beta if to.inside else None, self.gates)

@@ -43,6 +43,18 @@ COLUMNS = tl.constexpr(5)  # and its column sums, without β
 
 
 @triton.jit
+def part_at(gates, chunk, PART: tl.constexpr, PARTS: tl.constexpr):
+    """Where a part of what the gates of a chunk come to begins."""
+    return gates + chunk * (PARTS * CHUNK) + PART * CHUNK
+
+
+@triton.jit
+def state_at(states, row, n, heads, SIZE: tl.constexpr):
+    """Where a state of states [·,heads,SIZE] begins."""
+    return states + (row.to(tl.int64) * heads + n) * SIZE
+
+
+@triton.jit
 def constant_decay(log_decay, n, DECAY: tl.constexpr):
     """Of a step, in log2 units."""
     if DECAY:
@@ -52,8 +64,26 @@ def constant_decay(log_decay, n, DECAY: tl.constexpr):
 
 
 @triton.jit
-def decay_inside(gates, WIDE: tl.constexpr):
+def constant_factors(g, here, scale, beta, at, valid):
+    """scale · e^b and β e^{b_C − b} [64] of a chunk of `here` tokens, whose β are at `at`, that all decay by g."""
+    r = tl.arange(0, CHUNK)
+    entering = exp2((r + 1).to(tl.float32) * g) * scale
+    leaving = exp2(tl.maximum(here - 1 - r, 0).to(tl.float32) * g)
+    if beta is not None:
+        leaving *= tl.load(beta + at, mask=valid, other=0.0)
+    return entering, leaving
+
+
+@triton.jit
+def constant_decay_inside(g):
     """[64,64]: what the tokens of a chunk have decayed by between each other, in either direction."""
+    r = tl.arange(0, CHUNK)
+    return exp2(tl.abs(r[:, None] - r[None, :]).to(tl.float32) * g)
+
+
+@triton.jit
+def decay_inside(gates, WIDE: tl.constexpr):
+    """The same where tokens decay each by its own."""
     r = tl.arange(0, CHUNK)
     b = tl.load(gates + SUMS * CHUNK + r)
     between = b[:, None] - b[None, :]
@@ -61,6 +91,39 @@ def decay_inside(gates, WIDE: tl.constexpr):
         rest = tl.load(gates + REST_OF_SUMS * CHUNK + r)
         between += rest[:, None] - rest[None, :]
     return exp2(-tl.abs(between))
+
+
+@triton.jit
+def gated_scores(P, beta, at, valid, REVERSE: tl.constexpr):
+    """Scores times β; zeros where the token of the key comes later. Rows are queries, or in reverse keys."""
+    r = tl.arange(0, CHUNK)
+    if beta is not None:
+        write = tl.load(beta + at, mask=valid, other=0.0)
+        P *= write[:, None] if REVERSE else write[None, :]
+    before = r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :]
+    return tl.where(before, P, 0.0)
+
+
+@triton.jit
+def load_scores(scores, t, REVERSE: tl.constexpr):
+    """Scores that were made before."""
+    P = tl.load(scores + t[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :])
+    return tl.trans(P) if REVERSE else P
+
+
+@triton.jit
+def store_products(products, t, W, O, into, DTYPE: tl.constexpr, PLAIN: tl.constexpr):
+    """Σ W · O with the factor of what O is multiplied with, and if PLAIN, without it."""
+    # nothing is added, but W gets the layout of O: else `into` would be fetched in two layouts, and two programs would
+    # no longer fit on a multiprocessor
+    W = W.to(tl.float32) + O * 0.0
+    # rounded as the state of the other pass gathers it: what should cancel does
+    product = tl.sum(O * (W * into[:, None]).to(DTYPE).to(tl.float32), 1)
+    if PLAIN:
+        both = tl.join(product, tl.sum(O * W, 1))
+        tl.store(products + t[:, None] * 2 + tl.arange(0, 2)[None, :], both)
+    else:
+        tl.store(products + t, product)
 
 
 @triton.jit(do_not_specialize=["chunks", "blocks", "per_block", "groups"])
@@ -111,7 +174,6 @@ def carry(
 ):
     REVERSE: tl.constexpr = (MODE == "dk") or (MODE == "dv")
     TRANSPOSED: tl.constexpr = (MODE == "dq") or (MODE == "dk")
-    SCALED: tl.constexpr = not CHANNEL
     OUTPUT: tl.constexpr = out is not None
     INSIDE: tl.constexpr = scores is None
     GATES: tl.constexpr = checkpoints is not None
@@ -156,7 +218,7 @@ def carry(
         at_state = cx[:, None] * DZ + cz[None, :]
     in_state = (cx < DX)[:, None] & (cz < DZ)[None, :]
     if first is not None:
-        S = tl.load(first + (state.to(tl.int64) * heads + n) * (DX * DZ) + at_state, mask=in_state, other=0.0)
+        S = tl.load(state_at(first, state, n, heads, DX * DZ) + at_state, mask=in_state, other=0.0)
     else:
         S = tl.zeros([BX, BZ], tl.float32)
     if CHANNEL:
@@ -177,14 +239,14 @@ def carry(
         block_start = block * per_block
         block_count = tl.minimum(per_block, count - block_start)
         if GATES and not CHANNEL and MODE == "dk":
-            at = ((first_block + block).to(tl.int64) * heads + n) * (DX * DZ) + at_state
-            checkpoint = tl.load(checkpoints + at, mask=in_state, other=0.0)
+            at = state_at(checkpoints, first_block + block, n, heads, DX * DZ) + at_state
+            checkpoint = tl.load(at, mask=in_state, other=0.0)
             anchor = tl.sum(tl.sum(S * checkpoint, 1), 0)
             tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
         if DECAY and not CHANNEL and not CONSTANT:
             # one chunk ahead: a scalar that is needed at once would stall every step
             next_ = block_start + block_count - 1 if REVERSE else block_start
-            following = tl.load(gates + next_ * (PARTS * CHUNK) + TOTAL * CHUNK)
+            following = tl.load(part_at(gates, next_, TOTAL, PARTS))
         for i in tl.range(0, block_count, num_stages=STAGES):
             c = block_start + (block_count - 1 - i if REVERSE else i)
             t = c * CHUNK + r
@@ -197,15 +259,12 @@ def carry(
                 if REVERSE:
                     g = constant_decay(gates, n, DECAY)
                 here = tl.minimum(length - c * CHUNK, CHUNK)
-                entering = exp2((r + 1).to(tl.float32) * g) * scale
-                leaving = exp2(tl.maximum(here - 1 - r, 0).to(tl.float32) * g)
-                if beta is not None:
-                    leaving *= tl.load(beta + t * heads, mask=valid, other=0.0)
+                entering, leaving = constant_factors(g, here, scale, beta, t * heads, valid)
                 into = leaving if REVERSE else entering
                 rest = entering if REVERSE else leaving
-            elif SCALED:
-                into = tl.load(gates + c * (PARTS * CHUNK) + (LEAVE if REVERSE else ENTER) * CHUNK + r)
-                rest = tl.load(gates + c * (PARTS * CHUNK) + (ENTER if REVERSE else LEAVE) * CHUNK + r)
+            elif not CHANNEL:
+                into = tl.load(part_at(gates, c, LEAVE if REVERSE else ENTER, PARTS) + r)
+                rest = tl.load(part_at(gates, c, ENTER if REVERSE else LEAVE, PARTS) + r)
             if DECAY:
                 if CONSTANT:
                     keep = exp2(here.to(tl.float32) * g)
@@ -214,53 +273,32 @@ def carry(
                 else:
                     keep = following
                     ahead = tl.maximum(c - 1, 0) if REVERSE else tl.minimum(c + 1, count - 1)
-                    following = tl.load(gates + ahead * (PARTS * CHUNK) + TOTAL * CHUNK)
+                    following = tl.load(part_at(gates, ahead, TOTAL, PARTS))
             if GATES and CHANNEL:
-                at = ((first_chunk + c).to(tl.int64) * heads + n) * (DX * DZ) + at_state
+                at = state_at(checkpoints, first_chunk + c, n, heads, DX * DZ) + at_state
                 if MODE == "dq":
-                    tl.store(checkpoints + at, S.to(checkpoints.dtype.element_ty), mask=in_state)
+                    tl.store(at, S.to(checkpoints.dtype.element_ty), mask=in_state)
                 if MODE == "dk":
-                    before = tl.load(checkpoints + at, mask=in_state, other=0.0).to(tl.float32)
+                    before = tl.load(at, mask=in_state, other=0.0).to(tl.float32)
                     tl.store(anchors + (place + c) * DZ + cz, tl.sum(S * before, 0), mask=cz < DZ)
             if OUTPUT:
                 if INSIDE:
                     P = tl.dot(X, tl.trans(Y), input_precision=PRECISION) * scale
                     if DECAY:
-                        if CONSTANT:
-                            P *= exp2(tl.abs(r[:, None] - r[None, :]).to(tl.float32) * g)
-                        else:
-                            P *= decay_inside(gates + c * (PARTS * CHUNK), WIDE)
-                    if beta is not None:
-                        # of the token whose key it is: in order a column, in reverse a row
-                        write = tl.load(beta + t * heads, mask=valid, other=0.0)
-                        P *= write[:, None] if REVERSE else write[None, :]
-                    before = r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :]
-                    P = tl.where(before, P, 0.0).to(Z.dtype)
+                        P *= constant_decay_inside(g) if CONSTANT else decay_inside(gates + c * (PARTS * CHUNK), WIDE)
+                    P = gated_scores(P, beta, t * heads, valid, REVERSE).to(Z.dtype)
                 O = tl.dot(X, S.to(X.dtype), input_precision=PRECISION)
                 if GATES and TRANSPOSED and not CHANNEL:
                     W = load_tile(other, t, other_token, cz, valid, DZ, BZ)
-                    # nothing is added, but W gets the layout of O: else `into` would be fetched in two layouts, and two
-                    # programs would no longer fit on a multiprocessor
-                    W = W.to(tl.float32) + O * 0.0
-                    # rounded as the state of the other pass gathers it: what should cancel does
-                    product = tl.sum(O * (W * into[:, None]).to(Y.dtype).to(tl.float32), 1)
-                    if PLAIN:
-                        both = tl.join(product, tl.sum(O * W, 1))
-                        tl.store(products + t[:, None] * 2 + tl.arange(0, 2)[None, :], both)
-                    else:
-                        tl.store(products + t, product)
-                if SCALED:
+                    store_products(products, t, W, O, into, Y.dtype, PLAIN)
+                if not CHANNEL:
                     O = O * into[:, None]
                 if INSIDE:
                     O = tl.dot(P, Z, O, input_precision=PRECISION)
                 elif not (CHANNEL and TRANSPOSED):
-                    P = tl.load(scores + t[:, None] * CHUNK + r[None, :])
-                    if REVERSE:
-                        O = tl.dot(tl.trans(P), Z, O, input_precision=PRECISION)
-                    else:
-                        O = tl.dot(P, Z, O, input_precision=PRECISION)
+                    O = tl.dot(load_scores(scores, t, REVERSE), Z, O, input_precision=PRECISION)
                 store_tile(out, t, heads * DZ, cz, valid, O, DZ, BZ)
-            if SCALED:
+            if not CHANNEL:
                 Z = (Z.to(tl.float32) * rest[:, None]).to(Y.dtype)
             if DECAY:
                 if CHANNEL:
@@ -271,10 +309,10 @@ def carry(
                     survives = survives * keep
             S = tl.dot(tl.trans(Y), Z, S, input_precision=PRECISION)
         if GATES and not CHANNEL and MODE == "dq":
-            at = ((first_block + block).to(tl.int64) * heads + n) * (DX * DZ) + at_state
-            tl.store(checkpoints + at, S.to(checkpoints.dtype.element_ty), mask=in_state)
+            at = state_at(checkpoints, first_block + block, n, heads, DX * DZ) + at_state
+            tl.store(at, S.to(checkpoints.dtype.element_ty), mask=in_state)
     if last is not None:
-        tl.store(last + (state.to(tl.int64) * heads + n) * (DX * DZ) + at_state, S, mask=in_state)
+        tl.store(state_at(last, state, n, heads, DX * DZ) + at_state, S, mask=in_state)
     if DECAY and not OUTPUT:
         at_segment = segment.to(tl.int64) * heads + n
         if CHANNEL:

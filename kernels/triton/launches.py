@@ -131,14 +131,14 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
 
 def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch:
     """The entry for a head size (the larger of K and V)."""
-    entry = optional(kernel, size, dtype, device)
+    # a compiler may not know the size yet
+    entry = _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
     assert entry, f"{kernel} has no launch for heads of {size}"
     return entry
 
 
 def optional(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch | None:
     """The same of a kernel that not every head size has; None where it has not."""
-    # a compiler may not know the size yet
     return _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
-from typing import Any, Self, TypeVar, TypeVarTuple, cast
+from typing import Any, Self, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -40,10 +40,10 @@ class Plan:
             length: Tokens of a row.
             sizes: All other arguments of the plan after `packed`.
         """
-        file, plan = launch_file.current(), cast(Callable[..., Self], cls)
+        plan: Callable[..., Self] = cls
         if cu_seqlens is None:
-            return of_rows(file, plan, *sizes)
-        return documents(cu_seqlens, length).once(of_documents, file, plan, *sizes)
+            return of_rows(launch_file.current(), plan, sizes)
+        return documents(cu_seqlens, length).once(of_documents, launch_file.current(), plan, sizes)
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor that a kernel will fill."""
@@ -51,12 +51,14 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def of_rows(file: str | None, plan: Callable[..., SomePlan], *sizes: Any) -> SomePlan:
+def of_rows(file: str | None, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]) -> SomePlan:
     """The plan of rows of a batch, while launches come from this file."""
     return plan(None, *sizes)
 
 
-def of_documents(packed: Documents, file: str | None, plan: Callable[..., SomePlan], *sizes: Any) -> SomePlan:
+def of_documents(
+    packed: Documents, file: str | None, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]
+) -> SomePlan:
     """The same of packed documents."""
     return plan(packed, *sizes)
 
