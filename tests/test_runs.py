@@ -183,7 +183,7 @@ def test_damaged_metrics_are_told(copied: Path, caplog: pytest.LogCaptureFixture
         caplog.clear()
         file.write_bytes(b"\n".join([*lines, bad]))
         assert read_metrics(file) == rows
-        assert "1 lines are no rows of metrics" in caplog.text
+        assert "1 lines are not rows of metrics" in caplog.text
 
 
 def test_a_damaged_list_of_runs_is_one_sentence(command: Command, desk: Path):

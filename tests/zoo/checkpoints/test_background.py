@@ -176,7 +176,7 @@ def test_a_stopped_run_says_what_is_saved_when_it_is(tmp_path, monkeypatch):
 
     said, last = [], tmp_path / "checkpoints" / "last.ckpt"
     monkeypatch.setattr(
-        "zoo.train.callbacks.checkpoints._say", lambda text: said.append((text, read_checkpoint(last)["global_step"]))
+        "zoo.train.callbacks.checkpoints._print", lambda text: said.append((text, read_checkpoint(last)["global_step"]))
     )
     with pytest.raises(SystemExit):
         fit(tmp_path, [Slow(monkeypatch), Stop()])
