@@ -56,7 +56,7 @@ def test_what_a_run_has_not_made_is_kept(command: Command, desk: Path):
     assert failed.code == 2
     assert (notes / "thesis.tex").read_text() == "years of work"
     log = (desk / "mine" / "gated_deltanet.log").read_text()
-    assert "mine/gated_deltanet exists already and holds notes/thesis.tex, which no run has made" in log
+    assert "mine/gated_deltanet exists already and holds notes/thesis.tex, which is not a run's file" in log
 
 
 def test_a_run_with_any_checkpoint_is_never_new(command: Command, copied: Path):

@@ -145,7 +145,7 @@ def test_a_full_disk_is_told(full, last, tmp_path, monkeypatch):
             steps.append(trainer.global_step)
 
     monkeypatch.setattr(torch, "save", fails_half_way)
-    with pytest.raises(UserError, match="cannot be written: No space left on device; what was saved there before is"):
+    with pytest.raises(UserError, match="cannot be written: No space left on device; the one saved there before is"):
         fit(tmp_path, [Watch()], every_n_steps=12, max_steps=11)
     assert steps[-1] == (8 if full == 6 else 11)
     found = saved(tmp_path)
