@@ -297,7 +297,7 @@ MISTAKES = {
     (*FIT[1:], "--model.stack.first=no.such.Mixer"): ("model.stack.first", "'no.such.Mixer'", "cannot be imported"),
     (*FIT[1:], "--model.stack.first=mixers.Mixer"): ("model.stack.first", "the module 'mixers' has no 'Mixer'"),
     (*FIT[1:], "--config", "callback.yaml"): ("trainer.callbacks", "there is no module 'nowhere'"),
-    (*FIT[1:], "--model.stack.first=json.JSONDecoder"): ("model.stack.first", "json.JSONDecoder is no TokenMixer"),
+    (*FIT[1:], "--model.stack.first=json.JSONDecoder"): ("model.stack.first", "json.JSONDecoder is not a TokenMixer"),
     # keys
     (*FIT[1:], "--modle.hidden_size=64"): ("modle.hidden_size", "did you mean 'model'?"),
     (*FIT[1:], "--model.hiden_size=64"): ("model.hiden_size", "did you mean 'hidden_size'?"),
@@ -312,10 +312,10 @@ MISTAKES = {
     (*FIT[1:], "--trainer.max_step=8"): ("trainer.max_step", "did you mean 'max_steps'?"),
     (*FIT[1:], "--model.stack=Uniform"): ("model.stack", "Uniform needs a value for mixer"),
     # values
-    (*FIT[1:], "--model.hidden_size=wide"): ("model.hidden_size", "'wide' is no whole number"),
-    (*FIT[1:], "--model.vocab_size=many"): ("model.vocab_size", "'many' is no whole number"),
-    (*FIT[1:], f"--{SECOND}.mixer.num_heads=two"): (f"{SECOND}.mixer.num_heads", "'two' is no whole number"),
-    (*FIT[1:], "--optim.learning_rate=fast"): ("optim.learning_rate", "'fast' is no number"),
+    (*FIT[1:], "--model.hidden_size=wide"): ("model.hidden_size", "'wide' is not a whole number"),
+    (*FIT[1:], "--model.vocab_size=many"): ("model.vocab_size", "'many' is not a whole number"),
+    (*FIT[1:], f"--{SECOND}.mixer.num_heads=two"): (f"{SECOND}.mixer.num_heads", "'two' is not a whole number"),
+    (*FIT[1:], "--optim.learning_rate=fast"): ("optim.learning_rate", "'fast' is not a number"),
     (*FIT[1:], "--optim.schedule=cosinus"): ("optim.schedule", "'cosinus' is not one of cosine, constant, wsd"),
     (*FIT[1:], f"--{SECOND}.mixer.qk.norm=l3"): (f"{SECOND}.mixer.qk.norm", "'l3' is not one of none, l2, l1"),
     (*FIT[1:], "--trainer.precision=12"): ("trainer.precision", "'12' is not one of", "bf16-mixed"),
@@ -343,7 +343,7 @@ MISTAKES = {
     ("--config", "picture.yaml"): ("config", "picture.yaml cannot be read as text"),
     # runs and checkpoints
     (*FIT[1:], "--run", "done"): ("runs/done exists already", "--resume runs/done"),
-    (*FIT[1:], "--run", "file/x"): ("the folder file/x cannot be made",),
+    (*FIT[1:], "--run", "file/x"): ("the folder file/x cannot be created",),
     ("--resume", "runs/nome"): ("there is no run runs/nome", "the latest is runs/"),
     ("--resume", "young"): ("runs/young has no checkpoint",),
     ("--resume", "cut.ckpt"): ("cut.ckpt is a file", "the run's folder"),
@@ -373,7 +373,7 @@ MISTAKES = {
     ("generate", "--checkpoint", "cut.ckpt"): ("cut.ckpt is truncated or not a checkpoint",),
     ("generate", "--checkpoint", "nothing.ckpt"): ("nothing.ckpt is truncated or not a checkpoint",),
     (*ASK, "--promt=x"): ("promt", "did you mean 'prompt'?"),
-    (*ASK, "--temperature=hot"): ("temperature", "'hot' is no number"),
+    (*ASK, "--temperature=hot"): ("temperature", "'hot' is not a number"),
     (*ASK, "--temperature=-1"): ("temperature is -1",),
     (*ASK, "--top_p=2"): ("top_p is 2",),
     (*ASK, "--max_new_tokens=0"): ("max_new_tokens is 0",),
@@ -407,7 +407,7 @@ def test_a_folder_that_cannot_be_written(command: Command, desk: Path):
     (desk / "runs").mkdir(mode=0o500)
     failed = command(*FIT, "--run", "x")
     assert failed.code == 2
-    assert "runs/x cannot be made: Permission denied" in failed.err
+    assert "runs/x cannot be created: Permission denied" in failed.err
 
 
 def test_exit_code_and_stream_of_a_process(desk: Path, shared_cache: Path):

@@ -56,7 +56,7 @@ def test_what_a_run_has_not_made_is_kept(command: Command, desk: Path):
     assert failed.code == 2
     assert (notes / "thesis.tex").read_text() == "years of work"
     log = (desk / "mine" / "gated_deltanet.log").read_text()
-    assert "mine/gated_deltanet exists already and holds notes/thesis.tex, which no run has made" in log
+    assert "mine/gated_deltanet exists already and holds notes/thesis.tex, which is not a run's file" in log
 
 
 def test_a_run_with_any_checkpoint_is_never_new(command: Command, copied: Path):
@@ -183,7 +183,7 @@ def test_damaged_metrics_are_told(copied: Path, caplog: pytest.LogCaptureFixture
         caplog.clear()
         file.write_bytes(b"\n".join([*lines, bad]))
         assert read_metrics(file) == rows
-        assert "1 lines are no rows of metrics" in caplog.text
+        assert "1 lines are not rows of metrics" in caplog.text
 
 
 def test_a_damaged_list_of_runs_is_one_sentence(command: Command, desk: Path):

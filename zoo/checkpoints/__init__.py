@@ -1,1 +1,1 @@
-"""The checkpoint file: how it is written, sealed, signed and read, also where it lies in shards."""
+"""The checkpoint file: writing, sealing, signing and reading it, with or without ZeRO shards."""

@@ -1,4 +1,4 @@
-"""Archives as `torch.save` writes them: sealed with a hash of their bytes, and no larger unpacked than packed."""
+"""Archives of `torch.save`: sealed with a hash of their bytes, and checked to be no larger unpacked than packed."""
 
 import os
 import re
@@ -11,21 +11,21 @@ import torch
 import xxhash
 
 from kernels.errors import UserError
-from zoo.files.hashing import _hash_of
+from zoo.files.hashing import hash_of
 
 _NAME = b"zoo:xxh3_128:"
 
 _SEAL = re.compile(re.escape(_NAME) + rb"([0-9a-f]{32})\Z")
 
-_LENGTH = struct.calcsize("<H")  # the field before the comment, at the end of a zip archive, that says how long it is
+_LENGTH = struct.calcsize("<H")  # the length of the comment, a field before it at the end of a zip archive
 
-_SEALED = _LENGTH + len(_NAME) + 32  # bytes that the seal takes
+_SEALED = _LENGTH + len(_NAME) + 32  # size of the seal in bytes
 
-_HEADER = 30  # bytes before the name of an entry
+_HEADER = 30  # bytes before an entry's name
 
 
 class _Hashing:
-    """A file, open for writing, that hashes what is written to it."""
+    """A file, open for writing, that hashes the bytes written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -42,19 +42,19 @@ class _Hashing:
 def save_sealed(contents: Any, file: BinaryIO) -> None:
     """`torch.save`, with a hash of all bytes in the comment at the end of the archive, which `torch.load` ignores.
 
-    There it stays when the file is copied, linked or renamed.
+    It survives copying, linking and renaming the file.
 
     Args:
-        contents: What to save.
-        file: Open for writing, and at its start.
+        contents: The object to save.
+        file: A file opened for writing, at position 0.
 
     Raises:
-        OSError: The file cannot be written, as when the disk is full.
+        OSError: The file cannot be written, for instance because the disk is full.
     """
     hashing = _Hashing(file)
     try:
-        torch.save(contents, hashing)  # type: ignore[arg-type]  # it only writes, and in order
-    except RuntimeError as error:  # PyTorch's archive, left half written, complains of its own position
+        torch.save(contents, hashing)  # type: ignore[arg-type]  # torch.save only writes, and sequentially
+    except RuntimeError as error:  # PyTorch complains about the position of the half-written archive
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -64,46 +64,49 @@ def save_sealed(contents: Any, file: BinaryIO) -> None:
 
 
 def is_sealed(path: str | os.PathLike[str]) -> bool:
-    """Whether a file ends with a hash of itself.
+    """Whether a file ends with a hash of its contents.
 
     Raises:
-        UserError: It does, and the hash is another: the file is damaged.
+        UserError: The hash does not match: the file is damaged.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(size - _SEALED, 0))
-        found = _SEAL.search(file.read())
-        if found is None:
+        seal = _SEAL.search(file.read())
+        if seal is None:
             return False
         file.seek(0)
-        hash_ = _hash_of(file, size - _SEALED)
-        hash_.update(b"\0" * _LENGTH)  # as the field was before there was a comment
-        length = struct.unpack("<H", found.string[:_LENGTH])
-    if length != (_SEALED - _LENGTH,) or hash_.hexdigest().encode() != found[1]:
+        hash_ = hash_of(file, size - _SEALED)
+        hash_.update(b"\0" * _LENGTH)  # the field's value before the comment was added
+        length = struct.unpack("<H", seal.string[:_LENGTH])
+    if length != (_SEALED - _LENGTH,) or hash_.hexdigest().encode() != seal[1]:
         raise UserError(f"{path} is damaged: its bytes are not those that were written, as the hash at its end shows.")
     return True
 
 
 def check_archive(path: str | os.PathLike[str], contents: bool) -> None:
-    """Raise a UserError unless a file is an archive as `torch.save` writes them.
+    """Check that a file is an archive as `torch.save` writes it.
 
-    Its entries lie one behind the other, not compressed, so that reading them takes no more memory than the file's
-    size. They are inspected before any of them is read.
+    Its entries must be uncompressed and must not overlap, so that reading them takes no more memory than the file's
+    size. This is checked before any entry is read.
 
     Args:
         path: The file.
-        contents: Whether to compare the entries with their checksums, too.
+        contents: Whether to verify the entries' checksums as well.
+
+    Raises:
+        UserError: The file is not such an archive, or is damaged.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
             ends = [*(entry.header_offset for entry in entries[1:]), Path(path).stat().st_size]
             for entry, end in zip(entries, ends, strict=True):
-                least = entry.header_offset + _HEADER + len(entry.orig_filename) + entry.compress_size
+                earliest_end = entry.header_offset + _HEADER + len(entry.orig_filename) + entry.compress_size
                 if (
                     entry.compress_type != zipfile.ZIP_STORED
                     or entry.file_size != entry.compress_size
-                    or least > end
+                    or earliest_end > end
                     or (entry.filename.endswith("data.pkl") and b"bytearray" in archive.read(entry))
                 ):
                     raise UserError(f"{path} is refused: {entry.filename} in it unpacks to more than the file holds.")
@@ -112,7 +115,7 @@ def check_archive(path: str | os.PathLike[str], contents: bool) -> None:
             damaged = archive.testzip() if contents else None
     except (UserError, PermissionError):
         raise
-    except Exception as error:  # whatever zipfile makes of a file that is none, or a damaged one
+    except Exception as error:  # zipfile raises many types for damaged files
         raise UserError(f"{path} is truncated or not a checkpoint of this project.") from error
     if damaged is not None:
         raise UserError(f"{path} is damaged: {damaged} in it does not have its checksum.")

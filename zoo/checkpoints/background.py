@@ -1,4 +1,4 @@
-"""Jobs that a thread does while the run goes on, and a copy of their material that the run does not change."""
+"""Background writing: a thread that runs jobs while training continues, and copies of the data that jobs need."""
 
 import concurrent.futures
 import copy
@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Background:
-    """Does jobs one after another in a thread of its own. After one that failed, those that wait are not done.
+    """Runs jobs one after another in a separate thread. After a failed job, the queued ones are dropped.
 
-    The end of the process waits for them, unless a signal kills it.
+    The process waits for them before it ends, unless a signal kills it.
     """
 
     def __init__(self) -> None:
@@ -20,36 +20,36 @@ class Background:
         self._last: concurrent.futures.Future[None] | None = None
 
     def add(self, job: Callable[[], None]) -> None:
-        """Have `job` done after those before it."""
-        before = self._last
+        """Queue a job."""
+        previous = self._last
 
-        def do() -> None:
-            if before is not None:
-                before.result()  # done by now; raises what it raised
+        def run() -> None:
+            if previous is not None:
+                previous.result()  # done by now; raises if the previous job did
             job()
 
-        self._last = self._thread.submit(do)
+        self._last = self._thread.submit(run)
 
     def wait(self) -> None:
-        """Return when all jobs are done, or raise what the first one that failed raised; once, it is forgotten then."""
+        """Wait for all jobs; raise the exception of the first failed one, once."""
         if self._last is None:
             return
-        concurrent.futures.wait([self._last])  # a Ctrl-C here leaves all as it is
+        concurrent.futures.wait([self._last])  # a Ctrl-C here changes nothing
         last, self._last = self._last, None
         last.result()
 
 
 def host_copy(value: Any) -> Any:
-    """A deep copy of containers with all their tensors in the memory of the host, also of those that are there.
+    """A deep copy of nested containers with all tensors copied to host memory, even those already there.
 
-    Tensors that share memory as a whole, as tied weights do, share it in the copy.
+    Tensors that share all their memory, such as tied weights, share it in the copy, too.
     """
     copies: dict[Any, Tensor] = {}
-    known: dict[int, Any] = {}
+    memo: dict[int, Any] = {}
     for tensor in tree_leaves(value):
         if isinstance(tensor, Tensor):
-            same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            if same not in copies:
-                copies[same] = tensor.detach().to("cpu", copy=True)
-            known[id(tensor)] = copies[same]
-    return copy.deepcopy(value, known)
+            identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if identity not in copies:
+                copies[identity] = tensor.detach().to("cpu", copy=True)
+            memo[id(tensor)] = copies[identity]
+    return copy.deepcopy(value, memo)

@@ -1,4 +1,4 @@
-"""How a checkpoint file is written and read: never half a file."""
+"""Atomic writing of checkpoint files, as a Lightning plug-in."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,16 +13,20 @@ from zoo.files.atomic import atomic_write
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target, flushes to the disk, then renames; reads with clear errors.
+    """Writes a temporary file next to the target, syncs it to disk, then renames it; reads with clear errors.
 
-    Lightning's own writer keeps a second copy of the checkpoint in memory, writes it under the system's temporary
-    folder and moves it from there, which is a plain copy if that folder is another file system, and never flushes.
+    Lightning's writer keeps a second copy of the checkpoint in memory, writes it to the system's temporary folder and
+    moves it from there, which is a plain copy if that folder is on another file system, and never syncs.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write `checkpoint` to the local file `path`; what was there stays until the new file is complete.
+        """Write `checkpoint` to the local file `path`; an existing file stays until the new one is complete.
 
-        With a `Background` for `storage_options` it is copied here, and written there.
+        If `storage_options` is a `Background`, the checkpoint is copied now and written by that thread.
+
+        Raises:
+            UserError: The file cannot be written.
+            TypeError: `storage_options` is anything else.
         """
         if isinstance(storage_options, Background):
             storage_options.add(partial(_write, host_copy(checkpoint), path))

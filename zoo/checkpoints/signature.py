@@ -1,7 +1,7 @@
-"""Whose config is it? What this user's own runs write is signed with a key that only this user has.
+"""Signatures of configs: runs sign the configs they save with a key that only this user has.
 
-A config names classes, which are imported, and files, which are read. The user's own may do so without a question; one
-that somebody else wrote is looked at first (`trust.py`), as its signature does not verify here.
+A config names classes to import and files to read. A config that this user signed is trusted; any other one is foreign
+and vetted first (`trust.py`).
 """
 
 import contextlib
@@ -21,11 +21,11 @@ _SIZE = 32  # bytes
 
 
 def sign(config: Any) -> str | None:
-    """The signature of a config of plain containers; None where no key can be kept."""
+    """The signature of a config of plain containers; None if no key can be stored."""
     try:
         return _signature(_key(), config)
-    except (OSError, RuntimeError) as error:  # the latter where there is no home
-        log.info("checkpoints are not signed, as there is no key: %s", error)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        log.info("checkpoints are not signed, for lack of a key: %s", error)
         return None
 
 
@@ -51,23 +51,23 @@ def _key_file() -> Path:
 
 
 def _key() -> bytes:
-    """The user's key, which is made at its first use.
+    """The user's key, created at its first use.
 
     Raises:
-        OSError: There is none, and none can be made.
+        OSError: There is no key, and none can be created.
     """
     file = _key_file()
     if not file.exists():
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, new = tempfile.mkstemp(dir=file.parent)  # readable by nobody else
+        descriptor, new = tempfile.mkstemp(dir=file.parent)  # readable only by this user
         try:
             with open(descriptor, "wb") as opened:
                 opened.write(secrets.token_bytes(_SIZE))
             with contextlib.suppress(FileExistsError):
-                os.link(new, file)  # unlike a rename, it leaves the key that another process has just made
+                os.link(new, file)  # unlike a rename, this keeps a key that another process has just created
         finally:
             os.unlink(new)
     key = file.read_bytes()
     if len(key) != _SIZE:
-        raise OSError(f"{file} has {len(key)} bytes instead of {_SIZE}; remove it, and a new key is made")
+        raise OSError(f"{file} has {len(key)} bytes instead of {_SIZE}; remove it, and a new key is created")
     return key

@@ -1,4 +1,4 @@
-"""Configs: found by name, parsed against the constructors' own signatures, explained, and built."""
+"""Configs: found by name, parsed against the signatures of constructors, and built; mistakes are explained."""
 
 from zoo.config.build import build, from_config, instantiate, vocabulary, vocabulary_of
 from zoo.config.find import CONFIGS, find_config

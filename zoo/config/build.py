@@ -1,4 +1,4 @@
-"""What a parsed config describes, built."""
+"""Building models, data modules and trainer arguments from a parsed config."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,16 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from kernels import UserError
-from zoo.config.parser import CLASSES, read, said
+from zoo.config.parser import CLASSES, cause_of, read
 from zoo.lm.model import LanguageModel
 
 
 def instantiate(key: str, config: Namespace) -> Any:
-    """Build one key of a parsed config; `trainer` gives the arguments of the Trainer."""
+    """Build the object of one key of a parsed config; for `trainer`, the arguments of the Trainer.
+
+    Raises:
+        UserError: The constructor rejects a value.
+    """
     parser = LightningArgumentParser()
     if key == "data":
         parser.add_subclass_arguments(L.LightningDataModule, "data", fail_untyped=False)
@@ -23,17 +27,17 @@ def instantiate(key: str, config: Namespace) -> Any:
     try:
         return parser.instantiate(Namespace({key: config[key]}))[key]
     except Exception as error:
-        if (own := said(error)) is not None:
-            raise own from None
+        if (cause := cause_of(error)) is not None:
+            raise cause from None
         raise
 
 
 def vocabulary(config: Namespace, tokens: int | None = None) -> int:
-    """`model.vocab_size`, or that of the data where it is null.
+    """`model.vocab_size`, or the vocabulary size of the data if it is null.
 
     Args:
         config: A parsed config.
-        tokens: What `vocabulary_of` says of the data module; None builds one and asks.
+        tokens: `vocabulary_of` the data module; None builds the data module if it is needed.
 
     Raises:
         UserError: The data has more tokens than the model.
@@ -49,19 +53,19 @@ def vocabulary(config: Namespace, tokens: int | None = None) -> int:
 
 
 def vocabulary_of(datamodule: Any) -> int:
-    """Number of tokens: of the data module's tokenizer, or of the data itself where there is none."""
+    """Vocabulary size: of the data module's tokenizer, or of the data itself if it has no tokenizer."""
     tokenizer = datamodule.get_tokenizer()
     return datamodule.vocab_size if tokenizer is None else tokenizer.vocab_size
 
 
 def build(*configs_and_overrides: str | Path, device: torch.device | str | None = None) -> LanguageModel:
-    """The model of configs and overrides, in order, with fresh parameters.
+    """Build a model with fresh parameters from configs and overrides, applied in order.
 
     ``zoo.build("gdn_h2.yaml", "size/400m.yaml", "model.stack.second.factor=4", device="meta")``
 
     Args:
         configs_and_overrides: Paths or names of configs, and `key=value` overrides.
-        device: Where the parameters are made.
+        device: Where the parameters are created.
 
     Raises:
         UserError: A config is missing, or a key or value is wrong.
@@ -72,6 +76,6 @@ def build(*configs_and_overrides: str | Path, device: torch.device | str | None 
 
 
 def from_config(config: Namespace, device: torch.device | str | None = None) -> LanguageModel:
-    """The model of a parsed config whose vocabulary is known."""
+    """Build the model of a parsed config whose `model.vocab_size` is set."""
     with torch.device(device or "cpu"):
         return instantiate("model", config)

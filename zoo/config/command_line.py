@@ -1,4 +1,4 @@
-"""A command line as the arguments of a function: its parameters are the options, all else are configs and overrides."""
+"""Maps a command line to a function call: options are the function's parameters, the rest configs and overrides."""
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
@@ -9,17 +9,17 @@ from zoo.config.explain import unknown
 from zoo.config.overlays import as_arguments, is_override, load_items
 from zoo.config.parser import ConfigFile, Parser, explained
 
-# parameters of the functions that only Python can give
+# parameters of the functions that can only be passed from Python
 IN_PYTHON = {"configs_and_overrides", "callbacks", "stream", "config"}
-SHOWING = ("-h", "--help", "--print_config")  # options that print something, and end
+PRINTING = ("-h", "--help", "--print_config")  # options that print something and exit
 
 
 class Keys(NamedTuple):
-    """What the configs and overrides of a verb may set.
+    """The config keys that a verb accepts.
 
     Attributes:
         names: The first parts of the keys.
-        add: Adds the keys to a parser, for help.
+        add: Adds the keys to a parser, for its help.
     """
 
     names: Collection[str]
@@ -27,7 +27,7 @@ class Keys(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What a command line says: options by name, configs and overrides `key=value`, and what stands without a name."""
+    """A split command line: named options, configs and overrides `key=value`, and plain arguments."""
 
     options: list[str]
     items: list[str]
@@ -41,23 +41,23 @@ def arguments_of(
     keys: Keys | None = None,
     positional: str | None = None,
 ) -> tuple[list[str], dict[str, Any]]:
-    """The arguments with which a command line calls a function. Help is printed instead, and ends the process.
+    """The arguments with which a command line calls a function. An option like --help prints and exits instead.
 
     Args:
-        function: What the verb calls.
-        arguments: The command line behind the verb.
-        verb: As help calls it.
-        keys: Of its configs; None if it has none.
-        positional: The option that an argument without a name stands for, or "configs".
+        function: The function that the verb calls.
+        arguments: The command line after the verb.
+        verb: Name of the verb, for messages.
+        keys: The config keys of the verb; None if it takes no configs.
+        positional: The option set by a plain argument, or "configs" if plain arguments are configs.
 
     Returns:
-        Positional arguments, which are configs and overrides in order, and keyword arguments.
+        Positional arguments (configs and overrides, in order), and keyword arguments.
 
     Raises:
         UserError: An option or its value is wrong.
     """
-    every = inspect.signature(function).parameters
-    parameters = {name: parameter for name, parameter in every.items() if name not in IN_PYTHON}
+    signature = inspect.signature(function).parameters
+    parameters = {name: parameter for name, parameter in signature.items() if name not in IN_PYTHON}
     flags = [name for name, parameter in parameters.items() if parameter.annotation is bool]
     options, items, plain = _split(arguments, flags, parameters)
     if positional == "configs":
@@ -72,11 +72,9 @@ def arguments_of(
     parser = Parser(prog=f"cli.py {verb}", usage=usage, description=description)
     if keys is not None:
         parser.add_argument("-c", "--config", action=ConfigFile, help="A file, or a name in configs/; several overlay.")
-    parser.add_function_arguments(
-        function, as_positional=False, skip=IN_PYTHON & {*inspect.signature(function).parameters}
-    )
-    shown = [option for option in options if option.partition("=")[0] in SHOWING]
-    if shown and keys is not None:
+    parser.add_function_arguments(function, as_positional=False, skip=IN_PYTHON & {*signature})
+    printing = [option for option in options if option.partition("=")[0] in PRINTING]
+    if printing and keys is not None:
         keys.add(parser)
     allowed = () if keys is None else keys.names
     if keys is None and any(not is_override(item) for item in items):
@@ -85,8 +83,8 @@ def arguments_of(
         if (first := key.split(".")[0].rstrip("+")) not in allowed:
             raise UserError(unknown(key, first, [*allowed, *parameters]))
     with explained(parser):
-        if shown:
-            parser.parse_args([*as_arguments(load_items(items)), *shown])
+        if printing:
+            parser.parse_args([*as_arguments(load_items(items)), *printing])
         values = parser.parse_args(options)
     return items, {name: values[name] for name in parameters}
 
@@ -96,12 +94,12 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
     for argument in rest:
         key, equals, value = argument.partition("=")
         name = key.removeprefix("--")
-        if key in SHOWING:
+        if key in PRINTING:
             split.options.append(argument)
         elif not key.startswith("-"):
             split.plain.append(argument)
-        elif (own := name.replace("-", "_")) in flags and not equals:
-            split.options.append(f"--{own}=true")
+        elif (option := name.replace("-", "_")) in flags and not equals:
+            split.options.append(f"--{option}=true")
         else:
             if not equals:
                 following = next(rest, None)
@@ -110,8 +108,8 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
                 value = following
             if key in ("-c", "--config"):
                 split.items.append(value)
-            elif own in names:
-                split.options.append(f"--{own}={value}")
+            elif option in names:
+                split.options.append(f"--{option}={value}")
             else:
                 split.items.append(f"{name}={value}")
     return split

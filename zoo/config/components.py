@@ -1,6 +1,6 @@
-"""What a constructor takes: its signature is the config, so that is where a config's keys and components are looked up.
+"""The parameters and components of a constructor, read from its signature, which defines the config.
 
-A component is built by a class that a config names: a parameter of the type `Callable[..., C]` or `C` takes a subclass
+A component is built from a class named in the config: a parameter of type `Callable[..., C]` or `C` accepts a subclass
 of C.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, get_args, get_origin, get_type_hints
 
-_NOT_BUILT = ("builtins", "collections.abc", "typing")  # modules of types that are no components
-_BY_POSITION = ("self", "cls", "site", "heads", "size")  # the project passes these
+_NOT_BUILT = ("builtins", "collections.abc", "typing")  # modules whose types are not components
+_BY_POSITION = ("self", "cls", "site", "heads", "size")  # passed by this project, not by configs
 
 
 def constructor(cls: Any) -> Callable[..., Any]:
@@ -21,22 +21,22 @@ def constructor(cls: Any) -> Callable[..., Any]:
 
 
 def hints(cls: Any) -> dict[str, Any]:
-    """Parameter → type; empty where the types cannot be found."""
+    """Parameter → type; empty if the types cannot be resolved."""
     try:
         return get_type_hints(constructor(cls))
-    except Exception:  # whatever an annotation of somebody else's raises
+    except Exception:  # foreign annotations may raise anything
         return {}
 
 
 def settable(cls: Any) -> list[str]:
-    """What a config may set: the parameters without the ones that the project passes by position."""
+    """The parameters that a config may set: all but those that this project passes by position."""
     if cls is None:
         return []
     return [name for name in inspect.signature(constructor(cls)).parameters if name not in _BY_POSITION]
 
 
 def component(hint: Any) -> type | None:
-    """The class C of a component, for the type `Callable[..., C]` or `C`; None for plain values and dataclasses."""
+    """The class C of a component of type `Callable[..., C]` or `C`; None for plain values and dataclasses."""
     if get_origin(hint) is Callable and get_args(hint):
         hint = get_args(hint)[-1]
     plain = not isinstance(hint, type) or hint.__module__ in _NOT_BUILT or dataclasses.is_dataclass(hint)
@@ -44,7 +44,7 @@ def component(hint: Any) -> type | None:
 
 
 def is_ours(cls: type) -> bool:
-    """Whether a class is of this project."""
+    """Whether a class belongs to this project."""
     return cls.__module__.partition(".")[0] in ("zoo", "mixers")
 
 

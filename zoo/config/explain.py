@@ -1,4 +1,4 @@
-"""One clear sentence for a mistake in a config, from the nested messages of the parser."""
+"""Turns the parser's nested messages about a mistake in a config into one clear sentence."""
 
 import dataclasses
 import importlib
@@ -16,14 +16,14 @@ GIVEN = re.compile(r"class_path='([\w.]+)'")  # innermost first
 
 
 def explain(message: str, options: Iterable[str]) -> str:
-    """The parser's message as one sentence: which key, what was given, what is allowed.
+    """The parser's message as one sentence: the key, the value, and what is allowed.
 
     Args:
-        message: What jsonargparse says.
-        options: All option names that the parser knows, such as ``model.hidden_size``.
+        message: The message of jsonargparse.
+        options: All option names of the parser, such as ``model.hidden_size``.
 
     Returns:
-        One line. A message of unknown form comes back on one line.
+        One line. An unrecognised message is returned with its line breaks removed.
     """
     keys = KEYS.findall(message)
     hidden = {"help", "print_config", "print_shtab"}
@@ -32,62 +32,63 @@ def explain(message: str, options: Iterable[str]) -> str:
     paths = [*GIVEN.findall(message), *reversed(ENCLOSING.findall(message))]
     owner = _owner(paths, keys[-1].removeprefix("model.").partition(".")[0] if keys else None)
 
-    if found := re.search(r"Expected a dot import path string: (\S+?)\.?(?: Got value|\s|$)", message):
-        return _unknown_class(key, found[1], owner, keys[-1] if keys else key)
-    if found := re.search(r"No module named '([\w.]+)'\. Got value: (\S+?)\.?(?:\s|$)", message):
-        return f"{key}: {found[2]!r} cannot be imported, as there is no module {found[1]!r} in this folder or installed"
-    if found := re.search(r"No module named '([\w.]+)'", message):
-        return f"{key}: there is no module {found[1]!r} in this folder or installed"
-    if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
-        return f"{key}: the module {found[1]!r} has no {found[2]!r}"
-    if found := re.search(r"Expected '([\w.]+)' to be a subclass of <class '(?:\w+\.)*(\w+)'>", message):
-        return f"{key}: {found[1]} is no {found[2]}"
-    if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
-        return _unknown_key(key, f"{found[1]}.{found[2]}", _owner(paths, None), known)
-    if found := re.search(r"(?:Option|does not accept option) '([\w.]+)'", message):
-        return _unknown_key(key, found[1], _owner(paths, None), known)
-    if found := re.search(r"[Uu]nrecognized arguments: (.*)", message, re.DOTALL):
-        argument = found[1].split()[0].removesuffix(".")
+    if match := re.search(r"Expected a dot import path string: (\S+?)\.?(?: Got value|\s|$)", message):
+        return _unknown_class(key, match[1], owner, keys[-1] if keys else key)
+    if match := re.search(r"No module named '([\w.]+)'\. Got value: (\S+?)\.?(?:\s|$)", message):
+        return f"{key}: {match[2]!r} cannot be imported, as there is no module {match[1]!r} in this folder or installed"
+    if match := re.search(r"No module named '([\w.]+)'", message):
+        return f"{key}: there is no module {match[1]!r} in this folder or installed"
+    if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
+        return f"{key}: the module {match[1]!r} has no {match[2]!r}"
+    if match := re.search(r"Expected '([\w.]+)' to be a subclass of <class '(?:\w+\.)*(\w+)'>", message):
+        return f"{key}: {match[1]} is not a {match[2]}"
+    if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
+        return _unknown_key(key, f"{match[1]}.{match[2]}", _owner(paths, None), known)
+    if match := re.search(r"(?:Option|does not accept option) '([\w.]+)'", message):
+        return _unknown_key(key, match[1], _owner(paths, None), known)
+    if match := re.search(r"[Uu]nrecognized arguments: (.*)", message, re.DOTALL):
+        argument = match[1].split()[0].removesuffix(".")
         if not argument.startswith("-"):
             return f"{argument!r}: an argument without a key; options are written --key=value"
         return _unknown_key(key, argument.lstrip("-").partition("=")[0], _owner(paths, None), known)
-    if found := re.search(r"arguments are required: ([\w., ]+?)\.?(?: Got value|\s*$)", message):
-        return _missing(key, found[1], _owner(paths, None))
-    if found := re.search(r"Given value: (.*?)(?:\. Got value|\n|$)", message) or re.search(
+    if match := re.search(r"arguments are required: ([\w., ]+?)\.?(?: Got value|\s*$)", message):
+        return _missing(key, match[1], _owner(paths, None))
+    if match := re.search(r"Given value: (.*?)(?:\. Got value|\n|$)", message) or re.search(
         r"Expected a [^\n]*?\. Got value: (.*?)(?:\. Got value|\n|$)", message
     ):
-        nested = re.search(r"NestedArg\(key='.*?', val='?(.*?)'?\)$", found[1].rstrip("."))
-        value = nested[1] if nested else found[1].rstrip(".")
+        nested = re.search(r"NestedArg\(key='.*?', val='?(.*?)'?\)$", match[1].rstrip("."))
+        value = nested[1] if nested else match[1].rstrip(".")
         choices = ", ".join(re.findall(r"Expected a typing\.Literal\[(.*?)\]", message)).replace("'", "")
         if choices:
             return f"{key}: {value!r} is not one of {', '.join(dict.fromkeys(choices.split(', ')))}"
-        kinds = dict.fromkeys(re.findall(r"Expected a <class '(?:\w+\.)*(?!NoneType)(\w+)'>", message))
-        if kinds:
-            instead = f", as [{value}] would be" if [*kinds] == ["list"] else ""
-            return f"{key}: {value!r} is no {' and no '.join(map(_plain, kinds))}{instead}"
+        types = dict.fromkeys(re.findall(r"Expected a <class '(?:\w+\.)*(?!NoneType)(\w+)'>", message))
+        if types:
+            hint = f", as [{value}] would be" if [*types] == ["list"] else ""
+            return f"{key}: {value!r} is not {' or '.join(map(_in_words, types))}{hint}"
     return re.sub(r"\s+", " ", message).strip()
 
 
-def _plain(kind: str) -> str:
-    return {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}.get(kind, kind)
+def _in_words(type_name: str) -> str:
+    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+    return words.get(type_name, f"a {type_name}")
 
 
 def _top(options: Iterable[str]) -> list[str]:
     return sorted({option.partition(".")[0] for option in options})
 
 
-def unknown(key: str, name: str, wanted: Iterable[str]) -> str:
-    """The sentence for a `key` in which `name` is none of what is `wanted` there."""
-    wanted = sorted(set(wanted))
-    allowed = f" (allowed: {', '.join(wanted)})" if 0 < len(wanted) <= 20 else " (--help lists them)" if wanted else ""
-    return f"{key}: unknown key{did_you_mean(name, wanted)}{allowed}"
+def unknown(key: str, name: str, known: Iterable[str]) -> str:
+    """The sentence for a `key` whose part `name` is not one of the `known` names."""
+    known = sorted(set(known))
+    allowed = f" (allowed: {', '.join(known)})" if 0 < len(known) <= 20 else " (--help lists them)" if known else ""
+    return f"{key}: unknown key{did_you_mean(name, known)}{allowed}"
 
 
 def _unknown_key(key: str, name: str, owner: Any, known: list[str]) -> str:
-    """A `name` that is no parameter of `owner`, which stands at `key`; without an owner, no option of the parser."""
+    """The sentence for a `name` that is no parameter of the class `owner` at `key`; without an owner, no option."""
     if owner is not None:
-        part, wanted = _misfit(owner, name)
-        return unknown(f"{key}.{name}", part, wanted)
+        part, parameters = _unknown_part(owner, name)
+        return unknown(f"{key}.{name}", part, parameters)
     group, dot, last = name.rpartition(".")
     siblings = [o.removeprefix(group + ".") for o in known if o.startswith(group + ".")] if dot else _top(known)
     if not siblings:
@@ -95,12 +96,12 @@ def _unknown_key(key: str, name: str, owner: Any, known: list[str]) -> str:
     return unknown(name, last, {sibling.partition(".")[0] for sibling in siblings})
 
 
-def _misfit(cls: Any, name: str) -> tuple[str, list[str]]:
-    """The first part of the dotted `name` that is unknown, and what is known there."""
+def _unknown_part(cls: Any, name: str) -> tuple[str, list[str]]:
+    """The first unknown part of the dotted `name`, and the known names there."""
     first, _, rest = name.partition(".")
-    wanted = settable(cls)
-    hint = hints(cls).get(first) if rest and first in wanted else None
-    return _misfit(hint, rest) if dataclasses.is_dataclass(hint) else (first, wanted)
+    parameters = settable(cls)
+    hint = hints(cls).get(first) if rest and first in parameters else None
+    return _unknown_part(hint, rest) if dataclasses.is_dataclass(hint) else (first, parameters)
 
 
 def _missing(key: str, names: str, owner: Any) -> str:
@@ -108,14 +109,14 @@ def _missing(key: str, names: str, owner: Any) -> str:
         return f"{key}: {owner.__name__} needs a value for {names}"
     name = names.partition(", ")[0]
     if name.startswith("model."):
-        return f"{name}: there is none; give a config with a model, such as --config gdn_h2.yaml"
+        return f"{name}: missing; give a config with a model, such as --config gdn_h2.yaml"
     return f"{names}: missing; write --{name}=VALUE"
 
 
 def _unknown_class(key: str, name: str, owner: Any, path: str) -> str:
     base = _expected(owner, path) if owner else None
     if base is None:
-        return f"{key}: {name!r} is no known class; write its dotted path, package.module.Class"
+        return f"{key}: {name!r} is not a known class; write its dotted path, package.module.Class"
     fitting = sorted(cls.__name__ for cls in subclasses(base) or {base})
     if any(cls.__name__ == name for cls in subclasses(base.__mro__[-2])):
         purpose = re.split(r"[.:]", inspect.getdoc(base) or "")[0]
@@ -124,21 +125,21 @@ def _unknown_class(key: str, name: str, owner: Any, path: str) -> str:
             f"one of {', '.join(fitting)}"
         )
     return (
-        f"{key}: {name!r} is no known {base.__name__}{did_you_mean(name, fitting)} "
+        f"{key}: {name!r} is not a known {base.__name__}{did_you_mean(name, fitting)} "
         f"(known: {', '.join(fitting)}; or a dotted path)"
     )
 
 
 def _owner(paths: list[str], parameter: str | None) -> Any:
-    """The first class of `paths`, or the first one that has `parameter`; innermost come first."""
+    """The first class of `paths` (innermost first) that can be imported and has `parameter`, if one is given."""
     for path in paths:
         module, _, name = path.rpartition(".")
         try:
-            found = getattr(importlib.import_module(module), name)
+            cls = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError):
             continue
-        if parameter is None or parameter in settable(found):
-            return found
+        if parameter is None or parameter in settable(cls):
+            return cls
     if parameter is None:
         return None
     from zoo.lm.model import LanguageModel
@@ -147,10 +148,10 @@ def _owner(paths: list[str], parameter: str | None) -> Any:
 
 
 def _expected(cls: Any, path: str) -> type | None:
-    """The class that a component under the dotted `path` must be."""
+    """The base class required of the component at the dotted `path`."""
     first, _, rest = path.removeprefix("model.").partition(".")
     hint = hints(cls).get(first)
     if rest:  # through a nested dataclass
         return _expected(hint, rest) if dataclasses.is_dataclass(hint) else None
-    wanted = (component(option) for option in (hint, *get_args(hint)))
-    return next((base for base in wanted if base is not None and is_ours(base)), None)
+    bases = (component(option) for option in (hint, *get_args(hint)))
+    return next((base for base in bases if base is not None and is_ours(base)), None)

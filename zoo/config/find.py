@@ -7,7 +7,7 @@ from mixers import did_you_mean
 
 _PACKAGE = Path(__file__).parents[1]
 
-# beside the package in a checkout, inside it in a wheel
+# next to the package in a checkout, inside it in a wheel
 CONFIGS = next(folder for folder in (_PACKAGE.parent / "configs", _PACKAGE / "configs") if folder.is_dir())
 
 
@@ -15,7 +15,7 @@ def find_config(name: str | Path) -> Path:
     """The file of a config: a path that exists, or a name in `configs/`, with or without `.yaml`.
 
     Raises:
-        UserError: There is no such file; names a similar one if there is.
+        UserError: The file does not exist; the message suggests a similar name.
     """
     for candidate in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"):
         if candidate.is_file():

@@ -1,4 +1,4 @@
-"""Keys and classes that earlier versions called otherwise: configs and checkpoints from then are still read."""
+"""Renamed keys and moved classes: configs and checkpoints of earlier versions stay readable."""
 
 import logging
 from collections.abc import Mapping
@@ -6,8 +6,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-RENAMED = {"sequence_parallel": "context_parallel"}  # old key → new one
-# old module → new one
+RENAMED = {"sequence_parallel": "context_parallel"}  # old key → new key
+# old module → new module
 MOVED = {
     "zoo.activations": "zoo.train.callbacks.activation_checkpointing",
     "zoo.bench.fits": "zoo.benchmarks.fits",
@@ -25,30 +25,30 @@ MOVED = {
 
 
 def up_to_date(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the keys and class paths of today; a line is logged for each key that has another name now."""
-    return {key_of_today(key): at_new_paths(value) for key, value in config.items()}
+    """A config with current keys and class paths; each renamed key is logged."""
+    return {current_key(key): with_current_paths(value) for key, value in config.items()}
 
 
-def key_of_today(key: str) -> str:
-    """A top-level key by the name that it has now."""
+def current_key(key: str) -> str:
+    """The current name of a top-level key."""
     if key in RENAMED:
-        log.warning("%s is deprecated: it is called %s now", key, RENAMED[key])
+        log.warning("%s is deprecated: it is now called %s", key, RENAMED[key])
     return RENAMED.get(key, key)
 
 
-def at_new_paths(config: Any) -> Any:
-    """A part of a config in plain containers, whose `class_path`s name classes where they are now."""
+def with_current_paths(config: Any) -> Any:
+    """A part of a config, in plain containers, with current `class_path`s."""
     if isinstance(config, Mapping):
         return {
-            key: moved(value) if key == "class_path" and isinstance(value, str) else at_new_paths(value)
+            key: moved(value) if key == "class_path" and isinstance(value, str) else with_current_paths(value)
             for key, value in config.items()
         }
     if isinstance(config, list | tuple):
-        return [at_new_paths(part) for part in config]
+        return [with_current_paths(part) for part in config]
     return config
 
 
 def moved(path: str) -> str:
-    """The dotted path of a class, where it is now."""
+    """The current dotted path of a class."""
     module, _, name = path.rpartition(".")
     return f"{MOVED[module]}.{name}" if module in MOVED else path

@@ -1,4 +1,4 @@
-"""Configs and overrides as they are given, read once: what the parser merges in order."""
+"""Loading configs and overrides, which the parser then merges in order."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,7 +9,7 @@ import yaml
 
 from kernels import UserError
 from zoo.config.find import find_config
-from zoo.config.moved import at_new_paths, key_of_today, up_to_date
+from zoo.config.moved import current_key, up_to_date, with_current_paths
 from zoo.files.safe_yaml import parse_yaml, read_yaml
 
 _OVERRIDE = re.compile(r"-*[\w.]+\+?=")
@@ -17,29 +17,29 @@ Item = str | Path | Mapping[str, Any]  # a config's name or path, an override `k
 
 
 def is_override(item: Item) -> bool:
-    """Whether an item is `key=value`, and not a config."""
+    """Whether an item is an override `key=value` rather than a config."""
     return isinstance(item, str) and _OVERRIDE.match(item) is not None
 
 
 def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
-    """Configs as plain containers, and overrides as they are, without dashes in front.
+    """Load configs into plain containers, and strip leading dashes from overrides.
 
     Raises:
-        UserError: A config is missing, or is no YAML with keys.
+        UserError: A config is missing, or is not a YAML mapping.
     """
     return [_override(item) if isinstance(item, str) and is_override(item) else load_config(item) for item in items]
 
 
 def _override(item: str) -> str:
     key, _, value = item.lstrip("-").partition("=")
-    return f"{key_of_today(key)}={value}"
+    return f"{current_key(key)}={value}"
 
 
 def load_config(item: Item) -> dict[str, Any]:
-    """A config, of a file or as it is.
+    """Load a config from a file, or take it as is if it is a mapping.
 
     Raises:
-        UserError: It is missing, or is no YAML with keys.
+        UserError: The file is missing, or is not a YAML mapping.
     """
     if isinstance(item, Mapping):
         return up_to_date(item)
@@ -54,10 +54,10 @@ def load_config(item: Item) -> dict[str, Any]:
 
 
 def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:
-    """Items of `load_items` in the parser's notation.
+    """The result of `load_items` as command-line arguments for the parser.
 
-    Two overrides are overlays there. Deep in a component it would take the null of `model.a.b=null` for a class name;
-    and `data=NAME` would get the defaults of the class before (see `ConfigFile`).
+    Two cases are turned into overlays: in `model.a.b=null` inside a component, the parser would take null for a class
+    name, and with `data=NAME` it would keep defaults of the previous class (see `ConfigFile`).
     """
     for item in items:
         if isinstance(item, str):
@@ -65,7 +65,7 @@ def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:
             if key.startswith("model.") and value == "null":
                 item = _nested(key, None)
             elif key == "data" and "{" not in value:
-                item = at_new_paths(_nested("data.class_path", value))
+                item = with_current_paths(_nested("data.class_path", value))
         if isinstance(item, str):
             yield f"--{item}"
         else:
@@ -80,6 +80,6 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def first_name(items: Iterable[Item]) -> str | None:
-    """The name of the first config that is a file, without folder and suffix."""
+    """The name of the first config file, without folder and suffix; None without one."""
     names = (Path(item).stem for item in items if not isinstance(item, Mapping) and not is_override(item))
     return next(names, None)

@@ -1,8 +1,7 @@
-"""Configs: found by name, parsed against the constructors' own signatures, and built.
+"""The parser of run configs, whose keys are the signatures of constructors.
 
-Four keys make a run: `model` is LanguageModel's constructor, `optim` the optimiser and its schedule, `data` a data
-module, `trainer` Lightning's; smaller ones say what a run leaves behind, and what ends it. Files and overrides merge
-in order.
+Four keys define a run: `model` is LanguageModel's constructor, `optim` the optimiser and its schedule, `data` a data
+module, `trainer` Lightning's Trainer; smaller ones configure the callbacks. Files and overrides merge in order.
 """
 
 import inspect
@@ -35,39 +34,39 @@ KEYS = ("seed_everything", "compile", "activation_checkpointing", "context_paral
 
 
 class ConfigFile(ActionConfigFile):
-    """--config with bare names, read once, and without the defaults of one data class for another."""
+    """--config that finds configs by name, and does not pass the defaults of one data class on to another."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         contents = load_config(values)
         if (named := _class_name(contents.get("data"))) is not None:
-            _leave_defaults_behind(cfg.get("data"), named)
+            _drop_defaults(cfg.get("data"), named)
         _, text = as_arguments([contents])
         super().__call__(parser, cfg, text, option_string)
 
 
 def _class_name(spec: Any) -> str | None:
-    """The class that a config's `data` names, if it names one."""
+    """The class that a config's `data` names; None if it names none."""
     return spec if isinstance(spec, str) else spec.get("class_path") if isinstance(spec, dict) else None
 
 
-def _leave_defaults_behind(before: Any, named: str) -> None:
-    """Take the defaults of the data class so far out of its arguments, as another class may have other ones.
+def _drop_defaults(previous: Any, named: str) -> None:
+    """Remove the previous data class's default values from its arguments, since the new class may have other defaults.
 
-    The parser hands every argument that the new class knows on to it, and does not tell defaults from what was set.
+    The parser passes every argument that the new class knows on to it, without telling defaults from explicit values.
     """
-    arguments = None if before is None else before.get("init_args")
-    if not arguments or before.class_path.rpartition(".")[2] == named.rpartition(".")[2]:
+    arguments = None if previous is None else previous.get("init_args")
+    if not arguments or previous.class_path.rpartition(".")[2] == named.rpartition(".")[2]:
         return
-    known = inspect.signature(pydoc.locate(before.class_path)).parameters  # type: ignore[arg-type]
+    parameters = inspect.signature(pydoc.locate(previous.class_path)).parameters  # type: ignore[arg-type]
     for name, value in list(vars(arguments).items()):
-        if name in known and value == known[name].default:
+        if name in parameters and value == parameters[name].default:
             del arguments[name]
     if kept := ", ".join(f"{name}={value}" for name, value in vars(arguments).items()):
-        log.info("data: %s in place of %s keeps what was set before: %s", named, before.class_path, kept)
+        log.info("data: %s in place of %s keeps what was set before: %s", named, previous.class_path, kept)
 
 
 class Parser(LightningArgumentParser):
-    """A parser that raises instead of ending the process."""
+    """A parser that raises instead of exiting."""
 
     def __init__(self, **settings: Any):
         super().__init__(**{"dump_header": None, "exit_on_error": False, "allow_abbrev": False, **settings})
@@ -77,8 +76,8 @@ class Parser(LightningArgumentParser):
         return [o[2:] for action in self._actions for o in action.option_strings if o.startswith("--")]
 
 
-def said(error: BaseException | None) -> UserError | None:
-    """What one of our own constructors said, out of the parser's wrappings; it stands as it is."""
+def cause_of(error: BaseException | None) -> UserError | None:
+    """The UserError of a constructor that the parser wrapped in its own exceptions; None if there is none."""
     while error is not None and not isinstance(error, UserError):
         error = error.__cause__
     return error
@@ -86,40 +85,40 @@ def said(error: BaseException | None) -> UserError | None:
 
 @contextmanager
 def explained(parser: Parser) -> Iterator[None]:
-    """Turn what `parser` raises for a mistake in a config into a UserError of one sentence."""
+    """Turn errors that `parser` raises for a mistake in a config into a UserError of one sentence."""
     try:
         yield
     except ArgumentError as error:
-        if (own := said(error)) is not None:
-            raise own from None
+        if (cause := cause_of(error)) is not None:
+            raise cause from None
         raise UserError(explain(str(error), parser.options())) from None
 
 
 def add_arguments(parser: LightningArgumentParser) -> None:
-    """The keys of a run, the same for every verb."""
+    """Add the keys of a run, which are the same for every verb."""
     mixers.names()  # plug-ins register before anything is parsed
     parser.add_argument(
         "--seed_everything",
         type=bool | int,
         default=0,
-        help="Seed of all random numbers: true draws one, false leaves them alone.",
+        help="Seed of all random numbers: true draws a seed, false sets none.",
     )
     parser.add_argument(
         "--compile",
         type=bool,
         default=False,
-        help="Compile the blocks for the steps of training; needs a C++ compiler.",
+        help="Compile the blocks for the training steps; requires a C++ compiler.",
     )
     parser.add_argument(
         "--activation_checkpointing",
         type=int | None,
-        help="Recompute every N-th block in the backward pass, to save memory; 1 for all blocks.",
+        help="Recompute every N-th block in the backward pass, to save memory; 1: all blocks.",
     )
     parser.add_argument(
         "--context_parallel",
         type=int,
         default=1,
-        help="How many neighbouring processes share each sequence, a part each; needs trainer.strategy=ddp.",
+        help="Number of neighbouring processes that share each sequence; requires trainer.strategy=ddp.",
     )
     parser.add_class_arguments(LanguageModel, "model", fail_untyped=False)
     parser.add_class_arguments(Optimisation, "optim")
@@ -130,9 +129,9 @@ def add_arguments(parser: LightningArgumentParser) -> None:
     parser.set_defaults(
         {
             "data": {"class_path": f"{TextData.__module__}.{TextData.__qualname__}"},
-            "trainer.max_epochs": -1,  # a run is counted in steps
+            "trainer.max_epochs": -1,  # runs are counted in steps
             "trainer.check_val_every_n_epoch": None,
-            "trainer.use_distributed_sampler": False,  # the loaders know their rank
+            "trainer.use_distributed_sampler": False,  # the data loaders handle ranks
             "trainer.log_every_n_steps": 10,
         }
     )
@@ -152,14 +151,18 @@ def read(*configs_and_overrides: Item) -> Namespace:
 
 
 def run_parser() -> Parser:
-    """The parser of a run outside the command line."""
+    """The parser of a run's config, without command-line options."""
     parser = Parser()
     add_arguments(parser)
     return parser
 
 
 def parse(config: dict[str, Any]) -> Namespace:
-    """A config out of a checkpoint, or of plain containers, parsed."""
+    """Parse a config from a checkpoint or other plain containers.
+
+    Raises:
+        UserError: A key or value is wrong.
+    """
     parser = run_parser()
     with explained(parser):
         return parser.parse_object(up_to_date(config))

@@ -1,8 +1,8 @@
-"""Configs that somebody else wrote: nothing in them is imported, called, read or written without a word of the user.
+"""Vetting of foreign configs: nothing they name is imported, called, read or written without the user's consent.
 
-The parser imports and calls what a `class_path` names, wherever one may stand. So a foreign config is vetted first, by
-a walk along the constructors' signatures. Where a component is expected it may name a class of that kind which is there
-already, of this project or imported by the user, or one that the user names, too; and where none is expected, none.
+The parser imports and calls whatever a `class_path` names, anywhere in a config. So a foreign config is vetted first,
+along the signatures of the constructors. Where a component is expected it may name a matching class of this project,
+one that is imported already, or one that the user names as well; elsewhere it may name no class at all.
 """
 
 import collections.abc
@@ -29,11 +29,11 @@ _NUMBERS = (NoneType, bool, int, float)
 _MAPPINGS = (dict, collections.abc.Mapping)
 _CONTAINERS = (*_MAPPINGS, list, tuple, collections.abc.Sequence)
 _WORD = re.compile(r"\w*")
-_NO_FILES = ("text_field", "bos_token", "eos_token")  # text in `data` that names neither a file nor a choice
+_NO_FILES = ("text_field", "bos_token", "eos_token")  # strings in `data` that name neither files nor choices
 _HOW = "if you trust who wrote it, add --trust (in Python: trust=True)"
 
-# Keys of `trainer` whose text chooses among a few things, all of them harmless. What any other one names is built, read
-# or written.
+# Keys of `trainer` whose strings choose among a few harmless options. A string under any other key names something to
+# be built, read or written.
 _CHOICES = {
     "accelerator": r"\w+",
     "strategy": r"auto|ddp\w*|fsdp\w*",
@@ -46,23 +46,23 @@ _CHOICES = {
 
 
 @dataclass(frozen=True)
-class Own:
-    """What a user said, on the command line and in configs given there.
+class UserInput:
+    """What the user set, on the command line and in configs given there.
 
     Args:
-        keys: The keys that were set, such as `data.path` and `data.class_path`, without `init_args`.
-        words: The values that are text, and the texts in those that are lists or mappings.
+        keys: The keys that are set, such as `data.path` and `data.class_path`, without `init_args`.
+        words: The values that are strings, and the strings inside lists and mappings.
     """
 
     keys: frozenset[str] = frozenset()
     words: frozenset[str] = frozenset()
 
 
-NOTHING = Own()
+NOTHING = UserInput()
 
 
-def own_words(items: Iterable[str | Mapping[str, Any]]) -> Own:
-    """What a user said: overrides `key=value`, and configs as plain containers."""
+def user_input(items: Iterable[str | Mapping[str, Any]]) -> UserInput:
+    """Collect what the user set in overrides `key=value` and in configs as plain containers."""
     keys: set[str] = set()
     words: set[str] = set()
 
@@ -76,63 +76,63 @@ def own_words(items: Iterable[str | Mapping[str, Any]]) -> Own:
                 add(part, key)
         elif isinstance(value, str):
             words.add(value)
-            if key == "data":  # in short for its class
+            if key == "data":  # short for its class
                 keys.add("data.class_path")
 
     for item in items:
         if isinstance(item, str):
             key, _, value = item.partition("=")
-            # `trainer.callbacks+` stays another key, since it takes nothing away
+            # `trainer.callbacks+` stays a separate key, since it adds to the value and does not replace it
             key = key.replace(".init_args", "")
             add(parse_yaml(value, key) if value.startswith(("[", "{")) else value, key)
         else:
             add(item, "")
-    return Own(frozenset(keys), frozenset(words))
+    return UserInput(frozenset(keys), frozenset(words))
 
 
 def vet_model(model: Any, source: object) -> None:
-    """See that building a model imports and calls nothing of somebody else's.
+    """Check that building a foreign model imports and calls no foreign code.
 
     Args:
-        model: What stands under `model` in a config.
-        source: The file that it comes from.
+        model: The value of `model` in a config.
+        source: The file it comes from, for messages.
 
     Raises:
-        UserError: Something would be; says which key names what.
+        UserError: It would; the message names the key and the class.
     """
     check_plain(model, f"{source}: its model")
     _Vetting(source, NOTHING).arguments(model, LanguageModel, "model")
 
 
-def vet_run(config: Mapping[str, Any], source: object, own: Own) -> dict[str, Any]:
-    """See that evaluating or continuing a run calls, reads and writes nothing of somebody else's.
+def vet_run(config: Mapping[str, Any], source: object, user: UserInput) -> dict[str, Any]:
+    """Check that evaluating or resuming a foreign run calls no foreign code and touches no files of its choice.
 
     Args:
         config: The whole config of the run.
-        source: The file that it comes from.
-        own: What the user said, which counts instead.
+        source: The file it comes from, for messages.
+        user: What the user set, which replaces values of the config.
 
     Returns:
-        The config without what the user said otherwise, and without the weights that the run began with.
+        The config without the values that the user set, and without the run's initial weights.
 
     Raises:
-        UserError: Something would be called, read or written; says which key names what.
+        UserError: Something would be called, read or written; the message names the key and the value.
     """
     check_plain(config, f"{source}: its config")
-    plain, files = _Vetting(source, own), _Vetting(source, own, files=True)
+    plain, files = _Vetting(source, user), _Vetting(source, user, files=True)
     vetted: dict[str, Any] = {}
     for key, value in config.items():
         vetting = files if key in ("data", "checkpoints") else plain
         if key not in KEYS:
-            raise UserError(f"{source} was not written by you, and sets {key}, which is no part of a run; {_HOW}.")
+            raise UserError(f"{source} was not written by you, and sets {key}, which is not a key of a run; {_HOW}.")
         if key in ("data", *CLASSES) and not isinstance(value, Mapping):
-            raise UserError(f"{source}: {key} is no mapping, as a run saves it.")
+            raise UserError(f"{source}: {key} is not a mapping, as a run saves it.")
         if key == "data":
-            if (data := _own_data(value, own)) is not None:
+            if (data := _without_user_input(value, user)) is not None:
                 vetting.component(data, (L.LightningDataModule,), key)
                 vetted[key] = data
         elif key in CLASSES:
-            section = {name: part for name, part in value.items() if key == "model" or f"{key}.{name}" not in own.keys}
+            section = {name: part for name, part in value.items() if key == "model" or f"{key}.{name}" not in user.keys}
             if key == "trainer":
                 vetting.trainer(section)
             else:
@@ -146,36 +146,36 @@ def vet_run(config: Mapping[str, Any], source: object, own: Own) -> dict[str, An
     return vetted
 
 
-def _own_data(data: Mapping[str, Any], own: Own) -> Mapping[str, Any] | None:
-    """A foreign `data` without what the user said otherwise; None if the user chose another class."""
-    if "data.class_path" in own.keys:
+def _without_user_input(data: Mapping[str, Any], user: UserInput) -> Mapping[str, Any] | None:
+    """A foreign `data` without the values that the user set; None if the user chose another class."""
+    if "data.class_path" in user.keys:
         name = str(data.get("class_path")).rpartition(".")[2]
-        if all(word.rpartition(".")[2] != name for word in own.words):
+        if all(word.rpartition(".")[2] != name for word in user.words):
             return None
     arguments = data.get("init_args")
     if not isinstance(arguments, Mapping):
         return data
-    return {**data, "init_args": {name: value for name, value in arguments.items() if f"data.{name}" not in own.keys}}
+    return {**data, "init_args": {name: value for name, value in arguments.items() if f"data.{name}" not in user.keys}}
 
 
 @dataclass(frozen=True)
 class _Vetting:
-    """The walk along the signatures.
+    """Walks a config along the signatures of the constructors.
 
     Args:
-        source: The file that the config comes from.
-        own: What the user said.
-        files: Whether text without a choice names what is read or written.
+        source: The file of the config, for messages.
+        user: What the user set.
+        files: Whether free-form strings are to be treated as names of files.
     """
 
     source: object
-    own: Own
+    user: UserInput
     files: bool = False
 
     def arguments(self, values: Any, cls: Any, key: str) -> None:
         """Vet the arguments of a constructor."""
         if not isinstance(values, Mapping):
-            raise UserError(f"{self.source}: {key} is no mapping of arguments.")
+            raise UserError(f"{self.source}: {key} is not a mapping of arguments.")
         self._check_keys(values, key)
         types = hints(cls)
         parameters = inspect.signature(constructor(cls)).parameters
@@ -185,7 +185,7 @@ class _Vetting:
                 self.value(value, types.get(name), f"{key}.{name}")
 
     def value(self, value: Any, hint: Any, key: str) -> None:
-        """Vet what stands where a type is expected."""
+        """Vet a value of a parameter with the given type hint."""
         options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         bases = tuple(base for option in options if (base := component(option)) is not None)
         parts = next((option for option in options if get_origin(option) in _CONTAINERS), None)
@@ -211,34 +211,34 @@ class _Vetting:
                 self.value(part, inner, key)
 
     def component(self, value: Any, bases: tuple[type, ...], key: str) -> None:
-        """Vet what names a class, and maybe its arguments."""
+        """Vet the name of a class, or a mapping of a class and its arguments."""
         name, arguments = value, None
         if isinstance(value, Mapping):
             self._check_keys(value, key)
-            if surplus := sorted(set(value) - {"class_path", "init_args"}):
-                raise UserError(f"{self.source}: {key} has {surplus[0]} beside class_path and init_args.")
+            if extra := sorted(set(value) - {"class_path", "init_args"}):
+                raise UserError(f"{self.source}: {key} has {extra[0]} beside class_path and init_args.")
             name, arguments = value.get("class_path"), value.get("init_args")
         if not isinstance(name, str):
             raise UserError(f"{self.source}: {key} names no class.")
-        cls = self._found(name, bases, key)
+        cls = self._allowed_class(name, bases, key)
         if cls is None:
             raise self._refusal(key, name, "imported and called")
         self.arguments({} if arguments is None else arguments, cls, key)
 
     def trainer(self, section: Mapping[str, Any]) -> None:
-        """Vet the trainer's arguments, whose types let nearly everything be a class or a file."""
+        """Vet the trainer's arguments, whose type hints allow almost any value to be a class or a file."""
         self._check_keys(section, "trainer")
         for name, value in section.items():
             allowed = _CHOICES.get(name)
             for word in _texts(value):
-                if word not in self.own.words and not (allowed and value == word and re.fullmatch(allowed, word)):
+                if word not in self.user.words and not (allowed and value == word and re.fullmatch(allowed, word)):
                     raise self._refusal(f"trainer.{name}", word, "called, read or written")
 
-    def _found(self, name: str, bases: tuple[type, ...], key: str) -> type | None:
-        """The class of a name that may be built, which is there already or is the user's word, too."""
-        mixers.names()  # plug-ins that are installed are there
+    def _allowed_class(self, name: str, bases: tuple[type, ...], key: str) -> type | None:
+        """The class of that name, if it is imported already or the user names it as well; None if not."""
+        mixers.names()  # imports installed plug-ins
         module, _, last = name.rpartition(".")
-        named = name in self.own.words
+        named = name in self.user.words
         if module and named and module not in sys.modules:
             try:
                 importlib.import_module(module)
@@ -246,41 +246,41 @@ class _Vetting:
                 raise UserError(f"{key}: {name!r} cannot be imported: {error}") from None
         for base in bases:
             if module:
-                there = sys.modules.get(module)
-                candidates = [None if there is None else vars(there).get(last)]
+                imported = sys.modules.get(module)
+                candidates = [None if imported is None else vars(imported).get(last)]
             else:
                 candidates = [cls for cls in subclasses(base) | {base} if cls.__name__ == name]
-            for found in candidates:
-                if not isinstance(found, type) or not issubclass(found, base):
+            for cls in candidates:
+                if not isinstance(cls, type) or not issubclass(cls, base):
                     continue
-                if named or is_ours(found) or is_ours(base):
-                    return found
+                if named or is_ours(cls) or is_ours(base):
+                    return cls
         return None
 
     def _text(self, value: str, options: tuple[Any, ...], key: str) -> None:
-        """Vet a text where no class is expected."""
+        """Vet a string where no class is expected."""
         if all(get_origin(option) is Literal or option in _NUMBERS for option in options):
-            return  # the parser compares it with the choices
-        if str not in options and not _WORD.fullmatch(value):  # it might be read as YAML with a class in it
+            return  # the parser checks choices
+        if str not in options and not _WORD.fullmatch(value):  # it might be parsed as YAML that names a class
             raise self._refusal(key, value, "imported and called")
         harmless = value.startswith("embedded:") or key.rpartition(".")[2] in _NO_FILES
-        if self.files and not harmless and value not in self.own.words:
+        if self.files and not harmless and value not in self.user.words:
             raise self._refusal(key, value, "read or written")
 
     def _check_keys(self, values: Mapping[Any, Any], key: str) -> None:
-        """Refuse keys that the parser would take for several, or for an addition."""
+        """Refuse keys that the parser would split at dots, or take as additions."""
         if odd := next((name for name in values if isinstance(name, str) and re.search(r"[.+]", name)), None):
             raise UserError(f"{self.source}: {key} has the key {odd!r}, which no run saves.")
 
-    def _refusal(self, key: str, name: object, deed: str) -> UserError:
-        said = " ".join(str(name).split())[:80]
+    def _refusal(self, key: str, name: object, action: str) -> UserError:
+        shown = " ".join(str(name).split())[:80]
         return UserError(
-            f"{self.source} was not written by you, and its {key} names {said!r}, which would be {deed}; {_HOW}."
+            f"{self.source} was not written by you, and its {key} names {shown!r}, which would be {action}; {_HOW}."
         )
 
 
 def _texts(value: Any) -> list[str]:
-    """All text in plain containers, keys left out."""
+    """All strings in plain containers, without keys."""
     if isinstance(value, Mapping):
         return [text for part in value.values() for text in _texts(part)]
     if isinstance(value, list | tuple):

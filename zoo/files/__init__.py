@@ -1,1 +1,1 @@
-"""Files that are whole, undamaged and of a size to work with, whatever happens while they are written."""
+"""Files that are complete, undamaged and of bounded size, even after a crash during a write."""

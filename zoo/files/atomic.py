@@ -1,4 +1,4 @@
-"""Replace a file all at once: whoever reads it sees the old content or the new one, never a part."""
+"""Atomic replacement of a file: readers see either the old content or the new one."""
 
 import glob
 import os
@@ -10,19 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-_ABANDONED = 3600  # seconds without a change after which a temporary file of another machine is nobody's
+_ABANDONED = 3600  # seconds without changes after which another machine's temporary file counts as abandoned
 
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path`, which takes the place of `path` when the block ends without an error.
+    """Open a temporary file next to `path`, which replaces `path` when the block ends without an error.
 
-    The temporary file lies in the same folder, since only a rename within one file system is atomic. Its name is the
-    writer's own, so that of two at a time one wins and neither has a part of the other; what writers left there that
-    were killed is removed first, instead of piling up.
+    The temporary file is in the same folder, since only a rename within one file system is atomic. Its name is unique
+    to the writer, so that concurrent writers do not mix their contents. Temporary files of killed writers are removed
+    first.
 
     Args:
-        path: The file to write. Its folder is created if need be.
+        path: The file to write. Its folder is created if it does not exist.
 
     Yields:
         The temporary file, open for writing bytes.
@@ -35,7 +35,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with open(partial, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # else a power cut after the rename can leave an empty file under the final name
+            os.fsync(file.fileno())  # otherwise a power cut after the rename may leave an empty file
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -44,9 +44,9 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def atomic_link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    """Give the content of `source` a second name, without copying it where the file system can link.
+    """Give the content of `source` a second name, by a hard link if the file system has them, otherwise by a copy.
 
-    A later `atomic_write` to `source` leaves `target` as it is, because it replaces the name and not the content.
+    A later `atomic_write` to `source` does not change `target`, because it replaces the name and not the content.
     """
     source, target = Path(source), Path(target)
     _remove_abandoned(target)
@@ -60,7 +60,7 @@ def atomic_link(source: str | os.PathLike[str], target: str | os.PathLike[str]) 
                 write.write(block)
         return
     os.replace(partial, target)
-    partial.unlink(missing_ok=True)  # if both were the same file already, the rename did nothing
+    partial.unlink(missing_ok=True)  # if both names already referred to the same file, the rename did nothing
     _sync_folder(target.parent)
 
 
@@ -74,22 +74,22 @@ def _machine() -> str:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove the temporary files of writers of `path` that are no more."""
+    """Remove the temporary files of dead writers of `path`."""
     for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         machine, process = partial.name.removeprefix(f".{path.name}.").split(".")[:2]
         try:
             if machine == _machine() and process.isdecimal() and os.name != "nt":
-                os.kill(int(process), 0)  # raises if there is no such process
+                os.kill(int(process), 0)  # raises if the process does not exist
             elif time.time() - partial.stat().st_mtime > _ABANDONED:
                 partial.unlink()
         except ProcessLookupError:
             partial.unlink(missing_ok=True)
         except (OSError, OverflowError):
-            continue  # gone by now, or of a process that is not ours
+            continue  # already gone, or the process is another user's
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable; Windows has no such call."""
+    """Make the rename durable (not possible on Windows)."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)

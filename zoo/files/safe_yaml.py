@@ -1,7 +1,7 @@
-"""Plain containers from YAML and from checkpoints: whatever the file says, they are of a size and a depth to work with.
+"""Plain containers from YAML and from checkpoints, with limits on size and depth.
 
-A few lines of YAML whose aliases name each other stand for millions of nodes, and brackets in brackets for a recursion
-without end. Both are seen in the parser's events, before anything is built of them.
+A few lines of YAML with nested aliases can expand to millions of nodes, and deeply nested brackets exhaust the stack.
+Both are detected in the parser's events, before any object is built.
 """
 
 import os
@@ -12,21 +12,21 @@ import yaml
 
 from kernels.errors import UserError
 
-MOST_NODES = 100_000  # with each alias counted as what it stands for; the largest config of ours has a few hundred
+MOST_NODES = 100_000  # with aliases expanded; our largest config has a few hundred
 DEEPEST = 100
 _OPENING = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSING = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 
 
 def read_yaml(path: str | os.PathLike[str], name: str = "config") -> Any:
-    """What a YAML file holds, as plain containers.
+    """Read a YAML file into plain containers.
 
     Args:
         path: The file.
-        name: What messages begin with.
+        name: Prefix of error messages.
 
     Raises:
-        UserError: It cannot be read, is no YAML, or is too large or too deep.
+        UserError: The file cannot be read, is not YAML, or is too large or too deep.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -36,19 +36,19 @@ def read_yaml(path: str | os.PathLike[str], name: str = "config") -> Any:
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """As `read_yaml`, of a text; messages begin with `name`."""
+    """As `read_yaml`, but from a string; error messages begin with `name`."""
     try:
         _check_events(text, name)
         return yaml.safe_load(text)
-    # besides YAML's own errors: what a date or a number that is none raises, and keys that cannot be keys
+    # not only YAML's errors: invalid dates and numbers and unhashable keys raise others
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
 
 
 def check_plain(value: Any, name: str) -> None:
-    """Raise a UserError, which begins with `name`, unless a value is plain containers of at most that size and depth.
+    """Raise a UserError that begins with `name` unless a value is plain containers within the limits.
 
-    Shared parts count each time; so does a part that holds itself, which therefore ends as too deep.
+    Shared parts count each time they occur; a part that contains itself is too deep.
     """
     nodes, waiting = 0, [(value, 1)]
     while waiting:
@@ -59,17 +59,17 @@ def check_plain(value: Any, name: str) -> None:
         if depth > DEEPEST:
             raise _too_deep(name)
         if isinstance(part, dict):
-            if odd := next((key for key in part if not isinstance(key, str | int | float | None)), None):
-                raise UserError(f"{name} has a key {odd!r:.40}, which is no text.")
-            waiting += [(each, depth + 1) for each in part.values()]
+            if bad := next((key for key in part if not isinstance(key, str | int | float | None)), None):
+                raise UserError(f"{name} has a key {bad!r:.40}, which is not a string.")
+            waiting += [(value, depth + 1) for value in part.values()]
         elif isinstance(part, list | tuple):
-            waiting += [(each, depth + 1) for each in part]
+            waiting += [(value, depth + 1) for value in part]
         elif not isinstance(part, str | int | float | None):
-            raise UserError(f"{name} holds a {type(part).__name__}, which is no part of a config.")
+            raise UserError(f"{name} holds a {type(part).__name__}, which does not belong in a config.")
 
 
 def _check_events(text: str, name: str) -> None:
-    """Count the nodes as if each alias were written out."""
+    """Raise a UserError if the text has too many nodes, with aliases expanded, or is nested too deeply."""
     sizes: dict[str, int] = {}  # anchor → nodes
     opened: list[tuple[str | None, int]] = []  # anchor, and nodes before it
     nodes = 0
@@ -81,8 +81,8 @@ def _check_events(text: str, name: str) -> None:
             continue
         if isinstance(event, yaml.AliasEvent):
             if any(anchor == event.anchor for anchor, _ in opened):
-                raise UserError(f"{name}: *{event.anchor} stands inside of what it names.")
-            nodes += sizes.get(event.anchor, 1)  # an unknown one is the parser's to report
+                raise UserError(f"{name}: *{event.anchor} is an alias inside the node it refers to.")
+            nodes += sizes.get(event.anchor, 1)  # an unknown alias is reported by the parser
         elif isinstance(event, yaml.NodeEvent):
             nodes += 1
             if isinstance(event, _OPENING):
@@ -96,7 +96,7 @@ def _check_events(text: str, name: str) -> None:
 
 
 def _too_large(name: str) -> UserError:
-    return UserError(f"{name} stands for more than {MOST_NODES:,} values, with each alias written out.")
+    return UserError(f"{name} has more than {MOST_NODES:,} values, with aliases expanded.")
 
 
 def _too_deep(name: str) -> UserError:

@@ -1,4 +1,4 @@
-"""JSON files that only this program writes, with a hash of their own content: damage is told, and never believed."""
+"""JSON files that only this program writes, with a hash of their content, so that damage is detected."""
 
 import hashlib
 import json
@@ -13,10 +13,10 @@ SEAL = "blake2b"  # the entry that holds the hash of all the others
 
 
 def write_sealed(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
-    """Write `content` as indented JSON with its seal, all at once.
+    """Write `content` as indented JSON with its seal, atomically.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     with atomic_write(path) as file:
         file.write(sealed(content))
@@ -25,15 +25,15 @@ def write_sealed(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
 def read_sealed(
     path: str | os.PathLike[str], *, required: bool = True, advice: str = "delete it or restore a copy"
 ) -> dict[str, Any]:
-    """What `write_sealed` wrote, without the seal.
+    """Read a file of `write_sealed`, without the seal.
 
     Args:
         path: The file.
-        required: Whether a file without a seal counts as damaged; false where earlier versions wrote none.
-        advice: What the reader of an error can do, as the end of its sentence.
+        required: Whether a file without a seal counts as damaged; false for files that earlier versions did not seal.
+        advice: What the user can do, as the end of the error message.
 
     Raises:
-        UserError: the file is missing, cannot be read or is damaged.
+        UserError: The file is missing, cannot be read or is damaged.
     """
     try:
         data = Path(path).read_bytes()
@@ -43,29 +43,29 @@ def read_sealed(
 
 
 def sealed(content: dict[str, Any]) -> bytes:
-    """`content` as the bytes of a sealed file, for files that are not written here."""
+    """The bytes of a sealed file with `content`."""
     if SEAL in content:
         raise ValueError(f"the entry {SEAL!r} is taken by the seal")
-    plain = json.loads(json.dumps(content))  # as it will be read: keys are strings, tuples are lists
+    plain = json.loads(json.dumps(content))  # as it will be read back: keys are strings, tuples are lists
     return json.dumps({**plain, SEAL: _digest(plain)}, indent=2).encode()
 
 
 def unsealed(
     data: bytes, name: str, *, required: bool = True, advice: str = "delete it or restore a copy"
 ) -> dict[str, Any]:
-    """The content in the bytes of a sealed file that errors call `name`; else as `read_sealed`."""
+    """As `read_sealed`, but from bytes; `name` is the file's name in errors."""
     try:
         content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        why = "it is empty" if not data.strip() else f"it is not JSON: {error}"
-        raise UserError(f"{name} is damaged ({why}); {advice}.") from error
+        reason = "it is empty" if not data.strip() else f"it is not JSON: {error}"
+        raise UserError(f"{name} is damaged ({reason}); {advice}.") from error
     if not isinstance(content, dict):
         raise UserError(f"{name} is damaged (it holds no JSON object); {advice}.")
     if SEAL in content:
         seal = content.pop(SEAL)
         if seal != _digest(content):
-            raise UserError(f"{name} is damaged (its content does not have the hash that it names); {advice}.")
-    elif required or any(_is_seal(content, key) for key in content):  # whose name alone may be what was damaged
+            raise UserError(f"{name} is damaged (its content does not match its hash); {advice}.")
+    elif required or any(_is_seal(content, key) for key in content):  # the key of the seal may be what is damaged
         raise UserError(f"{name} is damaged (it has lost the hash of its content); {advice}.")
     return content
 

@@ -1,1 +1,1 @@
-"""Trained models, out of runs, checkpoints and exported folders."""
+"""Loading trained models from runs, checkpoints and exported folders."""

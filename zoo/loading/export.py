@@ -1,4 +1,4 @@
-"""A trained model as a folder that other programs can read: weights, config and tokenizer in a file each."""
+"""Exporting a trained model to a folder that other programs can read: weights, config and tokenizer."""
 
 from pathlib import Path
 
@@ -12,25 +12,24 @@ from zoo.loading.load import checkpoint_of, load, saved
 
 
 def export(checkpoint: str | Path, output: str | Path, trust: bool = False) -> Path:
-    """Write a trained model to `model.safetensors`, `config.yaml` and, of text, `tokenizer.json`.
+    """Write a trained model to `model.safetensors`, `config.yaml` and, if it has a tokenizer, `tokenizer.json`.
 
-    Weights that several processes saved in parts are put together. `load` and `optim.initial_weights` take the folder.
-    `hashes.json` lets `load` see whether a file was damaged since.
+    `load` and `optim.initial_weights` accept the folder. `hashes.json` lets `load` detect damaged files.
 
     Args:
-        checkpoint: A run's folder or a .ckpt file; of a sharded one the weights are put together.
-        output: The folder to write; what else is in it stays.
-        trust: Whether to import and call what its config names, if it is not your own.
+        checkpoint: A run's folder or a .ckpt file; ZeRO shards are assembled to whole weights.
+        output: The folder to write; other files in it stay.
+        trust: Whether to import and call what the model's config names, even if someone else wrote it.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: There is no model, it is damaged, or the folder cannot be written.
+        UserError: The model does not exist or is damaged, or the folder is not writable.
     """
     file, folder = checkpoint_of(checkpoint), Path(output)
     contents = saved(file)
-    # copies: a format without pickle does not know that two names may share one tensor
+    # cloned, since safetensors cannot represent tensors that share memory
     weights = {name: tensor.clone().contiguous() for name, tensor in load(file, trust=trust).state_dict().items()}
     files = {
         "config.yaml": yaml.safe_dump(contents["config"], sort_keys=False, allow_unicode=True).encode(),
@@ -41,8 +40,8 @@ def export(checkpoint: str | Path, output: str | Path, trust: bool = False) -> P
     files[NAME] = hashes(files, contents.get("signature"))
     try:
         for name, content in files.items():
-            with atomic_write(folder / name) as written:
-                written.write(content)
+            with atomic_write(folder / name) as opened:
+                opened.write(content)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
     return folder

@@ -1,4 +1,4 @@
-"""The hashes of an exported folder: which files it has, and what is in them."""
+"""`hashes.json`, which lists the files of an exported folder with their sizes and hashes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,25 +8,25 @@ from zoo.files.hashing import digest, file_digest
 from zoo.files.sealed_json import sealed, unsealed
 
 NAME = "hashes.json"
-_LARGEST = 1 << 20  # bytes that are read of it
+_LARGEST = 1 << 20  # bytes that are read of the file, at most
 
 
 def hashes(files: Mapping[str, bytes], signature: str | None) -> bytes:
-    """What `hashes.json` holds.
+    """The contents of `hashes.json`.
 
     Args:
-        files: Name → content, of the folder.
-        signature: Of the config.
+        files: File name → content.
+        signature: The signature of the config.
     """
     described = {name: {"bytes": len(content), "xxh3_128": digest(content)} for name, content in files.items()}
     return sealed({"files": described, "signature": signature})
 
 
 def check_hashes(folder: Path) -> str | None:
-    """Compare the files of an exported folder with its `hashes.json`; without one, nothing is known of them.
+    """Compare the files of an exported folder with its `hashes.json`, if it has one.
 
     Returns:
-        The signature of the config.
+        The signature of the config; None without one.
 
     Raises:
         UserError: A file is missing or damaged.
@@ -42,7 +42,7 @@ def check_hashes(folder: Path) -> str | None:
         raise UserError(f"{file} cannot be read ({error.strerror}); {advice}.") from None
     contents = unsealed(written, str(file), advice=advice)
     files = contents.get("files")
-    if sealed(contents) != written or not isinstance(files, dict):  # the seal says nothing of spaces
+    if sealed(contents) != written or not isinstance(files, dict):  # the seal does not cover white space
         raise UserError(f"{file} is damaged (it is not as it was written); {advice}.")
     for name, described in files.items():
         path = folder / name

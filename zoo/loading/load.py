@@ -1,4 +1,4 @@
-"""Models that were saved: what `load` takes, and what it finds there."""
+"""Loading saved models and their tokenizers."""
 
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from zoo.loading.hashes import check_hashes
 
 
 def checkpoint_of(path: str | Path) -> Path:
-    """The checkpoint file that `path` means: the file itself, or the last one of a run's folder.
+    """The checkpoint file that `path` refers to: the file itself, or the last checkpoint of a run's folder.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no checkpoint.
     """
     path = Path(path)
     if path.is_file():
@@ -31,22 +31,22 @@ def checkpoint_of(path: str | Path) -> Path:
             if candidate.is_file():
                 return candidate
         raise UserError(f"checkpoint: the folder {path} holds no checkpoints/last.ckpt")
-    near = Path("runs") / path
-    hint = f"; did you mean {near}?" if near.exists() else ""
+    run = Path("runs") / path
+    hint = f"; did you mean {run}?" if run.exists() else ""
     raise UserError(f"checkpoint: there is nothing at {path}{hint}")
 
 
 def load(path: str | Path, device: torch.device | str | None = None, trust: bool = False) -> LanguageModel:
-    """The trained model of a checkpoint, a run's folder, or an exported folder, ready for evaluation.
+    """Load the trained model of a checkpoint, a run's folder or an exported folder, in evaluation mode.
 
     Args:
         path: A `.ckpt` file, a folder of a run, or a folder with `config.yaml` and `model.safetensors`.
-        device: Where to put it.
-        trust: Whether to import and call whatever classes its config names. Without it, a model that somebody else
-            saved may have components of this project only, and those that are imported or registered already.
+        device: Device of the model; None is the CPU.
+        trust: Whether to import and call whatever classes its config names. Otherwise a model that someone else saved
+            may only use components of this project, and classes that are already imported or registered.
 
     Raises:
-        UserError: There is no model, or it is damaged, foreign, or of another format; or there is no such device.
+        UserError: The model does not exist, is damaged, not trusted, or of another format; or the device is invalid.
     """
     _check_device(device or "cpu")
     folder = Path(path)
@@ -70,35 +70,35 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer that belongs to a saved model (see `load`).
+    """Load the tokenizer of a saved model (see `load`).
 
     Raises:
-        UserError: There is none.
+        UserError: There is no tokenizer, or it is damaged.
     """
     folder = Path(path)
     if (file := folder / "tokenizer.json").is_file():
         check_hashes(folder)
         text = _read_text(file)
     elif (folder / "model.safetensors").is_file():
-        raise UserError(f"checkpoint: {folder} has no tokenizer.json, so it has no text")
+        raise UserError(f"checkpoint: {folder} has no tokenizer.json, so it cannot process text")
     else:
         file = checkpoint_of(path)
         text = saved(file)["tokenizer"]
         if text is None:
-            raise UserError(f"checkpoint: {file} was trained without a tokenizer, so it has no text")
+            raise UserError(f"checkpoint: {file} was trained without a tokenizer, so it cannot process text")
     try:
         return Tokenizer.from_json(text)
     except UserError:
         raise
-    except Exception as error:  # whatever the library says of a text that is no tokenizer
+    except Exception as error:  # the library raises many types for invalid JSON
         raise UserError(f"checkpoint: the tokenizer of {file} cannot be read: {error}") from None
 
 
 def saved(file: Path) -> dict[str, Any]:
-    """What a checkpoint says of its run: `config`, `signature`, `tokenizer` …
+    """The entry of a checkpoint that describes its run: `config`, `signature`, `tokenizer` …
 
     Raises:
-        UserError: It is no checkpoint, is damaged, or has no config.
+        UserError: The file is not a checkpoint, is damaged, or has no config.
     """
     contents = read_checkpoint(file)[KEY]
     if contents["config"] is None:
@@ -116,5 +116,5 @@ def _read_text(file: Path) -> str:
 def _check_device(device: torch.device | str) -> None:
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # an unknown name; one that this PyTorch cannot use
+    except (RuntimeError, AssertionError) as error:  # unknown, or not usable by this PyTorch
         raise UserError(f"device: {device} cannot be used here: {str(error).splitlines()[0]}") from None

@@ -1,1 +1,1 @@
-"""Runs: their folders, and the functions that start, continue and evaluate them."""
+"""Runs: their folders, and the functions that start, resume and evaluate them."""

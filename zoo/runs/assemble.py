@@ -1,4 +1,4 @@
-"""A parsed config as what Lightning runs: the module, its data, and a trainer with the callbacks of the project."""
+"""From a parsed config to Lightning objects: the module, its data, and a trainer with this project's callbacks."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +23,9 @@ from zoo.train.metrics_file import MetricsFile
 from zoo.train.module import Pretraining, best_precision
 from zoo.train.trainer import install
 
-# numbers that Lightning takes as they are, and divides by later
-LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")  # of training
-LEAST = {
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+# smallest allowed values of arguments that Lightning does not check
+MINIMUM = {
     "accumulate_grad_batches": 1,
     "num_nodes": 1,
     "max_steps": -1,
@@ -35,7 +35,7 @@ LEAST = {
 
 
 class Parts(NamedTuple):
-    """What a run is made of, before its trainer."""
+    """The parts of a run that do not depend on its trainer."""
 
     model: LanguageModel
     module: Pretraining
@@ -43,27 +43,27 @@ class Parts(NamedTuple):
 
 
 def seed(config: Namespace) -> None:
-    """Seed all random numbers as `seed_everything` says; one that is drawn for `true` is put into the config."""
+    """Seed all random numbers by `seed_everything`; for `true` a seed is drawn, and stored in the config."""
     if config.seed_everything is not False:
-        given = None if config.seed_everything is True else config.seed_everything
-        config.seed_everything = L.seed_everything(given, workers=True, verbose=False)
+        number = None if config.seed_everything is True else config.seed_everything
+        config.seed_everything = L.seed_everything(number, workers=True, verbose=False)
 
 
 def parts(config: Namespace) -> Parts:
-    """The data and the model of a config, whose `model.vocab_size` is set.
+    """Build the data and the model of a config, and set its `model.vocab_size`.
 
     Raises:
-        UserError: A constructor refuses something, or two keys contradict each other.
+        UserError: A constructor rejects a value, or two keys contradict each other.
     """
     seed(config)
     datamodule = configs.instantiate("data", config)
     tokenizer = datamodule.get_tokenizer()
     config.model.vocab_size = configs.vocabulary(config, configs.vocabulary_of(datamodule))
-    seed(config)  # again: whether a tokenizer was trained just now must not change the model
+    seed(config)  # again: whether a tokenizer was just trained must not change the model
     model = configs.from_config(config)
-    sharing = config.context_parallel
-    if sharing > 1 and config.compile:
-        raise UserError(f"context_parallel: {sharing} processes cannot share sequences of compiled blocks yet")
+    size = config.context_parallel
+    if size > 1 and config.compile:
+        raise UserError(f"context_parallel: {size} processes cannot share sequences of compiled blocks yet")
     module = Pretraining(
         model,
         configs.instantiate("optim", config),
@@ -71,16 +71,21 @@ def parts(config: Namespace) -> Parts:
         configs.to_dict(config),
         datamodule.sequence_length,
         getattr(datamodule, "validation_names", ()),
-        sharing,
+        size,
     )
     return Parts(model, module, datamodule)
 
 
 def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
-    """The trainer of a run in a folder, with all its callbacks.
+    """The trainer of a run, with all its callbacks.
+
+    Args:
+        config: The parsed config.
+        folder: The run's folder.
+        callbacks: Further callbacks, from Python.
 
     Raises:
-        UserError: `trainer` or the arguments of a callback are wrong.
+        UserError: `trainer` or the arguments of a callback are invalid.
     """
     arguments = _arguments(for_run(config, folder))
     arguments["default_root_dir"] = str(folder)
@@ -91,10 +96,14 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
 
 
 def evaluating_trainer(config: Namespace, callbacks: Sequence[Callback]) -> L.Trainer:
-    """A trainer that evaluates a checkpoint.
+    """A trainer for evaluating a checkpoint.
+
+    Args:
+        config: The parsed config.
+        callbacks: Further callbacks.
 
     Raises:
-        UserError: `trainer` is wrong.
+        UserError: `trainer` is invalid.
     """
     arguments = _arguments(for_run(config, None))
     arguments["logger"] = _loggers(arguments)
@@ -103,25 +112,25 @@ def evaluating_trainer(config: Namespace, callbacks: Sequence[Callback]) -> L.Tr
 
 
 def _run_callbacks(config: Namespace) -> list[Callback]:
-    """All callbacks of the project, in their order."""
+    """All callbacks of this project, in order."""
     built: list[Any] = [
         configs.instantiate(cls.key, config) if cls.key is not None else cls() for cls in run_callbacks()
     ]
     if config.compile:
         built.append(CompiledBlocks())
-    if (every := config.activation_checkpointing) is not None:
-        built.append(CheckpointedBlocks(every))
+    if (interval := config.activation_checkpointing) is not None:
+        built.append(CheckpointedBlocks(interval))
     return sorted(built, key=lambda callback: callback.order)
 
 
 def _arguments(config: Namespace) -> dict[str, Any]:
-    """The arguments of the Trainer, built."""
-    for name, least in LEAST.items():
-        if (value := config.trainer.get(name)) is not None and value < least:
-            raise UserError(f"trainer.{name}: {value} must be at least {least}")
+    """The arguments of the Trainer, instantiated."""
+    for name, minimum in MINIMUM.items():
+        if (value := config.trainer.get(name)) is not None and value < minimum:
+            raise UserError(f"trainer.{name}: {value} must be at least {minimum}")
     if (interval := config.trainer.val_check_interval) == 0:
         raise UserError(
-            f"trainer.val_check_interval: {interval} must be above 0; no validation is limit_val_batches: 0"
+            f"trainer.val_check_interval: {interval} must be above 0; to skip validation, set limit_val_batches: 0"
         )
     try:
         arguments = dict(configs.instantiate("trainer", config))
@@ -130,14 +139,19 @@ def _arguments(config: Namespace) -> dict[str, Any]:
             raise missing from None
         raise
     arguments["precision"] = arguments["precision"] or best_precision(str(arguments["accelerator"]))
-    arguments["enable_model_summary"] = False  # ours knows the mixers
+    arguments["enable_model_summary"] = False  # the Summary callback replaces it
     return arguments
 
 
 def _trainer(arguments: dict[str, Any]) -> L.Trainer:
     try:
         trainer = L.Trainer(**arguments)
-    except (MisconfigurationException, ValueError, TypeError, ImportError) as error:  # Lightning's words for a key
+    except (
+        MisconfigurationException,
+        ValueError,
+        TypeError,
+        ImportError,
+    ) as error:  # Lightning's message names the key
         raise UserError(f"trainer: {' '.join(str(error).split())}") from None
     if trainer.strategy.root_device.type == "cpu":
         use_processor()

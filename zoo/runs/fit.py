@@ -1,4 +1,4 @@
-"""Training and evaluating from Python: the functions behind the verbs of the command line."""
+"""Training and evaluation from Python: the functions behind the verbs of the command line."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ from zoo import config as configs
 from zoo.checkpoints.signature import is_own
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, load_items
-from zoo.config.trust import own_words, vet_run
+from zoo.config.trust import user_input, vet_run
 from zoo.lm.model import LanguageModel
 from zoo.loading.load import checkpoint_of, saved
 from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, parts
@@ -27,12 +27,12 @@ from zoo.train.signals import interruptible
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves.
+    """The results of a run.
 
     Attributes:
         folder: The run's folder: config, checkpoints, metrics, samples and curve.
-        row: Its numbers, as in `results.json`; losses are in nats per token.
-        model: The trained model, as this process holds it. (Where ZeRO divides it, `zoo.load(folder)` has it whole.)
+        row: The row of `results.json`; losses are in nats per token.
+        model: The trained model in this process. (If ZeRO sharded it, `zoo.load(folder)` gives the whole model.)
     """
 
     folder: Path
@@ -47,21 +47,22 @@ def fit(
     trust: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Result:
-    """Train a model. It writes config, checkpoints, metrics, samples, results and a curve to runs/NAME.
+    """Train a model, and write config, checkpoints, metrics, samples, results and loss curve to runs/NAME.
 
     ``zoo.fit("gdn_h2.yaml", "trainer.max_steps=300").row["val_loss"]``
 
     Args:
-        configs_and_overrides: Configs by path or name in `configs/`, or as mappings, and overrides `key=value`; later
-            ones count.
+        configs_and_overrides: Configs by path or name in `configs/`, or as mappings, and overrides `key=value`; each
+            takes precedence over those before it.
         run: Name of the new run, a folder in `runs/`, or a path if it has a slash. Null names it after the config.
-        resume: The run to continue, or one of its checkpoints. Its own config comes before all others.
-        trust: Import, call, read and write what the run's config names, if it is not your own.
-        callbacks: Lightning callbacks of your own, beside those of the config's `trainer.callbacks`.
+        resume: The run to continue, or one of its checkpoints. All configs and overrides are applied on top of its
+            config.
+        trust: Import, call, read and write what the resumed run's config names, even if someone else wrote it.
+        callbacks: Additional Lightning callbacks, beside those in the config's `trainer.callbacks`.
 
     Raises:
-        UserError: A config, a key or a value is wrong, the folder is taken, or the run diverged.
-        KeyboardInterrupt: Ctrl-C ended the run; it is saved.
+        UserError: A config, key or value is wrong, the folder is in use, or the run diverged.
+        KeyboardInterrupt: Ctrl-C stopped the run, which is saved.
     """
     if resume is not None and run is not None:
         raise UserError("run: --run names a new run and --resume continues one; give one of them")
@@ -71,17 +72,17 @@ def fit(
         items = [_config_of(checkpoint, items, trust), *items]
     config = configs.read(*items)
     if checkpoint is not None:
-        config.optim.initial_weights = None  # the checkpoint has later ones
+        config.optim.initial_weights = None  # the checkpoint's weights replace them
     model, module, datamodule = parts(config)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if folder is None:
             folder = new_run(run, first_name(configs_and_overrides) or "run")
-        held.enter_context(claimed(folder, new=checkpoint is None))
+        stack.enter_context(claimed(folder, new=checkpoint is None))
         trainer = fitting_trainer(config, folder, callbacks)
         with interruptible():
             trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))
             row = next(callback for callback in trainer.callbacks if isinstance(callback, ResultRow))
-            row.finish(trainer, module, datamodule)  # completes what was killed after its last step
+            row.finish(trainer, module, datamodule)  # completes a run that was killed after its last step
     return Result(folder, read_row(folder) or {}, model)
 
 
@@ -95,17 +96,17 @@ def validate(
     """Measure the loss of a checkpoint on its validation data.
 
     Args:
-        configs_and_overrides: As for `fit`; they change the config that the checkpoint has.
+        configs_and_overrides: As for `fit`; applied on top of the checkpoint's config.
         checkpoint: A run's folder or a .ckpt file.
         trust: As for `fit`.
         verbose: Whether to print a table.
         callbacks: As for `fit`.
 
     Returns:
-        Name → number, such as `val_loss` in nats per token.
+        Metric → value, such as `val_loss` in nats per token.
 
     Raises:
-        UserError: There is no such checkpoint, or a config, a key or a value is wrong.
+        UserError: The checkpoint does not exist, or a config, key or value is wrong.
     """
     return _evaluate("validate", configs_and_overrides, checkpoint, trust, verbose, callbacks)
 
@@ -119,7 +120,7 @@ def test(
 ) -> dict[str, float]:
     """Measure the loss of a checkpoint on its test data (the validation split, for text).
 
-    The arguments and the errors are those of `validate`; the names of the numbers begin with `test_`.
+    Arguments and errors are those of `validate`; the names of the metrics begin with `test_`.
     """
     return _evaluate("test", configs_and_overrides, checkpoint, trust, verbose, callbacks)
 
@@ -136,12 +137,12 @@ def predict(
     Args:
         configs_and_overrides: As for `validate`.
         checkpoint: As for `validate`.
-        output: The file to write, which must not exist.
+        output: The file to write, which must not exist yet.
         trust: As for `fit`.
         callbacks: As for `fit`.
 
     Returns:
-        The file.
+        The written file.
 
     Raises:
         UserError: As for `validate`, or the file cannot be written.
@@ -173,19 +174,19 @@ def _evaluate(
 def _checkpoint_and_config(
     verb: str, items: Sequence[Item], checkpoint: str | Path | None, trust: bool
 ) -> tuple[Path, Namespace]:
-    """The checkpoint to evaluate, and its config with what was given besides."""
+    """The checkpoint to evaluate, and its config with the configs and overrides applied."""
     if checkpoint is None:
         raise UserError(f"checkpoint: {verb} needs one, --checkpoint runs/NAME")
-    file, loaded = checkpoint_of(checkpoint), load_items(items)
-    kept = _config_of(file, loaded, trust)
-    kept["trainer"] = {key: value for key, value in kept["trainer"].items() if key not in LIMITS}
-    return file, configs.read(kept, *loaded)
+    file, overlays = checkpoint_of(checkpoint), load_items(items)
+    base = _config_of(file, overlays, trust)
+    base["trainer"] = {key: value for key, value in base["trainer"].items() if key not in LIMITS}
+    return file, configs.read(base, *overlays)
 
 
 def _config_of(checkpoint: Path, items: Sequence[str | dict[str, Any]], trust: bool) -> dict[str, Any]:
-    """The config that a checkpoint was trained by, vetted if it is not the user's own."""
+    """The config that a checkpoint was trained with, vetted unless the user signed it."""
     contents = saved(checkpoint)
     config = up_to_date(contents["config"])
     if trust or is_own(contents["config"], contents.get("signature")):
         return config
-    return vet_run(config, checkpoint, own_words(items))
+    return vet_run(config, checkpoint, user_input(items))

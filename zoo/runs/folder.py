@@ -1,4 +1,4 @@
-"""The folder of a run: how it is named, made once, and found again to be continued."""
+"""The folder of a run: naming it, creating and locking it, and finding it again to resume."""
 
 import logging
 import os
@@ -17,13 +17,13 @@ log = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 
-# Processes that a launcher starts for other devices inherit the name that the first one chose.
+# The processes of other devices inherit the folder that the first process chose.
 _INHERITED = "ZOO_RUN"
 
 LOCK = ".lock"
 
-# What a run writes into its folder before its first checkpoint, and nobody else.
-_MADE_BY_A_RUN = re.compile(
+# Files that a run writes before its first checkpoint; they are safe to overwrite.
+_WRITTEN_BY_A_RUN = re.compile(
     r"(config\.yaml|tokenizer\.json|tokenizer_config\.json|metrics\.jsonl|metrics\.csv|loss\.png|samples\.txt|results\.json"
     r"|hang-\d+\.txt|profile/(trace\.json\.gz|table\.txt)|(\w+/)?\.[^/]*\.partial|checkpoints/shards-[\w-]+/.*"
     r"|(lightning_logs/)?version_\d+/.*|tensorboard/.*|wandb/.*|\.lock)"
@@ -31,19 +31,22 @@ _MADE_BY_A_RUN = re.compile(
 
 
 def new_run(name: str | None, config: str) -> Path:
-    """Make the folder of a new run, which is to be claimed: `runs/NAME`, or `runs/CONFIG-TIME` without a name.
+    """Create the folder of a new run, to be locked by `claimed`: `runs/NAME`, or `runs/CONFIG-TIME` without a name.
 
     Args:
         name: A name in `runs/`, or a path if it has a slash.
-        config: Name of the config.
+        config: Name of the config, for the automatic name.
+
+    Returns:
+        The folder.
 
     Raises:
-        UserError: The folder cannot be written.
+        UserError: The folder is not writable.
     """
     inherited = os.environ.get(_INHERITED)
     if inherited and int(os.environ.get("LOCAL_RANK", "0")) > 0:
         return Path(inherited)
-    # processes of one job on several nodes agree on its number, not on the clock
+    # processes of one job on several nodes share its id, but not the clock
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
     automatic = f"{config}-{job or time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(name) if name and "/" in name else RUNS / (name or automatic)
@@ -61,27 +64,29 @@ def _first_process() -> bool:
 
 
 def _check_new(folder: Path) -> None:
-    """Raise a UserError unless a folder holds nothing but what a run writes before its first checkpoint."""
+    """Raise a UserError if a folder has anything but files that a run writes before its first checkpoint."""
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if not path.is_dir()]
     if any(name.endswith(".ckpt") for name in files):
         raise UserError(f"run: {folder} exists already; continue it with --resume {folder}, or choose another --run")
-    if (other := next((name for name in files if not _MADE_BY_A_RUN.fullmatch(name)), None)) is not None:
-        raise UserError(f"run: {folder} exists already and holds {other}, which no run has made; choose another --run")
+    if (other := next((name for name in files if not _WRITTEN_BY_A_RUN.fullmatch(name)), None)) is not None:
+        raise UserError(
+            f"run: {folder} exists already and holds {other}, which is not a run's file; choose another --run"
+        )
     if any(name != LOCK for name in files):
-        log.warning("run: the run in %s was stopped before its first checkpoint; it starts anew", folder)
+        log.warning("run: the run in %s was stopped before its first checkpoint; it starts again", folder)
 
 
 @contextmanager
 def claimed(folder: Path, new: bool) -> Iterator[None]:
-    """The folder of a run for this process and those that it starts, until the block or the process ends.
+    """Lock the folder of a run for this process and its children, until the block or the process ends.
 
     Args:
         folder: The run's folder.
-        new: Whether the run is to start there. What a run left that was killed before its first checkpoint is no
-            obstacle then.
+        new: Whether a new run starts there. The folder may then hold the files of a run that was killed before its
+            first checkpoint, and nothing else.
 
     Raises:
-        UserError: Another process trains there, or the folder of a new run holds something else already.
+        UserError: Another process holds the lock, or the folder of a new run has other contents.
     """
     if not _first_process():
         yield
@@ -93,25 +98,25 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
         raise UserError(
             f"run: {folder} is being trained by another process; wait for it, or name another run"
         ) from None
-    except (OSError, NotImplementedError) as error:  # some network file systems cannot
+    except (OSError, NotImplementedError) as error:  # some network file systems have no locks
         log.warning("run: %s cannot be locked (%s); start only one process for it at a time", folder, error)
-    before = os.environ.get(PARENT, "")
+    previous = os.environ.get(PARENT, "")
     os.environ[PARENT] = str(os.getpid())  # for the processes that a strategy starts
     try:
         if new:
             _check_new(folder)
         yield
     finally:
-        os.environ[PARENT] = before
-        if [path for path in folder.rglob("*") if path.is_file()] == [folder / LOCK]:  # nothing was started
+        os.environ[PARENT] = previous
+        if [path for path in folder.rglob("*") if path.is_file()] == [folder / LOCK]:  # the run did not start
             (folder / LOCK).unlink()
         lock.release()
 
 
 def launched(arguments: list[str]) -> list[str]:
-    """The command line as it was typed, when DeepSpeed's launcher started this process.
+    """The command line as the user typed it, also if DeepSpeed's launcher started this process.
 
-    It puts `--local_rank=N` before everything, and has a name of its own for the number of the node.
+    The launcher prepends `--local_rank=N`, and calls the rank of the node `CROSS_RANK`.
     """
     if "CROSS_RANK" in os.environ and "LOCAL_RANK" in os.environ:
         os.environ.setdefault("NODE_RANK", os.environ["CROSS_RANK"])
@@ -120,27 +125,27 @@ def launched(arguments: list[str]) -> list[str]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder that can be written.
+    """Create a folder, and check that it is writable.
 
     Raises:
-        UserError: It cannot.
+        UserError: It cannot be created or is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"run: the folder {folder} cannot be made: {error.strerror}") from None
+        raise UserError(f"run: the folder {folder} cannot be created: {error.strerror}") from None
     if not os.access(folder, os.W_OK):
         raise UserError(f"run: the folder {folder} cannot be written to")
 
 
 def find_run(name: str) -> tuple[Path, Path]:
-    """The folder of a run to continue, and the checkpoint to continue from: the last, else the newest that there is.
+    """The folder of a run to resume, and its checkpoint to resume from: `last.ckpt`, or else the newest one.
 
     Args:
         name: A path, a name in `runs/`, or one of the checkpoints of a run.
 
     Raises:
-        UserError: There is no such run, or it has no checkpoint yet.
+        UserError: The run does not exist, or has no checkpoint yet.
     """
     file = Path(name)
     if file.is_file() and file.suffix == ".ckpt" and file.parent.name == "checkpoints":
@@ -152,13 +157,13 @@ def find_run(name: str) -> tuple[Path, Path]:
             return folder, _newest_checkpoint(folder)
     if file.is_file():
         raise UserError(f"resume: {name} is a file; name the run's folder, or start from it by optim.initial_weights")
-    known = sorted((path for path in RUNS.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    recent = f"; the latest is {known[-1]}" if known else ""
+    by_age = sorted((path for path in RUNS.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    recent = f"; the latest is {by_age[-1]}" if by_age else ""
     raise UserError(f"resume: there is no run {name}{recent}")
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a run can be continued."""
+    """Whether a run has a checkpoint to resume from."""
     return any((folder / "checkpoints").glob("*.ckpt"))
 
 
@@ -168,10 +173,10 @@ def _newest_checkpoint(folder: Path) -> Path:
         return last
     others = sorted(checkpoints.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     if not others:
-        again = folder.name if folder.parent == RUNS else folder
+        name = folder.name if folder.parent == RUNS else folder
         raise UserError(
             f"resume: the run {folder} has no checkpoint to continue from; start it again, with its config and "
-            f"--run {again}"
+            f"--run {name}"
         )
     log.warning("resume: %s is missing; continuing from %s, the newest of %d", last, others[-1].name, len(others))
     return others[-1]

@@ -1,4 +1,4 @@
-"""Text from a saved model."""
+"""Text generation from a saved model."""
 
 import itertools
 from collections.abc import Callable
@@ -24,21 +24,21 @@ def generate(
 
     Args:
         checkpoint: A run's folder, a .ckpt file, or an exported folder.
-        prompt: Where to start; nothing starts a new document.
-        max_new_tokens: Where to stop, unless the document ends earlier.
+        prompt: The text to continue; an empty prompt starts a new document.
+        max_new_tokens: Largest number of tokens to generate; the document may end earlier.
         temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Draw from the k likeliest tokens only.
-        top_p: Draw from the fewest likeliest tokens that together have this probability only.
-        seed: Makes the draws repeatable.
+        top_k: Sample only from the k likeliest tokens.
+        top_p: Sample only from the fewest likeliest tokens whose probabilities add up to this.
+        seed: Seed of the sampling, for repeatable text.
         device: Where to run: cpu, cuda, mps.
-        trust: Whether to import and call what its config names, if it is not your own.
-        stream: Called with the prompt, and then with each piece of text as soon as it is known.
+        trust: Whether to import and call what the model's config names, even if someone else wrote it.
+        stream: Called with the prompt, and then with each piece of text as soon as it is generated.
 
     Returns:
         The prompt and its continuation.
 
     Raises:
-        UserError: There is no such model or device, or an argument is out of its range.
+        UserError: The model or device does not exist, or an argument is out of range.
     """
     model, tokenizer = load(checkpoint, device=device, trust=trust), load_tokenizer(checkpoint)
     pieces = pieces_of(

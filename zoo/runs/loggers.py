@@ -1,4 +1,4 @@
-"""Loggers beside the run's own file: Lightning's, told in a config where the run is."""
+"""Additional Lightning loggers, whose configs may refer to the run by placeholders."""
 
 from pathlib import Path
 from typing import Any
@@ -7,18 +7,18 @@ from jsonargparse import Namespace
 
 from kernels.errors import UserError
 
-FOLDER, NAME = "{run}", "{name}"  # in strings under `trainer`
+FOLDER, NAME = "{run}", "{name}"  # placeholders in strings under `trainer`
 
 
 def for_run(config: Namespace, folder: Path | None) -> Namespace:
-    """A config whose `trainer` knows the run: `{run}` stands for its folder and `{name}` for the name of that.
+    """Replace the placeholders in a config's `trainer`: `{run}` by the run's folder, `{name}` by the folder's name.
 
     Args:
-        config: A parsed config, which is left as it is: what is saved of a run holds for another one, too.
-        folder: The run's folder; None, where nothing is trained, leaves out loggers.
+        config: A parsed config. It is not changed, so that the saved config can start another run.
+        folder: The run's folder; None, for evaluation, removes the loggers.
 
     Returns:
-        A copy.
+        A changed copy.
     """
     config = config.clone()
     if folder is None:
@@ -34,19 +34,19 @@ def _filled(value: Any, names: dict[str, str]) -> Any:
             value = value.replace(placeholder, name)
         return value
     if isinstance(value, Namespace):
-        return Namespace({key: _filled(own, names) for key, own in vars(value).items()})
+        return Namespace({key: _filled(item, names) for key, item in vars(value).items()})
     if isinstance(value, dict):
-        return {key: _filled(own, names) for key, own in value.items()}
+        return {key: _filled(item, names) for key, item in value.items()}
     if isinstance(value, list):
-        return [_filled(own, names) for own in value]
+        return [_filled(item, names) for item in value]
     return value
 
 
 def missing_package(error: BaseException | None) -> UserError | None:
-    """What to tell if a logger could not be built as its package is not installed; None if that was not the reason."""
+    """The error to show if a logger's package is not installed; None if `error` has another cause."""
     while error is not None and not isinstance(error, ModuleNotFoundError):
         error = error.__cause__ or error.__context__
     if error is None:
         return None
-    said = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-    return UserError(f"trainer.logger: {said}; install what the loggers need with pip install -e '.[loggers]'")
+    reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+    return UserError(f"trainer.logger: {reason}; install the loggers' packages with pip install -e '.[loggers]'")

@@ -1,1 +1,1 @@
-"""Training: the LightningModule, its optimiser and metrics, and what goes on around the steps."""
+"""Training: the LightningModule, its optimiser and metrics, and the callbacks around each step."""

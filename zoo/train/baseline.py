@@ -6,11 +6,11 @@ import lightning as L
 
 
 def bigram_loss(trainer: L.Trainer) -> float | None:
-    """The data module's bigram baseline in nats per token; None if it has none."""
+    """The data module's bigram baseline in nats per token; None without one."""
     return _bigram_loss(trainer.datamodule)
 
 
-@functools.lru_cache(maxsize=1)  # it counts all training tokens
+@functools.lru_cache(maxsize=1)  # computing it counts all training tokens
 def _bigram_loss(datamodule: L.LightningDataModule | None) -> float | None:
     measure = getattr(datamodule, "bigram_loss", None)
     return None if measure is None else float(measure())

@@ -1,26 +1,29 @@
-"""What makes training on a processor faster, for the whole process: oneDNN's products, and memory that is kept."""
+"""Process-wide settings that speed up training on a CPU: oneDNN matrix products, and memory kept for reuse."""
 
 import ctypes
 import sys
 
 import torch
 
-# of glibc and Linux
+# constants of glibc and Linux
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, MADV_HUGEPAGE = -1, -2, -3, 14
-PAGE, ROOM = 2**21, 2**30  # a large page; for how much memory they are asked
+PAGE, ROOM = 2**21, 2**30  # bytes: of a huge page; of memory to place in huge pages
 
 
 def use_processor() -> None:
-    """Prepare this process for training on a processor."""
+    """Prepare this process for training on a CPU."""
     fast_products()
     keep_memory()
 
 
 def fast_products() -> bool:
-    """Let oneDNN compute fp32 products on the processor, where its fp32 is fp32; whether it does.
+    """Use oneDNN for fp32 matrix products on the CPU, if it keeps full fp32 precision.
 
-    MKL leaves AVX-512 unused on some processors, and takes twice as long. PyTorch asks oneDNN only if it is allowed to
-    round to bf16, which it does where there are units for that (AMX); so a product is tried out.
+    MKL does not use AVX-512 on some processors and takes twice as long. PyTorch calls oneDNN only if rounding to bf16
+    is allowed, and oneDNN does round where the hardware has bf16 units (AMX); a trial product tells.
+
+    Returns:
+        Whether oneDNN is now used.
     """
     before = torch.get_float32_matmul_precision()
     generator = torch.Generator().manual_seed(0)
@@ -34,10 +37,13 @@ def fast_products() -> bool:
 
 
 def keep_memory() -> bool:
-    """Let the C library keep memory that is freed, for the next step, and lay it in large pages; whether it does.
+    """Make the C library keep freed memory for the next step, in huge pages.
 
-    glibc gives large pieces back to the system, which fills them with zeros when they are asked for again: thousands
-    of page faults a step. Other C libraries cannot be asked.
+    By default glibc returns large blocks to the system, which zeroes them when they are allocated again: thousands of
+    page faults per step. Other C libraries have no such setting.
+
+    Returns:
+        Whether freed memory is now kept.
     """
     if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "mallopt"):
         return False
@@ -45,8 +51,8 @@ def keep_memory() -> bool:
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     highest = {M_TRIM_THRESHOLD: 2**31 - 1, M_MMAP_THRESHOLD: 2**25, M_TOP_PAD: ROOM}
     kept = all([library.mallopt(*option) == 1 for option in highest.items()])
-    piece = library.malloc(PAGE)  # with room above it, of which nothing is in memory until it is used
-    library.madvise(-(-piece // PAGE) * PAGE, ROOM - PAGE, MADV_HUGEPAGE)  # only a wish: systems may refuse
-    library.free(piece)
+    block = library.malloc(PAGE)  # with ROOM reserved above it, which takes no memory until it is used
+    library.madvise(-(-block // PAGE) * PAGE, ROOM - PAGE, MADV_HUGEPAGE)  # a hint: systems may refuse
+    library.free(block)
     library.mallopt(M_TOP_PAD, 2**17)
     return kept

@@ -1,10 +1,10 @@
-"""What a device can do, and how much of its memory was used."""
+"""Peak FLOP/s of a device, and the peak memory used on it."""
 
 import sys
 
 import torch
 
-# Dense bf16 FLOP/s of the tensor cores, from the makers' data sheets; the first name found in the device's name counts.
+# Dense bf16 FLOP/s of the tensor cores, from the data sheets; the first key contained in the device's name applies.
 PEAK_FLOPS = {
     "B200": 2.25e15,
     "H200": 989e12,
@@ -20,7 +20,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of a device in FLOP/s; None where it is not known."""
+    """Dense bf16 peak of a device in FLOP/s; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -28,12 +28,12 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes that this process has had on a device at a time; None where nobody counts them."""
+    """Most bytes that this process has had allocated on a device at once; None where that is not measured."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type != "cpu" or sys.platform == "win32":
         return None
-    import resource  # not there on Windows
+    import resource  # missing on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

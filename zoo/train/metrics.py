@@ -1,4 +1,4 @@
-"""What evaluation measures: the loss over all tokens and by the position in the context, and the accuracy by task."""
+"""Evaluation metrics: the loss over all tokens and by position in the context, and loss and accuracy by task."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -28,7 +28,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 @runtime_checkable
 class HasLoss(Protocol):
-    """A model that has a better way to its loss than through the logits of all tokens."""
+    """A model that computes its loss more cheaply than from the logits of all tokens."""
 
     def loss(
         self,
@@ -48,15 +48,15 @@ def total_loss(
     cu_seqlens: Tensor | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> Tensor:
-    """Sum of the cross entropies of all labels in nats, as training computes it: the model's own `loss` if it has one.
+    """Sum of the cross entropies of all labels in nats, as in training: by the model's `loss` method if it has one.
 
     Args:
         model: tokens [B, T] → (logits [B, T, vocab], state).
         tokens: [B, T] int.
         labels: [B, T] int, already shifted; -100 has no loss.
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
-        context_parallel: The part of each sequence that `tokens` and `labels` are; a model that is never given one need
-            not have the argument.
+        context_parallel: Which part of each sequence `tokens` and `labels` are; it is only passed on if it is not None,
+            so a model without the argument works for whole sequences.
 
     Returns:
         A scalar in fp32.
@@ -68,7 +68,7 @@ def total_loss(
 
 
 class Losses(NamedTuple):
-    """Mean losses in nats per token: `loss` over all tokens, `by_position` [buckets] (nan where there was no token)."""
+    """Mean losses in nats per token: `loss` over all tokens, `by_position` [buckets] (nan where there are none)."""
 
     loss: Tensor
     perplexity: Tensor
@@ -78,12 +78,12 @@ class Losses(NamedTuple):
 class ContextLoss(Metric):
     """Mean loss per token, its perplexity, and the mean loss in equal buckets of the position in the context.
 
-    A model that uses its context has a loss that falls with the position.
+    If a model uses its context, its loss falls with the position.
 
     Args:
-        context_length: The positions that the buckets divide; later ones count in the last bucket. None takes the
-            length of the first batch, or of its longest document if documents are packed.
-        buckets: How many.
+        context_length: Number of positions that the buckets divide; later ones count in the last bucket. None takes
+            the length of the first batch, or of its longest document if documents are packed.
+        buckets: Number of buckets.
     """
 
     full_state_update = False
@@ -115,10 +115,10 @@ class ContextLoss(Metric):
 
 
 class TaskAccuracy(Metric):
-    """The part of the labels that are the likeliest token: of all together, and of each task.
+    """The fraction of labels that are the likeliest token: over all labels, and by task.
 
     Args:
-        tasks: How many.
+        tasks: Number of tasks.
     """
 
     full_state_update = False
@@ -132,7 +132,7 @@ class TaskAccuracy(Metric):
     count: Tensor
 
     def update(self, logits: Tensor, labels: Tensor, task: int = 0) -> None:
-        """Add a batch of a task: `logits` [B, T, vocab] and `labels` [B, T], −100 where nothing is asked."""
+        """Add a batch of a task: `logits` [B, T, vocab] and `labels` [B, T], −100 where there is no question."""
         self.correct[task] += (logits.argmax(-1) == labels).sum()
         self.count[task] += (labels != NO_LOSS).sum()
 
@@ -145,7 +145,7 @@ class TaskLoss(Metric):
     """The mean loss of each task in nats per token.
 
     Args:
-        tasks: How many.
+        tasks: Number of tasks.
     """
 
     full_state_update = False

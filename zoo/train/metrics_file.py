@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile(Logger):
-    """Appends each row of metrics to `metrics.jsonl`, at once; `step` is the index of the last finished step.
+    """Appends each row of metrics to `metrics.jsonl` immediately; `step` is the index of the last finished step.
 
-    A continued run appends. (Lightning's CSVLogger deletes the file of the run that is continued.) `metrics.csv`, the
-    same with a column for each metric, is made of it after each validation and at the end.
+    A resumed run appends. (Lightning's CSVLogger deletes the file of the run being resumed.) `metrics.csv`, the same
+    rows with a column for each metric, is written from it after each validation and at the end.
 
     Args:
         folder: The run's folder.
@@ -51,11 +51,11 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
-        """The run's folder has the whole config in a file of its own."""
+        """Do nothing: the whole config is in the run's `config.yaml`."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Append a row; values that are not finite become null."""
+        """Append a row; non-finite values become null."""
         self.folder.mkdir(parents=True, exist_ok=True)
         row = json.dumps({"step": step} | {name: finite(value) for name, value in metrics.items()})
         with open(self.path, "ab+") as file:
@@ -67,14 +67,14 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def make_up(self, metrics: dict[str, float], step: int) -> None:
-        """Append a row unless it is there: a process may be killed between a checkpoint and the row of its step."""
-        known = read_metrics(self.path) if self.path.is_file() else []
-        if not any(row["step"] == step and metrics.keys() <= row.keys() for row in known):
+        """Append a row if it is missing: a process may be killed between a checkpoint and the row of its step."""
+        written = read_metrics(self.path) if self.path.is_file() else []
+        if not any(row["step"] == step and metrics.keys() <= row.keys() for row in written):
             self.log_metrics(metrics, step)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Bring the CSV up to date, whatever ended the run."""
+        """Bring the CSV up to date, however the run ended."""
         if self.path.is_file():
             self._write_csv()
 
@@ -85,15 +85,15 @@ class MetricsFile(Logger):
         writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        with suppress(OSError), atomic_write(self.path.with_suffix(".csv")) as file:  # the other file has it all
+        with suppress(OSError), atomic_write(self.path.with_suffix(".csv")) as file:  # metrics.jsonl has everything
             file.write(text.getvalue().encode())
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Read a `metrics.jsonl`: one row per step, in order.
 
-    Steps that a continued run repeated, since they came after its checkpoint, are there once, as they were last. Lines
-    that are no rows, such as the half one that a killed process left, are left out with a warning.
+    A step that a resumed run repeated, since it came after the checkpoint, appears once, with its latest values. Lines
+    that are not rows, such as a half-written one of a killed process, are skipped with a warning.
     """
     rows: dict[int, dict[str, Any]] = {}
     bad = []
@@ -106,11 +106,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 bad.append(number)
     if bad:
         listed = ", ".join(map(str, bad[:5])) + (" …" if len(bad) > 5 else "")
-        log.warning("%s: %d lines are no rows of metrics, and left out: %s", path, len(bad), listed)
+        log.warning("%s: %d lines are not rows of metrics and were skipped: %s", path, len(bad), listed)
     return [rows[step] for step in sorted(rows)]
 
 
 def finite(value: Any) -> Any:
-    """Tensors as numbers, and None for what JSON cannot say."""
+    """A tensor as a number; None for a non-finite number, which JSON cannot represent."""
     value = value.item() if isinstance(value, torch.Tensor) else value
     return None if isinstance(value, float) and not math.isfinite(value) else value

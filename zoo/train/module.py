@@ -1,4 +1,4 @@
-"""Pretraining as a LightningModule: the loss, what is measured, and what a checkpoint carries."""
+"""Pretraining as a LightningModule: the loss, the metrics, and the contents of a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -22,10 +22,10 @@ from zoo.train.optim import Optimisation, build_optimizer, build_schedule
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer here."""
+    """What training needs of a tokenizer."""
 
     def to_json(self) -> str:
-        """All of the tokenizer as text."""
+        """The whole tokenizer as text."""
         ...
 
 
@@ -46,14 +46,14 @@ class Pretraining(L.LightningModule):
     """Next-token prediction with any language model of the zoo.
 
     Args:
-        model: tokens [B, T] → (logits [B, T, vocab], state); it may have a `loss` of its own to be trained by.
+        model: tokens [B, T] → (logits [B, T, vocab], state); if it has a `loss` method, training uses that.
         optim: Optimiser and schedule.
-        tokenizer: Travels in the checkpoint, and lets callbacks write samples.
-        config: The resolved config as plain containers; travels in the checkpoint, so that it can be built again.
+        tokenizer: Saved in the checkpoint, and used by callbacks that write samples.
+        config: The resolved config as plain containers; saved in the checkpoint, so that the model can be rebuilt.
         context_length: Positions over which the loss is divided into eight buckets; None takes the length of the
-            first batch that is evaluated.
-        tasks: Names of the data loaders of an evaluation, whose loss and accuracy are logged one by one; empty for
-            one loader.
+            first evaluated batch.
+        tasks: Names of the evaluation data loaders, whose losses and accuracies are logged separately; empty for a
+            single loader.
         context_parallel: How many neighbouring processes share each sequence.
 
     Raises:
@@ -78,23 +78,25 @@ class Pretraining(L.LightningModule):
         self.tokenizer = tokenizer
         self.config = config
         self.context_length = context_length
-        self.tokens_seen = 0  # by all processes, padding included; a Python int, so that nothing waits for a GPU
+        self.tokens_seen = (
+            0  # by all processes, padding included; a Python int, so that nothing synchronises with a GPU
+        )
         self.loss_by_position: list[float] = []
         self.context_loss = ContextLoss(context_length)
         self.tasks = list(tasks)
         self.accuracy = TaskAccuracy(len(self.tasks) or 1)
         self.task_loss = TaskLoss(len(self.tasks) or 1)
         self.context_parallel = context_parallel
-        self._part: ContextParallel | None = None  # of each sequence, that of this process; None for whole sequences
+        self._part: ContextParallel | None = None  # this process's part of each sequence; None for whole sequences
         self._gradient_norm: Tensor | None = None  # of the step in progress
-        self._losses: Tensor | None = None  # of the step in progress: their sum, and how many they are
+        self._losses: Tensor | None = None  # of the step in progress: sum and count
         self._tokens_before_step = 0
 
     def setup(self, stage: str) -> None:
-        """Divide the sequences, and load the given initial weights, before any strategy shards or copies parameters.
+        """Set up context parallelism, and load the initial weights, before a strategy shards or copies parameters.
 
         Raises:
-            UserError: The sequences cannot be divided, or the weights do not fit.
+            UserError: Context parallelism is not possible here, or the weights do not fit.
         """
         if self.context_parallel > 1 and self._part is None:
             self._check_context_parallel(stage)
@@ -120,7 +122,7 @@ class Pretraining(L.LightningModule):
                 raise UserError(f"context_parallel: {type(module).__name__} works on whole sequences only.")
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As PyTorch does; a checkpoint of another model is told in one sentence."""
+        """As in PyTorch, but a checkpoint of another model raises a UserError of one sentence."""
         if strict:
             check_weights(state_dict, self, "the checkpoint")
         return super().load_state_dict(state_dict, strict, assign)
@@ -135,9 +137,9 @@ class Pretraining(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss over the labelled tokens of the batch, in nats.
 
-        `train_loss` is logged besides, over those of the whole step in all processes.
+        It also logs `train_loss`, the mean over the whole step in all processes.
         """
-        batch = self._own(batch)
+        batch = self._local_part(batch)
         total = total_loss(self.model, batch.tokens, batch.labels, batch.cu_seqlens, self._part)
         count = (batch.labels != NO_LOSS).sum()
         loss = total / count.clamp(min=1) if self._part is None else self._part.mean(total, count)
@@ -148,26 +150,27 @@ class Pretraining(L.LightningModule):
         return loss
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """As Lightning does, also for callbacks; a number stays on the host, which else would wait for the device."""
+        """As in Lightning, also for callbacks; a Python number stays on the host, to avoid waiting for the device."""
         value = torch.tensor(value, dtype=torch.float64) if isinstance(value, int | float) else value
         super().log(name, value, *args, **kwargs)
 
     def on_train_start(self) -> None:
-        """Forget what an interrupted step may have left."""
+        """Discard the losses that an interrupted step may have left."""
         self._losses = None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Note where a step begins."""
+        """Note the token count at the start of a step."""
         loop = self.trainer.fit_loop.epoch_loop
         if unfinished_batches(self.trainer) == 1:  # this one
             self._tokens_before_step = self.tokens_seen
-            # rows of metrics count from here; after a resume Lightning may be one off, by what it was saved in
+            # rows of metrics are numbered by this; after a resume Lightning may be off by one, depending on the hook
+            # that saved the checkpoint
             loop._batches_that_stepped = self.trainer.global_step
 
     def _log_loss(self, total: Tensor, count: Tensor, batch_idx: int) -> None:
-        """Log the mean over all labelled tokens of the optimiser step, of all its batches and all processes.
+        """Log the mean over all labelled tokens of the optimiser step: all its batches, all processes.
 
-        Several processes wait for each other here, and so only at those steps of which a row is written.
+        Processes wait for each other here, so with several of them only logged steps do it.
         """
         trainer, losses = self.trainer, torch.stack([total.detach(), count.to(total.dtype)])
         self._losses = losses if self._losses is None else self._losses + losses
@@ -175,13 +178,13 @@ class Pretraining(L.LightningModule):
             return
         losses, self._losses = self._losses, None
         if trainer.world_size > 1:
-            every = trainer.log_every_n_steps
-            if not every or (trainer.global_step + 1) % every:
+            interval = trainer.log_every_n_steps
+            if not interval or (trainer.global_step + 1) % interval:
                 return
             dist.all_reduce(losses)
         self.log("train_loss", losses[0] / losses[1].clamp(min=1), prog_bar=True)
 
-    def _own(self, batch: Batch) -> Batch:
+    def _local_part(self, batch: Batch) -> Batch:
         """The part of a batch that this process computes."""
         if self._part is None:
             return batch
@@ -202,12 +205,12 @@ class Pretraining(L.LightningModule):
         return losses.masked_fill(batch.labels == NO_LOSS, float("nan"))
 
     def on_validation_epoch_start(self) -> None:
-        """Forget what an interrupted evaluation may have left."""
-        self._forget()
+        """Discard what an interrupted evaluation may have left."""
+        self._reset_metrics()
 
     def on_test_epoch_start(self) -> None:
-        """Forget what an interrupted evaluation may have left."""
-        self._forget()
+        """Discard what an interrupted evaluation may have left."""
+        self._reset_metrics()
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation loss, its perplexity, the loss by position, and loss and accuracy by task."""
@@ -217,45 +220,45 @@ class Pretraining(L.LightningModule):
         """Log the test loss, its perplexity, the loss by position, and loss and accuracy by task."""
         self._log_evaluation("test")
 
-    def _forget(self) -> None:
+    def _reset_metrics(self) -> None:
         self.context_loss.reset()
         self.accuracy.reset()
         self.task_loss.reset()
 
     def _evaluate(self, batch: Batch, loader: int) -> None:
-        batch = self._own(batch)
+        batch = self._local_part(batch)
         logits = self(batch.tokens, batch.cu_seqlens, self._part)
         losses, labels = token_losses(logits, batch.labels), batch.labels
         task = loader if self.tasks else 0
         self.accuracy.update(logits, labels, task)
         self.task_loss.update(losses, labels, task)
-        if self._part is not None:  # at its place among tokens without labels, as positions are counted
+        if self._part is not None:  # padded to the whole sequence by tokens without labels, for their positions
             length, rank, number = labels.shape[1], self._part.rank, self._part.count
-            around = (rank * length, (number - 1 - rank) * length)
-            losses, labels = F.pad(losses, around), F.pad(labels, around, value=NO_LOSS)
+            padding = (rank * length, (number - 1 - rank) * length)
+            losses, labels = F.pad(losses, padding), F.pad(labels, padding, value=NO_LOSS)
         self.context_loss.update(losses, labels, batch.cu_seqlens)
 
     def _log_evaluation(self, prefix: str) -> None:
         losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
         loss_by_task = self.task_loss.compute()
-        self._forget()
+        self._reset_metrics()
         self.loss_by_position = losses.by_position.tolist()
         self.log(f"{prefix}_loss", losses.loss, prog_bar=True)
         self.log(f"{prefix}_perplexity", losses.perplexity)
         for number, loss in enumerate(losses.by_position, start=1):
             self.log(f"{prefix}_loss_position_{number}", loss)
         self.log(f"{prefix}_accuracy", accuracy, prog_bar=bool(self.tasks))
-        # torchmetrics squeezes a single one
+        # torchmetrics squeezes a single value
         for name, loss, value in zip(self.tasks, loss_by_task.view(-1), by_task.view(-1), strict=False):
             self.log(f"{prefix}_loss_{name}", loss)
             self.log(f"{prefix}_accuracy_{name}", value)
         self.log("tokens", self.tokens_seen)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW, and its schedule per optimiser step.
+        """AdamW, and its learning-rate schedule, stepped with the optimiser.
 
-        The length of the run is read from `trainer.max_steps`: asking Lightning for its estimate builds the data
-        loaders too early, and a resumed run would then lose its position in the data.
+        The length of the run is `trainer.max_steps`: Lightning's estimate would build the data loaders too early, and
+        a resumed run would lose its position in the data.
         """
         optimizer = build_optimizer(self.model, self.optim)
         schedule = build_schedule(optimizer, self.optim, self.trainer.max_steps)
@@ -267,9 +270,9 @@ class Pretraining(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip all gradients together to `optim.gradient_clip`, and log their norm before that.
+        """Log the total gradient norm, then clip it to `optim.gradient_clip`.
 
-        A strategy that keeps the gradients to itself (DeepSpeed) leaves none here, and clips by its own config.
+        A strategy that holds the gradients itself (DeepSpeed) leaves none here, and clips by its own configuration.
         """
         if gradient_clip_val is not None:
             raise UserError(f"trainer.gradient_clip_val is {gradient_clip_val}: set optim.gradient_clip instead.")
@@ -282,14 +285,14 @@ class Pretraining(L.LightningModule):
         self._gradient_norm = None
 
     def gradient_norm(self) -> Tensor:
-        """Norm of all gradients together before clipping, a scalar; it is computed once for all who ask in a step."""
+        """Total norm of the gradients before clipping, a scalar; computed once per step and cached."""
         if self._gradient_norm is None:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             self._gradient_norm = nn.utils.get_total_norm(gradients)
         return self._gradient_norm
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what is needed to build the model again and to count on; plain containers only."""
+        """Add what rebuilding the model and resuming need; plain containers only."""
         forget_unfinished(self.trainer, checkpoint["loops"])
         in_step = unfinished_batches(self.trainer) > 0
         checkpoint[KEY] = {
@@ -301,18 +304,18 @@ class Pretraining(L.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse what this project did not write, and count on."""
+        """Refuse a checkpoint that this project did not write, and restore the token count."""
         check_format(checkpoint)
         if self._trainer is not None and self.trainer.state.fn == "fit":
             self._check_data(checkpoint[KEY].get("config"))
         self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)
 
     def _check_data(self, config: dict[str, Any] | None) -> None:
-        """Refuse to go on with a data module of another class: Lightning would start it anew without a word."""
-        paths = ((each or {}).get("data", {}).get("class_path", "") for each in (self.config, config))
-        own, before = (path.rpartition(".")[2] for path in paths)  # as Lightning looks for it
-        if own and before and own != before:
+        """Refuse a data module of another class: Lightning would silently start it from the beginning."""
+        paths = ((side or {}).get("data", {}).get("class_path", "") for side in (self.config, config))
+        current, saved = (path.rpartition(".")[2] for path in paths)  # Lightning finds its state by this name
+        if current and saved and current != saved:
             raise UserError(
-                f"data is {own}, but the checkpoint was trained with {before}; "
+                f"data is {current}, but the checkpoint was trained with {saved}; "
                 "resume with the checkpoint's data settings, or start a new run."
             )

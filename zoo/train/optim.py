@@ -1,4 +1,4 @@
-"""The optimiser and its schedule: AdamW, parameter groups, and the learning rate as a pure function of the step."""
+"""The optimiser and its learning-rate schedule: AdamW, parameter groups, the rate as a pure function of the step."""
 
 import logging
 import math
@@ -19,23 +19,23 @@ DEFAULT_WARMUP = 100  # steps
 
 @dataclass(frozen=True)
 class Optimisation:
-    """AdamW with a warm-up and a schedule, counted in optimiser steps.
+    """AdamW with a warm-up and a learning-rate schedule, counted in optimiser steps.
 
     Args:
         learning_rate: The highest learning rate, reached after the warm-up.
-        weight_decay: Decoupled weight decay of matrices; vectors, and what a module exempts itself, have none.
+        weight_decay: Decoupled weight decay of matrices; not of vectors, nor of parameters that a module exempts.
         betas: Decay rates of AdamW's first and second moments.
         eps: Added to AdamW's denominator.
         schedule: After the warm-up: `cosine` falls to the end, `constant` stays, `wsd` (warm-up, stable, decay)
             stays and then falls linearly over the last `decay_fraction` of the steps.
         warmup_steps: Steps over which the learning rate rises linearly from 0; 100 unless `warmup_fraction` is given.
-        warmup_fraction: The same as a part of all steps, below 1, in place of `warmup_steps`.
-        decay_fraction: The part of all steps over which `wsd` decays, between 0 and 1.
+        warmup_fraction: The same as a fraction of all steps, below 1, in place of `warmup_steps`.
+        decay_fraction: The fraction of all steps over which `wsd` decays, between 0 and 1.
         min_learning_rate_ratio: Where `cosine` and `wsd` end, as a fraction of `learning_rate`.
-        gradient_clip: The largest allowed norm of all gradients together; null does not clip.
+        gradient_clip: The largest allowed total norm of the gradients; null does not clip.
         initial_weights: Start from these weights with a fresh optimiser: a checkpoint, a .safetensors file or a
-            saved state dict. Not for continuing a run: that is --resume.
-        fused: AdamW's fused kernel; null uses it where all parameters are on a GPU, or all on the CPU.
+            saved state dict. To continue a run, use --resume instead.
+        fused: Use AdamW's fused kernel; null uses it if all parameters are on a GPU, or all on the CPU.
     """
 
     learning_rate: float = 3e-4
@@ -81,11 +81,11 @@ class Optimisation:
         return DEFAULT_WARMUP if self.warmup_steps is None else self.warmup_steps
 
     def factor(self, step: int, total_steps: int) -> float:
-        """What the learning rate is multiplied with.
+        """The factor by which the learning rate is multiplied.
 
         Args:
-            step: Optimiser steps that are already done.
-            total_steps: Optimiser steps of the whole run; `constant` after `warmup_steps` does not look at it.
+            step: Optimiser steps already done.
+            total_steps: Optimiser steps of the whole run; not used by `constant` with `warmup_steps`.
 
         Returns:
             A number between 0 and 1.
@@ -104,22 +104,22 @@ class Optimisation:
 
 
 def _progress(step: int, start: int, end: int) -> float:
-    """How far `step` is on the way from `start` to `end`, between 0 and 1."""
+    """Progress of `step` from `start` to `end`, between 0 and 1."""
     return min(max((step - start) / max(end - start, 1), 0.0), 1.0)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split the trainable parameters into those with weight decay and those without.
 
-    Without are vectors and scalars, and the parameters that a module names in its attribute `no_weight_decay`. A
-    parameter that several modules share counts once, and is exempt if any of them says so.
+    Vectors, scalars, and the parameters that a module lists in its attribute `no_weight_decay` have none. A parameter
+    shared by several modules counts once, and is exempt if any of them lists it.
 
     Args:
-        model: The modules to walk through.
+        model: The model.
         weight_decay: The decay of the first group.
 
     Returns:
-        Groups for an optimiser, in the order of `model.named_parameters()`; an empty group is left out.
+        Parameter groups for an optimiser, in the order of `model.named_parameters()`, without empty groups.
     """
     exempt = {
         id(parameter)
@@ -138,21 +138,21 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def build_optimizer(model: nn.Module, optim: Optimisation) -> torch.optim.AdamW:
     """AdamW over the parameter groups of `model`."""
     groups = parameter_groups(model, optim.weight_decay)
-    places = {parameter.device.type for group in groups for parameter in group["params"]}
-    fused = places in ({"cuda"}, {"cpu"}) if optim.fused is None else optim.fused
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    fused = devices in ({"cuda"}, {"cpu"}) if optim.fused is None else optim.fused
     return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, fused=fused)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, optim: Optimisation, max_steps: int) -> LambdaLR:
-    """The schedule of `optim` on `optimizer`.
+    """The learning-rate schedule of `optim` for `optimizer`.
 
     Args:
-        optimizer: Its learning rates are the highest ones.
+        optimizer: Its learning rates are the peak of the schedule.
         optim: The schedule.
-        max_steps: The length of the run in optimiser steps; -1 if it is not known.
+        max_steps: The length of the run in optimiser steps; -1 if unknown.
 
     Raises:
-        UserError: If the schedule needs the length and it is not known.
+        UserError: The schedule needs the length and it is unknown.
     """
     if max_steps < 0 and optim.schedule != "constant":
         raise UserError(

@@ -9,7 +9,7 @@ from rich.table import Table
 from kernels import UserError
 from zoo.files.sealed_json import read_sealed
 
-# The numbers of a results row, or groups of numbers.
+# Columns of a results row: numbers, or groups of numbers.
 COLUMNS = (
     "steps",
     "tokens_seen",
@@ -33,26 +33,27 @@ COLUMNS = (
 
 
 def read_row(folder: Path) -> dict[str, Any] | None:
-    """The results row in a run's folder, complete or not; None if there is none.
+    """The results row in a run's folder, complete or not; None if the file is missing.
 
     Raises:
-        UserError: It is damaged.
+        UserError: The file is damaged.
     """
     file = folder / "results.json"
     if not file.is_file():
         return None
     row = read_sealed(file, required=False, advice=f"delete it, and fit --resume {folder} writes it again")
-    if "status" not in row:  # as it may be in a file of an earlier version, which had no hash
+    if "status" not in row:  # possible in files of earlier versions, which had no hash
         raise UserError(f"{file} is damaged (it has no status); delete it, and fit --resume {folder} writes it again.")
     return row
 
 
 def result_table(row: Mapping[str, Any]) -> Table:
-    """The result row in short: is the loss below the bigram model's, does the context help, do the mixers?"""
-    batches, there = row.get("val_batches"), row.get("val_batches_in_split")
-    part = f"validation on {batches} of {there} batches (trainer.limit_val_batches)" if batches != there else None
+    """A short table of a results row: is the loss below the bigram model's, do context and mixers help?"""
+    batches, in_split = row.get("val_batches"), row.get("val_batches_in_split")
+    limited = f"validation on {batches} of {in_split} batches (trainer.limit_val_batches)"
+    caption = limited if batches != in_split else None
     title = f"{row['run']}: {row['steps']} steps, {row['tokens_seen']:,} tokens"
-    table = Table(title=title, title_justify="left", caption=part, caption_justify="left")
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("loss", no_wrap=True)
     table.add_column("nats per token", justify="right")
     by_position = [loss for loss in row["val_loss_by_position"] if loss is not None]

@@ -1,7 +1,7 @@
-"""Signals that ask a process to end: what a run does about them, and processes that end with the one that started them.
+"""Signals that end a run, and processes that end together with their parent.
 
-`Signals` takes the place of Lightning's own connector (tried with Lightning 2.6): its handler of SIGTERM waits for the
-other processes inside the handler, and these may be waiting for this one somewhere else, so that all of them hang.
+`Signals` replaces Lightning's signal connector (as of Lightning 2.6), whose SIGTERM handler waits for the other
+processes; these may be waiting for this one elsewhere, and then all of them hang.
 """
 
 import ctypes
@@ -21,20 +21,20 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-ASKS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-PARENT = "ZOO_PARENT"  # environment variable: the process without which this one is to end
+STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+PARENT = "ZOO_PARENT"  # environment variable: id of the process with which this one is to end
 
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as an exception, so that no process is left behind."""
+    """Turn SIGTERM and SIGHUP into exceptions inside the block, so that child processes are cleaned up."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in ASKS if number != signal.SIGINT}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS if number != signal.SIGINT}
     for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # nohup wants it so
+        if handler is not signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, leave)
     try:
         yield
@@ -44,10 +44,10 @@ def sigterm_raises() -> Iterator[None]:
 
 
 class Signals(_SignalConnector):
-    """Ctrl-C, SIGTERM and SIGHUP while a trainer runs.
+    """Handlers of Ctrl-C, SIGTERM and SIGHUP while a trainer runs.
 
-    While they are `noted`, a handler only remembers the first of them; whoever set that looks at `wish` between two
-    steps. A second Ctrl-C ends at once. Otherwise, as in an evaluation, they end the process as an exception.
+    While `noted` is set, a handler only stores the first signal in `wish`, which the `Checkpoints` callback reads
+    between two steps; a second Ctrl-C stops immediately. Otherwise, as in an evaluation, signals raise an exception.
     """
 
     def __init__(self, trainer: L.Trainer) -> None:
@@ -57,20 +57,20 @@ class Signals(_SignalConnector):
         self._process = os.getpid()
 
     def register_signal_handlers(self) -> None:
-        """Take the signals over; not SIGHUP under nohup, where it is to be ignored."""
+        """Install the handlers, except for signals that are ignored (SIGHUP under nohup)."""
         super().register_signal_handlers()
         self.wish, self._process = None, os.getpid()
-        for number in ASKS:
+        for number in STOP_SIGNALS:
             if number == signal.SIGINT or self._original_handlers.get(number) is not signal.SIG_IGN:
                 self._register_signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            return  # a forked data worker: its parent decides
+            return  # a forked data worker: the parent decides
         if self.noted and (self.wish is None or number != signal.SIGINT):
             first, self.wish = self.wish is None, self.wish or number
             if first:
-                with suppress(OSError):  # a terminal that hung up takes no words
+                with suppress(OSError):  # the terminal may have hung up
                     os.write(2, f"\n{_received(number)}\n".encode())  # print is not safe in a handler
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -78,7 +78,7 @@ class Signals(_SignalConnector):
             raise ended_by(number)
 
     def end(self, number: int) -> BaseException:
-        """What to raise to end the run because of a signal, which this or another process received."""
+        """The exception that ends the run because of a signal, received by this or another process."""
         if number == signal.SIGINT:
             return KeyboardInterrupt()
         self.received_sigterm = True
@@ -86,7 +86,7 @@ class Signals(_SignalConnector):
 
 
 def ended_by(number: int) -> SIGTERMException:
-    """The exception with the exit code that a scheduler expects; Lightning's own has none, which looks like success."""
+    """The exception with the exit code that a scheduler expects; Lightning's default exit code means success."""
     error = SIGTERMException()
     error.code = 128 + number
     return error
@@ -98,52 +98,52 @@ def _received(number: int) -> str:
 
 
 class Agreement:
-    """Numbers that all processes know of each other, a call later: so none of them waits for another.
+    """The maximum of some numbers over all processes, available one call later, so that no process waits.
 
-    Each process calls `share` equally often.
+    Each process must call `share` equally often.
 
     Args:
-        device: Where the processes' collectives take tensors.
+        device: The device whose tensors the collectives take.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # beside the training's
-        self._before: tuple[Tensor, Any] | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # apart from the training stream
+        self._previous: tuple[Tensor, Any] | None = None
 
     def share(self, *numbers: int) -> list[int]:
-        """The largest of what the processes gave in the call before, number by number; zeros in the first call."""
-        before, self._before = self._before, self._send(numbers)
-        if before is None:
+        """The elementwise maximum of the numbers of all processes in the previous call; zeros in the first call."""
+        previous, self._previous = self._previous, self._send(numbers)
+        if previous is None:
             return [0] * len(numbers)
-        known, arrived = before
-        arrived()
-        return known.tolist()
+        result, wait = previous
+        wait()
+        return result.tolist()
 
     def _send(self, numbers: Sequence[int]) -> tuple[Tensor, Callable[[], Any]]:
-        """The numbers on their way, and what waits until they have arrived."""
+        """Start the reduction: the tensor it writes to, and a function that waits for it."""
         if self._stream is None:
             sent = torch.tensor(numbers)
             return sent, dist.all_reduce(sent, dist.ReduceOp.MAX, async_op=True).wait
         with torch.cuda.stream(self._stream):
             sent = torch.tensor(numbers, device=self._device)
             dist.all_reduce(sent, dist.ReduceOp.MAX, async_op=True).wait()  # this stream waits, not the host
-            known = torch.empty(len(numbers), dtype=sent.dtype, pin_memory=True)
-            known.copy_(sent, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return known, arrived.synchronize
+            result = torch.empty(len(numbers), dtype=sent.dtype, pin_memory=True)
+            result.copy_(sent, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        return result, copied.synchronize
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have the system send this process a signal when the one named in `ZOO_PARENT` ends, however it ends (Linux).
+    """Ask the system to signal this process when the one named in `ZOO_PARENT` ends, however it ends (Linux only).
 
-    Without it a killed sweep leaves its runs training, and a killed run the other processes of its devices.
+    Otherwise a killed sweep would leave its runs training, and a killed run its other ranks.
     """
     parent = os.environ.get(PARENT)
     if not parent or sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if the parent was started behind a shell's &
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent started with a shell's & ignores it
     ctypes.CDLL(None).prctl(1, int(number))  # PR_SET_PDEATHSIG
     try:
         os.kill(int(parent), 0)
@@ -153,9 +153,9 @@ def end_with_parent(number: int = signal.SIGTERM) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """A Ctrl-C that ends a trainer inside the block leaves it as a KeyboardInterrupt, and the next one is heard again.
+    """Raise KeyboardInterrupt if Ctrl-C ends a trainer inside the block, and restore the handler of Ctrl-C.
 
-    Lightning ends the process instead, and ignores Ctrl-C from then on.
+    Lightning would end the process, and ignore Ctrl-C from then on.
     """
     before = signal.getsignal(signal.SIGINT)
     try:

@@ -1,4 +1,4 @@
-"""What is installed in a Lightning trainer besides callbacks."""
+"""Parts of a Lightning trainer that this project replaces."""
 
 import lightning as L
 from lightning.fabric.plugins.io import TorchCheckpointIO
@@ -9,9 +9,9 @@ from zoo.train.signals import Signals
 
 
 def install(trainer: L.Trainer) -> None:
-    """Let a trainer read and write checkpoints by `AtomicCheckpointIO`, unless somebody chose another way.
+    """Make a trainer use `AtomicCheckpointIO` and `Signals`, in place of Lightning's defaults.
 
-    Signals are then those of `Signals`, too.
+    A checkpoint IO or signal connector that was chosen explicitly stays.
     """
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()

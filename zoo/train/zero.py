@@ -38,24 +38,24 @@ from zoo.files.atomic import atomic_write
 from zoo.lm.model import Block
 
 PRECISIONS = ("32-true", "bf16-mixed")
-BUCKET = 2 * 10**8  # numbers that are sent at once
-AHEAD = 5 * 10**7  # that are gathered at least, before they are needed
+BUCKET = 2 * 10**8  # numbers sent at once
+PREFETCH = 5 * 10**7  # numbers to gather ahead of use, at least
 
 
 class Zero(DeepSpeedStrategy):
-    """ZeRO: what one process would hold for itself is divided among all of them.
+    """ZeRO: optimiser state, gradients and parameters are sharded across processes.
 
-    The optimiser and the clipping are those of `optim`, gradients are accumulated by `trainer.accumulate_grad_batches`.
-    Parameters, gradients and the optimiser are in fp32; with `bf16-mixed`, products are computed in bf16 as they are
-    in one process, by autocast, so that what a mixer computes in fp32 stays in fp32. All processes must see the same
-    files: each writes its own part of a checkpoint.
+    Optimiser and clipping are those of `optim`, gradient accumulation is `trainer.accumulate_grad_batches`.
+    Parameters, gradients and optimiser state are fp32; with `bf16-mixed`, autocast computes products in bf16 as on a
+    single device, so that what a mixer computes in fp32 stays in fp32. All processes must see the same file system:
+    each writes its ZeRO shard of a checkpoint.
 
     Args:
-        stage: 1 divides the state of the optimiser, 2 also the gradients, 3 also the parameters.
-        offload_optimizer: Where the state of the optimiser is kept and used instead of on the GPU; null: on the GPU.
-        offload_parameters: Where parameters are kept while no layer needs them; null: on the GPU. Needs stage 3.
-        nvme_path: A folder on a fast disk, for what is offloaded to `nvme`.
-        config: More sections and keys of DeepSpeed's configuration, which are laid over ours.
+        stage: 1 shards the optimiser state, 2 also the gradients, 3 also the parameters.
+        offload_optimizer: Where the optimiser state is kept and updated; null: on the GPU.
+        offload_parameters: Where parameters are kept while no layer needs them; null: on the GPU. Requires stage 3.
+        nvme_path: A folder on a fast disk, for offloading to `nvme`.
+        config: Further sections and keys of DeepSpeed's configuration, which override ours.
 
     Raises:
         UserError: DeepSpeed is not installed, or the arguments contradict each other.
@@ -78,23 +78,25 @@ class Zero(DeepSpeedStrategy):
             raise UserError(f"trainer.strategy: only stage 3 offloads to nvme; the stage is {stage}.")
         zero: dict[str, Any] = {"stage": stage, "allgather_bucket_size": BUCKET, "reduce_bucket_size": BUCKET}
         zero["overlap_comm"] = True
-        zero["stage3_param_persistence_threshold"] = 0  # small parameters would be gathered after a step, one by one
+        zero["stage3_param_persistence_threshold"] = (
+            0  # otherwise small parameters are gathered one by one after a step
+        )
         for name, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_parameters)):
             if device is not None:
                 zero[name] = {"device": device, "pin_memory": torch.cuda.is_available()}
                 if device == "nvme":
                     zero[name]["nvme_path"] = nvme_path
         ours = {
-            "train_micro_batch_size_per_gpu": 1,  # for its logs only; the loaders know how much they load
+            "train_micro_batch_size_per_gpu": 1,  # only for DeepSpeed's logs; the data loaders set the batch size
             "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # PyTorch's AdamW is vectorised on CPUs too, and is not built first
+            "zero_force_ds_cpu_optimizer": False,  # PyTorch's AdamW is vectorised on CPUs too, and needs no build
             "zero_optimization": zero,
         }
-        super().__init__(config=_laid_over(ours, config or {}))
+        super().__init__(config=_merged(ours, config or {}))
         self.stage = stage
 
     def setup_environment(self) -> None:
-        """Choose the devices; the CPU is one."""
+        """Choose the devices; unlike in Lightning, CPUs are allowed."""
         on_cpu = isinstance(self.accelerator, CPUAccelerator)
         self.precision_plugin = ZeroPrecision(self.precision_plugin.precision, "cpu" if on_cpu else "cuda")
         if not on_cpu:
@@ -104,12 +106,12 @@ class Zero(DeepSpeedStrategy):
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         class Plain(CPU_Accelerator):
-            """A CPU for which nothing is compiled: between a few processes, Gloo is fast enough."""
+            """A CPU without compiled ops: between a few processes, Gloo is fast enough."""
 
             def create_op_builder(self, class_name: str) -> None:
                 return None
 
-        set_accelerator(Plain())  # also where there is a GPU that is not to be used
+        set_accelerator(Plain())  # even on a machine with a GPU
         super(DeepSpeedStrategy, self).setup_environment()  # DeepSpeedStrategy's refuses CPUs
 
     def setup_distributed(self) -> None:
@@ -123,20 +125,20 @@ class Zero(DeepSpeedStrategy):
         self._init_deepspeed_distributed()
 
     def init_deepspeed(self) -> None:
-        """Set the engine up, without the warning that it clips by its own configuration: it has ours."""
+        """Set up the engine, without the warning that it clips by its own configuration, which we set."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*DeepSpeed handles gradient clipping internally.*")
             super().init_deepspeed()
 
     def _format_config(self) -> None:
-        """Complete DeepSpeed's configuration from what `optim` and `trainer` say."""
+        """Complete DeepSpeed's configuration from `optim` and `trainer`."""
         assert isinstance(self.config, dict)
         assert self.lightning_module is not None
         self.config["gradient_clipping"] = self.lightning_module.optim.gradient_clip or 0.0
         super()._format_config()
         if self.precision_plugin.precision == "bf16-mixed":
-            del self.config["bf16"]  # would cast all parameters, those of the gates too
-            # no module is named whose gradients are to be summed in bf16
+            del self.config["bf16"]  # it would cast all parameters, even those of gates
+            # an empty list: sum no module's gradients in bf16
             autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
             self.config["torch_autocast"] = {**autocast, **self.config.get("torch_autocast", {})}
 
@@ -145,27 +147,27 @@ class Zero(DeepSpeedStrategy):
         if self.stage == 3:
             assert isinstance(self.config, dict)
             zero = self.config["zero_optimization"]
-            zero.setdefault("stage3_prefetch_bucket_size", max(_gather_by_block(model), AHEAD))
-            # Within a machine, to send twice as much takes less time than the host needs to copy part by part.
+            zero.setdefault("stage3_prefetch_bucket_size", max(_gather_by_block(model), PREFETCH))
+            # Within a machine, sending twice as much is faster than copying part by part on the host.
             zero.setdefault("stage3_use_all_reduce_for_fetch_params", self.num_nodes == 1)
         engine, zero_optimizer = self._initialize(
             model, self.config, model_parameters=trained, optimizer=optimizer, lr_scheduler=lr_scheduler
         )
         zero_optimizer.get_grad_norm_direct = _Norm(zero_optimizer.get_grad_norm_direct)
-        engine._copy_recovery_script = lambda folder: None  # its converter, as a file beside each checkpoint
+        engine._copy_recovery_script = lambda folder: None  # no conversion script beside each checkpoint
         if self.stage == 3:
             engine.module_state_dict = _PersistentBuffers(model)  # no process has a whole parameter
         return engine, zero_optimizer
 
-    def _initialize(self, model: nn.Module, config: Any, **what: Any) -> tuple[Any, Any]:
-        """The engine, and its optimiser, of DeepSpeed's `initialize`."""
+    def _initialize(self, model: nn.Module, config: Any, **arguments: Any) -> tuple[Any, Any]:
+        """The engine and optimiser that DeepSpeed's `initialize` returns."""
         index = self.root_device.index
         rank = argparse.Namespace(device_rank=self.local_rank if index is None else index)  # a CPU has no index
         deepspeed = import_deepspeed("trainer.strategy is ZeRO")
-        return deepspeed.initialize(args=rank, config=config, model=model, dist_init_required=False, **what)[:2]
+        return deepspeed.initialize(args=rank, config=config, model=model, dist_init_required=False, **arguments)[:2]
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        """Without an optimiser there is something to divide in stage 3 only."""
+        """Shard the parameters in stage 3; without an optimiser the other stages have nothing to shard."""
         self.model = model
         if self.stage != 3:
             model.to(self.root_device)
@@ -177,23 +179,23 @@ class Zero(DeepSpeedStrategy):
         self.model = self._initialize(model, config, model_parameters=[])[0]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: the engine saves the weights."""
+        """An empty dictionary: the engine saves the weights."""
         return {}
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last optimiser step was not applied, in any process, as its gradients were not finite."""
+        """Whether all processes skipped the last optimiser step because of non-finite gradients."""
         return bool(self.deepspeed_engine.optimizer.overflow)
 
     @property
     def gradient_norm(self) -> float | None:
-        """Norm of all gradients together in the last step, before clipping; None before the first one."""
+        """Total gradient norm of the last step, before clipping; None before the first step."""
         norm = self.deepspeed_engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """To go on, shards are given to the engine; to evaluate, whole weights to the module that it will divide."""
+        """True to resume: the engine loads ZeRO shards. To evaluate, the module loads whole weights before sharding."""
         return self._fitting
 
     @property
@@ -202,7 +204,7 @@ class Zero(DeepSpeedStrategy):
         return self.lightning_module.trainer.state.fn == "fit"
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write the parts of all processes to a new folder, then the checkpoint that names it."""
+        """Write the ZeRO shards of all processes to a new folder, then the checkpoint that names it."""
         if storage_options is not None:
             raise TypeError("storage_options are not supported: checkpoints are written to local files")
         path = Path(self.broadcast(str(filepath)))
@@ -235,7 +237,7 @@ class Zero(DeepSpeedStrategy):
             remove_unused_shards(path.parent)
 
     def _all_succeeded(self, path: Path, shards: Path, failures: list[OSError]) -> None:
-        """Raise in all processes, none of which waits for another then, if a part could not be written in one."""
+        """Raise in all processes if one could not write its shard, so that none is left waiting."""
         if self.reduce_boolean_decision(not failures, all=True):
             return
         if self.is_global_zero:
@@ -243,17 +245,17 @@ class Zero(DeepSpeedStrategy):
         raise not_written(path, failures[0] if failures else OSError("another process could not write its part"))
 
     def _hashes(self, shards: Path, failures: list[OSError]) -> dict[str, list[Any]]:
-        """File → its bytes and its hash; each process hashes some of the files."""
+        """File name → its size in bytes and its hash; each process hashes some of the files."""
         names = self.broadcast(shard_names(shards))
-        own: dict[str, list[Any]] = {}
+        hashes: dict[str, list[Any]] = {}
         with _noted(failures):
-            own = shard_hashes(shards, names[self.global_rank :: self.world_size])
+            hashes = shard_hashes(shards, names[self.global_rank :: self.world_size])
         parts: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(parts, own)
+        torch.distributed.all_gather_object(parts, hashes)
         return {name: described for part in parts for name, described in part.items()}
 
     def _check(self, path: Path, shards: Mapping[str, Any]) -> None:
-        """Raise a UserError in all processes, which share the work, if a shard is missing or damaged."""
+        """Raise a UserError in all processes, which share the work, if a ZeRO shard is missing or damaged."""
         problem = None
         try:
             check_shards(path, shards, (self.global_rank, self.world_size))
@@ -263,10 +265,10 @@ class Zero(DeepSpeedStrategy):
             raise problem or UserError(f"{path} is damaged, as another process found.")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint: its shards of this process to go on, else its whole weights.
+        """Read a checkpoint: the ZeRO shards of this process to resume, otherwise its whole weights.
 
         Raises:
-            UserError: There is none, it is damaged, or it is of another strategy or model.
+            UserError: The checkpoint is missing, damaged, or of another strategy or model.
         """
         if not self._fitting:
             return read_whole_checkpoint(checkpoint_path)
@@ -275,33 +277,33 @@ class Zero(DeepSpeedStrategy):
         alike = divided_alike(path, checkpoint, self.stage, self.world_size)
         shards = checkpoint[SHARDS]
         self._check(path, shards)
-        if (saved := shards["parameters"]) != (own := _shapes(self.deepspeed_engine.module)):
-            other = sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name))
-            raise UserError(f"{path} does not fit the model: {len(other)} parameters differ, first {other[0]}.")
+        if (saved := shards["parameters"]) != (current := _shapes(self.deepspeed_engine.module)):
+            differing = sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
+            raise UserError(f"{path} does not fit the model: {len(differing)} parameters differ, first {differing[0]}.")
         if alike:
             self._load_shards(path, shards["folder"])
         else:
-            self._divide_anew(path, shards)
+            self._reshard(path, shards)
         return checkpoint
 
     def _load_shards(self, path: Path, name: str) -> None:
-        """Give the engine its part of the shards `name` of a checkpoint."""
+        """Load this process's ZeRO shards from the folder `name` into the engine."""
         try:
             with without_code():
                 self.deepspeed_engine.load_checkpoint(
                     str(path.parent),
                     tag=name,
-                    load_module_strict=self.stage != 3,  # where parameters are no part of the module's state
+                    load_module_strict=self.stage != 3,  # in stage 3 the module's state has no parameters
                     load_optimizer_states=True,
                     load_lr_scheduler_states=False,
                 )
         except pickle.UnpicklingError as error:
             raise unreadable(path, error) from error
 
-    def _divide_anew(self, path: Path, shards: Mapping[str, Any]) -> None:
-        """Load shards of another stage, 1 or 2, or of another number of processes."""
-        with undivided(path, shards) if self.is_global_zero else nullcontext() as made:
-            name = self.broadcast(None if made is None else made.name)
+    def _reshard(self, path: Path, shards: Mapping[str, Any]) -> None:
+        """Load ZeRO shards of another stage, 1 or 2, or of another number of processes."""
+        with undivided(path, shards) if self.is_global_zero else nullcontext() as folder:
+            name = self.broadcast(None if folder is None else folder.name)
             self.deepspeed_engine._config.load_universal_checkpoint = True
             try:
                 self._load_shards(path, name)
@@ -310,7 +312,7 @@ class Zero(DeepSpeedStrategy):
             self.barrier()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights to evaluate; the engine has loaded its shards already."""
+        """Load whole weights for evaluation; to resume, the engine has loaded its ZeRO shards already."""
         if not self._fitting:
             assert self.lightning_module is not None
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -321,10 +323,10 @@ class ZeroPrecision(DeepSpeedPrecision):
 
     Args:
         precision: `32-true` or `bf16-mixed`.
-        device: Kind of the devices, `cuda` or `cpu`.
+        device: Device type, `cuda` or `cpu`.
 
     Raises:
-        UserError: Another precision.
+        UserError: The precision is not supported.
     """
 
     def __init__(self, precision: Any, device: str) -> None:
@@ -334,28 +336,28 @@ class ZeroPrecision(DeepSpeedPrecision):
         self.device = device
 
     def forward_context(self) -> AbstractContextManager:
-        """Autocast as the engine does it, for validation samples and measurements."""
+        """Autocast as in the engine, for validation samples and measurements."""
         if self.precision == "32-true":
             return nullcontext()
         return torch.autocast(self.device, dtype=torch.bfloat16)
 
     def convert_input(self, data: Any) -> Any:
-        """Tokens and labels as they are."""
+        """The batch, unchanged: tokens and labels are integers."""
         return data
 
     def backward(self, tensor: Any, model: Any, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Let the engine compute the gradients of a loss that is divided by the number of its batches already."""
+        """Compute gradients by the engine; the loss is already divided by the number of accumulated batches."""
         model.trainer.strategy.deepspeed_engine.backward(tensor, scale_wrt_gas=False)
 
     def _clip_gradients(self, model: L.LightningModule | nn.Module, optimizer: Any, *_: Any, **__: Any) -> None:
-        """The engine clips; what a parameter holds here is the gradient of this process alone."""
+        """Do nothing: the engine clips, and a parameter here holds the gradient of this process alone."""
 
 
 class _Norm:
-    """The norm of many gradients by a few calls; DeepSpeed makes three for each, while the GPU waits.
+    """The norm of many gradients in a few calls; DeepSpeed makes three per gradient, while the GPU waits.
 
     Args:
-        norm: DeepSpeed's: of the gradients in this process, with those of the same parameters in all of them.
+        norm: DeepSpeed's function, which reduces over all processes.
     """
 
     def __init__(self, norm: Callable[..., torch.Tensor]) -> None:
@@ -368,7 +370,7 @@ class _Norm:
 
 
 class _PersistentBuffers:
-    """Stands for the state dict of a module whose parameters are divided: what is left is its buffers.
+    """Replaces the state dict of a module whose parameters are sharded: it has the buffers only.
 
     Args:
         module: The module.
@@ -384,7 +386,7 @@ class _PersistentBuffers:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Name → buffer; the arguments are those of the engine, which gives none but the last."""
+        """Name → buffer; the arguments are those of the engine, which passes only the last one."""
         return {
             f"{name}.{key}" if name else key: buffer
             for name, part in self._module.named_modules()
@@ -395,7 +397,7 @@ class _PersistentBuffers:
 
 @contextmanager
 def _noted(failures: list[OSError]) -> Iterator[None]:
-    """Note, instead of raising, that something cannot be written."""
+    """Append an OSError of the block to `failures` instead of raising it."""
     try:
         yield
     except OSError as error:
@@ -404,9 +406,9 @@ def _noted(failures: list[OSError]) -> Iterator[None]:
 
 @contextmanager
 def _noted_saves(engine: Any, failures: list[OSError]) -> Iterator[None]:
-    """Inside the `with` block a file that the engine cannot write is noted, and the engine goes on.
+    """Inside the block, a file that the engine cannot write is added to `failures`, and the engine continues.
 
-    It would end in this process alone, and leave the others waiting.
+    Otherwise this process alone would stop, and leave the others waiting.
     """
     save = engine.checkpoint_engine.save
 
@@ -426,12 +428,12 @@ def _noted_saves(engine: Any, failures: list[OSError]) -> Iterator[None]:
 
 
 def _gather_by_block(model: nn.Module) -> int:
-    """Have all parameters of a block gathered at once, and not those of one of its layers after the other.
+    """Make ZeRO 3 gather all parameters of a block at once, rather than layer by layer.
 
-    Each gathering takes the host a while, in which the GPU could have computed a whole layer.
+    Each gathering takes the host about as long as the GPU needs for a whole layer.
 
     Returns:
-        How many numbers the largest block has: as many have to be gathered ahead, for it to be there in time.
+        Number of parameters of the largest block: at least that many must be prefetched for a block to be in time.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -442,14 +444,14 @@ def _gather_by_block(model: nn.Module) -> int:
 
 
 def _shapes(module: nn.Module) -> dict[str, list[int]]:
-    """Name of a parameter → its shape, undivided."""
+    """Name of a parameter → its whole shape."""
     return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
 
 
-def _laid_over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Both as one, section by section; `above` counts where both have a value."""
-    merged = dict(below)
-    for key, value in above.items():
+def _merged(base: dict[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` updated by `override`, section by section."""
+    merged = dict(base)
+    for key, value in override.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
-        merged[key] = _laid_over(merged[key], value) if both else value
+        merged[key] = _merged(merged[key], value) if both else value
     return merged

@@ -145,7 +145,7 @@ def test_a_full_disk_is_told(full, last, tmp_path, monkeypatch):
             steps.append(trainer.global_step)
 
     monkeypatch.setattr(torch, "save", fails_half_way)
-    with pytest.raises(UserError, match="cannot be written: No space left on device; what was saved there before is"):
+    with pytest.raises(UserError, match="cannot be written: No space left on device; the one saved there before is"):
         fit(tmp_path, [Watch()], every_n_steps=12, max_steps=11)
     assert steps[-1] == (8 if full == 6 else 11)
     found = saved(tmp_path)
@@ -176,7 +176,7 @@ def test_a_stopped_run_says_what_is_saved_when_it_is(tmp_path, monkeypatch):
 
     said, last = [], tmp_path / "checkpoints" / "last.ckpt"
     monkeypatch.setattr(
-        "zoo.train.callbacks.checkpoints._say", lambda text: said.append((text, read_checkpoint(last)["global_step"]))
+        "zoo.train.callbacks.checkpoints._print", lambda text: said.append((text, read_checkpoint(last)["global_step"]))
     )
     with pytest.raises(SystemExit):
         fit(tmp_path, [Slow(monkeypatch), Stop()])

@@ -108,5 +108,5 @@ def test_a_file_that_is_not_listed_is_not_read(tmp_path: Path):
     name = shards(tmp_path, 1)
     entry = entry_of(tmp_path, name)
     (tmp_path / name / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").write_bytes(b"x")
-    with pytest.raises(UserError, match="is none of its shards"):
+    with pytest.raises(UserError, match="is not one of its shards"):
         check_shards(tmp_path / "last.ckpt", entry)

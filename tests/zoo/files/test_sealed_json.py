@@ -36,7 +36,7 @@ def test_a_file_without_a_seal(tmp_path: Path):
         (b"\xff", "is damaged .it is not JSON: 'utf-8' codec"),
         (b"[" * 100_000, "is damaged .it is not JSON: "),
         (b'"text"', r"is damaged \(it holds no JSON object\)"),
-        (b'{"blake2b": 3}', r"is damaged \(its content does not have the hash that it names\)"),
+        (b'{"blake2b": 3}', r"is damaged \(its content does not match its hash\)"),
         (None, r"cannot be read \(No such file or directory\)"),
     ],
 )

@@ -126,7 +126,7 @@ def test_the_old_key_is_read_and_names_the_new_one(
     Path("old.yaml").write_text("sequence_parallel: 4\n")
     found = configs.read("gla.yaml", given)
     assert found.context_parallel == 4
-    assert "sequence_parallel is deprecated: it is called context_parallel now" in caplog.messages
+    assert "sequence_parallel is deprecated: it is now called context_parallel" in caplog.messages
     assert configs.to_dict(found)["context_parallel"] == 4
 
 

@@ -1,1 +1,1 @@
-"""What goes on around the steps of training, one file each."""
+"""The callbacks of training, one file each."""

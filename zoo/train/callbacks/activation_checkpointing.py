@@ -1,4 +1,4 @@
-"""`activation_checkpointing`: less memory for the steps of training, for one more forward pass of some blocks."""
+"""`activation_checkpointing`: less memory in training, at the price of a second forward pass of some blocks."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -12,13 +12,13 @@ from zoo.train.callbacks.training_forward import Forward, TrainingForward
 
 
 class CheckpointedBlocks(TrainingForward):
-    """Keeps only the inputs of some blocks, and recomputes the rest in the backward pass.
+    """Keeps only the inputs of some blocks, and recomputes their activations in the backward pass.
 
-    Only steps of training do so; the gradients are the same to the last bit. Blocks that are compiled are recomputed
-    compiled. A checkpoint of the run does not show it.
+    Only training steps do so, and the gradients are bitwise the same. Compiled blocks are recomputed compiled. The
+    run's checkpoints do not depend on it.
 
     Args:
-        every: Recompute every N-th block, from the first one on: 1 for all of them, 2 for every other one.
+        every: Recompute every N-th block, starting with the first: 1 for all blocks, 2 for every other block.
 
     Raises:
         UserError: `every` is below 1.
@@ -32,16 +32,16 @@ class CheckpointedBlocks(TrainingForward):
         self.every = every
 
     def replaced(self, model: Any) -> Iterable[tuple[nn.Module, Forward]]:
-        """Every N-th block, with a checkpoint around it."""
+        """Every N-th block, wrapped in `torch.utils.checkpoint`."""
         return [(block, partial(_checkpointed, block.forward)) for block in list(model.layers)[:: self.every]]
 
 
 def _checkpointed(forward: Forward, *inputs: Any) -> Any:
-    # the random numbers are the same again, too
+    # this also restores the random state, so that dropout repeats
     return checkpoint(_as_a_whole, forward, *inputs, use_reentrant=False, context_fn=same_backend)
 
 
 def _as_a_whole(forward: Forward, *inputs: Any) -> Any:
-    """Run a block, the first time and again, without notes of what inside it could be recomputed by itself."""
+    """Run a block with the recomputation inside its ops switched off, as the whole block is recomputed."""
     with recomputing(False):
         return forward(*inputs)

@@ -1,4 +1,4 @@
-"""When a run is saved, and how it ends: never half a step."""
+"""When a run saves checkpoints, and how it stops: always between two optimiser steps."""
 
 import os
 import shutil
@@ -28,23 +28,24 @@ from zoo.train.trainer import install
 
 
 class Checkpoints(RunCallback, Checkpoint):
-    """Keeps `last.ckpt` and `best.ckpt`, and saves when the run is to stop.
+    """Writes `last.ckpt` and `best.ckpt`, and saves when the run is stopped by a signal.
 
-    Ctrl-C, SIGTERM or SIGHUP let the step in progress finish, save it, and end the run; an interrupt in the middle of
-    an optimiser step would save half of it. A second Ctrl-C ends at once, without saving. Several processes stop at
-    the same step, the one after, whichever of them received the signal.
+    On Ctrl-C, SIGTERM or SIGHUP the step in progress is finished and saved, and the run ends; saving in the middle of
+    an optimiser step would save half of it. A second Ctrl-C stops immediately, without saving. Several processes all
+    stop one step later, whichever of them received the signal.
 
     Args:
-        every_n_steps: Save `last.ckpt` each time that so many optimiser steps are done; also after each validation and
-            at the end.
-        every_n_minutes: Save `last.ckpt` also when it is so old; null does not look at the clock.
-        keep_every_n_steps: Keep a checkpoint for good, `step-00001000.ckpt`, each time that so many optimiser steps
-            are done; null keeps none.
-        keep_last: Keep only so many of these, the newest; null keeps all.
-        in_background: Copy to the host's memory, which must have room for that, and write while training goes on. The
-            next checkpoint, and the end of the run, wait until it is written; if it cannot be, they say so.
-        folder: Where, inside the run's folder.
-        resume_command: What to type to continue; `{run}` is the run's folder.
+        every_n_steps: Save `last.ckpt` every N optimiser steps; it is also saved after each validation and at the end.
+        every_n_minutes: Also save `last.ckpt` when the last one is N minutes old; null ignores the clock.
+        keep_every_n_steps: Keep a permanent checkpoint, `step-00001000.ckpt`, every N optimiser steps; null keeps none.
+        keep_last: Keep only the newest N permanent checkpoints; null keeps all.
+        in_background: Copy the state to host memory, which must have room for it, and write while training continues.
+            The next checkpoint and the end of the run wait for the write, and raise if it failed.
+        folder: Folder of the checkpoints, inside the run's folder.
+        resume_command: The command that continues the run, shown to the user; `{run}` is the run's folder.
+
+    Raises:
+        UserError: An argument is out of range.
     """
 
     key = "checkpoints"
@@ -74,34 +75,38 @@ class Checkpoints(RunCallback, Checkpoint):
         self.in_background = in_background
         self.folder = folder
         self.resume_command = resume_command
-        self.best_model_path = ""  # under this name Lightning looks for `ckpt_path="best"`
+        self.best_model_path = ""  # Lightning reads this attribute for `ckpt_path="best"`
         self.best_model_score: float | None = None
         self._best_step = -1
-        self._row: dict[str, float] = {}  # of metrics, of the step that was saved last; it is written after that
-        self._continued = Path()  # the checkpoint that the run goes on from
+        self._row: dict[str, float] = {}  # metrics of the last saved step, written to the log after the checkpoint
+        self._continued = Path()  # the checkpoint from which the run continues
         self._saved_step = 0
         self._saved_at = 0.0  # seconds of the monotonic clock
         self._started_step = 0  # the step count when the batch in progress began
-        self._between_steps = False  # and there is something to save
+        self._between_steps = False  # no step is in progress, and there is something to save
         self._signals: Signals | None = None
         self._agreement: Agreement | None = None  # of several processes
-        self._stop_signal = 0  # the run is saved, and to be ended by this at the next opportunity
-        self._background: Background | None = None  # where checkpoints are written; None: here
+        self._stop_signal = 0  # the signal that is to end the run, already saved, at the next opportunity
+        self._background: Background | None = None  # writes the checkpoints; None: this thread does
 
     def state_dict(self) -> dict[str, Any]:
-        """The best loss so far, so that a continued run does not take a worse model for the best."""
+        """The best loss so far, so that a resumed run does not mistake a worse model for the best."""
         best = {"best_model_path": self.best_model_path, "best_model_score": self.best_model_score}
         return {**best, "best_step": self._best_step, "row": self._row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue to compare with the best loss of the run."""
+        """Restore the best loss of the run."""
         self.best_model_path = state_dict["best_model_path"]
         self.best_model_score = state_dict["best_model_score"]
         self._best_step = state_dict.get("best_step", -1)
         self._row = state_dict.get("row", {})
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Install the atomic writer, and see before the first step whether the folder can be written to."""
+        """Install the atomic writer, and check before the first step that the folder is writable.
+
+        Raises:
+            UserError: The folder is not writable, or the strategy cannot write in the background.
+        """
         install(trainer)
         if stage != "fit" or trainer.fast_dev_run:
             return
@@ -123,29 +128,29 @@ class Checkpoints(RunCallback, Checkpoint):
             self._background = Background()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse to continue what has the state of its optimiser in shards that this strategy does not read."""
-        divided = SHARDS in checkpoint and trainer.strategy.lightning_restore_optimizer
-        if trainer.state.fn == "fit" and divided:
+        """Refuse to resume if the optimiser state is in ZeRO shards, which this strategy does not read."""
+        unreadable = SHARDS in checkpoint and trainer.strategy.lightning_restore_optimizer
+        if trainer.state.fn == "fit" and unreadable:
             raise UserError(
                 "the checkpoint was saved by ZeRO, and only ZeRO with as many processes can continue it; a new run "
                 "can start from its weights: optim.initial_weights"
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Have the processes know each other's signals."""
+        """Set up the exchange of signals between processes."""
         self._stop_signal, self._between_steps = 0, False
         self._continued = Path(trainer.ckpt_path or "")
         self._agreement = Agreement(trainer.strategy.root_device) if trainer.world_size > 1 else None
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """From here on signals wait for a whole step."""
+        """From here on, signals wait for the end of a step."""
         self._note_signals(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What the run starts from need not be saved again."""
+        """Note the step the run starts from, which need not be saved again."""
         self._note_signals(trainer)
         self._between_steps = True
-        if self._best_step == trainer.global_step:  # it may have been killed before the file had its other name, too
+        if self._best_step == trainer.global_step:  # the run may have been killed before best.ckpt was linked
             self._name_best(trainer)
         self._make_up_row(trainer)
         self._saved_step = self._started_step = trainer.global_step
@@ -159,7 +164,7 @@ class Checkpoints(RunCallback, Checkpoint):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """End here if the run is to stop: the metrics of the last step are written by now."""
+        """End the run here if it is to stop: the metrics of the last step are written by now."""
         self._end_if_stopping(trainer)
         self._between_steps = False
         self._started_step = trainer.global_step
@@ -167,14 +172,14 @@ class Checkpoints(RunCallback, Checkpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if it is time, if the run is complete, or if it is to stop."""
+        """Save if a checkpoint is due, if the run is complete, or if it is to stop."""
         self._between_steps = True
         step = trainer.global_step
         if step == self._started_step:  # gradients are still being accumulated
             return
         complete = step == trainer.max_steps
-        old = self.every_n_minutes is not None and time.monotonic() - self._saved_at > 60 * self.every_n_minutes
-        stop_signal, due = self._known_to_all(int(old))
+        outdated = self.every_n_minutes is not None and time.monotonic() - self._saved_at > 60 * self.every_n_minutes
+        stop_signal, due = self._largest_over_processes(int(outdated))
         self._stop_signal = 0 if complete else stop_signal
         keep = self.keep_every_n_steps is not None and step % self.keep_every_n_steps == 0
         if self._stop_signal or complete or keep or due or step % self.every_n_steps == 0:
@@ -184,10 +189,10 @@ class Checkpoints(RunCallback, Checkpoint):
             self._save(trainer)
         if keep:
             self._copy(trainer, f"step-{step:08d}.ckpt")
-            self._forget_the_oldest(trainer)
+            self._remove_oldest(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A validation is not begun when the run is to stop; the continued run begins with it."""
+        """Stop before the validation if the run is to stop; the resumed run starts with it."""
         self._end_if_stopping(trainer)
 
     def on_validation_batch_end(
@@ -199,10 +204,10 @@ class Checkpoints(RunCallback, Checkpoint):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """A validation does not hold up a stop, unless it is the last thing that the run does."""
+        """Stop during a validation too, unless it is the final one."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        self._stop_signal, _ = self._known_to_all(0)
+        self._stop_signal, _ = self._largest_over_processes(0)
         if trainer.global_step == trainer.max_steps:
             self._stop_signal = 0
         if self._stop_signal:
@@ -218,12 +223,12 @@ class Checkpoints(RunCallback, Checkpoint):
         if better:
             self.best_model_score, self._best_step = loss.item(), trainer.global_step
             self.best_model_path = str(self._folder(trainer) / "best.ckpt")
-        self._save(trainer, again=True)  # with the validation behind it, and with the best loss
+        self._save(trainer, again=True)  # now with the validation done, and the best loss
         if better:
             self._copy(trainer, "best.ckpt")
 
     def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The last step may be the best; its checkpoint is there."""
+        """After the final validation: the last step may be the best, and its checkpoint exists."""
         self._make_up_row(trainer)
         loss = trainer.callback_metrics.get("val_loss")
         if loss is not None and (self.best_model_score is None or loss.item() <= self.best_model_score):
@@ -235,7 +240,7 @@ class Checkpoints(RunCallback, Checkpoint):
                 logger.make_up(self._row, trainer.global_step - 1)
 
     def _name_best(self, trainer: L.Trainer) -> None:
-        """Let `best.ckpt` be what the run was continued from."""
+        """Link `best.ckpt` to the checkpoint that the run was resumed from."""
         target = self._folder(trainer) / "best.ckpt"
         if (
             trainer.is_global_zero
@@ -245,39 +250,41 @@ class Checkpoints(RunCallback, Checkpoint):
             atomic_link(self._continued, target)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save what a limit of time or of epochs ended."""
+        """Save a run that a limit on time or epochs ended."""
         self._save(trainer)
         self._wait()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Save the last step of an interrupted run if none is in progress, and say how to continue."""
+        """Save the last step of an interrupted run unless a step is in progress, and print how to continue."""
         stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException | Diverged)
-        signalled = self._signals is not None and self._signals.wish is not None  # what fails then may be the signal's
+        signalled = (
+            self._signals is not None and self._signals.wish is not None
+        )  # then an exception may be due to the signal
         if trainer.state.fn != "fit" or not (stopped or signalled):
             try:
                 self._wait()
-            except (UserError, OSError) as error:  # in addition to what ends the run
-                _say(str(error))
+            except (UserError, OSError) as error:  # report it beside the exception that ends the run
+                _print(str(error))
             return
-        # saving needs all processes
-        together = trainer.world_size == 1 or isinstance(exception, SIGTERMException | Diverged)
-        if (self._between_steps or isinstance(exception, Diverged)) and together:  # which is raised when a step is done
+        # saving needs all processes, and these exceptions are raised in all of them
+        in_all = trainer.world_size == 1 or isinstance(exception, SIGTERMException | Diverged)
+        if (self._between_steps or isinstance(exception, Diverged)) and in_all:  # Diverged is raised after a step
             self._save(trainer)
         self._wait()
         if trainer.is_global_zero and self._saved_step:
             command = self.resume_command.format(run=trainer.default_root_dir)
-            _say(f"Stopped; step {self._saved_step} is saved in {self._folder(trainer)}. Continue with: {command}")
+            _print(f"Stopped; step {self._saved_step} is saved in {self._folder(trainer)}. Continue with: {command}")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Signals end the process again."""
+        """Restore signals that end the process."""
         self._between_steps = False
         if self._signals is not None:
             self._signals.noted = False
 
-    def _known_to_all(self, number: int) -> list[int]:
-        """The signal that is to stop the run (0: none) and a number, the largest of all processes."""
-        own = [(self._signals and self._signals.wish) or 0, number]
-        return own if self._agreement is None else self._agreement.share(*own)
+    def _largest_over_processes(self, number: int) -> list[int]:
+        """The signal that is to stop the run (0: none) and a number, each the largest over all processes."""
+        local = [(self._signals and self._signals.wish) or 0, number]
+        return local if self._agreement is None else self._agreement.share(*local)
 
     def _end_if_stopping(self, trainer: L.Trainer) -> None:
         if self._stop_signal and self._signals is not None:
@@ -288,7 +295,7 @@ class Checkpoints(RunCallback, Checkpoint):
         return Path(trainer.default_root_dir) / self.folder
 
     def _save(self, trainer: L.Trainer, again: bool = False) -> None:
-        """Write `last.ckpt`, in all processes, unless this step is in it (`again`: even then)."""
+        """Write `last.ckpt`, in all processes, unless it has this step already (`again`: even then)."""
         if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not again):
             return
         self._wait()
@@ -298,19 +305,19 @@ class Checkpoints(RunCallback, Checkpoint):
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 
     def _wait(self) -> None:
-        """Until what was saved is written, or raise why it cannot be."""
+        """Wait until the last checkpoint is written, or raise the error of the write."""
         if self._background is not None:
             self._background.wait()
 
     def _when_written(self, job: Callable[[], None]) -> None:
-        """Do something with the files; with those that are still being written, later."""
+        """Call `job` when the checkpoint is written: now, or after the background write."""
         if self._background is None:
             job()
         else:
             self._background.add(job)
 
     def _copy(self, trainer: L.Trainer, name: str) -> None:
-        """Keep what was just saved under another name."""
+        """Keep the checkpoint just saved under another name."""
         if trainer.fast_dev_run:
             return
         last = self._folder(trainer) / "last.ckpt"
@@ -319,8 +326,8 @@ class Checkpoints(RunCallback, Checkpoint):
         elif trainer.is_global_zero:
             self._when_written(partial(atomic_link, last, self._folder(trainer) / name))
 
-    def _forget_the_oldest(self, trainer: L.Trainer) -> None:
-        """Keep no more checkpoints for good than were asked for."""
+    def _remove_oldest(self, trainer: L.Trainer) -> None:
+        """Remove permanent checkpoints beyond `keep_last`."""
         if self.keep_last is not None and trainer.is_global_zero:
             self._when_written(partial(_remove_all_but, self.keep_last, self._folder(trainer)))
 
@@ -330,5 +337,5 @@ def _remove_all_but(number: int, folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _say(text: str) -> None:
-    tqdm.write(text, file=sys.stderr)  # above a progress bar, if there is one
+def _print(text: str) -> None:
+    tqdm.write(text, file=sys.stderr)  # above a progress bar, if any

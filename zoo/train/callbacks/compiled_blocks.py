@@ -1,4 +1,4 @@
-"""`compile: true`: torch.compile for the steps of training."""
+"""`compile: true`: torch.compile for the training steps."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,23 +13,28 @@ from zoo.train.callbacks.training_forward import Forward, TrainingForward
 def compiled_blocks(
     model: nn.Module, backend: str | Callable[..., Any] = "inductor"
 ) -> list[tuple[nn.Module, Forward]]:
-    """Each block of a model with its forward function, which is compiled at the first call."""
+    """Each block of a model with its forward function wrapped in torch.compile, which compiles at the first call.
+
+    Args:
+        model: A language model with `layers`.
+        backend: Backend of torch.compile.
+    """
     blocks: list[Any] = list(model.layers)  # type: ignore[arg-type]
-    # blocks that depend on their depth, such as by a constant decay, are compiled one by one; the default limit is 8
+    # code that depends on the depth, such as a constant decay, is compiled for each layer; the default limit is 8
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(blocks))
-    # all batches have one shape; a graph for any length would be slower, and cannot split a sequence into chunks
+    # training batches have one shape; a graph for any length would be slower, and cannot split chunks
     return [(block, torch.compile(block.forward, dynamic=False, backend=backend)) for block in blocks]
 
 
 class CompiledBlocks(TrainingForward):
-    """Compiles each block of the model separately: blocks of the same mixer share code, which shortens the first step.
+    """Compiles each block of the model separately: similar blocks share code, so that the first step comes soon.
 
-    Only steps of training run compiled: validation has other shapes and samples have states, so both would have to be
-    compiled again. A checkpoint does not show whether its run was compiled.
+    Only training steps use the compiled blocks. Validation has other shapes and sampling has states, so both would be
+    compiled again. Checkpoints do not depend on it.
 
     Args:
-        backend: The backend of torch.compile.
+        backend: Backend of torch.compile.
     """
 
     order = 80
@@ -39,7 +44,7 @@ class CompiledBlocks(TrainingForward):
         self._compiled: list[tuple[nn.Module, Forward]] = []
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Prepare the blocks, which are compiled at the first step."""
+        """Wrap the blocks; they are compiled at the first step."""
         self._compiled = compiled_blocks(pl_module.model, self.backend)
 
     def replaced(self, model: Any) -> Iterable[tuple[nn.Module, Forward]]:

@@ -1,4 +1,4 @@
-"""Tells loggers what a run is made of."""
+"""Logs the run's config."""
 
 import lightning as L
 
@@ -6,11 +6,11 @@ from zoo.train.callbacks.run_callback import RunCallback
 
 
 class LoggedConfig(RunCallback):
-    """Tells all loggers what the run is made of."""
+    """Passes the run's config to all loggers."""
 
     order = 30
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Once, at the start."""
+        """Log the config once, at the start."""
         for logger in trainer.loggers:
             logger.log_hyperparams(pl_module.config or {})

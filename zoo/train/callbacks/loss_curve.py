@@ -1,4 +1,4 @@
-"""The loss over the tokens, drawn into `loss.png`."""
+"""The loss over tokens, plotted in `loss.png`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,10 +17,10 @@ from zoo.train.callbacks.run_callback import RunCallback
 
 
 class LossCurve(RunCallback):
-    """Draws the training and validation loss over the tokens into `loss.png`, at each validation and at the end.
+    """Plots the training and validation loss over tokens in `loss.png`, at each validation and at the end.
 
     Args:
-        every_n_steps: Take the training loss each time that so many steps are done; reading it waits for the GPU.
+        every_n_steps: Record the training loss every N steps; reading it waits for the GPU.
         smoothing: Weight of the past in the smoothed training loss.
     """
 
@@ -34,33 +34,33 @@ class LossCurve(RunCallback):
         self.validation: list[tuple[int, float]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The points so far, so that a continued run draws the whole curve."""
+        """The points so far, so that a resumed run draws the whole curve."""
         return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("training", "validation")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the curve."""
+        """Restore the points."""
         for name, points in state_dict.items():
             setattr(self, name, [(int(tokens), loss) for tokens, loss in points.tolist()])
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take a point of the training loss, as it was last logged: that of all processes."""
+        """Record the training loss as last logged, which covers all processes."""
         tokens, loss = pl_module.tokens_seen, trainer.callback_metrics.get("train_loss")
         again = bool(self.training) and self.training[-1][0] == tokens
         if loss is not None and trainer.global_step % self.every_n_steps == 0 and not again:
             self.training.append((tokens, loss.item()))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take a point of the validation loss, and draw."""
+        """Record the validation loss, and draw the curve."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.complete(trainer, pl_module)
 
     def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the point, unless it is there already."""
+        """Record the validation loss unless it is recorded already, and draw the curve."""
         if "val_loss" in trainer.callback_metrics:
-            known = self.validation and self.validation[-1][0] == pl_module.tokens_seen
-            if not known:
+            recorded = self.validation and self.validation[-1][0] == pl_module.tokens_seen
+            if not recorded:
                 self.validation.append((pl_module.tokens_seen, trainer.callback_metrics["val_loss"].item()))
             self._draw(trainer)
 
@@ -69,9 +69,11 @@ class LossCurve(RunCallback):
         self._draw(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Draw what there is of an interrupted run."""
+        """Draw the curve of an interrupted run so far."""
         stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
-        if stopped and trainer.state.fn == "fit" and self.training:  # before a step there may be no data yet, either
+        if (
+            stopped and trainer.state.fn == "fit" and self.training
+        ):  # before the first step the data may not be ready, which the baseline needs
             self._draw(trainer)
 
     def figure(self, baseline: float | None = None) -> Figure:
@@ -105,7 +107,7 @@ class LossCurve(RunCallback):
 
 
 def _smooth(values: Iterable[float], weight: float) -> list[float]:
-    """Exponential mean, corrected for its start."""
+    """Exponential moving average with bias correction."""
     smoothed, total, norm = [], 0.0, 0.0
     for value in values:
         total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)

@@ -9,7 +9,7 @@ from zoo.train.callbacks.run_callback import RunCallback
 
 
 class Summary(RunCallback):
-    """Prints the size of the model at the start: one row for each kind of layer."""
+    """Prints the size of the model at the start, one row per layer type."""
 
     order = 40
 
@@ -17,7 +17,7 @@ class Summary(RunCallback):
         self._table: Table | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Count, before a strategy divides the parameters."""
+        """Count the parameters, before a strategy shards them."""
         if stage == "fit":
             self._table = size_table(pl_module.model, getattr(pl_module, "context_length", None) or 1)
 

@@ -1,4 +1,4 @@
-"""How much memory a run needs."""
+"""The memory that a run needs."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from zoo.train.devices import peak_memory
 
 
 class PeakMemory(RunCallback):
-    """Logs `peak_memory_gib`: the most memory that the run has needed so far, of its first process.
+    """Logs `peak_memory_gib`: the peak memory of the run's first process so far.
 
-    On a GPU that is what PyTorch had allocated there, on a CPU what the process had resident (not on Windows).
+    On a GPU that is the memory allocated by PyTorch, on a CPU the resident memory of the process (not on Windows).
     """
 
     order = 70
@@ -19,7 +19,7 @@ class PeakMemory(RunCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log it."""
-        every = trainer.log_every_n_steps
-        if every and trainer.global_step % every == 0 and (peak := peak_memory(pl_module.device)) is not None:
+        """Log the peak at steps that are logged."""
+        interval = trainer.log_every_n_steps
+        if interval and trainer.global_step % interval == 0 and (peak := peak_memory(pl_module.device)) is not None:
             self.log("peak_memory_gib", peak / 2**30)

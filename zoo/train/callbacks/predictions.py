@@ -1,4 +1,4 @@
-"""What `predict` writes."""
+"""The output file of `predict`."""
 
 import json
 import os
@@ -14,10 +14,13 @@ from kernels import UserError
 
 
 class Predictions(BasePredictionWriter):
-    """Writes the negative log-likelihood of each token in nats: one JSON line per row of a batch, null without label.
+    """Writes the negative log-likelihood of each token in nats: one JSON line per row of a batch, null if unlabelled.
 
     Args:
-        path: A file that does not exist yet.
+        path: The output file, which must not exist yet.
+
+    Raises:
+        UserError: The file exists, or its folder is not writable.
     """
 
     def __init__(self, path: str | Path):

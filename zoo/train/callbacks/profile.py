@@ -1,4 +1,4 @@
-"""What a few steps of a run are made of, operation by operation."""
+"""A profile of a few steps of a run, operation by operation."""
 
 import gzip
 import tempfile
@@ -14,18 +14,18 @@ from kernels.errors import UserError
 from zoo.files.atomic import atomic_write
 from zoo.train.callbacks.run_callback import RunCallback
 
-ROWS = 40  # of the table
+ROWS = 40  # in the table
 
 
 class Profile(RunCallback):
-    """Records some steps of the first process with PyTorch's profiler, into `profile/` in the run's folder.
+    """Profiles some steps of the first process with PyTorch's profiler, into `profile/` in the run's folder.
 
-    `trace.json.gz` is a time line for https://ui.perfetto.dev or chrome://tracing, `table.txt` the operations that take
-    longest. Recording makes the steps slower; those before and after are as they were.
+    `trace.json.gz` is a time line for https://ui.perfetto.dev or chrome://tracing, `table.txt` lists the slowest
+    operations. Recorded steps are slower; those before and after are not affected.
 
     Args:
-        steps: How many to record; 0 records nothing.
-        after: Steps of this process to let pass first, the last of which warms the profiler up.
+        steps: Number of steps to record; 0 records nothing.
+        after: Number of steps of this process to skip first; the last of them warms the profiler up.
 
     Raises:
         UserError: An argument is out of range.
@@ -42,7 +42,7 @@ class Profile(RunCallback):
         self._step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Set the profiler up."""
+        """Start the profiler."""
         self._step = trainer.global_step
         if not self.steps or not trainer.is_global_zero or trainer.fast_dev_run:
             return
@@ -53,7 +53,7 @@ class Profile(RunCallback):
         self._profiler = profile(
             activities=activities,
             schedule=schedule(wait=self.after - 1, warmup=1, active=self.steps, repeat=1),
-            on_trace_ready=lambda done: write_profile(done, folder, "device" if on_gpu else "cpu"),
+            on_trace_ready=lambda recording: write_profile(recording, folder, "device" if on_gpu else "cpu"),
             acc_events=True,
         )
         self._profiler.start()
@@ -61,19 +61,19 @@ class Profile(RunCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count, and write when the last step is recorded."""
+        """Advance the profiler, which writes when the last step is recorded."""
         if self._profiler is None or trainer.global_step == self._step:
             return
         self._step = trainer.global_step
         self._profiler.step()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write what there is if the run was too short."""
+        """Write the steps recorded so far, if the run was too short."""
         self._stop()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """The same, as far as it can be written."""
-        with suppress(OSError, RuntimeError):  # what ended the run is to be told instead
+        """Write the steps recorded so far, if possible."""
+        with suppress(OSError, RuntimeError):  # the exception that ended the run is reported instead
             self._stop()
 
     def _stop(self) -> None:
@@ -82,21 +82,23 @@ class Profile(RunCallback):
             profiler.stop()
 
 
-def write_profile(done: profile, folder: Path, where: str) -> None:
+def write_profile(recording: profile, folder: Path, device: str) -> None:
     """Write the time line and the table of a recording.
 
     Args:
-        done: What was recorded.
-        folder: Where `trace.json.gz` and `table.txt` go; it is made if need be.
-        where: Whose time sorts the table: `cpu` or `device`.
+        recording: The stopped profiler.
+        folder: Folder of `trace.json.gz` and `table.txt`; created if it does not exist.
+        device: Whose time sorts the table: `cpu` or `device`.
     """
-    if where == "device":
+    if device == "device":
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as temporary:
-        plain = Path(temporary) / "trace.json"
-        done.export_chrome_trace(str(plain))
+        trace = Path(temporary) / "trace.json"
+        recording.export_chrome_trace(str(trace))
         with atomic_write(folder / "trace.json.gz") as file:
-            file.write(gzip.compress(plain.read_bytes()))
-    table = done.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=ROWS, max_name_column_width=80)
+            file.write(gzip.compress(trace.read_bytes()))
+    table = recording.key_averages().table(
+        sort_by=f"self_{device}_time_total", row_limit=ROWS, max_name_column_width=80
+    )
     with atomic_write(folder / "table.txt") as file:
         file.write(table.encode())

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one line of progress in steps."""
+"""The progress bar of a run, counted in steps."""
 
 import sys
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ SHOWN = {  # metric → (name, format)
 class Progress(ProgressBar):
     """One bar over all steps of a run, and a short-lived one over each evaluation.
 
-    (Lightning's own bars restart with each epoch; a run here is counted in steps.)
+    (Lightning's bars restart with each epoch; runs here are counted in steps.)
     """
 
     def __init__(self) -> None:
@@ -41,18 +41,18 @@ class Progress(ProgressBar):
         tqdm.write(" ".join(map(str, args)), file=sys.stdout)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the bar where the run stands."""
+        """Open the bar at the current step."""
         self._open("training", trainer.max_steps, trainer.global_step, leave=True)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Move the bar, and show the latest numbers; those of a device when they are logged, which waits for it."""
-        bar, every = self._bars[0], trainer.log_every_n_steps
+        """Move the bar, and show the latest metrics; on a GPU only at logged steps, since reading them waits for it."""
+        bar, interval = self._bars[0], trainer.log_every_n_steps
         if trainer.global_step > bar.n:
-            if pl_module.device.type == "cpu" or (every and trainer.global_step % every == 0):
-                found = {name: form.format(float(value)) for name, form, value in self._numbers(trainer)}
-                bar.set_postfix(found, refresh=False)
+            if pl_module.device.type == "cpu" or (interval and trainer.global_step % interval == 0):
+                shown = {name: form.format(float(value)) for name, form, value in self._numbers(trainer)}
+                bar.set_postfix(shown, refresh=False)
             bar.update(trainer.global_step - bar.n)
 
     def _numbers(self, trainer: L.Trainer) -> Iterable[tuple[str, str, Any]]:
@@ -65,7 +65,7 @@ class Progress(ProgressBar):
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leave the terminal in order."""
+        """Close all bars, to leave the terminal usable."""
         while self._bars:
             self._close()
 
@@ -75,18 +75,18 @@ class Progress(ProgressBar):
         self._open("validation", int(sum(batches)) if isinstance(batches, list) else int(batches))
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        """Move it."""
+        """Move the bar of the evaluation."""
         self._bars[-1].update()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remove it, and say how much was evaluated if that is what the verb is for."""
+        """Remove the bar; after the verbs `validate` and `test`, print how many batches were evaluated."""
         self._close()
         if self._enabled and trainer.state.fn in ("validate", "test"):
             testing = trainer.state.fn == "test"
-            done, there = batches_of(trainer, testing)
-            what = f"all {there:,}" if done == there else f"{done:,} of {there:,}"
-            limit = "" if done == there else f" (trainer.limit_{'test' if testing else 'val'}_batches)"
-            self.print(f"{'tested' if testing else 'validated'} on {what} batches{limit}")
+            done, in_split = batches_of(trainer, testing)
+            count = f"all {in_split:,}" if done == in_split else f"{done:,} of {in_split:,}"
+            limit = "" if done == in_split else f" (trainer.limit_{'test' if testing else 'val'}_batches)"
+            self.print(f"{'tested' if testing else 'validated'} on {count} batches{limit}")
 
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open a bar for the test."""
@@ -110,7 +110,7 @@ class Progress(ProgressBar):
                 leave=leave,
                 disable=not self._enabled or (not leave and not on_terminal),
                 dynamic_ncols=True,
-                mininterval=0.1 if on_terminal else 10,  # a log file wants a line now and then
+                mininterval=0.1 if on_terminal else 10,  # fewer lines in a log file
                 unit=" steps" if leave else " batches",
             )
         )
@@ -120,13 +120,13 @@ class Progress(ProgressBar):
 
 
 def batches_of(trainer: L.Trainer, testing: bool = False) -> tuple[int, int]:
-    """Batches of a validation or test, and how many there are without a limit.
+    """Number of batches of a validation or test, with and without the limit of the trainer.
 
     Args:
-        trainer: After its loaders were made.
-        testing: Of the test.
+        trainer: A trainer whose data loaders are set up.
+        testing: Whether to count the test's batches instead of the validation's.
     """
     limited = trainer.num_test_batches if testing else trainer.num_val_batches
     loaders = trainer.test_dataloaders if testing else trainer.val_dataloaders
-    every = loaders if isinstance(loaders, list | tuple) else [] if loaders is None else [loaders]
-    return int(sum(limited)), sum(map(len, every))
+    all_loaders = loaders if isinstance(loaders, list | tuple) else [] if loaders is None else [loaders]
+    return int(sum(limited)), sum(map(len, all_loaders))

@@ -1,4 +1,4 @@
-"""Writes the results of a run when it ends."""
+"""The results of a run, written when it ends."""
 
 import logging
 import os
@@ -31,15 +31,15 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Completes(Protocol):
-    """A callback that has something to do with the last validation of a run, should it come after `fit`."""
+    """A callback that acts on the final validation of a run, should that come after `fit`."""
 
     def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The run had been killed in that validation, which is now made up for."""
+        """Handle a final validation that was made up for, since the run was killed during it."""
         ...
 
 
 class ResultRow(RunCallback):
-    """Writes `results.json`, all that is to be known about a run in one row, and a short table on the terminal.
+    """Writes `results.json`, the results of a run in one row, and prints a short table.
 
     Losses are in nats per token. `status` is `complete`, `interrupted` (Ctrl-C, SIGTERM) or `failed`.
 
@@ -48,26 +48,26 @@ class ResultRow(RunCallback):
             which shows how much they matter; 0 measures nothing.
     """
 
-    order = 180  # last, when all numbers are there
+    order = 180  # last, when all metrics are final
 
     def __init__(self, zeroed_batches: int = 4) -> None:
         self.zeroed_batches = zeroed_batches
         self._row: dict[str, Any] | None = None
         self._parameters = 0
-        self._earlier_seconds = 0.0  # of the runs that this one continues
+        self._earlier_seconds = 0.0  # of the process or processes that this one resumes
         self._start = time.perf_counter()
         self._trained = self._finishing = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The time so far, which a continued run adds to."""
+        """The time so far, to which a resumed run adds."""
         return {"wall_seconds": self._wall_seconds()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Count on."""
+        """Restore the time so far."""
         self._earlier_seconds = state_dict["wall_seconds"]
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Count the parameters, before a strategy divides them."""
+        """Count the parameters, before a strategy shards them."""
         self._parameters = pl_module.model.num_parameters()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -75,32 +75,34 @@ class ResultRow(RunCallback):
         self._start = time.perf_counter()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """There is something to train, so `on_train_end` will come."""
+        """Note that there are steps left to train, so that `on_train_end` will be called."""
         self._trained = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Measure what is left to measure, and write the row."""
+        """Measure the loss without mixers, and write the row."""
         mixers = self._mixers_loss(trainer, pl_module)
         self._write(trainer, pl_module, "complete", mixers)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the table, when the progress bar is gone."""
+        """Print the table, now that the progress bar is gone."""
         if self._row is not None and trainer.is_global_zero:
             Console().print(result_table(self._row))
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, datamodule: L.LightningDataModule) -> None:
-        """After `fit`: the row of a run that had nothing left to train, but was killed before it wrote its row."""
+        """After `fit`: write the row of a run that had no steps left, but was killed before it wrote its row."""
         if self._trained or trainer.fast_dev_run:
             return
         folder = Path(trainer.default_root_dir)
         try:
             row = read_row(folder)
         except UserError as error:
-            log.warning("%s It is written anew.", error)
+            log.warning("%s It is written again.", error)
             row = None
         if row is None or (row["status"], row.get("steps")) != ("complete", trainer.global_step):
             self._finishing = True
-            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step - 1  # the row of the last step
+            trainer.fit_loop.epoch_loop._batches_that_stepped = (
+                trainer.global_step - 1
+            )  # so that its metrics go into the row of the last step
             trainer.validate(pl_module, datamodule=datamodule, verbose=False)
             for callback in trainer.callbacks:
                 if isinstance(callback, Completes):
@@ -110,22 +112,22 @@ class ResultRow(RunCallback):
             Console().print(f"{folder} is complete; --trainer.max_steps above {trainer.max_steps} trains it further")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the row, if that is what the validation is for."""
+        """Write the row if `finish` ran the validation."""
         if self._finishing:
             self._write(trainer, pl_module, "complete", self._mixers_loss(trainer, pl_module))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Write what is known."""
+        """Write the results so far."""
         if trainer.state.fn == "fit" and trainer.global_step > 0:
             stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException) or trainer.received_sigterm
-            with suppress(OSError):  # the disk may be what failed, which is to be told instead
+            with suppress(OSError):  # the disk may be full; the original exception is reported instead
                 self._write(trainer, pl_module, "interrupted" if stopped else "failed", {})
 
     def _wall_seconds(self) -> float:
         return self._earlier_seconds + time.perf_counter() - self._start
 
     def _mixers_loss(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
-        """The loss on the first validation batches as it is, and with the mixers zeroed."""
+        """The loss on the first validation batches, as is and with the mixers' outputs zeroed."""
         if not self.zeroed_batches or trainer.val_dataloaders is None:
             return {}
         training = pl_module.training
@@ -194,7 +196,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _commit() -> str | None:
-    """The commit of this code, if it runs from a checkout that tracks it."""
+    """The git commit of this code; None unless it runs from a checkout."""
     file = Path(__file__).resolve()
     commands = (["git", "ls-files", "--error-unmatch", file.name], ["git", "rev-parse", "HEAD"])
     try:

@@ -1,4 +1,4 @@
-"""What a callback of this project declares, so that nothing else has to know of it."""
+"""The base class of this project's callbacks, and their discovery."""
 
 import importlib
 import pkgutil
@@ -10,11 +10,11 @@ from lightning.pytorch.callbacks import Callback
 
 
 class RunCallback(Callback):
-    """A callback that every run of `fit` has. A file of this folder with such a class is all that one needs.
+    """A callback of every `fit` run. Defining a subclass in a file of this folder is enough to add one.
 
     Attributes:
-        key: The config key under which its constructor's arguments stand; None if it takes no arguments.
-        order: Callbacks hear of an event in ascending order. (Lightning moves those that save checkpoints to the end.)
+        key: The config key of its constructor's arguments; None if it takes no arguments.
+        order: Callbacks are called in ascending order. (Lightning moves those that save checkpoints to the end.)
     """
 
     key: ClassVar[str | None] = None
@@ -23,14 +23,14 @@ class RunCallback(Callback):
 
 @cache
 def run_callbacks() -> tuple[type[RunCallback], ...]:
-    """The callbacks in the files of this folder, in the order in which they hear of events."""
+    """The callback classes in the files of this folder, in the order in which they are called."""
     package = __name__.rpartition(".")[0]
-    names = [found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    names = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
     modules = [importlib.import_module(f"{package}.{name}") for name in names]
     classes = {
-        thing
+        value
         for module in modules
-        for thing in vars(module).values()
-        if isinstance(thing, type) and issubclass(thing, RunCallback) and thing.__module__ == module.__name__
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, RunCallback) and value.__module__ == module.__name__
     }
     return tuple(sorted(classes - {RunCallback}, key=lambda cls: cls.order))

@@ -1,4 +1,4 @@
-"""What a run is made of, written to its folder."""
+"""The run's config and tokenizer, written to its folder."""
 
 from pathlib import Path
 
@@ -7,21 +7,21 @@ import yaml
 
 from zoo.train.callbacks.run_callback import RunCallback
 
-HEADER = "# Everything that this run was made of; fit --config takes it as it is.\n"
+HEADER = "# The complete config of this run; fit --config accepts it as is.\n"
 APPENDED = ("metrics.jsonl", "metrics.csv", "samples.txt", "results.json")  # files to which a run appends
 
 
 class RunFiles(RunCallback):
-    """Writes what a run is made of to its folder, `config.yaml` and, of text, `tokenizer.json`.
+    """Writes the run's config to `config.yaml` and, for text data, its tokenizer to `tokenizer.json`.
 
-    It waits until all of it has loaded, so that a start that fails leaves the folder as it was. What a run left that
-    was stopped before its first checkpoint is removed then.
+    It waits until everything has loaded, so that a failed start leaves the folder unchanged. The files of an earlier
+    run that was stopped before its first checkpoint are then removed.
     """
 
     order = 20
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write them, in the first process."""
+        """Write the files, in the first process."""
         if not trainer.is_global_zero:
             return
         folder = Path(trainer.default_root_dir)

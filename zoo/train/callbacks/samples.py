@@ -1,4 +1,4 @@
-"""Text that the model writes at each validation."""
+"""Text samples at each validation."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,14 +10,14 @@ from zoo.train.callbacks.run_callback import RunCallback
 
 
 class Samples(RunCallback):
-    """Lets the model write at each validation, to the terminal and to `samples.txt` in the run's folder.
+    """Samples text from the model at each validation, to the terminal and to `samples.txt` in the run's folder.
 
     Args:
-        prompts: What it continues; an empty prompt starts a document.
-        max_new_tokens: How far.
-        temperature: 0 takes the likeliest token.
-        top_p: Draw from the likeliest tokens that together have this probability; null draws from all.
-        seed: Of the draws, so that samples of different steps differ by the model alone.
+        prompts: The prompts to continue; an empty prompt starts a document.
+        max_new_tokens: Largest number of tokens to generate per prompt.
+        temperature: Sampling temperature; 0 takes the likeliest token.
+        top_p: Sample from the likeliest tokens whose probabilities add up to this; null samples from all.
+        seed: Seed of the sampling, so that samples of different steps differ by the model alone.
     """
 
     key = "samples"
@@ -38,7 +38,7 @@ class Samples(RunCallback):
         self.seed = seed
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write a sample for each prompt."""
+        """Generate a sample for each prompt."""
         if trainer.state.fn != "fit" or trainer.sanity_checking or pl_module.tokenizer is None:
             return
         for prompt in self.prompts:

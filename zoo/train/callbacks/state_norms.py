@@ -1,4 +1,4 @@
-"""How large the states of the mixers get: one number for each part of each layer's state."""
+"""The norms of the mixers' recurrent states: one number for each part of each layer's state."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from zoo.train.callbacks.run_callback import RunCallback
 class StateNorms(RunCallback):
     """Logs the Frobenius norms of the states after the first row of a validation, for instance `state_norm_3_matrix`.
 
-    The row is the same each time (of packed documents it is the first one), so the norms tell of the model alone. A
-    state that grows with the text, such as keys and values, is that of the whole row.
+    The row is the same each time (the first document, if documents are packed), so changes are due to the model alone.
+    A state that grows with the text, such as keys and values, is that of the whole row.
 
     Args:
-        every_n_validations: Log at every N-th validation; null for never.
+        every_n_validations: Measure at every N-th validation, starting with the first; null never measures.
 
     Raises:
         UserError: `every_n_validations` is below 1.
@@ -43,7 +43,7 @@ class StateNorms(RunCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Run the row once more, with states, in all processes (a divided model needs all of them)."""
+        """Run the row once more, with states, in all processes (a sharded model needs all of them)."""
         if self.every is None or trainer.state.fn != "fit" or trainer.sanity_checking or batch_idx or dataloader_idx:
             return
         self._validations += 1
@@ -64,13 +64,13 @@ def state_norms(state: tuple[Any, ...]) -> dict[str, Tensor]:
     """Frobenius norms of a model's state.
 
     Args:
-        state: Of all stateful layers, bottom-up, as the model returns it.
+        state: The states of all stateful layers, bottom-up, as the model returns them.
 
     Returns:
         `LAYER_PART` → the norm over all sequences and heads, a scalar in fp32; LAYER alone if the state is one tensor.
     """
-    found = {}
-    for layer, own in enumerate(state):
-        for name, leaf in remembered(own):
-            found[f"{layer}{name}"] = leaf.float().norm()
-    return found
+    return {
+        f"{layer}{name}": leaf.float().norm()
+        for layer, layer_state in enumerate(state)
+        for name, leaf in remembered(layer_state)
+    }

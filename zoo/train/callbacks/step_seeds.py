@@ -1,4 +1,4 @@
-"""Random numbers that a continued run repeats."""
+"""Random numbers that do not depend on where a run was stopped."""
 
 import os
 import random
@@ -12,10 +12,10 @@ from zoo.train.callbacks.run_callback import RunCallback
 
 
 class StepSeeds(RunCallback):
-    """Makes the random numbers of each training step a function of the seed, the process and the step alone.
+    """Makes the random numbers of each training step a function of the seed, the rank and the step alone.
 
-    So dropout is the same in a continued run as in an uninterrupted one, whatever validation, sampling or data loading
-    draw in between, and wherever the run was stopped; saving the generators' states would not give the first.
+    So dropout is the same in a resumed run as in an uninterrupted one, however many random numbers validation, sampling
+    or data loading draw in between, and wherever the run was stopped. Saved generator states would not achieve that.
     """
 
     order = 50
@@ -24,15 +24,15 @@ class StepSeeds(RunCallback):
         self.seed: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed, which a continued run keeps."""
+        """The seed, which a resumed run keeps."""
         return {"seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the seed of the run that is continued."""
+        """Restore the seed of the run."""
         self.seed = state_dict["seed"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Take the seed that `seed_everything` was given, else PyTorch's."""
+        """Take the seed of `seed_everything`, or else PyTorch's."""
         if self.seed is None:
             self.seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
 

@@ -21,7 +21,7 @@ class Mark(Protocol):
     """A point in time, with the three methods of `torch.cuda.Event` that are used here."""
 
     def query(self) -> bool:
-        """Whether the device has come so far."""
+        """Whether the device has reached the mark."""
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
@@ -30,13 +30,13 @@ class Mark(Protocol):
 
 
 class HostMark:
-    """Now, by the clock of the host."""
+    """The current time, by the clock of the host."""
 
     def __init__(self) -> None:
         self.seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """It is past."""
+        """True: the mark is in the past."""
         return True
 
     def elapsed_time(self, end_event: "HostMark") -> float:
@@ -45,7 +45,7 @@ class HostMark:
 
 
 def mark(device: torch.device) -> Mark:
-    """A mark at this point of what a device computes; nothing waits for it."""
+    """A mark at this point of a device's work, without synchronisation."""
     if device.type != "cuda":
         return HostMark()
     event = torch.cuda.Event(enable_timing=True)
@@ -54,24 +54,26 @@ def mark(device: torch.device) -> Mark:
 
 
 def when_computed(loss: Tensor, do: Callable[[], None]) -> None:
-    """Have `do` called in the backward pass of `loss`, when all gradients of this process are computed.
+    """Call `do` in the backward pass of `loss`, when all gradients of this process are computed.
 
-    What DDP does when it has all of them, to wait for those of the other processes, comes after that.
+    DDP's wait for the gradients of the other processes comes after that.
     """
 
     def queue(gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(do)  # in order; DDP queues its own at the last gradient
+        Variable._execution_engine.queue_callback(
+            do
+        )  # callbacks run in order; DDP queues its wait at the last gradient
 
     loss.register_hook(queue)
 
 
 class LoaderClock(Profiler):
-    """Counts the seconds in which Lightning waits for the training loader, around the profiler that there is.
+    """Counts the seconds in which Lightning waits for the training loader, and passes everything to another profiler.
 
-    (No hook of a callback comes before the loader is asked.)
+    (No callback hook comes before the loader is called.)
 
     Args:
-        inner: The trainer's own profiler, which hears of everything.
+        inner: The trainer's profiler.
     """
 
     def __init__(self, inner: Profiler) -> None:
@@ -81,13 +83,13 @@ class LoaderClock(Profiler):
         self._start = 0.0
 
     def start(self, action_name: str) -> None:
-        """Note when the loader is asked."""
+        """Note when the loader is called."""
         self.inner.start(action_name)
         if action_name.endswith("train_dataloader_next"):
             self._start = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
-        """Note when it has answered."""
+        """Note when the loader returns."""
         if action_name.endswith("train_dataloader_next"):
             self.seconds += time.perf_counter() - self._start
         self.inner.stop(action_name)
@@ -98,87 +100,87 @@ class LoaderClock(Profiler):
         return seconds
 
     def summary(self) -> str:
-        """The inner one's."""
+        """Call the inner profiler."""
         return self.inner.summary()
 
     def describe(self) -> None:
-        """The inner one's."""
+        """Call the inner profiler."""
         self.inner.describe()
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """The inner one's."""
+        """Call the inner profiler."""
         self.inner.setup(stage, local_rank, log_dir)
 
     def teardown(self, stage: str | None) -> None:
-        """The inner one's."""
+        """Call the inner profiler."""
         self.inner.teardown(stage)
 
 
 class _Batch(NamedTuple):
-    before: Mark | None  # the end of the batch before it, if nothing but the loader came in between
-    waited: float  # for the loader, seconds of the host
+    before: Mark | None  # end of the previous batch, if only the loader came in between
+    waited: float  # host seconds spent waiting for the loader
     marks: list[Mark]  # start, before and after the backward pass, end
-    computed: Mark | None  # in the backward pass, when all gradients were computed, if others are then waited for
+    computed: Mark | None  # when all local gradients were computed, if those of other processes are then waited for
 
 
 class StepTimes(RunCallback):
-    """Logs the mean seconds per optimiser step of each part of it, over the steps since they were logged last.
+    """Logs the mean seconds of each part of an optimiser step, over the steps since the last log.
 
-    `seconds_forward`; `seconds_backward`, with the communication of gradients, most of which goes on beside it;
+    `seconds_forward`; `seconds_backward`, with the communication of gradients, most of which overlaps it;
     `seconds_optimizer`, with the norm and clipping of the gradients; `seconds_data`, waiting for the loader; and
-    `seconds_other`, all else between two steps, such as logging and checkpoints. Validation counts nowhere.
+    `seconds_other`, everything else between two steps, such as logging and checkpoints. Validation is not counted.
 
-    Several processes with DDP have `seconds_communication`, too: the end of `seconds_backward`, when all gradients are
-    computed and only those of other processes are waited for, on their way or not computed yet. It is the part of the
-    communication that makes a step longer, apart from what context parallelism exchanges inside of layers. ZeRO has
-    no such column: it communicates in all parts of a step, and there is no point after which it only waits.
+    With DDP on several processes there is also `seconds_communication`: the end of `seconds_backward`, after all local
+    gradients are computed, when the process only waits for those of others. It is the part of the communication that
+    is not overlapped, apart from what context parallelism exchanges inside layers. ZeRO has no such column: it
+    communicates in all parts of a step, and there is no point after which it only waits.
 
-    On a GPU these are seconds of the GPU, between events that are read when it has passed them: nothing waits for it,
-    and the last steps may count the next time. The wait for the loader counts as far as the GPU waits too. The
-    first step of a process, which compiles and allocates, does not count. All are of the first process.
+    On a GPU these are seconds of the GPU, between events that are read once it has passed them: nothing synchronises,
+    and the last steps may count towards the next log. Waiting for the loader counts only as far as the GPU waits too.
+    The first step of a process, which compiles and allocates, does not count. All numbers are of the first process.
     """
 
-    order = 10  # first, so that what the others do is not taken for a part of the step
+    order = 10  # first, so that the time of other callbacks does not count as part of the step
 
     def __init__(self) -> None:
         self._loader: LoaderClock | None = None
-        self._step = 0  # those done
+        self._step = 0  # steps done
         self._warm = False
         self._before: Mark | None = None
         self._marks: list[Mark] = []  # of the batch in progress
         self._batches: list[_Batch] = []  # of the step in progress
-        self._waiting: deque[list[_Batch]] = deque()  # steps that the device may not have done
-        self._with_others = False  # whether gradients of other processes are waited for
+        self._waiting: deque[list[_Batch]] = deque()  # steps that the device may not have finished
+        self._with_others = False  # whether the backward pass waits for gradients of other processes
         self._computed: Mark | None = None  # of the batch in progress
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         parts = (*PARTS, "communication") if self._with_others else PARTS
         self._sums, self._steps = dict.fromkeys(parts, 0.0), 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Listen to how long the loader takes."""
+        """Wrap the trainer's profiler in the clock of the loader."""
         if stage == "fit":
             self._loader = LoaderClock(trainer.profiler)
             trainer.profiler = self._loader
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the trainer its profiler back."""
+        """Restore the trainer's profiler."""
         if self._loader is not None and trainer.profiler is self._loader:
             trainer.profiler = self._loader.inner
         self._loader = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin anew."""
+        """Discard earlier measurements."""
         self._step, self._warm, self._before = trainer.global_step, False, None
         self._batches.clear()
         self._waiting.clear()
         ddp = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
         self._with_others = ddp and trainer.world_size > 1
-        self._forget()
+        self._reset()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """What comes until the next batch is no part of a step."""
+        """The time until the next batch does not belong to a step."""
         self._before = None
 
     def on_train_batch_start(
@@ -188,7 +190,7 @@ class StepTimes(RunCallback):
         self._marks, self._computed = [mark(pl_module.device)], None
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """Mark its end, and later that of the gradients."""
+        """Mark the end of the forward pass and, with DDP, when all gradients are computed."""
         self._marks.append(mark(pl_module.device))
 
         def computed() -> None:
@@ -204,7 +206,7 @@ class StepTimes(RunCallback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Mark the end of the batch, and log if it is time."""
+        """Mark the end of the batch, and log if it is due."""
         end = mark(pl_module.device)
         waited = 0.0 if self._loader is None else self._loader.take()
         if len(self._marks) == 3:
@@ -216,16 +218,16 @@ class StepTimes(RunCallback):
         if self._warm:
             self._waiting.append(self._batches)
         self._batches, self._warm = [], True
-        every = trainer.log_every_n_steps
-        if every and self._step % every == 0:
+        interval = trainer.log_every_n_steps
+        if interval and self._step % interval == 0:
             self._read()
             if self._steps:
                 for part, seconds in self._sums.items():
                     self.log(f"seconds_{part}", seconds / self._steps)
-                self._forget()
+                self._reset()
 
     def _read(self) -> None:
-        """Add up the steps that the device has done."""
+        """Add up the steps that the device has finished."""
         while self._waiting and all(batch.marks[-1].query() for batch in self._waiting[0]):
             for before, waited, (start, forward, backward, end), computed in self._waiting.popleft():
                 gap = waited if before is None else before.elapsed_time(start) / 1000

@@ -1,4 +1,4 @@
-"""How fast a run is."""
+"""The speed of a run."""
 
 import time
 from collections import deque
@@ -10,13 +10,13 @@ from kernels.errors import UserError
 from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.devices import peak_flops
 
-TRAINING_FLOPS = 3  # per forward FLOP: the backward pass computes two products for each one of the forward pass
+TRAINING_FLOPS = 3  # per forward FLOP: the backward pass computes two products for each product of the forward pass
 
 
 class Throughput(RunCallback):
-    """Logs tokens per second, seconds per step, model FLOPs utilisation where the peak is known, and the time left.
+    """Logs tokens per second, seconds per step, model FLOPs utilisation if the peak is known, and the time left.
 
-    Time in validation does not count. FLOPs are those of the model (3 × forward), not of recomputation.
+    Time spent in validation does not count. FLOPs are those of the model (3 × forward), without recomputation.
 
     Args:
         window: Steps to average over.
@@ -43,13 +43,13 @@ class Throughput(RunCallback):
         self._pause_start = time.perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Let the clock go on."""
+        """Restart the clock."""
         self._paused += time.perf_counter() - self._pause_start
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the means of the window."""
+        """Log the means over the window."""
         if trainer.global_step == self._marks[-1][2]:
             return
         self._mark(trainer, pl_module)

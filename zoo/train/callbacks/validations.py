@@ -1,4 +1,4 @@
-"""No validation is left out."""
+"""Validations that Lightning would leave out."""
 
 from typing import Any
 
@@ -8,24 +8,24 @@ from zoo.train.callbacks.run_callback import RunCallback
 
 
 class Validations(RunCallback):
-    """Leaves no validation out: one more when a run ends between two, and first of all what a stopped run left out."""
+    """Adds a final validation if a run ends between two, and makes up for one that a stopped run missed."""
 
-    order = 170  # after all that are to see the validations that it runs
+    order = 170  # after all callbacks that use the validations it runs
 
     def __init__(self) -> None:
-        self._step = -1  # of the last one
-        self._batch = 0  # after which it was, counted over all epochs
+        self._step = -1  # of the last validation
+        self._batch = 0  # number of batches before the last validation, over all epochs
 
     def state_dict(self) -> dict[str, Any]:
-        """After which batch the last one was."""
+        """The batch count at the last validation."""
         return {"batch": self._batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Know which one may be missing."""
+        """Restore the batch count at the last validation."""
         self._batch = state_dict["batch"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Make up for one that was due when the run was stopped; its loss may be the best."""
+        """Run the validation that was due when the run was stopped; its loss may be the best."""
         loop = trainer.fit_loop.epoch_loop
         batches, every = loop.batch_progress, trainer.val_check_batch
         by_epoch = trainer.check_val_every_n_epoch is not None
@@ -36,16 +36,18 @@ class Validations(RunCallback):
             self._run(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remember when."""
+        """Note the step and batch of this validation."""
         if not trainer.sanity_checking:
             self._step, self._batch = trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Run Lightning's own validation loop, as it does between steps."""
+        """Run the final validation, with Lightning's validation loop as between steps."""
         stopped = trainer.interrupted or trainer.received_sigterm
         if self._step != trainer.global_step and not trainer.fast_dev_run and not stopped:
             loop = trainer.fit_loop.epoch_loop
-            loop._batches_that_stepped -= 1  # its row of metrics is that of the last step, as in a run's other ones
+            loop._batches_that_stepped -= (
+                1  # its metrics belong in the row of the last step, like those of other validations
+            )
             self._run(trainer)
             loop._batches_that_stepped += 1
 

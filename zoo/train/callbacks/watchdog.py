@@ -1,4 +1,4 @@
-"""A run that hangs ends, and says where it hung."""
+"""Ends a run that hangs, and records where it hung."""
 
 import faulthandler
 import os
@@ -13,20 +13,20 @@ import lightning as L
 from kernels.errors import UserError
 from zoo.train.callbacks.run_callback import RunCallback
 
-TIMED_OUT = 124  # the exit code, as of the command `timeout`
+TIMED_OUT = 124  # the exit code of the `timeout` command
 
 
 class Watchdog(RunCallback):
-    """Ends the process if no step is finished for a while, with the stacks of all its threads in a file.
+    """Ends the process if no step finishes within the timeout, and writes the stacks of all its threads to a file.
 
-    The file is `hang-RANK.txt` in the run's folder, the exit code 124; a scheduler can then continue the run from its
-    last checkpoint. A batch of a validation and a checkpoint count as steps. The first step may compile kernels.
+    The file is `hang-RANK.txt` in the run's folder, and the exit code 124; a scheduler can then resume the run from its
+    last checkpoint. Validation batches and checkpoints count as steps. The first step may compile kernels.
 
     Args:
-        timeout_minutes: How long to wait; null waits forever.
+        timeout_minutes: Minutes to wait; null waits forever.
 
     Raises:
-        UserError: The time is not above 0.
+        UserError: `timeout_minutes` is not above 0.
     """
 
     key = "watchdog"
@@ -41,7 +41,7 @@ class Watchdog(RunCallback):
         self._thread: threading.Thread | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to watch."""
+        """Start the watching thread."""
         if self.timeout_minutes is None:
             return
         self._alive()
@@ -51,14 +51,14 @@ class Watchdog(RunCallback):
         self._thread.start()
 
     def _alive(self, *_: Any, **__: Any) -> None:
-        """Something was finished."""
+        """Note that something was finished."""
         self._last = time.monotonic()
 
     on_train_start = on_train_batch_end = on_validation_start = on_validation_batch_end = on_validation_end = _alive
     on_save_checkpoint = on_train_end = _alive
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Watch no longer."""
+        """Stop the watching thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -74,14 +74,14 @@ class Watchdog(RunCallback):
 
 
 def end_with_stacks(file: Path, reason: str) -> None:
-    """End the process at once, with exit code 124, and the stacks of all threads in `file`."""
+    """End the process immediately with exit code 124, and write the stacks of all threads to `file`."""
     try:
         with open(file, "w", encoding="utf-8") as stacks:
             stacks.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}: {reason}\n")
             stacks.flush()
             faulthandler.dump_traceback(stacks, all_threads=True)
         where = f"where it hung is in {file}"
-    except OSError as error:  # a disk that hangs or is full may be why
+    except OSError as error:  # a hanging or full disk may be the cause
         where = f"{file} cannot be written ({error.strerror})"
     sys.stderr.write(f"\nerror: {reason}; {where}\n")
     sys.stderr.flush()

@@ -269,7 +269,7 @@ def test_wrong_arguments_are_told_in_one_sentence(command: Command):
     for wrong, said in {
         "--data.tsks=3": "data.tsks: unknown key; did you mean 'tasks'?",
         "--data.tasks=[{length: 16, pair: 2}]": "data.tasks.pair: unknown key; did you mean 'pairs'?",
-        "--data.tasks=[{length: x}]": "is no whole number",
+        "--data.tasks=[{length: x}]": "is not a whole number",
         "--data.tasks=[{length: 8, pairs: 4}]": "data.tasks[0].length is 8; 4 pairs need at least 16 tokens",
     }.items():
         done = command(*FIT, wrong)

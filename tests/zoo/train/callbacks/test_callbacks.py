@@ -108,7 +108,7 @@ def test_a_checkpoint_survives_a_failure_in_the_middle_of_the_next(number, tmp_p
         real(checkpoint, file)
 
     monkeypatch.setattr(torch, "save", fails_half_way)
-    with pytest.raises(UserError, match=f"cannot be written: {os.strerror(number)}; what was saved there before"):
+    with pytest.raises(UserError, match=f"cannot be written: {os.strerror(number)}; the one saved there before"):
         trainer(tmp_path, val_check_interval=40).fit(pretraining(), Data())
     assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 3
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]

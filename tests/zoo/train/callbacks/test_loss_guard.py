@@ -122,7 +122,7 @@ class Copied:
 
 
 def test_what_the_host_hears_late_is_counted_a_step_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(guard, "_told", lambda *scalars: guard.Taken(torch.stack(scalars), Copied()))
+    monkeypatch.setattr(guard, "_copied_to_host", lambda *scalars: guard.Outcome(torch.stack(scalars), Copied()))
     bad, states = {3, 6, *range(8, 40)}, States()
     late = LossGuard(spike=50.0, window=6, patience=2)
     with pytest.raises(Diverged, match="3 steps in a row"):
@@ -138,7 +138,7 @@ def test_what_the_host_hears_late_is_counted_a_step_later(tmp_path, monkeypatch)
 
 
 def test_the_last_step_of_a_run_is_counted_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(guard, "_told", lambda *scalars: guard.Taken(torch.stack(scalars), Copied()))
+    monkeypatch.setattr(guard, "_copied_to_host", lambda *scalars: guard.Outcome(torch.stack(scalars), Copied()))
     trainer(tmp_path, [Spoil({12}, "gradient", float("nan")), late := LossGuard()]).fit(
         pretraining(), ResumableLoader(40), validation_loader()
     )
