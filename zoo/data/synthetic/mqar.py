@@ -70,7 +70,7 @@ class MQAR(ResumableData):
 
     @property
     def validation_names(self) -> list[str]:
-        """A name for each validation task, `pairs_8`, or `length_64_pairs_8` where two have the same number of pairs."""
+        """A name for each validation task, `pairs_8`, or `length_64_pairs_8` where two have the same pairs."""
         pairs = Counter(task.pairs for task in self.validation_tasks)
         clash = max(pairs.values()) > 1
         return [(f"length_{task.length}_" if clash else "") + f"pairs_{task.pairs}" for task in self.validation_tasks]
