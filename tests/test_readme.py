@@ -41,6 +41,7 @@ def test_a_mixer_is_as_short_as_readme_says():
     assert max(len(Path(file).read_text().splitlines()) for file in files) <= LONGEST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", commands())
 def test_a_command_of_the_readme_parses(
     line: str, command: Command, finished, tmp_path, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,7 @@ def test_a_file_for_another_gpu_is_not_used(hopper: None, tmp_path: Path, caplog
         )
 
 
+@pytest.mark.slow
 def test_the_environment_names_the_file(tmp_path: Path):
     code = "from kernels.triton import launch_file; import sys; sys.stdout.write(repr(launch_file.current()))"
     for value, expected in (("here.json", "'here.json'"), ("", "None")):
