@@ -9,6 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from kernels.errors import UserError
 from mixers import ContextParallel, TokenMixer, takes_context_parallel
@@ -104,6 +106,16 @@ class Pretraining(L.LightningModule):
             self._part = ContextParallel(group)
         if stage == "fit" and self.optim.initial_weights is not None:
             load_weights(self.model, self.optim.initial_weights)
+
+    def configure_model(self) -> None:
+        """Shard the parameters block by block if the strategy is Lightning's for FSDP2 (`zoo.train.fsdp2`)."""
+        if self._device_mesh is None or isinstance(self.model, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.model.layers:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        register_fsdp_forward_method(self.model, "loss")  # training calls it in place of `forward`
 
     def _check_context_parallel(self, stage: str) -> None:
         number, trainer = self.context_parallel, self.trainer
@@ -288,7 +300,8 @@ class Pretraining(L.LightningModule):
         """Total norm of the gradients before clipping, a scalar; computed once per step and cached."""
         if self._gradient_norm is None:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            self._gradient_norm = nn.utils.get_total_norm(gradients)
+            norm = nn.utils.get_total_norm(gradients)
+            self._gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return self._gradient_norm
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

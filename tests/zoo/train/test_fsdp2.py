@@ -1,0 +1,60 @@
+"""FSDP2 in two processes on the CPU: the same training as in one, and checkpoints that all strategies continue."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.commands import FIT, sitting_at, start
+from zoo.train.metrics_file import read_metrics
+
+pytest_plugins = "tests.desk"
+pytestmark = pytest.mark.slow
+
+TWO = ("--trainer.devices=2", "--trainer.accelerator=cpu")
+STRATEGIES = {
+    "fsdp2": (*TWO, "--trainer.strategy={class_path: zoo.train.fsdp2.FSDP2}"),
+    "ddp": (*TWO, "--trainer.strategy=ddp"),
+    "one": ("--trainer.devices=1", "--trainer.strategy=auto"),
+}
+
+
+def run(folder: Path, cache: Path, *arguments: str) -> None:
+    process = start(folder, cache, *arguments, OMP_NUM_THREADS="1", ZOO_RUN="")
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+
+
+def losses(run: Path) -> list[float]:
+    rows = read_metrics(run / "metrics.jsonl")
+    return [row[name] for row in rows for name in ("train_loss", "val_loss") if name in row]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
+    """A folder with four steps by FSDP2 and by DDP."""
+    folder = tmp_path_factory.mktemp("fsdp2")
+    with sitting_at(folder, shared_cache):
+        for name in ("fsdp2", "ddp"):
+            run(folder, shared_cache, *FIT, *STRATEGIES[name], "--run", name)
+    return folder
+
+
+def test_it_trains_as_ddp_does(begun: Path) -> None:
+    one, other = (losses(begun / "runs" / name) for name in ("fsdp2", "ddp"))
+    assert one == pytest.approx(other, abs=1e-5)
+    assert one
+
+
+@pytest.mark.parametrize(("first", "then"), [("fsdp2", "fsdp2"), ("fsdp2", "one"), ("ddp", "fsdp2")])
+def test_a_checkpoint_is_continued_by_any_strategy(begun: Path, shared_cache: Path, first: str, then: str) -> None:
+    runs, name = begun / "runs", f"{first}-{then}"
+    for source, copy in ((first, name), ("ddp", f"{name}-expected")):
+        shutil.copytree(runs / source, runs / copy)
+    with sitting_at(begun, shared_cache):
+        run(begun, shared_cache, "fit", "--resume", name, "--trainer.max_steps=7", *STRATEGIES[then])
+        run(begun, shared_cache, "fit", "--resume", f"{name}-expected", "--trainer.max_steps=7")
+    row, expected = (json.loads((runs / each / "results.json").read_text()) for each in (name, f"{name}-expected"))
+    assert row["steps"] == 7
+    assert row["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-5)
