@@ -157,7 +157,7 @@ class DeltaRule(Plan):
 
     @prepared
     def forward(self, segments: int, columns: int) -> Prepared:
-        """The pass along time, over the first segments, with states of so many columns."""
+        """The pass along time over the first segments, with states [K,columns]."""
         return self._along_time(scan_forward, self.pass_entry("forward"), segments, columns)
 
     @prepared

@@ -20,6 +20,7 @@ BLOCK = 512  # tokens between two anchors of the gradients of the gates; segment
 SCAN_BLOCK = 1024
 LARGEST = 1 << 31  # 32 bits count the elements of a segment
 RESIDENT = 2  # programs of the sequential pass that run at once on one multiprocessor
+GATES = {1: "constant", 3: "head", 4: "channel"}  # by the axes of the log decays
 FEW = 2  # slices: each makes the scores of a chunk for itself, where nothing else needs them
 # x, y and z of the sequential passes (`triton_carry.py`), and what the gradients of the gates need beside z
 PASSES = {
@@ -290,27 +291,6 @@ class LinearRecurrence(Plan):
             **self.sums,
             **self.options(entry),
         )
-
-
-def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    subheads: int,
-    backward: bool,
-    gates: bool,
-) -> LinearRecurrence:
-    """The plan of a call; nothing is read or kept of the tensors but their shapes and strides."""
-    streams = q.shape, q.stride(), k.stride(), v.shape, v.stride(), q.dtype, q.device
-    of_gates = "none" if log_decay is None else GATES[log_decay.dim()], beta is not None
-    return LinearRecurrence.of(cu_seqlens, q.shape[1], *streams, *of_gates, scale, subheads, backward, gates)
-
-
-GATES = {1: "constant", 3: "head", 4: "channel"}  # by the axes of the log decays
 
 
 def filling(heads: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -12,7 +12,7 @@ import triton.language as tl
 from kernels.delta_rule.triton_plan import DeltaRule
 from kernels.documents import documents
 from kernels.linear_recurrence.triton_plan import LinearRecurrence
-from kernels.selective_scan.triton_plan import SelectiveScan
+from kernels.selective_scan.triton_op import SelectiveScan
 from kernels.triton.enqueue import Prepared
 from kernels.triton.launch_file import launch_file
 from kernels.triton.plan import Plan, prepared
