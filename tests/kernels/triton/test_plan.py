@@ -9,13 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
+import kernels
 from kernels.delta_rule.triton_plan import DeltaRule
-from kernels.documents import documents
+from kernels.documents import Documents, documents
 from kernels.linear_recurrence.triton_plan import LinearRecurrence
 from kernels.selective_scan.triton_op import SelectiveScan
 from kernels.triton.enqueue import Prepared
 from kernels.triton.launch_file import launch_file
 from kernels.triton.plan import Plan, prepared
+
+from .. import recurrences, test_selective_scan
 
 PLANS = (LinearRecurrence, DeltaRule, SelectiveScan)
 
@@ -85,3 +88,20 @@ def test_launches_are_made_of_a_plan_and_their_arguments_alone(plan: type[Plan])
         assert make.__closure__ is None
         kinds = {(p.kind, p.default) for p in inspect.signature(make).parameters.values()}
         assert kinds == {(inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty)}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+@pytest.mark.parametrize("op", [kernels.delta_rule, kernels.selective_scan])
+def test_boundaries_are_read_once(op: Callable, monkeypatch: pytest.MonkeyPatch):
+    """Forward and backward, and at each call: on a device that would be a synchronisation."""
+    documents, made, create = [0, 3, 8], [], Documents.__init__
+    if op is kernels.delta_rule:
+        a = recurrences.inputs(8, gate="head", G=1, K=16, V=16, documents=documents, dtype=torch.float32)
+    else:
+        a = test_selective_scan.inputs(8, documents=documents, dtype=torch.float32)
+    a = {name: x.requires_grad_(x.is_floating_point()) for name, x in a.items()}
+    monkeypatch.setattr(Documents, "__init__", lambda self, cu_seqlens: made.append(create(self, cu_seqlens)))
+    with kernels.backend("triton"):
+        for _ in range(2):
+            op(**a)[0].sum().backward()
+    assert len(made) == 1
