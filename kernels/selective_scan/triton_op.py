@@ -6,7 +6,6 @@ launch. There are no atomics: equal inputs give equal bits.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from .. import op
 from ..documents import Documents
 from ..triton.enqueue import Prepared, cdiv, next_power_of_2
-from ..triton.layout import Layout, layout
+from ..triton.layout import layout
 from ..triton.plan import Plan, prepared
 from .arguments import Scan
 from .triton_chunks import combine, local, outputs
@@ -32,18 +31,16 @@ class SelectiveScan(Plan):
     """The plan of a call over S sequences, whose chunks take at most `slots` places.
 
     Args:
-        packed: The documents that are packed into one row, if any are.
         shape: [B,T,D] of x.
         states: N of a channel.
         read: ones, constant or each: what c is.
         dtype: Of x.
         device: Where it lies.
-        documents: How many are packed, if any are; known where `packed` is not, in compiled code.
+        documents: How many are packed into one row, if any are.
     """
 
     def __init__(
         self,
-        packed: Documents | None,
         shape: torch.Size,
         states: int,
         read: str,
@@ -51,7 +48,7 @@ class SelectiveScan(Plan):
         device: torch.device,
         documents: int | None,
     ):
-        super().__init__(packed, dtype, device)
+        super().__init__(dtype, device)
         (self.B, self.T, self.D), self.N, self.read = shape, states, read
         self.length = chunk_length(self.T)
         self.per_row = -(-self.T // self.length)
@@ -59,15 +56,11 @@ class SelectiveScan(Plan):
         self.S = self.B if documents is None else documents
         self.slots = self.B * self.per_row if documents is None else self.T // self.length + documents
 
-    @cached_property
-    def layout(self) -> Layout:
-        """Where chunks lie; segments are whole sequences."""
-        return layout(self.packed, self.B, self.T, self.length, self.length, self.per_row * self.length, self.device)
-
-    @cached_property
-    def chunks(self) -> int:
-        """How many there are."""
-        return self.layout.chunks.shape[0]
+    def place(self, packed: Documents | None) -> None:
+        """Cut the sequences into chunks; segments are whole sequences."""
+        longest = self.per_row * self.length
+        self.layout = layout(packed, self.B, self.T, self.length, self.length, longest, self.device)
+        self.chunks = self.layout.chunks.shape[0]
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         """y, the final states, and the states before all chunks where these are not the given ones."""
@@ -182,7 +175,7 @@ def fake(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The shapes of `compute`."""
-    return SelectiveScan(None, *sizes(x, rate, c, cu_seqlens)).results()
+    return SelectiveScan(*sizes(x, rate, c, cu_seqlens)).results()
 
 
 def differentiate(

@@ -1,8 +1,9 @@
 """Launches that differ in anything that a kernel is compiled for are never taken for each other."""
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 
 import kernels
 from kernels.delta_rule.triton_plan import DeltaRule
-from kernels.documents import Documents, documents
+from kernels.documents import Documents
 from kernels.linear_recurrence.triton_plan import LinearRecurrence
 from kernels.selective_scan.triton_op import SelectiveScan
 from kernels.triton.enqueue import Prepared
@@ -35,9 +36,13 @@ def add(x, y, out, ONE: tl.constexpr, TWO: tl.constexpr):
 class Sum(Plan):
     """Adds two numbers."""
 
-    def __init__(self, packed: Any, one: int, dtype: torch.dtype, device: torch.device):
-        super().__init__(packed, dtype, device)
-        self.one, self.length = one, None if packed is None else packed.bounds[-1]
+    def __init__(self, one: int, dtype: torch.dtype, device: torch.device):
+        super().__init__(dtype, device)
+        self.one = one
+
+    def place(self, packed: Documents | None) -> None:
+        """Of these, nothing is wanted but where they end."""
+        self.bounds = None if packed is None else packed.bounds
 
     @prepared
     def add(self, two: int) -> Prepared:
@@ -74,8 +79,30 @@ def test_packed_documents_keep_their_plans():
     here, there = torch.tensor([0, 3, 16]), torch.tensor([0, 3, 16])
     assert made(1, here) is made(1, here)
     assert made(1, here) is not made(1, there)
-    assert made(1, here).length == 16
-    assert made(1, here).packed is documents(here, 16)
+    assert made(1, here).bounds == [0, 3, 16]
+    assert made(1).bounds is None
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_documents_and_their_tables_go_with_the_boundaries(plan: type[Plan]):
+    """At once: tables on a device that wait for a collection of cycles are memory that every step adds to."""
+    shape, bf16, device = torch.Size([1, 100, 2, 16]), torch.bfloat16, torch.device("cpu")
+    stride = torch.empty(shape).stride()
+    sizes: dict[type[Plan], tuple] = {
+        LinearRecurrence: (shape, stride, stride, shape, stride, bf16, device, "head", True, 1.0, 1, False, False),
+        DeltaRule: (shape, shape, 1, 1.0, bf16, device, 2),
+        SelectiveScan: (shape[:3], 4, "each", bf16, device, 2),
+    }
+    boundaries = torch.tensor([0, 30, 100])
+    found = weakref.ref(plan.of(boundaries, 100, *sizes[plan]))
+    gc.collect()
+    gc.disable()
+    try:
+        assert found() is not None
+        del boundaries
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("plan", PLANS)
