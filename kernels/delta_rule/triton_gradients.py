@@ -21,9 +21,8 @@ that compiler multiplies a transposed product wrongly, and a transposed tile tha
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, chunk_at
-from .triton_prepare import nonzero
-from .triton_tiles import load_pairs, load_state, load_tokens, pair_decay, store_pairs, store_tokens
+from ..triton.tiles import CHUNK, chunk_at, load_pairs, load_state, load_tokens, store_pairs, store_tokens
+from .triton_prepare import nonzero, pair_decay
 
 
 @triton.jit

@@ -183,7 +183,7 @@ def fake(
 ) -> tuple[Tensor, ...]:
     """The shapes of `compute`."""
     documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    to = DeltaRule(None, q.shape, v.shape, subheads, scale, q.dtype, q.device, documents)
+    to = DeltaRule(q.shape, v.shape, subheads, scale, q.dtype, q.device, documents)
     return tuple(to.new(*shape, dtype=dtype) for shape, dtype in to.shapes(keep))
 
 

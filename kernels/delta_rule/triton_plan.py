@@ -11,7 +11,7 @@ from torch import Tensor
 from ..documents import Documents
 from ..triton.enqueue import Prepared, cdiv, next_power_of_2
 from ..triton.launches import Launch, launch, multiprocessors, optional
-from ..triton.layout import CHUNK, Layout, layout
+from ..triton.layout import CHUNK, layout
 from ..triton.plan import Plan, prepared
 from .triton_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
 from .triton_prepare import prepare
@@ -27,19 +27,17 @@ class DeltaRule(Plan):
     """The plan of a call: M = H·E recurrences over N sequences, whose chunks take at most `slots` places.
 
     Args:
-        packed: The documents that are packed into one row, if any are.
         q: Shape of the queries [B,T,G·E,K].
         v: Shape of the values [B,T,H,V].
         subheads: E.
         scale: Factor of the output.
         dtype: Of q, k and v.
         device: Where they lie.
-        documents: How many are packed, if any are; known where `packed` is not, in compiled code.
+        documents: How many are packed into one row, if any are.
     """
 
     def __init__(
         self,
-        packed: Documents | None,
         q: torch.Size,
         v: torch.Size,
         subheads: int,
@@ -48,7 +46,7 @@ class DeltaRule(Plan):
         device: torch.device,
         documents: int | None,
     ):
-        super().__init__(packed, dtype, device)
+        super().__init__(dtype, device)
         (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q, v[2:], subheads
         self.G = heads // subheads
         self.R, self.M = self.H // self.G, self.H * subheads
@@ -65,24 +63,15 @@ class DeltaRule(Plan):
         self.segment = -(-together // count)
         self.most = 0 if count == 1 else rows * count if documents is None else 2 * count
 
-    @cached_property
-    def layout(self) -> Layout:
-        """Where chunks and segments lie."""
+    def place(self, packed: Documents | None) -> None:
+        """Cut the sequences into segments, or only the documents among them that are long."""
         segment = self.segment
-        if self.packed and max(stop - start for start, stop in self.packed.spans) < FEWEST_SEGMENTS * segment * CHUNK:
-            segment = -(-self.T // CHUNK)  # the longest document would not be over much sooner
-        return layout(self.packed, self.B, self.T, CHUNK, CHUNK, segment * CHUNK, self.device)
-
-    @cached_property
-    def ends(self) -> tuple[Tensor, Tensor]:
-        """The first and the last segment of each sequence."""
+        if packed and max(stop - start for start, stop in packed.spans) < FEWEST_SEGMENTS * segment * CHUNK:
+            segment = -(-self.T // CHUNK)  # the longest would not be over much sooner
+        self.layout = layout(packed, self.B, self.T, CHUNK, CHUNK, segment * CHUNK, self.device)
+        self.cut = self.layout.cut
         first, count = self.layout.sequences.unbind(1)
-        return first, first + count - 1
-
-    @cached_property
-    def cut(self) -> int:
-        """How many segments are less than a sequence."""
-        return self.layout.cut
+        self.ends = first, first + count - 1  # the first and the last segment of each sequence
 
     @cached_property
     def kept(self) -> Shapes:
@@ -110,7 +99,7 @@ class DeltaRule(Plan):
         return launch(f"delta_rule.{kernel}", max(self.K, self.V), self.dtype, self.device)
 
     def pass_entry(self, kernel: str) -> Launch:
-        """How a pass along time is."""
+        """How a pass along time is launched."""
         wide = self.entry(kernel)
         narrow = optional("delta_rule.narrow", max(self.K, self.V), self.dtype, self.device)
         return wide if self.cut else whole(wide, narrow, self.N * self.M, self.V, self.device)
@@ -122,7 +111,7 @@ class DeltaRule(Plan):
         return keys, min(entry.values, block(self.V)), cdiv(self.K, keys)
 
     def registers(self, entry: Launch) -> int | None:
-        """So few for a thread that three programs fit, for a few spills; the compiler would take 195 to 242."""
+        """The most for a thread: three programs fit, for a few spills, where the compiler would take 195 to 242."""
         return THIRD if self.dtype == torch.bfloat16 and entry.warps == 4 else None
 
     def _prepared(self, kernel: Any, entry: Launch, programs: int, **constants: Any) -> Prepared:
@@ -157,7 +146,7 @@ class DeltaRule(Plan):
 
     @prepared
     def forward(self, segments: int, columns: int) -> Prepared:
-        """The pass along time, over the first segments, with states of so many columns."""
+        """The pass along time over the first segments, with states [K,columns]."""
         return self._along_time(scan_forward, self.pass_entry("forward"), segments, columns)
 
     @prepared

@@ -14,11 +14,21 @@ what rounding takes from it, and from scores that read it, would not cancel in t
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, LOG2E, chunk_at, exp2
-from .triton_tiles import load_tokens, pair_decay, store_pairs
+from ..triton.tiles import CHUNK, LOG2E, chunk_at, exp2, load_tokens, store_pairs
 
 # A gradient of β is found from what β multiplied, by dividing by β²: it must not be zero. This changes no result.
 LEAST_BETA: tl.constexpr = tl.constexpr(2.0**-50)
+
+
+@triton.jit
+def pair_decay(high, low):
+    """exp of minus the decay between two tokens of a chunk, symmetric [64, 64]; high + low [64] is the summed log2.
+
+    A sum of two fp32 numbers: so the difference of two sums of thousands keeps its digits, and it is never the
+    exponential of a positive number.
+    """
+    difference = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    return exp2(-tl.abs(difference))
 
 
 @triton.jit

@@ -17,8 +17,7 @@ with the transition transposed.
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, segment_at
-from .triton_tiles import load_pairs, load_state, load_tokens, store_state, store_tokens
+from ..triton.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..triton.layout import CHUNK
-from .triton_plan import PASSES, plan
+from .triton_plan import GATES, PASSES, LinearRecurrence
 
 FP32 = torch.float32
 
@@ -39,7 +39,10 @@ class Call:
         gates: bool = False,
     ):
         self.log_decay, self.beta = log_decay, beta
-        self.plan = to = plan(q, k, v, log_decay, beta, cu_seqlens, scale, subheads, grad is not None, gates)
+        sizes = q.shape, q.stride(), k.stride(), v.shape, v.stride(), q.dtype, q.device
+        gate = "none" if log_decay is None else GATES[log_decay.dim()]
+        how = gate, beta is not None, scale, subheads, grad is not None, gates
+        self.plan = to = LinearRecurrence.of(cu_seqlens, q.shape[1], *sizes, *how)
         if any(to.copied):
             q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), to.copied, strict=True))
         self.streams = {"q": q, "k": k, "v": v, "queries": q, "keys": k}

@@ -20,6 +20,7 @@ BLOCK = 512  # tokens between two anchors of the gradients of the gates; segment
 SCAN_BLOCK = 1024
 LARGEST = 1 << 31  # 32 bits count the elements of a segment
 RESIDENT = 2  # programs of the sequential pass that run at once on one multiprocessor
+GATES = {1: "constant", 3: "head", 4: "channel"}  # by the axes of the log decays
 FEW = 2  # slices: each makes the scores of a chunk for itself, where nothing else needs them
 # x, y and z of the sequential passes (`triton_carry.py`), and what the gradients of the gates need beside z
 PASSES = {
@@ -42,7 +43,6 @@ class LinearRecurrence(Plan):
     """The plan of a call, forward or backward.
 
     Args:
-        packed: The documents that are packed into one row, if any are.
         q_shape: [B,T,G·E,K].
         q_stride: As of `Tensor.stride()`.
         k_stride: The same.
@@ -60,7 +60,6 @@ class LinearRecurrence(Plan):
 
     def __init__(
         self,
-        packed: Documents | None,
         q_shape: torch.Size,
         q_stride: tuple[int, ...],
         k_stride: tuple[int, ...],
@@ -75,7 +74,7 @@ class LinearRecurrence(Plan):
         backward: bool,
         gates: bool,
     ):
-        super().__init__(packed, dtype, device)
+        super().__init__(dtype, device)
         self.B, self.T, _, self.K = q_shape
         self.H, self.V = v_shape[2:]
         self.scale, self.subheads, self.backward, self.gates = scale, subheads, backward, gates
@@ -84,26 +83,30 @@ class LinearRecurrence(Plan):
         self.gate, self.beta = gate, beta
         self.channel, self.decays = gate == "channel", gate != "none"
         self.wide = dtype == torch.float32  # decays are summed in fp64
-        segment = 1 if packed else segment_length(q_shape, v_shape, subheads, dtype, device)
-        shapes = ((q_shape, q_stride), (q_shape, k_stride), (v_shape, v_stride))
-        found = [stream(shape, strides, min(segment, self.T)) for shape, strides in shapes]
-        self.copied = [x is None for x in found]
-        q, k, v = (x or dense(*shape[2:]) for x, (shape, _) in zip(found, shapes, strict=True))
-        self.streams = {"q": q, "k": k, "v": v, "grad": dense(self.H, self.V), "queries": q, "keys": k}
-        if packed:
-            widest = max(self.heads * max(self.K, self.V, CHUNK), q.token, k.token, v.token)
-            blocks = sum(-(-(stop - start) // BLOCK) for start, stop in packed.spans)
-            wanted = -(-blocks // filling(self.heads, self.K, self.V, dtype, device))
-            segment = BLOCK * max(1, min(LARGEST // widest // BLOCK, wanted))
-        self.layout = layout(packed, self.B, self.T, CHUNK, BLOCK, segment, device)
-        self.segmented = self.layout.cut > 0
-        self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
-        self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
-        if self.channel:  # then these are tensors of their own
-            self.streams["queries"] = self.streams["keys"] = dense(self.heads, self.K)
         self.inside = not self.channel and not gates and self.slices(max(self.K, self.V), self.entry("carry"))[1] <= FEW
         self.constant = self.inside and gate in ("none", "constant")
         self.parts = int(REST_OF_SUMS if self.inside else COLUMNS if gates else TOTAL) + 1
+        self.given = ((q_shape, q_stride), (q_shape, k_stride), (v_shape, v_stride))
+
+    def place(self, packed: Documents | None) -> None:
+        """Cut the sequences into segments, and find out how q, k and v can be read within these."""
+        (shape, _), _, (v_shape, _) = self.given
+        segment = 1 if packed else segment_length(shape, v_shape, self.subheads, self.dtype, self.device)
+        streams = [stream(*of, min(segment, self.T)) for of in self.given]
+        self.copied = [x is None for x in streams]
+        q, k, v = (x or dense(*shape[2:]) for x, (shape, _) in zip(streams, self.given, strict=True))
+        self.streams = {"q": q, "k": k, "v": v, "grad": dense(self.H, self.V), "queries": q, "keys": k}
+        if self.channel:  # then these come with their decays inside
+            self.streams["queries"] = self.streams["keys"] = dense(self.heads, self.K)
+        if packed:
+            widest = max(self.heads * max(self.K, self.V, CHUNK), q.token, k.token, v.token)
+            blocks = sum(-(-(stop - start) // BLOCK) for start, stop in packed.spans)
+            wanted = -(-blocks // filling(self.heads, self.K, self.V, self.dtype, self.device))
+            segment = BLOCK * max(1, min(LARGEST // widest // BLOCK, wanted))
+        self.layout = layout(packed, self.B, self.T, CHUNK, BLOCK, segment, self.device)
+        self.segmented = self.layout.cut > 0
+        self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
+        self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
 
     def entry(self, kernel: str) -> Launch:
         """How a kernel is launched."""
@@ -290,27 +293,6 @@ class LinearRecurrence(Plan):
             **self.sums,
             **self.options(entry),
         )
-
-
-def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    subheads: int,
-    backward: bool,
-    gates: bool,
-) -> LinearRecurrence:
-    """The plan of a call; nothing is read or kept of the tensors but their shapes and strides."""
-    streams = q.shape, q.stride(), k.stride(), v.shape, v.stride(), q.dtype, q.device
-    of_gates = "none" if log_decay is None else GATES[log_decay.dim()], beta is not None
-    return LinearRecurrence.of(cu_seqlens, q.shape[1], *streams, *of_gates, scale, subheads, backward, gates)
-
-
-GATES = {1: "constant", 3: "head", 4: "channel"}  # by the axes of the log decays
 
 
 def filling(heads: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> int:

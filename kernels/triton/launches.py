@@ -2,9 +2,9 @@
 
 A table and no autotuning: the first call costs one compilation, and nothing ever depends on the length. Every entry was
 compiled ahead of time without large spills, and is tested on a device in outputs *and* gradients. Some that look
-harmless are not (Triton 3.6 on an H200). Of the linear recurrence, blocks of 32 with 4 warps and 1 stage are silently
-wrong, and with 8 warps an illegal access; of the delta rule, so are 32 values with 4 warps and 1 stage, and 16 values
-with 3 stages. Entries of a file go before these (`launch_file.py`).
+harmless compute nonsense on Hopper with Triton 3.6. In the linear recurrence, blocks of 32 with 4 warps and 1 stage are
+silently wrong, and with 8 warps an illegal access. In the delta rule, so are 32 values with 4 warps and 1 stage, and 16
+values with 3 stages. Entries of a file go before these (`launch_file.py`).
 """
 
 import logging

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..documents import Documents, documents
 from . import launch_file
 from .enqueue import Prepared
+from .layout import Layout
 
 SomePlan = TypeVar("SomePlan", bound="Plan")
 Options = TypeVarTuple("Options")
@@ -22,14 +23,19 @@ class Plan:
     key is listed by hand, and none can be forgotten.
 
     Args:
-        packed: The documents that are packed into one row, if any are.
         dtype: Of new tensors.
         device: Where they lie.
     """
 
-    def __init__(self, packed: Documents | None, dtype: torch.dtype, device: torch.device):
-        self.packed, self.dtype, self.device = packed, dtype, device
+    layout: Layout
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dtype, self.device = dtype, device
         self.launches: dict[Hashable, Prepared] = {}
+
+    def place(self, packed: Documents | None) -> None:
+        """Set the layout: of rows, or of these documents, of which nothing else is kept. Compiled code does without."""
+        raise NotImplementedError
 
     @classmethod
     def of(cls, cu_seqlens: Tensor | None, length: int, *sizes: Hashable) -> Self:
@@ -38,7 +44,7 @@ class Plan:
         Args:
             cu_seqlens: Boundaries of packed documents.
             length: Tokens of a row.
-            sizes: All other arguments of the plan after `packed`.
+            sizes: The arguments of the plan.
         """
         plan: Callable[..., Self] = cls
         if cu_seqlens is None:
@@ -53,14 +59,18 @@ class Plan:
 @lru_cache(maxsize=256)
 def of_rows(file: str | None, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]) -> SomePlan:
     """The plan of rows of a batch, while launches come from this file."""
-    return plan(None, *sizes)
+    made = plan(*sizes)
+    made.place(None)
+    return made
 
 
 def of_documents(
     packed: Documents, file: str | None, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]
 ) -> SomePlan:
     """The same of packed documents."""
-    return plan(packed, *sizes)
+    made = plan(*sizes)
+    made.place(packed)
+    return made
 
 
 def prepared(make: Callable[[SomePlan, *Options], Prepared]) -> Callable[[SomePlan, *Options], Prepared]:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.documents import documents
 
 from .recurrences import assert_same, inputs, results
 
@@ -174,10 +173,10 @@ def test_documents_are_cut_where_it_pays(monkeypatch: pytest.MonkeyPatch):
         T = int(bounds[-1])
         shape, device = torch.Size([1, T, heads, 128]), torch.device("cpu")
         sizes = (shape, shape, 1, 1.0, torch.bfloat16, device, len(lengths))
-        return triton_plan.DeltaRule(documents(bounds, T), *sizes)
+        return triton_plan.DeltaRule.of(bounds, T, *sizes)
 
     shape, one = torch.Size([1, 65536, 2, 128]), plan_of(65536)
-    rows = triton_plan.DeltaRule(None, shape, shape, 1, 1.0, one.dtype, one.device, None)
+    rows = triton_plan.DeltaRule.of(None, 65536, shape, shape, 1, 1.0, one.dtype, one.device, None)
     assert one.cut == pytest.approx(rows.cut, abs=1)  # a document is as a row
     assert rows.cut > 16
     assert plan_of(*[512] * 128).cut == 0  # these fill a device by themselves

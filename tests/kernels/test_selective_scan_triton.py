@@ -13,7 +13,7 @@ from .recurrences import assert_same, results
 from .test_selective_scan import inputs
 
 pytest.importorskip("triton")
-from kernels.selective_scan import triton_op, triton_plan
+from kernels.selective_scan import triton_op
 from kernels.triton import plan
 
 PACKED = [0, 0, 3, 20, 20, 20, 37, 53, 53]  # empty at the start, inside and at the end; one full chunk
@@ -36,9 +36,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 tokens, in parts of 4."""
-    monkeypatch.setattr(triton_plan, "SHORT", 16)
-    for module in (triton_op, triton_plan):
-        monkeypatch.setattr(module, "PART", 4)
+    monkeypatch.setattr(triton_op, "SHORT", 16)
+    monkeypatch.setattr(triton_op, "PART", 4)
 
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: object) -> dict[str, Tensor]:
