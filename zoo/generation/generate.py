@@ -1,4 +1,4 @@
-"""Text from a language model: one prefill of the prompt, then one token per call with the carried state."""
+"""Text generation: one prefill of the prompt, then one token per call with the recurrent state."""
 
 import itertools
 import math
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from kernels.errors import UserError
 from zoo.generation.decoder import Decoder
 
-WORTH_CAPTURING = 8  # tokens: making a CUDA graph takes as long as a few steps without one
-_INCOMPLETE = "\ufffd"  # what decoders put where bytes are not, or not yet, a character
+WORTH_CAPTURING = 8  # tokens: capturing a CUDA graph takes as long as a few steps without one
+_INCOMPLETE = "\ufffd"  # decoders return it for bytes that are not (yet) a character
 
 
 class Tokenizer(Protocol):
-    """What generation asks of a tokenizer."""
+    """What generation needs of a tokenizer."""
 
     eos_id: int
-    bos_id: int | None  # what documents start with, if anything
+    bos_id: int | None  # the token at the start of documents, if any
 
     def encode(self, text: str) -> list[int]:
-        """Text to token ids."""
+        """The token ids of a text."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Token ids to text; incomplete UTF-8 becomes replacement characters."""
+        """The text of token ids; incomplete UTF-8 becomes replacement characters."""
         ...
 
 
@@ -41,25 +41,25 @@ def generate(
     top_p: float | None = None,
     seed: int | None = None,
 ) -> Iterator[str]:
-    """Continue `prompt`, piece by piece as the text becomes known.
+    """Continue `prompt`, yielding text as it is generated.
 
     Args:
         model: A language model of the zoo.
-        tokenizer: The one that it was trained with.
-        prompt: Where to start: at the start of a document, if the tokenizer has a token for that; an empty one starts
-            a new document.
-        max_new_tokens: Stop after so many tokens, or at the end of the document if that is earlier.
+        tokenizer: The tokenizer that the model was trained with.
+        prompt: The text to continue; it starts a document if the tokenizer has a start token. An empty prompt starts a
+            new document.
+        max_new_tokens: Largest number of tokens to generate; the document may end earlier.
         temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Draw from so many of the likeliest tokens only.
-        top_p: Draw from the fewest likeliest tokens that together have this probability only.
-        seed: Makes the draws repeatable; None draws anew each time. The global generators are not touched.
+        top_k: Sample only from the k likeliest tokens.
+        top_p: Sample only from the fewest likeliest tokens whose probabilities add up to this.
+        seed: Seed of the sampling; None gives different text each time. Global generators are not used.
 
     Returns:
-        An iterator over pieces of text without the prompt. A character whose bytes lie in several tokens comes in one
-        piece; an incomplete one at the end is left out.
+        An iterator over pieces of text without the prompt. A character whose bytes span several tokens is yielded
+        whole; an incomplete one at the end is dropped.
 
     Raises:
-        UserError: If an argument is out of its range.
+        UserError: An argument is out of range.
     """
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     ids = start + tokenizer.encode(prompt) or [tokenizer.eos_id]
@@ -74,7 +74,7 @@ def generate(
         seed=seed,
         eos_id=tokenizer.eos_id,
     )
-    new = (token for drawn in tokens if (token := int(drawn)) != tokenizer.eos_id)
+    new = (token for batch in tokens if (token := int(batch)) != tokenizer.eos_id)
     return stream_text(tokenizer, ids if prompt else [], new)
 
 
@@ -89,24 +89,27 @@ def generate_tokens(
     seed: int | None = None,
     eos_id: int | None = None,
 ) -> Iterator[Tensor]:
-    """Continue several prompts together.
+    """Continue several prompts as a batch.
 
-    Prompts of different lengths are read packed into one row, and continued as a batch.
+    Prompts of different lengths are packed into one row for the prefill.
 
     Args:
         model: A language model of the zoo.
         prompts: [B, P] int, P ≥ 1, or B vectors [P_i] of different lengths.
-        max_new_tokens: Stop after so many tokens.
+        max_new_tokens: Largest number of tokens to generate per prompt.
         temperature, top_k, top_p, seed: As in `generate`.
-        eos_id: Ends a sequence, which then repeats it; when all have ended, the iterator does. None never ends.
+        eos_id: The token that ends a sequence, and is then repeated; the iterator ends when all sequences have. None
+            never ends one.
 
     Returns:
         An iterator over the next tokens, [B] int64 each.
 
     Raises:
-        UserError: If an argument is out of its range.
+        UserError: An argument is out of range.
     """
-    _check(max_new_tokens, temperature, top_k, top_p)  # here and not in the generator: at the call, not at first use
+    _check(
+        max_new_tokens, temperature, top_k, top_p
+    )  # here rather than in the generator, to raise at the call and not at the first use
     rows = list(prompts)
     for row in rows:
         if row.ndim != 1 or not len(row):
@@ -114,14 +117,14 @@ def generate_tokens(
                 f"prompts: one has shape {tuple(row.shape)}, but each must be a vector of at least 1 token."
             )
     if not rows:
-        raise UserError("prompts: there are none.")
+        raise UserError("prompts is empty; it needs at least one prompt.")
     generator = torch.Generator(rows[0].device)
     generator.manual_seed(seed) if seed is not None else generator.seed()
     return _tokens(model, rows, max_new_tokens, temperature, top_k, top_p, eos_id, generator)
 
 
 def _read(model: Any, prompts: list[Tensor]) -> tuple[Tensor, Any]:
-    """The logits after each prompt [B, vocab], and the state: as a batch, or packed where lengths differ."""
+    """The logits after each prompt [B, vocab], and the state; prompts of different lengths are packed into one row."""
     state, lengths = model.init_state(len(prompts)), [len(prompt) for prompt in prompts]
     if len(set(lengths)) == 1:
         logits, state = model(torch.stack(prompts), state)
@@ -148,7 +151,7 @@ def _tokens(
         capture = None if max_new_tokens > WORTH_CAPTURING else False
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts[0].device)
         for _ in range(max_new_tokens):
-            with torch.no_grad():  # closed before the yield: a generator's contexts leak into its caller
+            with torch.no_grad():  # closed before the yield, since a generator's contexts leak into its caller
                 if decoder is None or drawn is None:
                     logits, state = _read(model, prompts)
                     decoder = Decoder(model, state, capture=capture)
@@ -168,27 +171,27 @@ def _tokens(
 def _draw(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
-    """Tokens [B] from logits [B, vocab], without waiting for the device."""
+    """Sample tokens [B] from logits [B, vocab], without synchronising with the device."""
     if temperature == 0:
         return logits.argmax(-1)
     probabilities = sampling_probabilities(logits, temperature, top_k, top_p)
-    # the first of exponential clocks with these rates: what `multinomial` does too, but that waits to check its input
+    # the first of exponential clocks with these rates, as in `multinomial`, which synchronises to check its input
     return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
 
 
 def sampling_probabilities(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """The distribution that tokens are drawn from.
+    """The distribution from which tokens are sampled.
 
     Args:
         logits: [B, vocab].
-        temperature: Divides the logits; 0 leaves the likeliest token alone (the first of equal ones).
-        top_k: Keep so many of the likeliest tokens.
-        top_p: Of these, keep the fewest likeliest ones that together have this probability, at least one.
+        temperature: Divides the logits; 0 keeps only the likeliest token (the first if several are equal).
+        top_k: Keep only the k likeliest tokens.
+        top_p: Of these, keep the fewest likeliest ones whose probabilities add up to this, at least one.
 
     Returns:
-        [B, vocab] fp32, each row with the sum 1.
+        [B, vocab] fp32; each row sums to 1.
     """
     logits = logits.float()
     if temperature == 0:
@@ -201,35 +204,35 @@ def sampling_probabilities(
         probabilities[:, top_k:] = 0
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     if top_p is not None:
-        before = probabilities.cumsum(-1) - probabilities  # what the likelier ones have: 0 for the first
-        probabilities = probabilities.masked_fill(before >= top_p, 0)
+        likelier = probabilities.cumsum(-1) - probabilities  # total probability of the likelier tokens
+        probabilities = probabilities.masked_fill(likelier >= top_p, 0)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     return torch.zeros_like(logits).scatter_(-1, order, probabilities)
 
 
 def stream_text(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Decode tokens as they come.
+    """Decode tokens as they arrive.
 
-    The ids are decoded together with the ones of the piece before, since some decoders treat a first token otherwise.
+    The ids are decoded together with those of the previous piece, since some decoders treat the first token specially.
 
     Args:
-        tokenizer: Decodes.
-        prompt: Ids that precede `tokens`; their text is not given out.
-        tokens: Ids, one by one.
+        tokenizer: The tokenizer.
+        prompt: Ids that precede `tokens`; their text is not yielded.
+        tokens: The ids to decode.
 
     Yields:
         Non-empty pieces of text that end with a complete character.
     """
     ids = list(prompt)
-    start, end = 0, len(ids)  # ids[start:end] is text that is out already, ids[end:] is not
-    known, text = tokenizer.decode(ids), ""
+    start, end = 0, len(ids)  # the text of ids[start:end] has been yielded, that of ids[end:] has not
+    yielded, text = tokenizer.decode(ids), ""
     for token in tokens:
         ids.append(token)
-        text = tokenizer.decode(ids[start:])[len(known) :]
+        text = tokenizer.decode(ids[start:])[len(yielded) :]
         if text and not text.endswith(_INCOMPLETE):
             yield text
             start, end = end, len(ids)
-            known, text = tokenizer.decode(ids[start:end]), ""
+            yielded, text = tokenizer.decode(ids[start:end]), ""
     if rest := text.rstrip(_INCOMPLETE):
         yield rest
 

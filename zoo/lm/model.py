@@ -1,4 +1,4 @@
-"""The language model around the mixers: tokens → logits. Plain PyTorch, and it never asks which mixer it holds."""
+"""The language model around the mixers: tokens → logits. Plain PyTorch, independent of the mixers it contains."""
 
 import itertools
 import logging
@@ -18,14 +18,14 @@ from zoo.lm.stack import Stack
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 0.03  # of a nominal size
+TOLERANCE = 0.03  # relative deviation from a nominal size
 LinearInitializer = Literal["normal", "uniform"]
 
 
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
 
-    What a block ends with is added to the residual stream by the norm that comes next, the next block's or the last.
+    The last sum is computed by the next norm, which is the next block's or the final one.
     """
 
     def __init__(self, hidden_size: int, mixer: TokenMixer, mlp: ChannelMixer | None, norm_eps: float):
@@ -42,8 +42,10 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor, Any]:
-        """x and y [B,T,hidden], whose sum is the residual stream, and a state → the same after the block."""
-        if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compilers do so themselves
+        """x and y [B,T,hidden], whose sum is the residual stream, and the mixer's state → all three after the block."""
+        if (
+            x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        ):  # compilers recompute by themselves
             with recomputing():
                 return self._forward(x, y, state, cu_seqlens, context_parallel)
         return self._forward(x, y, state, cu_seqlens, context_parallel)
@@ -68,21 +70,22 @@ class LanguageModel(nn.Module):
     """A causal language model: embedding, blocks of a token mixer and an MLP, norm, head.
 
     Args:
-        stack: Which token mixer stands at which depth: Uniform, H1, H2, Pattern.
+        stack: The token mixer of each layer: Uniform, H1, H2, Pattern.
         vocab_size: Number of tokens; null for the tokenizer's.
         hidden_size: Size of the residual stream.
-        num_heads: Heads of every mixer that does not say otherwise.
+        num_heads: Number of heads of every mixer that does not set its own.
         num_layers: Number of blocks.
-        intermediate_size: Inner size of the MLPs; null for the MLP's own choice.
+        intermediate_size: Inner size of the MLPs; null for the MLP's default.
         mlp: The channel mixer of every block; null for none.
         position: A mixer that replaces the embedding before the first block, such as TPE; null for none.
         tie_embeddings: Whether the head reuses the embedding matrix.
-        norm_eps: Added inside the root of the norms.
-        initializer_range: Standard deviation of all linear and embedding weights at the start.
-        linear_initializer: Of linear weights: `normal`, as above, or `uniform`, PyTorch's own, U(±inputs^-½).
-        scale_output_projections: Whether the weights whose result is added to the residual stream, those of every
-            `OutputProjection`, start smaller by the root of how many there are, one or two a block.
-        nominal_size: How many parameters this model is meant to have; a line is logged if it has 3 % more or less.
+        norm_eps: Added inside the square root of the norms.
+        initializer_range: Standard deviation of the initial linear and embedding weights.
+        linear_initializer: Distribution of the initial linear weights: `normal`, as above, or `uniform`, PyTorch's
+            default, U(±inputs^-½).
+        scale_output_projections: Whether to divide the initial weights of every `OutputProjection`, whose result is
+            added to the residual stream, by the square root of their number (one or two per block).
+        nominal_size: Intended number of parameters; a warning is logged if the model deviates by more than 3 %.
 
     Raises:
         UserError: A size is below 1, or a layer has no output projection to scale.
@@ -107,7 +110,7 @@ class LanguageModel(nn.Module):
     ):
         super().__init__()
         if vocab_size is None:
-            raise UserError("vocab_size: null stands for the tokenizer's; a model without a tokenizer needs a number")
+            raise UserError("vocab_size: null means that of the tokenizer; a model without a tokenizer needs a number")
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
         for name, size in sizes.items():
             if size < 1:
@@ -147,9 +150,9 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill all parameters anew: linear and embedding weights as the arguments say, with biases of zero.
+        """Initialise all parameters: linear and embedding weights by the arguments, biases to zero.
 
-        Every other module, and a linear map that has a `reset_parameters` of its own, does what that says.
+        Other modules, and linear maps that override `reset_parameters`, initialise themselves.
         """
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
@@ -171,18 +174,18 @@ class LanguageModel(nn.Module):
             nn.init.zeros_(module.bias)
 
     def _output_projections(self) -> list[OutputProjection]:
-        """Of all blocks; of each layer in them there is one.
+        """The output projections of all mixers and MLPs.
 
         Raises:
-            UserError: A layer does not say which of its maps it is.
+            UserError: A mixer or MLP has none.
         """
-        found = []
+        projections = []
         for layer in (*self.mixers, *self.mlps):
-            own = [part for part in layer.modules() if isinstance(part, OutputProjection)]
-            if not own:
+            in_layer = [module for module in layer.modules() if isinstance(module, OutputProjection)]
+            if not in_layer:
                 raise UserError(f"scale_output_projections: {type(layer).__name__} has no OutputProjection to scale")
-            found += own
-        return found
+            projections += in_layer
+        return projections
 
     def forward(
         self,
@@ -192,16 +195,17 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """tokens [B,T] int → logits [B,T,vocab_size], and the continued state if one was given (it is consumed).
+        """tokens [B,T] int → logits [B,T,vocab_size], and the next state if a state was passed (which is consumed).
 
         Args:
             tokens: [B,T].
             state: From `init_state` or an earlier call; None to train.
             cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
-            context_parallel: The part of each sequence that `tokens` is; None for whole sequences.
+            context_parallel: Which part of each sequence `tokens` is; None for whole sequences.
 
         Raises:
-            UserError: A mixer works on whole sequences only, or a state or documents come with `context_parallel`.
+            UserError: With `context_parallel`, a mixer works on whole sequences only, or a state or `cu_seqlens` is
+                passed as well.
         """
         x, state = self._last_hidden(tokens, state, cu_seqlens, context_parallel)
         return (F.linear(x, self.embeddings.weight) if self.lm_head is None else self.lm_head(x)), state
@@ -213,10 +217,10 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> Tensor:
-        """Sum of the cross entropies of all labels in nats, without the logits of all tokens in memory at once.
+        """Sum of the cross entropies of all labels in nats, without holding the logits of all tokens in memory.
 
-        Strategies of Lightning hook into the LightningModule around the model, so that it is theirs as well. What hooks
-        into the `forward` of the model itself is told of this method, FSDP by `register_fsdp_forward_method`.
+        Lightning's strategies hook into the LightningModule around the model, which covers this method. Anything that
+        hooks into the model's `forward` must be told about it, FSDP by `register_fsdp_forward_method`.
 
         Args:
             tokens: [B,T].
@@ -237,15 +241,15 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """tokens [B,T] → what the head reads [B,T,hidden], and the continued state."""
+        """tokens [B,T] → the input of the head [B,T,hidden], and the next state."""
         x, states = self.embeddings(tokens), []
-        given = iter(state) if state is not None else itertools.repeat(None)
+        layer_states = iter(state) if state is not None else itertools.repeat(None)
         if self.position is not None:
-            x, following = _mix(self.position, x, next(given), cu_seqlens, context_parallel)
+            x, following = _mix(self.position, x, next(layer_states), cu_seqlens, context_parallel)
             states.append(following)
         y = None
         for block in self.layers:
-            x, y, following = block(x, y, next(given), cu_seqlens, context_parallel)
+            x, y, following = block(x, y, next(layer_states), cu_seqlens, context_parallel)
             states.append(following)
         _, x = self.norm(x, y)
         return x, None if state is None else tuple(states)
@@ -253,7 +257,7 @@ class LanguageModel(nn.Module):
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> tuple[Any, ...]:
-        """The state before the first token of `batch_size` sequences: `position`'s, if any, then each layer's."""
+        """The state before the first token of `batch_size` sequences: that of `position`, if any, then each layer's."""
         return tuple(mixer.init_state(batch_size, device, dtype) for mixer in self._stateful)
 
     @property
@@ -261,15 +265,15 @@ class LanguageModel(nn.Module):
         return self.mixers if self.position is None else [self.position, *self.mixers]
 
     def num_parameters(self) -> int:
-        """Number of parameters, shared ones once."""
+        """Number of parameters; shared ones count once."""
         return sum(p.numel() for p in self.parameters())
 
     def state_size(self, length: int | None = None) -> int | float:
-        """State elements of one sequence after `length` tokens; without a length the bound, `math.inf` if none."""
+        """Elements in a sequence's state after `length` tokens; without a length, the upper bound or `math.inf`."""
         return sum(mixer.state_size(length) for mixer in self._stateful)
 
     def flops(self, length: int) -> int:
-        """Forward FLOPs of one sequence of `length` tokens; products only, the embedding look-up is free."""
+        """Forward FLOPs of one sequence of `length` tokens; matrix products only, without the embedding look-up."""
         return (
             sum(mixer.flops(length) for mixer in self._stateful)
             + sum(mlp.flops(length) for mlp in self.mlps)
@@ -278,8 +282,8 @@ class LanguageModel(nn.Module):
 
     @contextmanager
     def without_mixers(self) -> Iterator[None]:
-        """Inside the ``with`` block every token mixer adds nothing: what is left of the model sees single tokens."""
-        hooks = [mixer.register_forward_hook(_silence) for mixer in self.mixers]
+        """Inside the block, the outputs of all token mixers are zero, so the model only sees single tokens."""
+        hooks = [mixer.register_forward_hook(_zero_output) for mixer in self.mixers]
         try:
             yield
         finally:
@@ -290,7 +294,7 @@ class LanguageModel(nn.Module):
 def _mix(
     mixer: TokenMixer, x: Tensor, state: Any, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
 ) -> tuple[Tensor, Any]:
-    """Call a mixer, which need not know of `context_parallel` unless there is one."""
+    """Call a mixer; `context_parallel` is only passed if it is set, as not every mixer has the argument."""
     if context_parallel is None:
         return mixer(x, state, cu_seqlens=cu_seqlens)
     if not takes_context_parallel(type(mixer)):
@@ -298,5 +302,5 @@ def _mix(
     return mixer(x, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
 
 
-def _silence(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _zero_output(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     return torch.zeros_like(output[0]), output[1]

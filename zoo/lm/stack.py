@@ -1,4 +1,4 @@
-"""Which mixer stands at which depth. A stack is itself a factory: site in, mixer out."""
+"""Stacks, which choose the mixer of each layer. A stack is a factory: site in, mixer out."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ class Uniform(Stack):
 
 
 class H1(Stack):
-    """Two mixers in turn; in arXiv 2412.06464 Gated DeltaNet and sliding-window attention.
+    """Two alternating mixers; in arXiv 2412.06464 Gated DeltaNet and sliding-window attention.
 
     Args:
         first: The mixer of layers 0, 2, 4 …
@@ -42,7 +42,7 @@ class H1(Stack):
 
 
 class H2(Stack):
-    """Three mixers in turn; in arXiv 2412.06464 Mamba2, Gated DeltaNet and sliding-window attention.
+    """Three mixers in rotation; in arXiv 2412.06464 Mamba2, Gated DeltaNet and sliding-window attention.
 
     Args:
         first: The mixer of layers 0, 3, 6 …
@@ -60,11 +60,14 @@ class H2(Stack):
 
 
 class Pattern(Stack):
-    """Any order, spelt in letters: MMGS is two M layers, a G and an S, repeated.
+    """Mixers in any order, written as letters: MMGS is two M layers, a G and an S, repeated.
 
     Args:
-        pattern: One letter a layer, repeated over the depth.
+        pattern: One letter per layer, repeated over the depth.
         mixers: The mixer of each letter. (An overlay replaces this mapping as a whole; H1 and H2 merge slot by slot.)
+
+    Raises:
+        UserError: `pattern` is empty, or its letters are not exactly those of `mixers`.
     """
 
     def __init__(self, pattern: str, mixers: dict[str, Callable[[Site], TokenMixer]]):

@@ -1,7 +1,7 @@
-"""Recurrent states as things to keep: saved, loaded, put together into a batch, and taken apart again.
+"""Saving and loading recurrent states, joining them into a batch, and taking them apart again.
 
-A state is a pytree of tensors whose first axis are the sequences. One that grows has its entries along the second axis,
-the newest last.
+A state is a pytree of tensors whose first axis is the batch. A growing state has its entries along the second axis, the
+newest last.
 """
 
 import re
@@ -21,13 +21,13 @@ from zoo.files.atomic import atomic_write
 from zoo.files.hashing import digest
 from zoo.lm.model import LanguageModel
 
-_HASH = "xxh3_128"  # of the file, with zeros in its place
+_HASH = "xxh3_128"  # metadata key: hash of the file with zeros in place of the hash
 _NO_HASH = "0" * 32
 _PLACE = re.compile(rf'"{_HASH}":"([0-9a-f]{{32}})"'.encode())
 
 
 def save_state(state: Any, path: str | Path) -> None:
-    """Write a state to a safetensors file, with a hash of it in the file's metadata."""
+    """Write a state to a safetensors file, with a hash of the file in its metadata."""
     leaves = {str(number): leaf.contiguous() for number, leaf in enumerate(tree_leaves(state))}
     content = save(leaves, metadata={_HASH: _NO_HASH})
     with atomic_write(path) as file:
@@ -35,10 +35,10 @@ def save_state(state: Any, path: str | Path) -> None:
 
 
 def load_state(model: LanguageModel, path: str | Path) -> Any:
-    """Read a state that a model of the same shape wrote.
+    """Read a state saved for a model of the same shape.
 
     Raises:
-        UserError: The file is missing or damaged, or its state is of another model.
+        UserError: The file is missing or damaged, or its state does not fit the model.
     """
     try:
         content = Path(path).read_bytes()
@@ -48,32 +48,32 @@ def load_state(model: LanguageModel, path: str | Path) -> Any:
         leaves = load(content)
     except (SafetensorError, OSError) as error:
         raise UserError(f"state: {path} cannot be read as a state: {error}") from None
-    own, structure = tree_flatten(model.init_state(1))
-    if len(own) != len(leaves):
-        raise UserError(f"state: {path} has {len(leaves)} tensors, the model's state has {len(own)}")
-    found = [leaves[str(number)].to(leaf.device) for number, leaf in enumerate(own)]
-    for old, new in zip(own, found, strict=True):
-        # sequences may be many, and a growing state is as long as it has become
-        if old.dim() != new.dim() or old.shape[2:] != new.shape[2:]:
+    expected, structure = tree_flatten(model.init_state(1))
+    if len(expected) != len(leaves):
+        raise UserError(f"state: {path} has {len(leaves)} tensors, the model's state has {len(expected)}")
+    loaded = [leaves[str(number)].to(leaf.device) for number, leaf in enumerate(expected)]
+    for model_leaf, leaf in zip(expected, loaded, strict=True):
+        # the batch size, and the length of a growing state, may differ
+        if model_leaf.dim() != leaf.dim() or model_leaf.shape[2:] != leaf.shape[2:]:
             raise UserError(
-                f"state: {path} has a tensor of shape {tuple(new.shape)}, the model's is {tuple(old.shape)}"
+                f"state: {path} has a tensor of shape {tuple(leaf.shape)}, the model's is {tuple(model_leaf.shape)}"
             )
-    return tree_unflatten(found, structure)
+    return tree_unflatten(loaded, structure)
 
 
 def _with_hash(content: bytes, hash_: str) -> bytes:
-    """A state's file with another hash in its metadata; the same where it has none."""
-    found = _PLACE.search(content, 0, 8 + int.from_bytes(content[:8], "little"))  # the header, behind its length
-    return content if found is None else content[: found.start(1)] + hash_.encode() + content[found.end(1) :]
+    """The content of a state's file with the hash in its metadata replaced; unchanged if it has none."""
+    place = _PLACE.search(content, 0, 8 + int.from_bytes(content[:8], "little"))  # in the header, after its length
+    return content if place is None else content[: place.start(1)] + hash_.encode() + content[place.end(1) :]
 
 
 def join_states(states: Sequence[Any]) -> Any:
-    """One state of all sequences of `states`, in order; growing ones are padded in front to the longest."""
+    """Concatenate states along the batch, in order; growing states are padded in front to the longest."""
     return tree_map(_cat, *states)
 
 
 def take_states(state: Any, rows: Sequence[int] | Tensor) -> Any:
-    """The state of some sequences, which may be named twice to branch."""
+    """The state of some sequences of a batch; a sequence may be taken twice, to branch."""
     return tree_map(lambda leaf: leaf[torch.as_tensor(rows, device=leaf.device)] if len(leaf) else leaf, state)
 
 
