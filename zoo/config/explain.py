@@ -85,7 +85,7 @@ def unknown(key: str, name: str, known: Iterable[str]) -> str:
 
 
 def _unknown_key(key: str, name: str, owner: Any, known: list[str]) -> str:
-    """The sentence for a `name` that is not a parameter of the class `owner` at `key`, or (without owner) not an option."""
+    """The sentence for a `name` that is not a parameter of the class `owner` at `key`, or not an option (no owner)."""
     if owner is not None:
         part, parameters = _unknown_part(owner, name)
         return unknown(f"{key}.{name}", part, parameters)
