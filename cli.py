@@ -159,9 +159,7 @@ def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2; a bug keeps its traceback."""
     mixers.names()  # imports installed plug-ins, before the working folder is searched for modules
     if os.getcwd() not in sys.path:
-        sys.path.append(
-            os.getcwd()
-        )  # for the user's own mixers; last, so that files there do not shadow the standard library
+        sys.path.append(os.getcwd())  # for the user's mixers; last, so as not to shadow the standard library
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     end_with_parent(signal.SIGTERM if int(os.environ.get("LOCAL_RANK", "0")) == 0 else signal.SIGKILL)

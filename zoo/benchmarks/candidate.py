@@ -136,7 +136,7 @@ def _results(case: Case, inputs: Tensors, do: torch.Tensor, backend: str | None 
 
 
 def check(target: Target, entry: Entry, file: str, device: torch.device) -> str | None:
-    """Why a candidate is rejected: it differs from the chunkwise form in fp32, or does not repeat; None if it passes."""
+    """Why a candidate fails: it differs from the chunkwise form in fp32, or does not repeat; None if it passes."""
     with launch_file(file):
         if is_cut(target, device) or present(target, device) != entry:
             return "does not take effect"

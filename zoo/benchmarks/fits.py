@@ -18,9 +18,8 @@ from zoo.runs.command import COMMAND
 from zoo.train.callbacks.step_times import PARTS
 from zoo.train.metrics_file import read_metrics
 
-REASON = re.compile(
-    r"(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception)|error): .+)"
-)  # the last line of a traceback, or a UserError's
+# the last line of a traceback, or the line of a UserError
+REASON = re.compile(r"(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception)|error): .+)")
 LONGEST = 160  # characters of a reason, at most
 
 

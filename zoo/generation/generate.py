@@ -107,9 +107,8 @@ def generate_tokens(
     Raises:
         UserError: An argument is out of range.
     """
-    _check(
-        max_new_tokens, temperature, top_k, top_p
-    )  # here rather than in the generator, to raise at the call and not at the first use
+    # here rather than in the generator, to raise at the call and not at the first use
+    _check(max_new_tokens, temperature, top_k, top_p)
     rows = list(prompts)
     for row in rows:
         if row.ndim != 1 or not len(row):

@@ -67,9 +67,8 @@ class TextFile:
         if self.filesystem is None:
             return Path(self.name).open("rb")
         raw = self.filesystem.open(self.path, "rb")
-        return cast(
-            BinaryIO, io.BufferedReader(raw, _READ_AHEAD)
-        )  # buffered, since many file systems make a request per line
+        # buffered, since many file systems read a block for each line
+        return cast(BinaryIO, io.BufferedReader(raw, _READ_AHEAD))
 
 
 @dataclass(frozen=True)
@@ -200,9 +199,8 @@ def _remote(url: str, key: str) -> Listing:
             _check_file(url, info["size"], key)
             return Listing([_remote_file(url, url, fs, path, info)])
         infos = fs.find(path, detail=True)
-        paths = {
-            fs.unstrip_protocol(name): name for name in infos if not name.endswith("/")
-        }  # buckets may list folders
+        # buckets may list folders, too
+        paths = {fs.unstrip_protocol(name): name for name in infos if not name.endswith("/")}
         names, skipped = _choose(paths, lambda name: paths[name].removeprefix(path).strip("/"))
         for name in (paths[name] for name in names):
             if infos[name].get("size") is None:  # a web server's listing has less than the files' own headers
