@@ -118,9 +118,8 @@ def learning(model: LanguageModel) -> dict[str, Tensor]:
     """Loss and gradients on a few tokens."""
     loss = mean_loss(model, _tokens(model, 1, SLICE + 1))
     loss.backward()
-    gradients = [
-        p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None
-    ]  # on the host, to save GPU memory
+    # on the host, to save GPU memory
+    gradients = [p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None]
     return {"loss": loss.detach(), "gradients": torch.cat(gradients)}
 
 
