@@ -1,19 +1,20 @@
 """Which implementation runs: ``auto``, ``triton``, ``torch`` (chunkwise PyTorch) or ``reference`` (fp32 loops).
 
-``auto`` takes the fastest that an op has for the tensor's device; where that is PyTorch on a GPU because the Triton
-kernels cannot take the arguments, it says so. An explicit choice that an op cannot honour is an error, never a
-fallback. Each op names its implementations in a dict and asks :func:`choose`.
+``auto`` takes the fastest implementation for the tensor's device; if that is PyTorch on a GPU because the Triton
+kernels cannot take the arguments, it logs so. An explicit choice that an op cannot honour is an error, never a
+fallback. Each op lists its implementations in a dict and calls :func:`choose`.
 
-Where a choice holds:
+The scope of a choice:
 
-- ``ZOO_BACKEND``, an environment variable, chooses for the whole process and all of its threads.
-- ``with backend(name):`` goes first, for the calls of ops inside the block by the thread that entered it. Other threads
-  are not affected, and autograd's are others.
-- An op asks once, when it is called. Its backward pass belongs to what it ran on, wherever and in whatever thread
+- ``ZOO_BACKEND``, an environment variable, holds for the whole process, in all threads.
+- ``with backend(name):`` takes precedence for ops that are called inside the block, by the thread that entered it.
+  Other threads are not affected, and those of autograd are others.
+- An op chooses once, when it is called. Its backward pass follows that choice, wherever and in whatever thread
   ``backward()`` is called.
-- What ``torch.utils.checkpoint`` computes again are new calls, which would ask again, on a GPU in a thread of autograd.
-  ``context_fn=kernels.same_backend`` gives them the backend of the first time. The activation checkpointing of ``zoo``
-  passes it; a checkpoint of your own has to, or it fails with a ``CheckpointError`` where the backends differ.
+- ``torch.utils.checkpoint`` calls ops again in the backward pass, on a GPU in a thread of autograd, and they would
+  choose again. With ``context_fn=kernels.same_backend`` they get the backend of the first call. Activation
+  checkpointing in ``zoo`` passes it; pass it in your own checkpoints, or PyTorch raises a ``CheckpointError`` if the
+  backends differ.
 - Compiled code keeps the backend under which it was traced.
 """
 
@@ -55,7 +56,7 @@ def backend(name: str) -> Iterator[None]:
 
 
 def same_backend() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """`context_fn` for `torch.utils.checkpoint`: what is computed again runs on the backend that is chosen now."""
+    """A `context_fn` for `torch.utils.checkpoint`: recomputation uses the backend that is chosen now."""
     return nullcontext(), _Again(_chosen.get())
 
 

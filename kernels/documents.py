@@ -4,11 +4,15 @@
 tensor object, so that an op costs no device synchronisation per call; everything derived from them hangs on that memo.
 """
 
+from collections.abc import Callable, Hashable
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+Made = TypeVar("Made")
 
 
 class Documents:
@@ -17,6 +21,7 @@ class Documents:
     def __init__(self, cu_seqlens: Tensor):
         self.device = cu_seqlens.device
         self.bounds: list[int] = cu_seqlens.tolist()
+        self._made: dict[Hashable, Any] = {}
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -37,10 +42,15 @@ class Documents:
 
     def chunks(self, size: int) -> "Chunks":
         """The documents cut into chunks of `size` tokens, each document padded by itself (memoised)."""
-        memo = self.__dict__.setdefault("_chunks", {})
-        if size not in memo:
-            memo[size] = Chunks(self.spans, size, self.device)
-        return memo[size]
+        return self.once(Chunks, size)
+
+    def once(self, make: Callable[..., Made], *arguments: Any) -> Made:
+        """make(self, *arguments), which is remembered by all of its arguments as long as the documents are."""
+        key = (make, *arguments)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = make(self, *arguments)
+        return found
 
 
 class Chunks:
@@ -54,15 +64,16 @@ class Chunks:
         place: Padded place of each token [T].
     """
 
-    def __init__(self, spans: list[tuple[int, int]], size: int, device: torch.device):
+    def __init__(self, documents: Documents, size: int):
         self.of: list[range] = []
         self.count, places = 0, []
-        for start, stop in spans:
+        for start, stop in documents.spans:
             places.append(torch.arange(stop - start) + self.count * size)
             self.of.append(range(self.count, self.count - (start - stop) // size))
             self.count = self.of[-1].stop
         place = torch.cat(places)
         token = torch.full((self.count * size,), -1).index_copy(0, place, torch.arange(len(place)))
+        device = documents.device
         self.token, self.valid, self.place = token.clamp(min=0).to(device), (token >= 0).to(device), place.to(device)
 
 

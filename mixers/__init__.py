@@ -1,4 +1,4 @@
-"""Token mixers: one layer at one site. A mixer is one file; adding one touches that file and the import below."""
+"""Token mixers: one layer at one site. A mixer is one file; to add one, write that file and the import below."""
 
 try:
     from kernels import UserError

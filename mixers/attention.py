@@ -23,7 +23,7 @@ class AttentionState(NamedTuple):
     k: Tensor  # [N,S,Hkv,D]; S grows without a window, and is window_size − 1 with one
     v: Tensor  # as k
     histories: tuple[History, ...]  # last conv inputs of q and k; empty without conv
-    position: Position  # tokens seen [N], int64; the first S − position places of a row are empty
+    position: Position  # tokens seen [N], int64; the first S − position slots of a row are empty
 
 
 @register(recurrence="o_t = Σ_{s≤t} softmax_s(q_t·k_s/√D) v_s", paper="Attention is all you need, arXiv 1706.03762")
@@ -31,7 +31,7 @@ class SoftmaxAttention(TokenMixer):
     """o_t = Σ_{s≤t} softmax_s(q_t·k_s/√D) v_s, with rotary positions (arXiv 1706.03762, 2104.09864).
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         num_heads: Query heads; the model's by default.
         head_dim: Size D of a head; hidden_size / num_heads by default.
         num_kv_heads: Key and value heads, shared by groups of query heads; num_heads by default.
@@ -91,13 +91,13 @@ class SoftmaxAttention(TokenMixer):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
     ) -> Tensor:
-        """Attend to whole sequences, or from a part of each to those before, as far as the window reaches."""
+        """Attend within whole sequences, or from a part of each back to earlier parts, as far as the window reaches."""
         if context_parallel is None:
             return kernels.window_attention(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens)
         reach = context_parallel.count * k.shape[1] if self.window_size is None else self.window_size - 1
         both = torch.cat([k, v], -1)
         k, v = torch.cat([context_parallel.before(both, reach), both], 1).chunk(2, -1)
-        # the fastest kernels take as many queries as keys: the keys of others get some that nobody asks for
+        # the fastest kernels need as many queries as keys, so pad the queries and drop their outputs
         extra = k.shape[1] - q.shape[1]
         q = F.pad(q, (0, 0, 0, 0, extra, 0))
         return kernels.window_attention(q, k.contiguous(), v.contiguous(), window_size=self.window_size)[:, extra:]
@@ -105,7 +105,7 @@ class SoftmaxAttention(TokenMixer):
     def _continue(
         self, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v: Tensor, seen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attend to the cache and to the new tokens; the outputs, and all keys and values."""
+        """Attend to the cache and the new tokens; returns the outputs, and all keys and values."""
         k, v = torch.cat([old_k.to(k.dtype), k], 1), torch.cat([old_v.to(v.dtype), v], 1)
         empty = (old_k.shape[1] - seen).clamp(min=0)
         return kernels.window_attention(q, k, v, window_size=self.window_size, first_key=empty), k, v
@@ -127,16 +127,16 @@ class SoftmaxAttention(TokenMixer):
         return torch.cat(outputs, 1), torch.cat(keys), torch.cat(values)
 
     def _keep(self, cache: Tensor, size: int) -> Tensor:
-        """The last `size` places of a cache, flush right, or what the window needs of them."""
+        """The last `size` slots of a cache, flush right, or as many of them as the window needs."""
         size = size if self.window_size is None else self.window_size - 1
-        have = cache.shape[1]
-        return cache[:, have - size :] if have >= size else F.pad(cache, (0, 0, 0, 0, size - have, 0))
+        length = cache.shape[1]
+        return cache[:, length - size :] if length >= size else F.pad(cache, (0, 0, 0, 0, size - length, 0))
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> AttentionState:
-        own = next(self.parameters())
-        device, dtype = device or own.device, dtype or own.dtype
+        like = next(self.parameters())
+        device, dtype = device or like.device, dtype or like.dtype
         size = 0 if self.window_size is None else self.window_size - 1
         cache = torch.zeros(batch_size, size, self.num_kv_heads, self.head_dim, device=device, dtype=dtype)
         return AttentionState(
@@ -164,11 +164,11 @@ class SoftmaxAttention(TokenMixer):
     tiny={"window_size": 6},
 )
 class SlidingWindowAttention(SoftmaxAttention):
-    """o_t = Σ_{t−w<s≤t} softmax_s(q_t·k_s/√D) v_s: softmax attention over the last w tokens, the current one included.
+    """o_t = Σ_{t−w<s≤t} softmax_s(q_t·k_s/√D) v_s: softmax attention over the last w tokens, including the current one.
 
     Args:
-        site: Where the layer stands.
-        window_size: w, the number of tokens that a query sees, its own included.
+        site: Where the layer sits in the model.
+        window_size: w, the number of tokens that a query sees, including its own.
         num_heads: Query heads; the model's by default.
         head_dim: Size D of a head; hidden_size / num_heads by default.
         num_kv_heads: Key and value heads, shared by groups of query heads; num_heads by default.

@@ -23,11 +23,11 @@ from .state import History, Position
 if TYPE_CHECKING:
     from .expansion import Expand
 
-State = Any  # a pytree of tensors, usually a NamedTuple of the mixer's own; `state.py` says how its fields are typed
+State = Any  # a pytree of tensors, usually a NamedTuple; `state.py` says how to type its fields
 
 
 class Site(NamedTuple):
-    """Where a layer stands. One argument, so that it can grow without touching plug-ins."""
+    """Where a layer sits in the model. One argument, so that fields can be added without changing plug-ins."""
 
     hidden_size: int
     num_heads: int
@@ -36,11 +36,11 @@ class Site(NamedTuple):
     expand: "Expand | None" = None  # set by Expanded, read by LinearMixer
 
     def heads(self, num_heads: int | None = None, head_dim: int | None = None) -> tuple[int, int]:
-        """num_heads and head_dim of a mixer that leaves either to the model.
+        """num_heads and head_dim of a mixer, with the model's values where they are None.
 
         Raises:
-            UserError: head_dim is not given and num_heads does not divide hidden_size, or head_dim alone is given and
-                is too large for the model's number of heads.
+            UserError: head_dim is None and num_heads does not divide hidden_size, or only head_dim is given and the
+                model's number of heads of that size are wider than hidden_size.
         """
         if num_heads is None and head_dim is not None and self.num_heads * head_dim > self.hidden_size:
             raise kernels.UserError(
@@ -60,10 +60,10 @@ class TokenMixer(KeepsFp32):
     """A layer that moves information along time: x [B,T,hidden] → y [B,T,hidden], causally.
 
     Subclass it, take a `Site` first and named arguments after it, and run `mixers.check_mixer` on the result.
-    Parameters that must not decay are named in `no_weight_decay` (those with fewer than two axes never do), and those
-    that bf16 is too coarse for in `keep_fp32`. Modules that own parameters or computed buffers have
-    `reset_parameters()`, so that a model built on the meta device can be filled. The linear map through which the
-    output leaves is an `OutputProjection`.
+    List parameters that must not decay in `no_weight_decay` (those with fewer than two axes never do), and those for
+    which bf16 is too coarse in `keep_fp32`. Give every module with parameters or computed buffers a
+    `reset_parameters()`, so that a model built on the meta device can be filled. Make the last linear map an
+    `OutputProjection`.
     """
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
@@ -81,11 +81,11 @@ class TokenMixer(KeepsFp32):
 
         Args:
             x: [B,T,hidden].
-            state: None to train (nothing is stored), else the state to continue, which is consumed: a single token may
-                write the next state into its tensors.
+            state: None for training (no state is kept), else the state to continue from. It is consumed: a step of a
+                single token may write the next state into its tensors.
             cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
-            context_parallel: The part of each sequence that x is, where several processes share them; None for whole
-                sequences. A mixer that cannot work on a part leaves the argument out of its signature.
+            context_parallel: Which part of each sequence x is, if several processes share them; None if x holds whole
+                sequences. A mixer that cannot work on a part leaves this argument out of its signature.
 
         Returns:
             y [B,T,hidden], and the continued state or None.
@@ -111,7 +111,7 @@ class TokenMixer(KeepsFp32):
 
     @property
     def in_stream(self) -> nn.Parameter:
-        """A parameter on the device and in the dtype of what flows through the layer, so not one kept in fp32."""
+        """A parameter that has the device and dtype of the activations, since it is not kept in fp32."""
         return next(
             parameter
             for part in self.modules()
@@ -120,18 +120,21 @@ class TokenMixer(KeepsFp32):
         )
 
     def share(self, below: Sequence["TokenMixer"]) -> None:
-        """Adopt modules of the mixers of lower layers; called bottom-up. (Modules: shared Parameters come untied.)"""
+        """Take over modules from the mixers of lower layers; called from the bottom up.
+
+        Share modules, not parameters: tied parameters come apart when a module is cast or moved.
+        """
 
 
 class Streams(NamedTuple):
-    """All that a mixer makes of x. `project` fills it with raw values; features and gates refine it."""
+    """Everything that a mixer computes from x. `project` fills in raw values; features and gates refine them."""
 
     q: Tensor  # [B,T,G,K], then [B,T,G·S,K']
     k: Tensor  # as q
     v: Tensor  # [B,T,H,V]
     log_decay: Tensor | None = None  # raw, then [H·S] | [B,T,H·S] | [B,T,H·S,K']
     beta: Tensor | None = None  # raw, then [B,T,H·S]
-    gate: Any = None  # whatever the readout wants
+    gate: Any = None  # whatever `readout` needs
 
     def replace(self, **streams: Any) -> Self:
         """A copy with some streams replaced."""
@@ -149,12 +152,12 @@ class LinearState(NamedTuple):
 class LinearMixer(TokenMixer):
     """A mixer whose state is a matrix per head: project → expand → features → gates → recurrence → readout.
 
-    A subclass writes `project`, `gates` and `readout`, names its `recurrence` and declares its features as data. It can
-    then be expanded by `Expanded` without knowing of it, if it sizes gates by `gate_heads` (and, per key channel, by
-    `subhead_size`) instead of by the number of heads.
+    A subclass implements `project`, `gates` and `readout`, names its `recurrence` and declares its features as data.
+    `Expanded` can then expand its state, provided that its gates have size `gate_heads` (per key channel:
+    `gate_heads * subhead_size`) and not the number of heads.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         num_heads: Value heads H.
         key_size: Size K of a key head, as `project` makes it.
         value_size: Size V of a value head.
@@ -202,11 +205,11 @@ class LinearMixer(TokenMixer):
         return self.q_features, self.k_features, self.v_features
 
     def project(self, x: Tensor) -> Streams:
-        """All projections of x; after this only an expansion sees x. Gates as raw pre-activations."""
+        """All projections of x, gates as raw pre-activations. Afterwards only expansions see x."""
         raise NotImplementedError
 
     def gates(self, s: Streams) -> Streams:
-        """The final log_decay and beta; may replace any stream."""
+        """Compute the final log_decay and beta; any stream may be replaced."""
         return s
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
@@ -248,7 +251,7 @@ class LinearMixer(TokenMixer):
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
     ) -> tuple[Streams, tuple[Tensor, ...], Tensor]:
-        """Expansion, then the features of each stream: the one seam for fusing them."""
+        """Expand queries and keys, then apply the features of each stream: the one place to fuse them."""
         if self.q_expand is not None and self.k_expand is not None:
             cut = (self.subheads, self.subhead_size)
             q, k = self.q_expand(s.q, x), self.k_expand(s.k, x)
@@ -271,8 +274,8 @@ class LinearMixer(TokenMixer):
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> LinearState:
-        own = self.in_stream
-        device, dtype = device or own.device, dtype or own.dtype
+        like = self.in_stream
+        device, dtype = device or like.device, dtype or like.dtype
         matrix_dtype = torch.promote_types(dtype, torch.float32)
         return LinearState(
             torch.zeros(batch_size, *self._matrix_shape, device=device, dtype=matrix_dtype),
@@ -302,9 +305,9 @@ class LinearMixer(TokenMixer):
 
 
 def dense_flops(module: nn.Module, length: int) -> int:
-    """FLOPs of the weights of a layer: each matrix, convolution or expansion meets each of `length` tokens once.
+    """FLOPs of a layer's weights: each matrix, convolution or expansion is applied once to each of `length` tokens.
 
-    What a module exempts from weight decay (angles, bounds) is no matrix.
+    Parameters that a module exempts from weight decay (angles, bounds) do not count as matrices.
     """
     return (
         2
@@ -321,13 +324,13 @@ def dense_flops(module: nn.Module, length: int) -> int:
 def positions(
     x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The position of each token of x [B,T,…] in its sequence, and of the next one.
+    """The position of each token of x [B,T,…] in its sequence or document, and that of the token after the last.
 
     Args:
         x: Any stream [B,T,…].
-        offset: Tokens already seen [N] (N = B without `cu_seqlens`), or None for none.
+        offset: Number of tokens already seen [N] (N = B without `cu_seqlens`); None for 0.
         cu_seqlens: Boundaries [N+1] of packed documents, or None.
-        context_parallel: The part of each sequence that x is; None for whole sequences.
+        context_parallel: Which part of each sequence x is; None if x holds whole sequences.
 
     Returns:
         Positions [B,T] (or [1,T] where all rows agree), and the next position [N].

@@ -1,13 +1,13 @@
 """Context parallelism: every process holds one part of each sequence, and only what crosses a boundary is sent.
 
-A convolution takes the last inputs of the parts before, attention their keys and values, positions are counted from
-the start of the sequence, and a recurrence, which is linear in its state, takes the state that they leave:
-S_out = A·S_in + L. Every process computes its A and L at the same time, gets those of all the others in one exchange,
-and puts the state before its own part together (LASP, arXiv 2404.02882; LASP-2, arXiv 2502.07563).
+A convolution needs the last inputs of the earlier parts, attention needs their keys and values, positions count from
+the start of the sequence, and a recurrence, which is linear in its state, needs the state they leave behind:
+S_out = A·S_in + L. All processes compute their A and L at the same time, gather those of the others in one exchange,
+and combine them into the state before their own part (LASP, arXiv 2404.02882; LASP-2, arXiv 2502.07563).
 
-A mixer is given a `ContextParallel` as an argument of its `forward`, and hands it on to whatever looks along time:
-convolutions (`FeaturePath`), positions, and recurrences (`run_recurrence`, `run_selective_scan`). All of it is
-differentiable, and each process must run the same layers in the same order, forward and backward.
+A mixer receives a `ContextParallel` as an argument of `forward` and passes it to everything that looks along time:
+convolutions (`FeaturePath`), `positions`, and recurrences (`run_recurrence`, `run_selective_scan`). All of it is
+differentiable. All processes must run the same layers in the same order, forward and backward.
 """
 
 from collections.abc import Callable
@@ -22,29 +22,29 @@ from torch import Tensor, nn
 import kernels
 
 Recurrence = Callable[..., tuple[Tensor, Tensor | None]]
-# the delta rule's kernels hold no more columns of a state
+# a state of the delta rule's kernels has at most this many columns
 MOST_COLUMNS = 256
 
 
 class ContextParallel:
-    """The part of each sequence that this process holds: number `rank` of `count` equally long ones.
+    """The part of each sequence that this process holds: part `rank` of `count` parts of equal length.
 
     Args:
-        group: The processes that share a sequence, in the order of their parts; all processes if None.
+        group: The processes that share each sequence, in the order of their parts; None for all processes.
     """
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group, self.rank, self.count = group, dist.get_rank(group), dist.get_world_size(group)
 
     def check(self, state: Any, cu_seqlens: Tensor | None) -> None:
-        """Refuse what cannot be shared.
+        """Raise if a mixer is given arguments that do not go with context parallelism.
 
         Args:
-            state: A state that a mixer is to continue.
-            cu_seqlens: Boundaries of packed documents.
+            state: The state to continue from, if any.
+            cu_seqlens: Boundaries of packed documents, if any.
 
         Raises:
-            UserError: There is one of these.
+            UserError: Either is not None.
         """
         if state is not None:
             raise kernels.UserError("context_parallel: a state can be continued by one process only")
@@ -55,10 +55,10 @@ class ContextParallel:
             )
 
     def take(self, x: Tensor) -> Tensor:
-        """The own part [B,T/count,…] of x [B,T,…].
+        """This process's part [B,T/count,…] of x [B,T,…].
 
         Raises:
-            UserError: The parts would not be equally long.
+            UserError: T cannot be divided into parts of equal length.
         """
         if x.shape[1] % self.count:
             raise kernels.UserError(
@@ -68,30 +68,30 @@ class ContextParallel:
         return x.chunk(self.count, 1)[self.rank]
 
     def gather(self, x: Tensor) -> Tensor:
-        """The x of all processes [count,…], which must have the same shape."""
+        """x of all processes, stacked [count,…]; the shapes must be the same."""
         return _Gather.apply(x, self)
 
     def before(self, x: Tensor, size: int) -> Tensor:
-        """The last `size` tokens before the own part, of a stream x [B,T,…] of it; fewer where it is the start."""
+        """The last `size` tokens of a stream before this part, whose tokens are x [B,T,…]; fewer near the start."""
         length = x.shape[1]
         kept = min(size, length)
         tails = self.gather(x[:, length - kept :])
-        # also the first process goes through this, with no tail at all: backward, the others wait for it
+        # the first process keeps none, but takes part, since the others wait for it in the backward pass
         earlier = tails[: self.rank].transpose(0, 1).flatten(1, 2)
         return earlier[:, max(0, earlier.shape[1] - size) :]
 
     def history(self, x: Tensor, size: int) -> Tensor:
-        """The same, filled with zeros: [B,size,…] of a stream x [B,T,C]."""
+        """`before` for a stream x [B,T,C], padded in front with zeros to [B,size,C]."""
         earlier = self.before(x, size)
         return F.pad(earlier, (0, 0, size - earlier.shape[1], 0))
 
     def first_state(self, transition: Tensor, local: Tensor) -> Tensor:
-        """The state before the own part.
+        """The state before this part.
 
         Args:
-            transition: A of the own part, which takes a state before it to one after it: a factor of each row
+            transition: A of this part, which maps the state before it to the state after it: a factor for each row
                 [B,H,K,1], or a matrix [B,H,K,K].
-            local: L, the state after the own part if there was none before [B,H,K,V].
+            local: L, the state after this part when it starts from zero [B,H,K,V].
 
         Returns:
             [B,H,K,V].
@@ -106,25 +106,25 @@ class ContextParallel:
         return state
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        """The mean of what all processes of the group have summed, for training.
+        """The mean over all processes of the group, for training.
 
         Args:
-            total: Sum of the own losses, a scalar.
-            count: How many these are, a scalar.
+            total: Sum of this process's losses, a scalar.
+            count: How many losses that is, a scalar.
 
         Returns:
-            The same number in all processes. Its gradient is that of the own losses times the number of processes, as
-            gradients are then averaged over all processes.
+            The same number in all processes. Its gradient is that of this process's losses, times the number of
+            processes, because gradients are averaged over all processes afterwards.
         """
         sums = torch.stack([total.detach(), count.to(total.dtype)])
         dist.all_reduce(sums, group=self.group)
         together, number = sums.unbind()
-        own = total * (self.count / number.clamp(min=1))
-        return own - own.detach() + together / number.clamp(min=1)
+        local = total * (self.count / number.clamp(min=1))
+        return local - local.detach() + together / number.clamp(min=1)
 
 
 class _Gather(torch.autograd.Function):
-    """The tensors of all processes; what their uses say of its own comes back to each as a sum."""
+    """All-gather; in the backward pass each process receives the sum of the gradients of its tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parallel: ContextParallel) -> Tensor:
@@ -138,17 +138,17 @@ class _Gather(torch.autograd.Function):
         parallel: ContextParallel = ctx.parallel
         total = kernels.at_least_fp32(gradient).contiguous()
         if dist.get_backend(parallel.group) == "nccl":
-            own = torch.empty_like(total[0])
-            dist.reduce_scatter_tensor(own, total.flatten(0, 1), group=parallel.group)
-        else:  # not all can scatter
+            local = torch.empty_like(total[0])
+            dist.reduce_scatter_tensor(local, total.flatten(0, 1), group=parallel.group)
+        else:  # not every communication library can reduce and scatter
             total = total.clone()
             dist.all_reduce(total, group=parallel.group)
-            own = total[parallel.rank]
-        return own.to(gradient.dtype), None
+            local = total[parallel.rank]
+        return local.to(gradient.dtype), None
 
 
 def takes_context_parallel(module: type[nn.Module]) -> bool:
-    """Whether modules of a class can work on a part of each sequence: their `forward` has the argument for it."""
+    """Whether modules of this class can work on a part of each sequence: whether `forward` has the argument."""
     return "context_parallel" in signature(module.forward).parameters
 
 
@@ -168,9 +168,9 @@ def run_recurrence(
     consume_state: bool,
     context_parallel: ContextParallel | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`run`, a recurrence of `kernels` (or one that is as linear in its state), over whole sequences or a part of each.
+    """Apply `run`, a recurrence that is linear in its state, to whole sequences or to a part of each.
 
-    A part costs the recurrence twice, once from no state and once from the one that was put together.
+    A part needs the recurrence twice: once from a state of zero, and once from the state before this part.
 
     Args:
         run: kernels.linear_recurrence, kernels.delta_rule, or another with their arguments, which follow.
@@ -184,8 +184,8 @@ def run_recurrence(
         initial_state: [B,H·E,K,V] or None.
         return_state: Whether to return the final states.
         cu_seqlens: Boundaries of packed documents.
-        consume_state: Whether a single step may write to `initial_state`.
-        context_parallel: The part of each sequence that this is; None for whole sequences.
+        consume_state: Whether a step of a single token may overwrite `initial_state`.
+        context_parallel: Which part of each sequence this is; None for whole sequences.
 
     Returns:
         o [B,T,H,V], and the final states or None.
@@ -208,7 +208,7 @@ def run_recurrence(
 
 
 def _diagonal(run: Recurrence, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """A [B,H,K,1] and L [B,H,K,V] of a recurrence that only decays."""
+    """A [B,H,K,1] and L [B,H,K,V] of a recurrence whose transition is diagonal."""
     _, local = run(q, k, v, **gates, return_state=True)
     assert local is not None
     decay = gates["log_decay"]
@@ -224,19 +224,19 @@ def _diagonal(run: Recurrence, q: Tensor, k: Tensor, v: Tensor, gates: dict[str,
 
 
 def _matrix(run: Recurrence, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """A [B,H,K,K] and L [B,H,K,V] of any recurrence: columns of a state that get no values are multiplied by A."""
+    """A [B,H,K,K] and L [B,H,K,V] of any linear recurrence: columns of the state without values are multiplied by A."""
     (B, _, H, V), K = v.shape, k.shape[3]
-    kind = torch.promote_types(v.dtype, torch.float32)
-    identity = torch.eye(K, device=v.device, dtype=kind).expand(B, H * gates["subheads"], K, K)
-    nothing = v.new_zeros(1).expand(*v.shape[:3], K)
+    state_dtype = torch.promote_types(v.dtype, torch.float32)
+    identity = torch.eye(K, device=v.device, dtype=state_dtype).expand(B, H * gates["subheads"], K, K)
+    zeros = v.new_zeros(1).expand(*v.shape[:3], K)
     if K + V > MOST_COLUMNS:
-        _, transition = run(q, k, nothing.contiguous(), **gates, initial_state=identity.contiguous(), return_state=True)
+        _, transition = run(q, k, zeros.contiguous(), **gates, initial_state=identity.contiguous(), return_state=True)
         _, local = run(q, k, v, **gates, return_state=True)
         assert transition is not None
         assert local is not None
         return transition, local
     start = F.pad(identity, (V, 0))
-    _, both = run(q, k, torch.cat([v, nothing], -1), **gates, initial_state=start, return_state=True)
+    _, both = run(q, k, torch.cat([v, zeros], -1), **gates, initial_state=start, return_state=True)
     assert both is not None
     return both[..., V:], both[..., :V]
 
@@ -253,7 +253,7 @@ def run_selective_scan(
     cu_seqlens: Tensor | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`kernels.selective_scan` over whole sequences, or over a part of each, which costs it twice; its arguments."""
+    """`kernels.selective_scan`, with its arguments, over whole sequences, or twice over a part of each."""
     if context_parallel is not None:
         context_parallel.check(initial_state, cu_seqlens)
         _, local = kernels.selective_scan(x, log_decay, rate, b, c, return_state=True)

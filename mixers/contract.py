@@ -1,7 +1,7 @@
 """The executable definition of "is a token mixer".
 
-`check_mixer(factory)` runs every check below on a tiny layer, in fp64 where exactness is the question. Authors of
-plug-ins call it in a test; registering a mixer means that the project's own tests do.
+`check_mixer(factory)` runs every check below on a tiny layer, in fp64 where results must be exact. Authors of plug-ins
+call it in a test; for registered mixers the tests of this project do.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ from .base import LinearMixer, Site, TokenMixer
 from .expansion import Expanded
 from .state import remembered
 
-FLOPS_TOLERANCE = 0.05  # between flops() and what the counter sees: paddings and small vectors
+FLOPS_TOLERANCE = 0.05  # between flops() and the counter: padding and small vectors
 BF16_TOLERANCE = 0.05  # relative error of a whole layer in bf16
 TINY = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 UNCOUNTED = "besides what is typed History or Position"
-LENGTH, CUTS = 21, [0, 4, 4, 12, 21]  # an empty document among the packed ones
+LENGTH, CUTS = 21, [0, 4, 4, 12, 21]  # one of the packed documents is empty
 
 
 class ContractError(AssertionError):
-    """A mixer breaks the contract; the message lists each broken clause."""
+    """A mixer breaks the contract; the message lists every broken clause."""
 
 
 Factory = Callable[[Site], TokenMixer]
@@ -43,10 +43,10 @@ def check_mixer(factory: Factory, *, site: Site = TINY, expanded: bool = True) -
         expanded: Also check a LinearMixer with its state expanded by 2, with and without subheads.
 
     Returns:
-        The names of the clauses that hold.
+        The names of the clauses that the mixer satisfies.
 
     Raises:
-        ContractError: Listing every clause that does not, with the reason.
+        ContractError: It breaks a clause; the message lists every broken one, with the reason.
     """
     variants: dict[str, Factory] = {"": factory}
     built = factory(site)
@@ -111,7 +111,7 @@ def packed_documents_are_separate(factory: Factory, site: Site) -> None:
     _close(mixer(x, cu_seqlens=cu_seqlens)[0], alone, "outputs of packed documents")
     packed, states = mixer(x, mixer.init_state(len(documents)), cu_seqlens=cu_seqlens)
     _close(packed, alone, "outputs of packed documents with states")
-    # continue each packed document by one more stretch, packed otherwise
+    # continue each packed document by another piece, with other boundaries
     more = torch.tensor([0, 1, 6, 6, LENGTH], dtype=torch.int32)
     continued, _ = mixer(x, states, cu_seqlens=more)
     outputs = []
@@ -196,7 +196,7 @@ def flops_are_what_is_counted(factory: Factory, site: Site) -> None:
     mixer, _ = _build(factory, site, torch.float32)
     for length in (64, 256):
         x = torch.randn(1, length, site.hidden_size)
-        # the solve is not in PyTorch's own table; attention is counted through its plain form
+        # PyTorch's table lacks the triangular solve; attention is counted in its plain form
         mapping = {torch.ops.aten.linalg_solve_triangular: _solve_flops}
         counter = FlopCounterMode(display=False, custom_mapping=mapping)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), kernels.backend("torch"), counter:
@@ -223,7 +223,7 @@ CLAUSES = (
 def _build(
     factory: Factory, site: Site, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[TokenMixer, Tensor]:
-    """A mixer with reproducible parameters, away from special points such as ones and zeros, and an input."""
+    """A mixer with reproducible parameters away from special values such as 0 and 1, and an input."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         mixer = factory(site)
@@ -243,7 +243,7 @@ def _counted(state: Any) -> int:
 
 
 def _solve_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Half of a product, as each row meets only the rows above it. Shapes come as sizes."""
+    """Half of a matrix product, since each row meets only the rows above it. Arguments are shapes."""
     *batch, rows, columns = b
     return int(torch.Size(batch).numel()) * rows * rows * columns
 
@@ -253,9 +253,9 @@ def _expect(holds: bool, otherwise: str) -> None:
         raise ContractError(otherwise)
 
 
-def _close(found: Tensor, expected: Tensor, what: str) -> None:
-    found, expected = tree_map(lambda t: t.detach().double(), (found, expected))
-    if found.shape != expected.shape:
-        raise ContractError(f"{what}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
-    if found.numel() and not torch.allclose(found, expected, rtol=1e-6, atol=1e-8):
-        raise ContractError(f"{what} differ by up to {float((found - expected).abs().max()):.2g}")
+def _close(actual: Tensor, expected: Tensor, what: str) -> None:
+    actual, expected = tree_map(lambda t: t.detach().double(), (actual, expected))
+    if actual.shape != expected.shape:
+        raise ContractError(f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
+    if actual.numel() and not torch.allclose(actual, expected, rtol=1e-6, atol=1e-8):
+        raise ContractError(f"{what} differ by up to {float((actual - expected).abs().max()):.2g}")

@@ -13,11 +13,11 @@ from .tnl import LowRankGated
 class CosFormer2(LowRankGated):
     """S_t = S_{t−1} + k_t v_tᵀ with k = [cos(θt)·SiLU(W_k x), sin(θt)·SiLU(W_k x)] (arXiv 2406.16690, A.1.4).
 
-    No decay: position enters through LRPE, whose θ is learned and shared by queries and keys, and through TPE on the
-    embedding (`model.position: TPE`). A norm stands in place of cosFormer's denominator.
+    There is no decay: positions enter through LRPE, whose θ is learned and shared by queries and keys, and through TPE
+    on the embedding (`model.position: TPE`). A norm replaces cosFormer's denominator.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         num_heads: Heads; the model's by default.
         qk: Features of queries and keys.
         norm_eps: Added inside the root of the output norm.

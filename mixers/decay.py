@@ -1,4 +1,4 @@
-"""Gates: decay, data-dependent as Mamba2 and Gated DeltaNet make it or constant as in TNL and RetNet, and β."""
+"""Gates: the decay, data-dependent as in Mamba2 and Gated DeltaNet or constant as in TNL and RetNet, and β."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Discretisation(KeepsFp32):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        # log(0) would freeze a head for good
+        # a head could never leave log(0)
         self.A_log.uniform_(self.low, self.high).clamp_(min=1e-4).log_()
         dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_().clamp_(min=1e-4)
         self.dt_bias.add_(torch.log(-torch.expm1(-dt)))  # the inverse of softplus
@@ -43,11 +43,11 @@ class Discretisation(KeepsFp32):
 
 
 class Strength(KeepsFp32):
-    """β = σ(b + bias), how much of its old answer the delta rule replaces; up to 2 with `allow_neg_eigval`.
+    """β = σ(b + bias): how much of the old value the delta rule replaces; up to 2 with `allow_neg_eigval`.
 
     Args:
         size: Number of recurrences.
-        bias: Whether there is a bias, which starts at 0.
+        bias: Whether to add a bias, initially 0.
         allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
     """
 
@@ -70,9 +70,9 @@ class Strength(KeepsFp32):
 
 
 class ConstantDecay(nn.Module):
-    """A log decay for each recurrence that is a number, not a parameter.
+    """A log decay for each recurrence that is fixed, not a parameter.
 
-    It is kept in at least fp32 whatever the module's dtype: in bf16 a decay of 1 − 2⁻⁹ would be none.
+    It stays in at least fp32 whatever the module's dtype: in bf16 a decay of 1 − 2⁻⁹ would round to 1.
 
     Args:
         log_decay: The log decays, ≤ 0.
@@ -84,7 +84,7 @@ class ConstantDecay(nn.Module):
         self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def forward(self, like: Tensor) -> Tensor:
-        """The log decays on the device of `like`; the same tensor each time, so that its values are checked once."""
+        """The log decays on the device of `like`; always the same tensor, so that its values are checked only once."""
         key = (like.device, torch.promote_types(like.dtype, torch.float32))
         if key not in self._on:
             self._on[key] = torch.tensor(self.log_decay, device=key[0], dtype=key[1])
@@ -92,7 +92,7 @@ class ConstantDecay(nn.Module):
 
 
 def alibi_slopes(count: int) -> list[float]:
-    """The slopes of ALiBi (arXiv 2108.12409): 2^(−8i/count), and its interpolation where count is no power of two."""
+    """The slopes of ALiBi (arXiv 2108.12409): 2^(−8i/count), interpolated if count is not a power of two."""
     lower = 2 ** int(math.log2(count))
     slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
     return slopes if lower == count else slopes + alibi_slopes(2 * lower)[::2][: count - lower]

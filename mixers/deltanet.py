@@ -19,10 +19,10 @@ from .registry import register
 class DeltaNet(LinearMixer):
     """S_t = (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ (arXiv 2406.06484).
 
-    Gated DeltaNet without decay and without output gate: the state forgets only what it replaces.
+    Gated DeltaNet without decay and output gate: the state forgets only what it replaces.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         num_heads: Heads; the model's by default.
         head_dim: Size K = V of a head; hidden_size / num_heads by default.
         qk: Features of queries and keys.

@@ -1,4 +1,4 @@
-"""State expansion (Liu et al., "Scaling up the State Size of RNN LLMs", section 4): the only file that knows of it."""
+"""State expansion (Liu et al., "Scaling up the State Size of RNN LLMs", section 4); no other file depends on it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .features import ACTIVATIONS, Activation
 class Expansion(nn.Module):
     """Makes queries or keys `factor` times longer: [B,T,heads,size] → [B,T,heads,factor·size].
 
-    With subheads, entries e·size … (e+1)·size − 1 of a head are its subhead e.
+    With subheads, entries e·size … (e+1)·size − 1 of a head form subhead e.
 
     Args:
         heads: Number of key heads.
@@ -57,7 +57,7 @@ class HeadWise(Expansion):
 
 
 class LowRank(Expansion):
-    """SiLU(q) A B over all heads together, with A [H·K, rank] and B [rank, E·H·K] (the low-rank row of table 7).
+    """SiLU(q) A B over all heads jointly, with A [H·K, rank] and B [rank, E·H·K] (the low-rank row of table 7).
 
     Args:
         heads: Number of key heads.
@@ -65,7 +65,7 @@ class LowRank(Expansion):
         factor: E.
         hidden_size: Size of the layer's input.
         activation: Applied before the expansion: silu, relu, elu1 or identity.
-        rank: Null for the one that has as many parameters as the head-wise expansion, E·K/(E + 1), rounded.
+        rank: Null for the rank with as many parameters as the head-wise expansion, E·K/(E + 1), rounded.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class DPFP(Expansion):
 
 
 class LFM(Expansion):
-    """vec(ReLU(p) ⊗ ReLU(q)) with p = W_p x, E numbers a head (the feature map of AGaLiTe, arXiv 2310.15719).
+    """vec(ReLU(p) ⊗ ReLU(q)) with p = W_p x, E numbers per head (the feature map of AGaLiTe, arXiv 2310.15719).
 
-    Subhead e is ReLU(q) times one number: where a norm follows, the number is lost.
+    Subhead e is ReLU(q) times one number, which a norm behind it would cancel.
 
     Args:
         heads: Number of key heads.
@@ -138,7 +138,7 @@ class LFM(Expansion):
 
 @dataclass(frozen=True)
 class Expand:
-    """What an expanded site asks of the mixer that stands there."""
+    """How the mixer at a site is to be expanded."""
 
     factor: int
     subheads: int
@@ -152,15 +152,15 @@ class Expand:
 class Expanded(LinearMixer):
     """Any LinearMixer with a recurrent state `factor` times larger (Liu et al., section 4).
 
-    A factory that reads as a class: it builds the inner mixer at a site that carries the request, and there is no
-    wrapper at run time. `factor: 1` is the inner mixer itself.
+    A factory that reads like a class: it builds the inner mixer at a site with `expand` set, so that there is no
+    wrapper at run time. With `factor: 1` it builds the inner mixer as it is.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         mixer: The mixer to expand.
-        factor: E, how many times larger the state gets.
-        subheads: Whether an expanded head is cut into E subheads of the original key size, with values shared, gates
-            widened and outputs summed (equations 9 and 10); else one head with key size E·K.
+        factor: E, how many times larger the state becomes.
+        subheads: Whether to split an expanded head into E subheads of the original key size, with shared values, wider
+            gates and summed outputs (equations 9 and 10); otherwise it is one head with key size E·K.
         expansion: How queries and keys are expanded: HeadWise, LowRank, DPFP, LFM, or your own.
     """
 

@@ -25,13 +25,13 @@ class FeatureMap(KeepsFp32):
         self.heads, self.size, self.out_size = heads, size, size
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Map x, whose tokens stand at `positions` [B or 1,T] of their documents."""
+        """Map x, whose tokens are at `positions` [B or 1,T] in their documents."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Features:
-    """Short conv → activation → norm → map, on every subhead by itself.
+    """Short convolution → activation → norm → map, for each subhead by itself.
 
     Args:
         conv: Taps of the causal depthwise convolution; 0 for none.
@@ -87,8 +87,8 @@ class FeaturePath(nn.Module):
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x [B,T,heads,size] → [B,T,heads,out_size], and the continued history if one was given."""
-        continues = history is not None
+        """x [B,T,heads,size] → [B,T,heads,out_size], and the next history if one was given."""
+        return_history = history is not None
         if self.spec.conv > 1 and context_parallel is not None:
             context_parallel.check(history, cu_seqlens)
             history = context_parallel.history(x.flatten(2), self.spec.conv - 1)
@@ -99,7 +99,7 @@ class FeaturePath(nn.Module):
             activation=self.spec.activation,
             norm=self.spec.norm,
             history=history,
-            return_history=continues,
+            return_history=return_history,
             cu_seqlens=cu_seqlens,
         )
         return y if self.map is None else self.map(y, positions).to(y.dtype), history
@@ -111,7 +111,7 @@ class Rotary(FeatureMap):
     Args:
         heads: Number of heads.
         size: Size of a head, even.
-        base: The slowest pair turns by 1/base a token.
+        base: The slowest pair turns by 1/base per token.
     """
 
     def __init__(self, heads: int, size: int, *, base: float = 10000.0):
@@ -121,9 +121,9 @@ class Rotary(FeatureMap):
         self.base = base
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        # angles in at least fp32 whatever the module's dtype: position 10000 has no bf16
-        kind = torch.promote_types(x.dtype, torch.float32)
-        pair = torch.arange(self.size // 2, device=x.device, dtype=kind)
+        # angles in at least fp32, whatever the module's dtype: bf16 cannot represent position 10001
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        pair = torch.arange(self.size // 2, device=x.device, dtype=dtype)
         angle = positions[..., None, None] * self.base ** (-2 * pair / self.size)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         if x.is_cpu and plain((x,)):
@@ -133,9 +133,9 @@ class Rotary(FeatureMap):
 
 
 class _Turn(torch.autograd.Function):
-    """Rotary embedding with whole rows of heads as vectors: half a head is too short for a processor's loops.
+    """Rotary embedding of whole rows of heads at once: half a head is too short for a CPU's vector loops.
 
-    x [B,T,H,D], cos and sin [B or 1,T,1,D/2]; the gradient turns back.
+    x [B,T,H,D], cos and sin [B or 1,T,1,D/2]; the backward pass turns the other way.
     """
 
     @staticmethod
@@ -157,14 +157,14 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LRPE(FeatureMap):
-    """[cos(θt)·x, sin(θt)·x] with a learned θ per channel: the size doubles (cosFormer2; arXiv 2307.09270).
+    """[cos(θt)·x, sin(θt)·x] with a learned θ per channel, which doubles the size (cosFormer2; arXiv 2307.09270).
 
     θ starts at base^(−2j/d) over all d channels, as in the original authors' code.
 
     Args:
         heads: Number of heads.
         size: Size of a head.
-        base: The slowest channel turns by about 1/base² a token.
+        base: The slowest channel turns by about 1/base² per token.
     """
 
     no_weight_decay = keep_fp32 = ("theta",)

@@ -21,19 +21,20 @@ from .registry import register
 class GatedDeltaNet(LinearMixer):
     """S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ (arXiv 2412.06464).
 
-    The state forgets by exp(g_t) and replaces by β_t what it answers to the key k_t. Queries, keys and values pass a
-    short convolution and SiLU; queries and keys have length one. Sizes default to H·K = hidden and V = K.
+    The state decays by exp(g_t), and the fraction β_t of its value for the key k_t is replaced. Queries, keys and
+    values pass through a short convolution and SiLU; queries and keys have length one. By default H·K = hidden and
+    V = K.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         num_heads: Value heads; the model's by default.
         head_dim: Key size K of a head; hidden_size / num_heads by default.
         value_dim: Value size V of a head; K by default.
         num_key_heads: Key heads, shared by groups of value heads; num_heads by default.
         qk: Features of queries and keys.
         v: Features of values.
-        decay: What makes the decay of `size` recurrences; null for none (the naive delta rule).
-        output: Norm and gate of the output: GatedRMSNorm, NormOnly or GateOnly.
+        decay: The module that computes the decays; null for no decay (the plain delta rule).
+        output: Norm and gate of the output: GatedRMSNorm, NormOnly, GateOnly, or a subclass of Output.
         beta_bias: Whether β's projection has a bias.
         allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
     """

@@ -19,20 +19,20 @@ from .registry import register
 class GLA(LinearMixer):
     """S_t = diag(α_t) S_{t−1} + k_t v_tᵀ with α_t = σ(W₂ W₁ x_t + b)^(1/16) (arXiv 2312.06635).
 
-    The defaults are the paper's own; Liu et al. (state expansion) train it with `expand_k: 1` and a short convolution
-    with SiLU on q, k and v.
+    The defaults are those of the paper; Liu et al. (state expansion) train it with `expand_k: 1` and a short
+    convolution with SiLU on q, k and v.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         num_heads: Heads; the model's by default.
         expand_k: Width of all keys over hidden_size.
         expand_v: Width of all values over hidden_size.
-        gate_rank: Bottleneck of the decay's projection.
-        gate_normalizer: What the log of the decay is divided by; 16 makes it forget slowly.
+        gate_rank: Rank of the projection that makes the decay.
+        gate_normalizer: Divides the log of the decay; 16 makes the state forget slowly.
         qk: Features of queries and keys.
         v: Features of values.
-        norm_eps: Added inside the root of the output norm. The default is the paper's; with 1e-3 a first token, whose
-            q·k is near zero at the start, does not spoil the first gradients (configs/sweep/norm_eps.yaml).
+        norm_eps: Added inside the root of the output norm. The default is that of the paper; with 1e-3, first tokens
+            whose q·k is near zero do not dominate the first gradients (configs/sweep/norm_eps.yaml).
     """
 
     decay_per_channel = True

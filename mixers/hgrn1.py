@@ -25,10 +25,10 @@ class VectorState(NamedTuple):
 
 @register(recurrence="h_t = f_t ⊙ h_{t−1} + (1 − f_t) ⊙ SiLU(W_i x_t)", paper="HGRN, arXiv 2311.04823")
 class HGRN1(TokenMixer):
-    """h_t = f_t ⊙ h_{t−1} + (1 − f_t) ⊙ SiLU(W_i x_t) with f as in HGRN2 (arXiv 2311.04823): a vector for a state.
+    """h_t = f_t ⊙ h_{t−1} + (1 − f_t) ⊙ SiLU(W_i x_t) with f as in HGRN2 (arXiv 2311.04823); its state is a vector.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         lower_bounds: Lower bounds of the forget gates, shared by all layers; null for none.
         norm_eps: Added inside the root of the output norm.
     """
@@ -77,9 +77,9 @@ class HGRN1(TokenMixer):
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> VectorState:
-        own = self.o_proj.weight
-        dtype = torch.promote_types(dtype or own.dtype, torch.float32)
-        return VectorState(torch.zeros(batch_size, self.site.hidden_size, 1, device=device or own.device, dtype=dtype))
+        like = self.o_proj.weight
+        dtype = torch.promote_types(dtype or like.dtype, torch.float32)
+        return VectorState(torch.zeros(batch_size, self.site.hidden_size, 1, device=device or like.device, dtype=dtype))
 
     def state_size(self, length: int | None = None) -> int:
         return self.site.hidden_size

@@ -16,11 +16,11 @@ from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
-HEAD_DIM = 128  # of the paper, at all sizes
+HEAD_DIM = 128  # as in the paper, for models of all sizes
 
 
 class LowerBounds(KeepsFp32):
-    """How much each channel remembers at least, rising with the layer: lb_l = Σ_{1 ≤ i ≤ l} softmax(γ)_i, lb_0 = 0.
+    """The least that each channel remembers, which rises with the layer: lb_l = Σ_{1 ≤ i ≤ l} softmax(γ)_i, lb_0 = 0.
 
     One matrix γ for all layers of a model (arXiv 2404.07904, and the authors' code, which subtracts the first row).
 
@@ -42,9 +42,9 @@ class LowerBounds(KeepsFp32):
     def log_forget(self, f: Tensor, layer: int) -> Tensor:
         """log(lb + (1 − lb) σ(f)) of raw forget gates f [...,size] at a layer, at least fp32."""
         f = kernels.at_least_fp32(f)
-        if layer == 0:  # lb is 0, and the general form would have a NaN gradient there
+        if layer == 0:  # lb is 0, where the general form has a NaN gradient
             return F.logsigmoid(f)
-        # the odds lb : 1 − lb, in logs, as 1 − lb itself may round to zero, which has NaN gradients
+        # log odds of lb : 1 − lb, since 1 − lb itself may round to zero, where gradients are NaN
         rows = kernels.at_least_fp32(self.weight)
         odds = rows[1 : layer + 1].logsumexp(0) - torch.cat([rows[:1], rows[layer + 1 :]]).logsumexp(0)
         return torch.logaddexp(F.logsigmoid(odds), F.logsigmoid(-odds) + F.logsigmoid(f))
@@ -53,7 +53,7 @@ class LowerBounds(KeepsFp32):
 def build_lower_bounds(
     factory: Callable[[int, int], LowerBounds] | None, site: Site, channels: int
 ) -> LowerBounds | None:
-    """The lower bounds of the layer at a site; none in the lowest layer, whose bound is 0."""
+    """The lower bounds of the layer at a site; None for the lowest layer, whose bound is 0."""
     return factory(site.num_layers, channels) if factory is not None and site.layer > 0 else None
 
 
@@ -64,11 +64,11 @@ class Bounded(Protocol):
 
 
 def adopt_lower_bounds(mixer: Bounded, below: Sequence[TokenMixer]) -> None:
-    """Take over the lower bounds of the first layer below that has some of the same shape."""
+    """Take over the lower bounds of the first layer below that has any of the same shape."""
     for other in below:
-        bounds, own = getattr(other, "lower_bounds", None), mixer.lower_bounds
-        if bounds is not None and own is not None and bounds.weight.shape == own.weight.shape:
-            mixer.lower_bounds = bounds
+        shared, current = getattr(other, "lower_bounds", None), mixer.lower_bounds
+        if shared is not None and current is not None and shared.weight.shape == current.weight.shape:
+            mixer.lower_bounds = shared
             return
 
 
@@ -80,20 +80,21 @@ def adopt_lower_bounds(mixer: Bounded, below: Sequence[TokenMixer]) -> None:
 class HGRN2(LinearMixer):
     """S_t = diag(f_t) S_{t−1} + (1 − f_t) v_tᵀ with f_t = lb + (1 − lb) σ(W_f x_t) (arXiv 2404.07904).
 
-    The key is tied to the decay, k = 1 − f, so a channel writes as much as it forgets. The lower bounds lb rise with
-    the layer and are shared by all layers of a model. An expansion widens the raw f; decay and key follow per subhead.
+    The key is tied to the decay, k = 1 − f, so that a channel writes as much as it forgets. The lower bounds lb rise
+    with the layer and are shared by all layers of a model. An expansion widens the raw f; decay and key follow per
+    subhead.
 
-    (arXiv 2406.16690 prints no SiLU on q and no subtraction of the first bound; taken literally its top layer would be
-    dead.)
+    (arXiv 2406.16690 prints neither the SiLU on q nor the subtraction of the first bound; taken literally, its top
+    layer would be dead.)
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         head_dim: Size K = V of a head, from which the number of heads follows; by default the paper's 128, or
             hidden_size / num_heads where 128 does not divide hidden_size.
         lower_bounds: The lower bounds of all layers; null for none, f = σ(W_f x).
         q: Features of queries.
-        k: Features of f, the raw forget gates of which keys are made; recall wants a short convolution.
-        v: Features of i, the values; as of f.
+        k: Features of f, the raw forget gates from which keys are made; recall needs a short convolution.
+        v: Features of i, the values; the same holds for them.
         norm_eps: Added inside the root of the output norm.
     """
 

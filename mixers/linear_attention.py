@@ -11,10 +11,10 @@ from .registry import register
 
 @register(recurrence="S_t = S_{t−1} + φ(k_t) v_tᵀ", paper="Transformers are RNNs, arXiv 2006.16236")
 class LinearAttention(LinearMixer):
-    """S_t = S_{t−1} + φ(k_t) v_tᵀ, with a norm in place of the denominator (arXiv 2006.16236, 2210.10340).
+    """S_t = S_{t−1} + φ(k_t) v_tᵀ, with a norm instead of the denominator (arXiv 2006.16236, 2210.10340).
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         num_heads: Heads; the model's by default.
         head_dim: Size K = V of a head; hidden_size / num_heads by default.
         qk: Features of queries and keys, φ: activation elu1 (1 + ELU), relu or identity.

@@ -25,10 +25,10 @@ class MambaState(NamedTuple):
 
 
 class StepProjection(nn.Linear):
-    """dt [...,rank] → [...,width], which starts in U(±rank^-½) whatever else a model starts in, as published.
+    """dt [...,rank] → [...,width], initially U(±rank^-½) as published, whatever the model's initialisation.
 
     Args:
-        rank: Size of the bottleneck.
+        rank: Size of the input.
         width: Channels.
     """
 
@@ -48,11 +48,11 @@ class Mamba1(TokenMixer):
     """h_t = exp(dt_t A) h_{t−1} + dt_t B_t x_t, y_t = C_t·h_t + D x_t, diagonal A (arXiv 2312.00752).
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         expand: Inner width over hidden_size.
         state_dim: States per channel N.
         conv: Taps of the short convolution.
-        dt_rank: Bottleneck of dt; hidden_size / 16, rounded up, by default.
+        dt_rank: Rank of the projection that makes dt; hidden_size / 16, rounded up, by default.
     """
 
     no_weight_decay = ("A_log", "D")
@@ -111,10 +111,10 @@ class Mamba1(TokenMixer):
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> MambaState:
-        own = self.out_proj.weight
-        device, dtype = device or own.device, dtype or own.dtype
-        kind = torch.promote_types(dtype, torch.float32)
-        h = torch.zeros(batch_size, self.width, self.state_dim, device=device, dtype=kind)
+        like = self.out_proj.weight
+        device, dtype = device or like.device, dtype or like.dtype
+        state_dtype = torch.promote_types(dtype, torch.float32)
+        h = torch.zeros(batch_size, self.width, self.state_dim, device=device, dtype=state_dtype)
         return MambaState(h, (self.x_features.init_history(batch_size, device, dtype),))
 
     def state_size(self, length: int | None = None) -> int:

@@ -21,11 +21,11 @@ from .registry import register
 class Mamba2(LinearMixer):
     """S_t = exp(−A·dt_t) S_{t−1} + dt_t B_t x_tᵀ, y_t = S_tᵀ C_t + D·x_t (arXiv 2405.21060).
 
-    In the words of the recurrence: q = C and k = B, shared by all heads of a group and never repeated in memory; v = x;
+    In terms of the recurrence: q = C and k = B, shared by all heads of a group and never repeated in memory; v = x;
     beta = dt. The number of heads follows from the sizes: expand · hidden_size / head_dim.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         expand: Inner width over hidden_size.
         head_dim: Value size V of a head.
         state_dim: Key size K, "the state size" of the paper.

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation as a module, and what mixers do with their output: norm, gate, or both."""
+"""Root-mean-square normalisation as a module, and the modules between recurrence and output projection."""
 
 from typing import ClassVar
 
@@ -34,7 +34,7 @@ class RMSNorm(KeepsFp32):
 
 
 class ResidualNorm(RMSNorm):
-    """The norm between two layers: what the layer before adds to the residual stream is added on the way.
+    """The norm between two layers, which also adds the output of the layer below to the residual stream.
 
     Args:
         size: Size of the last axis.
@@ -42,16 +42,16 @@ class ResidualNorm(RMSNorm):
     """
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """x [...,size] and what is to be added to it → their sum, and its norm."""
+        """x [...,size] and an optional summand y → x + y, and its norm."""
         if y is None:
             return x, super().forward(x)
         return kernels.add_rms_norm(x, y, self.weight, self.eps)
 
 
 class Output(KeepsFp32):
-    """What stands between the recurrence and the output projection: o [...,size], gate [...,size] → [...,size].
+    """What comes between the recurrence and the output projection: o [...,size], gate [...,size] → [...,size].
 
-    Subclass it for your own; `gated` says whether the mixer must project a gate.
+    Subclass it to write another one; `gated` says whether the mixer has to project a gate.
     """
 
     gated: ClassVar[bool] = True
@@ -66,8 +66,8 @@ class GatedRMSNorm(Output):
     Args:
         size: Size of the last axis.
         eps: Added inside the root.
-        gate_first: Whether the gate enters before the norm (Mamba2).
-        groups: The last axis is normalised in this many parts.
+        gate_first: Whether to apply the gate before the norm (Mamba2).
+        groups: How many parts of the last axis are normalised separately.
     """
 
     keep_fp32 = ("weight",)

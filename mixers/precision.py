@@ -8,20 +8,20 @@ from torch import Tensor, nn
 
 
 class KeepsFp32(nn.Module):
-    """A module that names, in `keep_fp32`, parameters of its own that stay in at least fp32 when it is cast.
+    """A module whose parameters named in `keep_fp32` stay in at least fp32 when it is cast.
 
-    A step of the optimiser changes them by less than bf16 can tell apart (near 1, 1/128), or a recurrence raises what
-    is made of them to the length of the sequence. All other parameters become bf16 under `bf16-true`.
+    These are parameters that an optimiser step changes by less than the resolution of bf16 (1/128 near 1), or from
+    which a recurrence computes powers as high as the sequence is long. All others become bf16 under `bf16-true`.
     """
 
     keep_fp32: ClassVar[tuple[str, ...]] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # `to`, `bfloat16`, `half` … of this module and of any around it come through here
-        own = [p for name in self.keep_fp32 if (p := self._parameters.get(name)) is not None]
-        kept = {id(x) for p in own for x in (p, p.grad)}
+        # `to`, `bfloat16`, `half` … of this module and of its parents end up here
+        named = [p for name in self.keep_fp32 if (p := self._parameters.get(name)) is not None]
+        kept = {id(x) for p in named for x in (p, p.grad)}
 
-        def careful(x: Tensor) -> Tensor:
+        def convert(x: Tensor) -> Tensor:
             y = fn(x)
             if id(x) not in kept or y.dtype == x.dtype:
                 return y
@@ -30,4 +30,4 @@ class KeepsFp32(nn.Module):
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        return super()._apply(careful, recurse=False)
+        return super()._apply(convert, recurse=False)

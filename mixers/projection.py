@@ -1,4 +1,4 @@
-"""Several linear maps of one input as one matrix product."""
+"""Several linear maps of one input, fused into one matrix product."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +10,10 @@ import kernels
 
 
 class Projection(nn.Linear):
-    """Named linear maps of x without bias, computed as one product; the results are views of it.
+    """Named linear maps of x without bias, computed as one product; the outputs are views of its result.
 
-    A state dict holds them by name (`in_proj.q.weight` …), so that checkpoints do not depend on how they are laid out;
-    the fused `in_proj.weight` is accepted too (sharded optimisers save that one).
+    A state dict holds each map under its name (`in_proj.q.weight` …), so that checkpoints do not depend on the fused
+    layout; the fused `in_proj.weight`, which sharded optimisers save, is accepted as well.
 
     Args:
         size: Size of the input.
@@ -40,7 +40,7 @@ def _names(module: Projection, prefix: str) -> list[str]:
 
 def _split(module: Projection, state: dict[str, Any], prefix: str, _: object) -> None:
     parts = state.pop(prefix + "weight").split(list(module.widths.values()))
-    # clones: views of one storage would each save the whole of it
+    # clones, because each view would be saved with all of the storage
     state.update(zip(_names(module, prefix), (part.clone() for part in parts), strict=True))
 
 

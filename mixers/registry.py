@@ -1,4 +1,4 @@
-"""Names for mixers: a decorator, look-up by name or dotted path, and plug-ins of other distributions."""
+"""Names for mixers: a decorator, look-up by name or dotted path, and plug-ins from other distributions."""
 
 import difflib
 import importlib
@@ -17,12 +17,12 @@ ENTRY_POINTS = "token_mixer_zoo.mixers"
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered mixer: its class, and what the table and the tests say of it."""
+    """A registered mixer: its class, and what tables and tests need to know about it."""
 
     mixer: type[TokenMixer]
     recurrence: str
     paper: str
-    tiny: Mapping[str, Any] = field(default_factory=dict)  # arguments that make it worth testing at a tiny size
+    tiny: Mapping[str, Any] = field(default_factory=dict)  # arguments for a meaningful test at a tiny size
 
 
 M = TypeVar("M", bound=TokenMixer)
@@ -30,15 +30,15 @@ _entries: dict[str, Entry] = {}
 
 
 def register(*, recurrence: str, paper: str, tiny: Mapping[str, Any] | None = None) -> Callable[[type[M]], type[M]]:
-    """Class decorator: list a mixer under its class name. Registering is being tested by `check_mixer`.
+    """Class decorator: list a mixer under its class name. Every registered mixer is tested by `check_mixer`.
 
     Args:
         recurrence: The recurrence in one line.
-        paper: Where it comes from.
-        tiny: Constructor arguments that make it worth testing at hidden size 64.
+        paper: Where it was published.
+        tiny: Constructor arguments for a meaningful test at hidden size 64.
 
     Raises:
-        ValueError: Another class has taken the name.
+        ValueError: The name belongs to another class.
     """
 
     def add(mixer: type[M]) -> type[M]:
@@ -53,7 +53,7 @@ def register(*, recurrence: str, paper: str, tiny: Mapping[str, Any] | None = No
 
 @cache
 def _load_plugins() -> None:
-    """Import the modules behind the entry points once; importing registers."""
+    """Import the modules behind the entry points, once; importing them registers their mixers."""
     for point in entry_points(group=ENTRY_POINTS):
         point.load()
 
@@ -79,22 +79,22 @@ def get(name: str) -> type[TokenMixer]:
     """The mixer class of a registered name, or of a dotted path such as ``package.module.Class``.
 
     Raises:
-        UserError: No mixer has this name, or the path leads to none.
+        UserError: No mixer has this name, or there is no mixer at this path.
     """
     module, _, attribute = name.rpartition(".")
     if not module:
         return entry(name).mixer
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
+        mixer = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         raise UserError(f"mixer: {name!r} cannot be imported: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, TokenMixer)):
+    if not (isinstance(mixer, type) and issubclass(mixer, TokenMixer)):
         raise UserError(f"mixer: {name!r} is no TokenMixer class")
-    return found
+    return mixer
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """'; did you mean …?' if a known name is close, else nothing."""
+    """'; did you mean …?' if a known name is similar, otherwise an empty string."""
     lower = {other.lower(): other for other in known}
     close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
     return f"; did you mean {lower[close[0]]!r}?" if close else ""

@@ -16,17 +16,17 @@ from .registry import register
 class RetNet(LinearMixer):
     """S_t = γ_h S_{t−1} + k_t v_tᵀ with γ_h = 1 − 2^(−5−h) (arXiv 2307.08621).
 
-    With S subheads the decays of a head are 1 − 2^(−5−n/S) for n = 0 … H·S − 1, which keeps their range; else most
-    subheads would never forget.
+    With S subheads the decays of a head are 1 − 2^(−5−n/S) for n = 0 … H·S − 1, which keeps their range; otherwise
+    most subheads would never forget.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         num_heads: Heads; the model's by default.
         head_dim: Key size K of a head; hidden_size / num_heads by default.
         expand_v: Value size over key size.
         qk: Features of queries and keys.
-        norm_eps: Added inside the root of the output norm. The default is the paper's; with 1e-3 a first token, whose
-            q·k is near zero at the start, does not spoil the first gradients (configs/sweep/norm_eps.yaml).
+        norm_eps: Added inside the root of the output norm. The default is that of the paper; with 1e-3, first tokens
+            whose q·k is near zero do not dominate the first gradients (configs/sweep/norm_eps.yaml).
     """
 
     def __init__(

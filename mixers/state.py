@@ -1,7 +1,7 @@
-"""What the fields of a state are, told by their types, so that code that never asks which mixer it holds can read one.
+"""The fields of a state, distinguished by their types, so that code that does not know the mixer can read them.
 
-The state of a mixer is a pytree of tensors, usually a NamedTuple. What the mixer remembers is annotated as `Tensor`;
-what it keeps besides is annotated as `History` or `Position`, alone or inside a tuple, and counts for nothing:
+The state of a mixer is a pytree of tensors, usually a NamedTuple. Annotate what the mixer remembers as `Tensor`, and
+its bookkeeping as `History` or `Position`, also inside tuples:
 
     class MyState(NamedTuple):
         matrix: Tensor
@@ -21,62 +21,61 @@ from kernels import UserError
 
 
 class Bookkeeping:
-    """Marks the type of a state's tensors that hold nothing that the mixer remembers."""
+    """Marks the type of tensors in a state that do not count as memory of the mixer."""
 
 
 History = Annotated[Tensor, Bookkeeping()]  # the last inputs of a convolution [N,W−1,C]
 Position = Annotated[Tensor, Bookkeeping()]  # tokens seen [N], int64
 
 
-def remembered(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a state that `TokenMixer.state_size` counts: of floating point, and no bookkeeping.
+def remembered(state: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a state that `TokenMixer.state_size` counts: those in floating point, except bookkeeping.
 
     Args:
-        state: Of a mixer, or a part of one.
-        name: What the names begin with.
+        state: The state of a mixer.
 
     Yields:
-        The name of a tensor, such as `_matrix` or `_caches_0`, or none if the state is one tensor; and the tensor.
+        Name and tensor. The name is a path, such as `_matrix` or `_caches_0`; it is empty if the state is one tensor.
 
     Raises:
         UserError: The annotations of a NamedTuple cannot be read.
     """
-    yield from _remembered(state, None, name)
+    yield from _remembered(state, None, "")
 
 
-def _remembered(state: Any, kind: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if _is_bookkeeping(kind):
+def _remembered(state: Any, annotation: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if _is_bookkeeping(annotation):
         return
     if isinstance(state, Tensor):
         if state.is_floating_point():
             yield name, state
         return
     if hasattr(state, "_fields"):
-        kinds = _field_types(state.__class__)
-        parts = [(part, kinds.get(field), field) for field, part in zip(state._fields, state, strict=True)]
+        annotations = _field_types(state.__class__)
+        parts = [(part, annotations.get(field), field) for field, part in zip(state._fields, state, strict=True)]
     elif isinstance(state, tuple | list):
-        parts = [(part, kind, i) for i, (part, kind) in enumerate(zip(state, _item_types(kind, state), strict=True))]
+        parts = list(zip(state, _item_types(annotation, state), range(len(state)), strict=True))
     else:
         parts = [(leaf, None, i) for i, leaf in enumerate(tree_leaves(state)) if isinstance(leaf, Tensor)]
-    for part, part_kind, key in parts:
-        yield from _remembered(part, part_kind, f"{name}_{key}")
+    for part, part_annotation, key in parts:
+        yield from _remembered(part, part_annotation, f"{name}_{key}")
 
 
-def _is_bookkeeping(kind: Any) -> bool:
-    if get_origin(kind) in (Union, UnionType):
-        return any(map(_is_bookkeeping, get_args(kind)))
-    return any(isinstance(mark, Bookkeeping) for mark in getattr(kind, "__metadata__", ()))
+def _is_bookkeeping(annotation: Any) -> bool:
+    if get_origin(annotation) in (Union, UnionType):
+        return any(map(_is_bookkeeping, get_args(annotation)))
+    return any(isinstance(mark, Bookkeeping) for mark in getattr(annotation, "__metadata__", ()))
 
 
-def _item_types(kind: Any, items: tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
-    """The types of the items of a tuple or list of type `kind`, which may say nothing about them."""
-    inner = tuple(argument for argument in get_args(kind) if argument is not Ellipsis)
+def _item_types(annotation: Any, items: tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
+    """The annotation of each item of a tuple or list; None where `annotation` does not say."""
+    inner = tuple(argument for argument in get_args(annotation) if argument is not Ellipsis)
     return inner if len(inner) == len(items) else (inner[0] if len(inner) == 1 else None,) * len(items)
 
 
 @cache
-def _field_types(kind: type) -> dict[str, Any]:
+def _field_types(state: type) -> dict[str, Any]:
     try:
-        return get_type_hints(kind, include_extras=True)
+        return get_type_hints(state, include_extras=True)
     except NameError as error:
-        raise UserError(f"state: the annotations of {kind.__name__} cannot be read: {error}") from None
+        raise UserError(f"state: the annotations of {state.__name__} cannot be read: {error}") from None

@@ -14,7 +14,7 @@ from .registry import register
 
 
 class LowRankGated(LinearMixer):
-    """What TNL and cosFormer2 share: a weightless norm over the full width × σ(W_up W_down x), bottleneck K."""
+    """What TNL and cosFormer2 share: a norm without weight over the full width, times σ(W_up W_down x) of rank K."""
 
     def __init__(self, site: Site, *, num_heads: int | None, qk: Features, norm_eps: float):
         num_heads, head_dim = site.heads(num_heads)
@@ -34,12 +34,12 @@ class LowRankGated(LinearMixer):
 
 
 class LayerwiseAlibi(ConstantDecay):
-    """log λ of head i in layer l is −ALiBi_i · (1 − l/(L − 1) + 1e-5): the top layer hardly forgets.
+    """log λ of head i in layer l is −ALiBi_i · (1 − l/(L − 1) + 1e-5), so that the top layer hardly forgets.
 
-    The original authors' published model and their lightning-attention kernels do this.
+    This is what the authors' published model and their lightning-attention kernels do.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         count: Number of recurrences.
     """
 
@@ -52,7 +52,7 @@ class LayerwiseLinear(ConstantDecay):
     """log λ of head i in layer l is −(8/H) · (1 − l/L) · i, i = 0 … H − 1, as in flash-linear-attention.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         count: Number of recurrences.
     """
 
@@ -64,11 +64,11 @@ class LayerwiseLinear(ConstantDecay):
 class TNL(LowRankGated):
     """S_t = λ S_{t−1} + k_t v_tᵀ, λ fixed by head and layer (arXiv 2307.14995; 2406.16690, A.1.2).
 
-    Public sources disagree on λ: `decay` chooses, and the default is the original authors'. With S subheads the slopes
-    run over H·S recurrences.
+    Published sources disagree on λ: `decay` chooses, and the default is that of the authors. With S subheads the slopes
+    cover H·S recurrences.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         num_heads: Heads; the model's by default.
         qk: Features of queries and keys.
         decay: The constant decays of all recurrences at a site: LayerwiseAlibi or LayerwiseLinear.

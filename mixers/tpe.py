@@ -18,11 +18,11 @@ class TPEState(NamedTuple):
 class TPE(TokenMixer):
     """y_{t,c} = Σ_{s≤t} Σ_e b_{c,e} λ_e^{t−s} x_{s,c}: a bank of e running sums per channel (arXiv 2406.16690, A.1.4).
 
-    It replaces the embedding x by y (`model.position: TPE`). The paper gives its parameter count d·e and no formula;
-    this is the reading that fits, with rates λ_e fixed, shared by the channels, and spread up to 8192 tokens.
+    It replaces the embedding x by y (`model.position: TPE`). The paper gives its parameter count, d·e, but no formula;
+    this reading fits, with rates λ_e that are fixed, shared by the channels, and spread up to 8192 tokens.
 
     Args:
-        site: Where the layer stands.
+        site: Where the layer sits in the model.
         size: e; hidden_size / num_heads by default.
     """
 
@@ -35,7 +35,7 @@ class TPE(TokenMixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
-        self.weight[:, 0] += 1  # the fastest sum is nearly the token itself
+        self.weight[:, 0] += 1  # the fastest sum is almost the token itself
 
     def forward(
         self,
@@ -63,8 +63,8 @@ class TPE(TokenMixer):
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> TPEState:
-        kind = torch.promote_types(dtype or self.weight.dtype, torch.float32)
-        return TPEState(torch.zeros(batch_size, *self.weight.shape, device=device or self.weight.device, dtype=kind))
+        dtype = torch.promote_types(dtype or self.weight.dtype, torch.float32)
+        return TPEState(torch.zeros(batch_size, *self.weight.shape, device=device or self.weight.device, dtype=dtype))
 
     def state_size(self, length: int | None = None) -> int:
         return self.weight.numel()

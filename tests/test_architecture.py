@@ -195,6 +195,7 @@ def test_kernels_import_light():
     assert not {"lightning", "transformers", "deepspeed", "jsonargparse", "mixers", "zoo", "matplotlib"} & {*heavy}
 
 
+@pytest.mark.slow
 def test_transformers_does_not_mistake_our_kernels_for_theirs():
     """`transformers` asks an importable `kernels` for its version, and imports names from it if that suits."""
     pytest.importorskip("transformers", reason="install the extra 'test'")

@@ -1,10 +1,13 @@
-"""The commands in README.md are commands."""
+"""What README.md says is so: its commands are commands."""
 
+import inspect
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
+import mixers
 from zoo.config.parser import read
 from zoo.sweeps.comparison import whole_configs
 
@@ -13,6 +16,7 @@ from .commands import ROOT, Command
 pytest_plugins = "tests.desk"
 
 README = ROOT / "README.md"
+LONGEST = 200  # lines of a mixer, as README says
 
 
 def commands() -> list[str]:
@@ -31,6 +35,13 @@ def test_there_are_commands():
     assert any(" fit --config gdn_h2.yaml" in line for line in commands())
 
 
+def test_a_mixer_is_as_short_as_readme_says():
+    assert f"of at most {LONGEST} lines" in " ".join(README.read_text().split())
+    files = {inspect.getfile(mixers.get(name)) for name in mixers.names()}
+    assert max(len(Path(file).read_text().splitlines()) for file in files) <= LONGEST
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("line", commands())
 def test_a_command_of_the_readme_parses(
     line: str, command: Command, finished, tmp_path, monkeypatch: pytest.MonkeyPatch

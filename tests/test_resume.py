@@ -106,6 +106,7 @@ def test_resume_is_exact(number: signal.Signals, desks: Path, shared_cache: Path
     assert found.keys() == expected.keys()
 
 
+@pytest.mark.slow
 def test_resume_with_more_steps(desks: Path, shared_cache: Path):
     """An override changes the continued run; with a constant rate it is the longer run's beginning."""
     longer = ("--trainer.max_steps=11", "--optim.schedule=constant")

@@ -33,6 +33,7 @@ def copied(finished: Path, desk: Path) -> Path:
 # one process at a time
 
 
+@pytest.mark.slow
 def test_one_process_trains_in_a_folder(command: Command, copied: Path):
     before = (copied / "metrics.jsonl").read_bytes()
     with FileLock(copied / ".lock"):
@@ -47,6 +48,7 @@ def test_one_process_trains_in_a_folder(command: Command, copied: Path):
 # nothing is deleted
 
 
+@pytest.mark.slow
 def test_what_a_run_has_not_made_is_kept(command: Command, desk: Path):
     notes = desk / "mine" / "gated_deltanet" / "notes"
     notes.mkdir(parents=True)
@@ -88,6 +90,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(command: 
     assert [row["step"] for row in read_metrics(copied / "metrics.jsonl")] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_other_checkpoints_take_the_place_of_a_lost_one(
     command: Command, copied: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -130,6 +133,7 @@ def test_a_signal_to_the_group_stops_all_processes_with_a_checkpoint(
     assert f"step {step} is saved" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="needs a small disk, which only root can mount"
 )
@@ -164,6 +168,7 @@ def damaged(file: Path) -> list[bytes]:
     return [whole[:-20], b"", b"[1, 2]", b"\xff\xfe", b"null", whole[:digit] + other + whole[digit + 1 :]]
 
 
+@pytest.mark.slow
 def test_damaged_results_are_told_and_written_anew(command: Command, copied: Path, caplog: pytest.LogCaptureFixture):
     file = copied / "results.json"
     whole = read_sealed(file)
@@ -186,6 +191,7 @@ def test_damaged_metrics_are_told(copied: Path, caplog: pytest.LogCaptureFixture
         assert "1 lines are not rows of metrics" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_damaged_list_of_runs_is_one_sentence(command: Command, desk: Path):
     (desk / "layers.yaml").write_text("base: [gated_deltanet.yaml, tiny.yaml]\naxes: {model.num_layers: [1]}\n")
     sweep = ("sweep", "--config", "layers.yaml", "--trainer.max_steps=1")
@@ -205,6 +211,7 @@ def test_a_damaged_list_of_runs_is_one_sentence(command: Command, desk: Path):
 # configs
 
 
+@pytest.mark.slow
 def test_every_default_survives_the_config_file(command: Command, desk: Path):
     """MQAR's tasks are objects in its signature."""
     done = command("fit", "--config", "gated_deltanet.yaml", "--config", "tiny.yaml", "--data=MQAR", "--run", "recall")
@@ -227,6 +234,7 @@ def test_a_default_that_no_file_can_hold_is_told_before_the_first_step(command: 
     assert not (desk / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MarkovChain", "MQAR", "own.Numbers"])
 def test_a_data_class_has_its_own_defaults(name: str, desk: Path):
     """Not those of TextData, which is what a config's `data` means otherwise; what was set to something else stays."""

@@ -209,6 +209,7 @@ def refuse_all(command: Command, verbs: tuple[str, ...], said: str) -> None:
         nothing_ran()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", IN_MODEL)
 def test_a_model_runs_nothing(command: Command, theirs: Path, what: str):
     rewrite(theirs, of_config(IN_MODEL[what]))
@@ -218,6 +219,7 @@ def test_a_model_runs_nothing(command: Command, theirs: Path, what: str):
     nothing_ran()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", IN_RUN)
 def test_a_run_runs_reads_and_writes_nothing(command: Command, theirs: Path, what: str):
     rewrite(theirs, of_config(IN_RUN[what]))
@@ -300,6 +302,7 @@ CONTENTS: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [*FILES, *CONTENTS])
 def test_a_file_runs_nothing_and_is_no_bomb(command: Command, theirs: Path, what: str):
     if what in FILES:
@@ -314,6 +317,7 @@ def test_a_file_runs_nothing_and_is_no_bomb(command: Command, theirs: Path, what
     nothing_ran()
 
 
+@pytest.mark.slow
 def test_shards_run_nothing(command: Command, theirs: Path):
     pytest.importorskip("deepspeed", reason="DeepSpeed is for Linux")
     from zoo.checkpoints.zero_shards import shard_hashes, shard_names
@@ -350,6 +354,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", TEXTS)
 def test_yaml_is_no_bomb(command: Command, theirs: Path, what: str):
     assert command("export", "--checkpoint", "theirs", "--output", "out").code == 0
@@ -363,6 +368,7 @@ def test_yaml_is_no_bomb(command: Command, theirs: Path, what: str):
     nothing_ran()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["position", "stack", "map of features"])
 def test_an_exported_folder_runs_nothing(command: Command, theirs: Path, what: str):
     assert command("export", "--checkpoint", "theirs", "--output", "out").code == 0
@@ -387,6 +393,7 @@ def in_a_process(folder: Path, cache: Path, *arguments: str) -> "subprocess.Comp
     )
 
 
+@pytest.mark.slow
 def test_the_working_directory_hides_nothing(theirs: Path, shared_cache: Path):
     here = theirs.parent
     for name in ("resource", "wave", "lightning", "zoo", "_sitebuiltins"):
@@ -426,6 +433,7 @@ def own(command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return desk / "runs" / "mine"
 
 
+@pytest.mark.slow
 def test_ones_own_run_needs_no_word(command: Command, own: Path, monkeypatch: pytest.MonkeyPatch):
     for arguments in (
         ("generate", "--checkpoint", "runs/mine", "--max_new_tokens=2"),
@@ -441,6 +449,7 @@ def test_ones_own_run_needs_no_word(command: Command, own: Path, monkeypatch: py
         assert done.code == 0, (arguments, done.err)
 
 
+@pytest.mark.slow
 def test_another_user_is_asked(command: Command, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another home"))
     generate = ("generate", "--checkpoint", "runs/mine", "--max_new_tokens=2")
@@ -473,6 +482,7 @@ def test_another_user_is_asked(command: Command, own: Path, tmp_path: Path, monk
     assert "trainer.callbacks names 'my_callback.Mine', which would be called, read or written" in done.err
 
 
+@pytest.mark.slow
 def test_what_is_imported_already_may_be_built(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another home"))
     with pytest.raises(UserError, match=r"my_mixer.MyMixer"):
@@ -483,6 +493,7 @@ def test_what_is_imported_already_may_be_built(own: Path, tmp_path: Path, monkey
     assert zoo.load("runs/mine")
 
 
+@pytest.mark.slow
 def test_where_no_key_can_be_kept(command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch):
     (desk / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(desk / "file"))

@@ -21,19 +21,19 @@ that compiler multiplies a transposed product wrongly, and a transposed tile tha
 import triton
 import triton.language as tl
 
-from ..triton_slots import chunk_bounds
+from ..triton.tiles import CHUNK, chunk_at
 from .triton_prepare import nonzero
-from .triton_tiles import C, load_pairs, load_state, load_tokens, pair_decay, store_pairs, store_tokens
+from .triton_tiles import load_pairs, load_state, load_tokens, pair_decay, store_pairs, store_tokens
 
 
 @triton.jit
 def of_diagonal(x):
     """The diagonal [64] of a tile [64, 64]."""
-    r = tl.arange(0, C)
+    r = tl.arange(0, CHUNK)
     return tl.sum(tl.where(r[:, None] == r[None, :], x, 0.0), 1)
 
 
-@triton.jit(do_not_specialize=["sequences", "T"])
+@triton.jit
 def gradient_of_queries(
     q,
     k,
@@ -49,10 +49,8 @@ def gradient_of_queries(
     writes,
     diagonal,  # of X
     from_t,
-    cu_seqlens,
+    chunks,
     scale,
-    sequences,
-    T,
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
@@ -61,25 +59,21 @@ def gradient_of_queries(
     BK: tl.constexpr,
     BV: tl.constexpr,
     STAGES: tl.constexpr,
-    GATED: tl.constexpr,
-    PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % BLOCKS
-    slot, m = tl.program_id(0) // BLOCKS // M, tl.program_id(0) // BLOCKS % M
-    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, C, PACKED)
-    if token >= stop:
-        return
+    chunk, m = tl.program_id(0) // BLOCKS // M, tl.program_id(0) // BLOCKS % M
+    token, stop = chunk_at(chunks, chunk)
     keys: tl.constexpr = M // R  # heads of q and k
     values: tl.constexpr = M // E  # and of v
     head = (m // (E * R)) * E + m % E
-    tile = slot.to(tl.int64) * M + m
-    r = tl.arange(0, C)
+    tile = chunk.to(tl.int64) * M + m
+    r = tl.arange(0, CHUNK)
 
-    X, lower = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    dQ = tl.zeros([C, BK], tl.float32)
+    X, lower = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    dQ = tl.zeros([CHUNK, BK], tl.float32)
     for column in tl.range(0, V, BV, num_stages=STAGES):
         dO = load_tokens(do + (m // E) * V, token, stop, values * V, column, V, BV, DTYPE)
         U = load_tokens(u + m * V, token, stop, M * V, column, V, BV, DTYPE)
@@ -88,8 +82,8 @@ def gradient_of_queries(
         X = tl.dot(dO, tl.trans(U), X, input_precision=PRECISION)
         lower = tl.dot(dV, tl.trans(U), lower, input_precision=PRECISION)
         dQ = tl.dot(dO, tl.trans(S), dQ, input_precision=PRECISION)
-    at = gates + tile * (4 * C) + r
-    D = tl.where(r[:, None] > r[None, :], pair_decay(tl.load(at + 2 * C), tl.load(at + 3 * C)), 0.0)
+    at = gates + tile * (4 * CHUNK) + r
+    D = tl.where(r[:, None] > r[None, :], pair_decay(tl.load(at + 2 * CHUNK), tl.load(at + 3 * CHUNK)), 0.0)
     below = (X * D * scale).to(DTYPE)
     itself = of_diagonal(X) * scale
     if part == 0:
@@ -97,23 +91,23 @@ def gradient_of_queries(
         counts = r < stop - token
         per_write = 1.0 / nonzero(tl.load(beta + per_step, mask=counts, other=1.0).to(tl.float32))
         tl.store(dbeta + per_step, of_diagonal(lower) * per_write * per_write, mask=counts)
-        tl.store(diagonal + tile * C + r, itself)
-        store_pairs(reads + tile * (C * C), below)
-        store_pairs(writes + tile * (C * C), -lower * D)
+        tl.store(diagonal + tile * CHUNK + r, itself)
+        store_pairs(reads + tile * (CHUNK * CHUNK), below)
+        store_pairs(writes + tile * (CHUNK * CHUNK), -lower * D)
     keys_here = load_tokens(k + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE)
-    if GATED:
+    if from_t is not None:
         lower *= D * tl.dot(keys_here, tl.trans(keys_here), input_precision=PRECISION)
         from_M = tl.sum(lower, 1) - tl.sum(lower, 0)
     dQ *= (tl.load(at) * scale)[:, None]
     dQ = tl.dot(below, keys_here, dQ, input_precision=PRECISION)
-    if GATED:
+    if from_t is not None:
         queries = load_tokens(q + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE)
-        tl.store(from_t + (tile * BLOCKS + part) * C + r, tl.sum(dQ * queries.to(tl.float32), 1) - from_M)
+        tl.store(from_t + (tile * BLOCKS + part) * CHUNK + r, tl.sum(dQ * queries.to(tl.float32), 1) - from_M)
     dQ += itself[:, None] * keys_here.to(tl.float32)
     store_tokens(dq + m * K, token, stop, M * K, part * BK, K, BK, dQ)
 
 
-@triton.jit(do_not_specialize=["sequences", "T"])
+@triton.jit
 def gradient_of_keys(
     q,
     k,
@@ -129,10 +123,8 @@ def gradient_of_keys(
     from_t,
     before_t,
     across,
-    cu_seqlens,
+    chunks,
     scale,
-    sequences,
-    T,
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
@@ -141,23 +133,19 @@ def gradient_of_keys(
     BK: tl.constexpr,
     BV: tl.constexpr,
     STAGES: tl.constexpr,
-    GATED: tl.constexpr,
-    PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
     part = tl.program_id(0) % BLOCKS
-    slot, m = tl.program_id(0) // BLOCKS // M, tl.program_id(0) // BLOCKS % M
-    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, C, PACKED)
-    if token >= stop:
-        return
+    chunk, m = tl.program_id(0) // BLOCKS // M, tl.program_id(0) // BLOCKS % M
+    token, stop = chunk_at(chunks, chunk)
     keys: tl.constexpr = M // R  # heads of q and k
     head = (m // (E * R)) * E + m % E
-    tile = slot.to(tl.int64) * M + m
-    r = tl.arange(0, C)
-    at = gates + tile * (4 * C)
-    dK, from_dS = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
+    tile = chunk.to(tl.int64) * M + m
+    r = tl.arange(0, CHUNK)
+    at = gates + tile * (4 * CHUNK)
+    dK, from_dS = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([CHUNK, BK], tl.float32)
     way = 0.0
     for column in tl.range(0, V, BV, num_stages=STAGES):
         dV = load_tokens(dv + m * V, token, stop, M * V, column, V, BV, DTYPE)
@@ -166,53 +154,48 @@ def gradient_of_keys(
         dS = load_state(dstates + tile * (K * V), part * BK, column, K, V, BK, BV, DTYPE)
         dK = tl.dot(dV, tl.trans(S), dK, input_precision=PRECISION)
         from_dS = tl.dot(U, tl.trans(dS), from_dS, input_precision=PRECISION)
-        if GATED:
+        if from_t is not None:
             way += tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1), 0)
     dK *= -tl.load(at + r)[:, None]
-    from_dS *= tl.load(at + C + r)[:, None]
+    from_dS *= tl.load(at + CHUNK + r)[:, None]
     keys_here = load_tokens(k + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE)
     queries = load_tokens(q + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE)
-    written = load_pairs(writes + tile * (C * C), DTYPE)
-    read = load_pairs(reads + tile * (C * C), DTYPE)
+    written = load_pairs(writes + tile * (CHUNK * CHUNK), DTYPE)
+    read = load_pairs(reads + tile * (CHUNK * CHUNK), DTYPE)
     columns = tl.dot(tl.trans(read), queries, input_precision=PRECISION)
-    if GATED:
+    if from_t is not None:
         wide_keys = keys_here.to(tl.float32)
-        at_sums = (tile * BLOCKS + part) * C + r
+        at_sums = (tile * BLOCKS + part) * CHUNK + r
         tl.store(from_t + at_sums, tl.sum((dK - columns) * wide_keys, 1))
         tl.store(before_t + at_sums, tl.sum(from_dS * wide_keys, 1))
-        tl.store(across + tile * BLOCKS + part, way * tl.load(at + (C - 1)))
-    dK += columns + from_dS + tl.load(diagonal + tile * C + r)[:, None] * queries.to(tl.float32)
+        tl.store(across + tile * BLOCKS + part, way * tl.load(at + (CHUNK - 1)))
+    dK += columns + from_dS + tl.load(diagonal + tile * CHUNK + r)[:, None] * queries.to(tl.float32)
     dK = tl.dot(written, keys_here, dK, input_precision=PRECISION)
     dK = tl.dot(tl.trans(written), keys_here, dK, input_precision=PRECISION)
     store_tokens(dk + m * K, token, stop, M * K, part * BK, K, BK, dK)
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "M"])
+@triton.jit(do_not_specialize=["M"])
 def gradient_of_log_decay(
     from_queries,
     from_keys,
     before_t,
     across,
     dlog_decay,
-    cu_seqlens,
-    sequences,
-    T,
+    chunks,
     M,
     QUERY_PARTS: tl.constexpr,
     KEY_PARTS: tl.constexpr,
-    PACKED: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
-    slot, m = tl.program_id(0) // M, tl.program_id(0) % M
-    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, C, PACKED)
-    if token >= stop:
-        return
-    r = tl.arange(0, C)
-    later, earlier, way = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
+    chunk, m = tl.program_id(0) // M, tl.program_id(0) % M
+    token, stop = chunk_at(chunks, chunk)
+    r = tl.arange(0, CHUNK)
+    later, earlier, way = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32), 0.0
     for part in tl.static_range(QUERY_PARTS):
-        later += tl.load(from_queries + (tile * QUERY_PARTS + part) * C + r)
+        later += tl.load(from_queries + (tile * QUERY_PARTS + part) * CHUNK + r)
     for part in tl.static_range(KEY_PARTS):
-        at = (tile * KEY_PARTS + part) * C + r
+        at = (tile * KEY_PARTS + part) * CHUNK + r
         later += tl.load(from_keys + at)
         earlier += tl.load(before_t + at)
         way += tl.load(across + tile * KEY_PARTS + part)

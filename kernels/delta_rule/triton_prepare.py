@@ -14,11 +14,9 @@ what rounding takes from it, and from scores that read it, would not cancel in t
 import triton
 import triton.language as tl
 
-from ..triton_exponential import exp2
-from ..triton_slots import chunk_bounds
-from .triton_tiles import C, load_tokens, pair_decay, store_pairs
+from ..triton.tiles import CHUNK, LOG2E, chunk_at, exp2
+from .triton_tiles import load_tokens, pair_decay, store_pairs
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # A gradient of β is found from what β multiplied, by dividing by β²: it must not be zero. This changes no result.
 LEAST_BETA: tl.constexpr = tl.constexpr(2.0**-50)
 
@@ -55,7 +53,7 @@ def unit_lower_inverse(lower, PRECISION: tl.constexpr):
     return full - tl.dot(step, full, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["sequences", "T"])
+@triton.jit
 def prepare(
     q,
     k,
@@ -64,48 +62,43 @@ def prepare(
     inverse,
     scores,
     gates,
-    cu_seqlens,
+    chunks,
     scale,
-    sequences,
-    T,
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     GATE: tl.constexpr,
-    PACKED: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
-    slot, m = tl.program_id(0) // M, tl.program_id(0) % M
-    token, stop = chunk_bounds(slot, cu_seqlens, sequences, T, C, PACKED)
-    if token >= stop:
-        return
+    token, stop = chunk_at(chunks, tl.program_id(0) // M)
+    m = tl.program_id(0) % M
     keys: tl.constexpr = M // R  # heads of q and k
     head = (m // (E * R)) * E + m % E
-    r = tl.arange(0, C)
+    r = tl.arange(0, CHUNK)
     valid = r < stop - token
     per_step = token.to(tl.int64) * M + r * M + m
 
     if GATE == "none":
-        g = tl.zeros([C], tl.float64)
+        g = tl.zeros([CHUNK], tl.float64)
     elif GATE == "constant":
-        g = tl.where(valid, tl.load(log_decay + m).to(tl.float64) * LOG2_E, 0.0)
+        g = tl.where(valid, tl.load(log_decay + m).to(tl.float64) * LOG2E, 0.0)
     else:
-        g = tl.load(log_decay + per_step, mask=valid, other=0.0).to(tl.float64) * LOG2_E
+        g = tl.load(log_decay + per_step, mask=valid, other=0.0).to(tl.float64) * LOG2E
     b = tl.cumsum(g, 0)
     high = b.to(tl.float32)
     low = (b - high.to(tl.float64)).to(tl.float32)
-    at = gates + tile * (4 * C) + r
+    at = gates + tile * (4 * CHUNK) + r
     tl.store(at, exp2(high))
-    tl.store(at + C, exp2((tl.sum(g, 0) - b).to(tl.float32)))
-    tl.store(at + 2 * C, high)
-    tl.store(at + 3 * C, low)
+    tl.store(at + CHUNK, exp2((tl.sum(g, 0) - b).to(tl.float32)))
+    tl.store(at + 2 * CHUNK, high)
+    tl.store(at + 3 * CHUNK, low)
 
-    overlap, dots = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    overlap, dots = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     for column in tl.static_range(0, K, BK):
         keys_here = load_tokens(k + head * K, token, stop, keys * K, column, K, BK, DTYPE)
         queries = load_tokens(q + head * K, token, stop, keys * K, column, K, BK, DTYPE)
@@ -116,5 +109,5 @@ def prepare(
     write = nonzero(tl.load(beta + per_step, mask=valid, other=0.0).to(tl.float32))
     lower = tl.where(r[:, None] > r[None, :], overlap * D * write[:, None], 0.0)
     solve = unit_lower_inverse(lower, MERGE)
-    store_pairs(inverse + tile * (C * C), solve * write[None, :])
-    store_pairs(scores + tile * (C * C), tl.dot(dots, solve, input_precision=MERGE) * write[None, :])
+    store_pairs(inverse + tile * (CHUNK * CHUNK), solve * write[None, :])
+    store_pairs(scores + tile * (CHUNK * CHUNK), tl.dot(dots, solve, input_precision=MERGE) * write[None, :])

@@ -12,15 +12,16 @@ with the transition transposed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM102, SIM108
+# ruff: noqa: SIM102
 
 import triton
 import triton.language as tl
 
-from .triton_tiles import C, load_pairs, load_state, load_tokens, segment_bounds, store_state, store_tokens
+from ..triton.tiles import CHUNK, segment_at
+from .triton_tiles import load_pairs, load_state, load_tokens, store_state, store_tokens
 
 
-@triton.jit(do_not_specialize=["T", "segments", "length"])
+@triton.jit
 def scan_forward(
     q,
     k,
@@ -33,11 +34,8 @@ def scan_forward(
     u,
     states,
     final,
-    cu_seqlens,
-    scale,
-    T,
     segments,
-    length,
+    scale,
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
@@ -46,10 +44,6 @@ def scan_forward(
     BK: tl.constexpr,
     BV: tl.constexpr,
     STAGES: tl.constexpr,
-    PACKED: tl.constexpr,
-    START: tl.constexpr,  # given, zero or one
-    OUTPUT: tl.constexpr,
-    SAVE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -57,64 +51,64 @@ def scan_forward(
     column = (tl.program_id(0) % BLOCKS) * BV
     recurrence = tl.program_id(0) // BLOCKS
     n, m = recurrence // M, recurrence % M
-    start, stop, first = segment_bounds(n, cu_seqlens, T, segments, length, PACKED)
+    start, stop, first = segment_at(segments, n)
     keys: tl.constexpr = M // R  # heads of q and k
     values: tl.constexpr = M // E  # and of v
     head = (m // (E * R)) * E + m % E
     q += head * K
     k += head * K
-    if START != "one":
+    if v is not None:
         v += (m // E) * V
-    if OUTPUT:
+    if o is not None:
         o += m * V
-    if SAVE:
+    if u is not None:
         u += m * V
-    r = tl.arange(0, C)
+    r = tl.arange(0, CHUNK)
 
     state = recurrence.to(tl.int64) * (K * V)
-    if START == "given":
+    if initial is not None:
         S = load_state(initial + state, 0, column, K, V, BK, BV, tl.float32)
-    elif START == "one":
+    elif v is None:
         S = tl.where(tl.arange(0, BK)[:, None] == (column + tl.arange(0, BV))[None, :], 1.0, 0.0)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    chunks = tl.cdiv(stop - start, C)
+    chunks = tl.cdiv(stop - start, CHUNK)
     before = S.to(DTYPE)
-    if SAVE:
+    if states is not None:
         if chunks > 0:
             store_state(states + (first.to(tl.int64) * M + m) * (K * V), 0, column, K, V, BK, BV, before)
     # Registers are what three stages lack, and spills make them slower than two. What a chunk leaves in memory is
     # written at its end, when little else is alive, and numbers of heads are constants, so that addresses need few.
     for c in tl.range(0, chunks, num_stages=STAGES):
-        token = start + c * C
+        token = start + c * CHUNK
         tile = (first + c).to(tl.int64) * M + m
-        at = gates + tile * (4 * C)
-        shrink, keep, total = tl.load(at + r), tl.load(at + C + r), tl.load(at + (C - 1))
+        at = gates + tile * (4 * CHUNK)
+        shrink, keep, total = tl.load(at + r), tl.load(at + CHUNK + r), tl.load(at + (CHUNK - 1))
         keys_here = load_tokens(k, token, stop, keys * K, 0, K, BK, DTYPE)
-        solve = load_pairs(inverse + tile * (C * C), DTYPE)
+        solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
         update = tl.dot(keys_here, before, input_precision=PRECISION) * -shrink[:, None]
-        if START != "one":
+        if v is not None:
             update += load_tokens(v, token, stop, values * V, column, V, BV, DTYPE).to(tl.float32)
         W = update.to(DTYPE)
         U = tl.dot(solve, W, input_precision=PRECISION)
-        if OUTPUT:
+        if o is not None:
             queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
-            weights = load_pairs(scores + tile * (C * C), DTYPE)
+            weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
             O = tl.dot(queries, before, input_precision=PRECISION) * (shrink * scale)[:, None]
             O = tl.dot(weights, W, O, input_precision=PRECISION)
         S = tl.dot(tl.trans(keys_here), (U * keep[:, None]).to(DTYPE), S * total, input_precision=PRECISION)
         before = S.to(DTYPE)
-        if SAVE:
+        if u is not None:
             store_tokens(u, token, stop, M * V, column, V, BV, U)
-        if OUTPUT:
+        if o is not None:
             store_tokens(o, token, stop, M * V, column, V, BV, O)
-        if SAVE:
+        if states is not None:
             if c + 1 < chunks:
                 store_state(states + (tile + M) * (K * V), 0, column, K, V, BK, BV, before)
     store_state(final + state, 0, column, K, V, BK, BV, S)
 
 
-@triton.jit(do_not_specialize=["T", "segments", "length"])
+@triton.jit
 def scan_backward(
     q,
     k,
@@ -126,11 +120,8 @@ def scan_backward(
     dv,
     dstates,
     dinitial,
-    cu_seqlens,
-    scale,
-    T,
     segments,
-    length,
+    scale,
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
@@ -139,9 +130,6 @@ def scan_backward(
     BK: tl.constexpr,
     BV: tl.constexpr,
     STAGES: tl.constexpr,
-    PACKED: tl.constexpr,
-    FINAL: tl.constexpr,
-    OUTPUT: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -149,41 +137,41 @@ def scan_backward(
     column = (tl.program_id(0) % BLOCKS) * BV
     recurrence = tl.program_id(0) // BLOCKS
     n, m = recurrence // M, recurrence % M
-    start, stop, first = segment_bounds(n, cu_seqlens, T, segments, length, PACKED)
+    start, stop, first = segment_at(segments, n)
     keys: tl.constexpr = M // R  # heads of q and k
     values: tl.constexpr = M // E  # and of v
     head = (m // (E * R)) * E + m % E
     q += head * K
     k += head * K
     do += (m // E) * V
-    if OUTPUT:
+    if dv is not None:
         dv += m * V
-    r = tl.arange(0, C)
+    r = tl.arange(0, CHUNK)
 
     state = recurrence.to(tl.int64) * (K * V)
-    if FINAL:
+    if dfinal is not None:
         dS = load_state(dfinal + state, 0, column, K, V, BK, BV, tl.float32)
     else:
         dS = tl.zeros([BK, BV], tl.float32)
-    chunks = tl.cdiv(stop - start, C)
+    chunks = tl.cdiv(stop - start, CHUNK)
     for i in tl.range(0, chunks, num_stages=STAGES):
         c = chunks - 1 - i
-        token = start + c * C
+        token = start + c * CHUNK
         tile = (first + c).to(tl.int64) * M + m
-        at = gates + tile * (4 * C)
-        shrink, keep, total = tl.load(at + r), tl.load(at + C + r), tl.load(at + (C - 1))
+        at = gates + tile * (4 * CHUNK)
+        shrink, keep, total = tl.load(at + r), tl.load(at + CHUNK + r), tl.load(at + (CHUNK - 1))
         keys_here = load_tokens(k, token, stop, keys * K, 0, K, BK, DTYPE)
-        weights = load_pairs(scores + tile * (C * C), DTYPE)
+        weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
         dO = load_tokens(do, token, stop, values * V, column, V, BV, DTYPE)
-        solve = load_pairs(inverse + tile * (C * C), DTYPE)
+        solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
         queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
         after = dS.to(DTYPE)
-        if OUTPUT:
+        if dstates is not None:
             store_state(dstates + tile * (K * V), 0, column, K, V, BK, BV, after)
         dU = tl.dot(keys_here, after, input_precision=PRECISION) * keep[:, None]
         dV = tl.dot(tl.trans(weights), dO, input_precision=PRECISION)
         dV = tl.dot(tl.trans(solve), dU.to(DTYPE), dV, input_precision=PRECISION)
-        if OUTPUT:
+        if dv is not None:
             store_tokens(dv, token, stop, M * V, column, V, BV, dV)
         read = (dO.to(tl.float32) * (shrink * scale)[:, None]).to(DTYPE)
         dS = tl.dot(tl.trans(queries), read, dS * total, input_precision=PRECISION)
@@ -192,20 +180,19 @@ def scan_backward(
     store_state(dinitial + state, 0, column, K, V, BK, BV, dS)
 
 
-@triton.jit(do_not_specialize=["segments", "M"])
+@triton.jit(do_not_specialize=["M"])
 def combine(
     transition,
     local,
     end,
     states,
-    segments,
+    sequences,  # [sequences,2]: first segment, segments
     M,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
-    GIVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The states before all segments, or in reverse after them, from the one at that end of the sequence."""
@@ -213,17 +200,18 @@ def combine(
     column = (tl.program_id(0) % BLOCKS) * BV
     recurrence = tl.program_id(0) // BLOCKS
     n, m = recurrence // M, recurrence % M
-    first = (n * segments + (segments - 1 if REVERSE else 0)).to(tl.int64) * M + m
+    first = tl.load(sequences + n * 2)
+    count = tl.load(sequences + n * 2 + 1)
+    known_at = (first + (count - 1 if REVERSE else 0)).to(tl.int64) * M + m
     for row in tl.static_range(0, K, BK):
-        if GIVEN:
+        if end is not None:
             S = load_state(end + recurrence.to(tl.int64) * (K * V), row, column, K, V, BK, BV, tl.float32)
         else:
             S = tl.zeros([BK, BV], tl.float32)
-        store_state(states + first * (K * V), row, column, K, V, BK, BV, S)
-    for i in tl.range(0, segments - 1):
+        store_state(states + known_at * (K * V), row, column, K, V, BK, BV, S)
+    for i in tl.range(0, count - 1):
         tl.debug_barrier()  # other threads wrote what is read here
-        s = segments - 1 - i if REVERSE else i
-        here = (n * segments + s).to(tl.int64) * M + m
+        here = (first + (count - 1 - i if REVERSE else i)).to(tl.int64) * M + m
         there = here - M if REVERSE else here + M
         for row in tl.static_range(0, K, BK):
             S = load_state(local + here * (K * V), row, column, K, V, BK, BV, tl.float32)

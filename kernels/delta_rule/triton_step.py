@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..arguments import Recurrences
-from ..enqueue import cdiv, enqueue, next_power_of_2
 from ..op import NAMESPACE
+from ..triton.enqueue import cdiv, enqueue, next_power_of_2
 
 VALUES = 32  # by a block of so many columns, the state streams through registers
 

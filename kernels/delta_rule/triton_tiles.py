@@ -1,6 +1,6 @@
 """What the kernels of the (gated) delta rule share: tiles of tokens and states, and the decay inside a chunk.
 
-Time is cut into chunks of 64 tokens (`triton_slots.py`). Pairs of tokens see their decay as a sum of two fp32 numbers,
+Time is cut into chunks of 64 tokens. Pairs of tokens see their decay as a sum of two fp32 numbers,
 so that the difference of two sums of thousands keeps its digits, and never as the exponential of a positive number.
 """
 
@@ -9,26 +9,13 @@ so that the difference of two sums of thousands keeps its digits, and never as t
 import triton
 import triton.language as tl
 
-from ..triton_exponential import exp2
-from ..triton_slots import sequence_bounds
-
-CHUNK = 64
-C: tl.constexpr = tl.constexpr(CHUNK)
-
-
-@triton.jit
-def segment_bounds(n, cu_seqlens, T, segments, length, PACKED: tl.constexpr):
-    """As `sequence_bounds`, for a segment: each sequence is cut into so many, of so many chunks."""
-    start, stop, slot = sequence_bounds(n // segments, cu_seqlens, T, C, PACKED)
-    before = (n % segments) * length
-    start += before * C
-    return start, tl.minimum(start + length * C, stop), slot + before
+from ..triton.tiles import CHUNK, exp2
 
 
 @triton.jit
 def tokens_at(x, token, stop, stride, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers and mask of the tile [64, BLOCK] that starts at a token and a column."""
-    r, c = tl.arange(0, C), column + tl.arange(0, BLOCK)
+    r, c = tl.arange(0, CHUNK), column + tl.arange(0, BLOCK)
     mask = (r < stop - token)[:, None]
     if WIDTH % BLOCK != 0:
         mask = mask & (c < WIDTH)[None, :]
@@ -70,14 +57,14 @@ def store_state(x, row, column, K: tl.constexpr, V: tl.constexpr, ROWS: tl.const
 @triton.jit
 def load_pairs(x, DTYPE: tl.constexpr):
     """A tile [64, 64] of numbers for pairs of tokens."""
-    r = tl.arange(0, C)
-    return tl.load(x + r[:, None] * C + r[None, :]).to(DTYPE)
+    r = tl.arange(0, CHUNK)
+    return tl.load(x + r[:, None] * CHUNK + r[None, :]).to(DTYPE)
 
 
 @triton.jit
 def store_pairs(x, value):
-    r = tl.arange(0, C)
-    tl.store(x + r[:, None] * C + r[None, :], value.to(x.dtype.element_ty))
+    r = tl.arange(0, CHUNK)
+    tl.store(x + r[:, None] * CHUNK + r[None, :], value.to(x.dtype.element_ty))
 
 
 @triton.jit

@@ -12,9 +12,9 @@ from torch import Tensor
 from .. import op
 from ..allocation import new
 from ..columns import gradient_for
-from ..enqueue import cdiv, enqueue, next_power_of_2
-from ..launch import multiprocessors
-from ..triton_parts import add_parts
+from ..triton.enqueue import cdiv, enqueue, next_power_of_2
+from ..triton.launches import multiprocessors
+from ..triton.parts import add_parts
 
 ELEMENTS = 1024  # of a tile of rows
 PROGRAMS = 4  # backward, on each multiprocessor; each leaves a part of the parameters' gradients

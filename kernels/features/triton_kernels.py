@@ -13,13 +13,13 @@ begins in the run begins with its own history.
 import triton
 import triton.language as tl
 
-from ..triton_exponential import sigmoid
+from ..triton.tiles import sigmoid
 
 
 @triton.jit
-def document_at(t, row, cu_seqlens, documents, T, PACKED: tl.constexpr):
+def document_at(t, row, cu_seqlens, documents, T):
     """The sequence that token t of a row belongs to, its first token in the row, and one past its last."""
-    if PACKED:
+    if cu_seqlens is not None:
         n = 0
         after = documents
         while after - n > 1:
@@ -69,13 +69,13 @@ def inputs_from(x, t, T, x_row, c, inside, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def inputs_before(x, history, t, n, start, x_row, c, inside, C: tl.constexpr, W: tl.constexpr, HISTORY: tl.constexpr):
+def inputs_before(x, history, t, n, start, x_row, c, inside, C: tl.constexpr, W: tl.constexpr):
     """The W − 1 inputs before token t of sequence n: tokens, and before its start the history, or zeros."""
     past = ()
     for m in tl.static_range(W - 1, 0, -1):
         known = t - m >= start
         value = tl.load(x + (t - m).to(tl.int64) * x_row + c, mask=inside & known, other=0.0).to(tl.float32)
-        if HISTORY:
+        if history is not None:
             place = n.to(tl.int64) * (W - 1) + (W - 1 + t - start - m)
             older = tl.load(history + place * C + c, mask=inside & (t - m < start), other=0.0)
             value += older.to(tl.float32)
@@ -163,11 +163,6 @@ def forward(
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    HISTORY: tl.constexpr,
-    PACKED: tl.constexpr,
-    TAIL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (C + HEADS * SIZE - 1) // (HEADS * SIZE)
     block, run, runs = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.cdiv(T, length)
@@ -177,26 +172,26 @@ def forward(
     x += row.to(tl.int64) * x_batch
     y += row.to(tl.int64) * T * C
     added = tl.zeros([HEADS, BLOCK], tl.float32)
-    if BIAS:
+    if bias is not None:
         added = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
-    if WEIGHT:
+    if weight is not None:
         taps = taps_of(weight, c, inside, W)
-    n, start, stop = document_at(first, row, cu_seqlens, documents, T, PACKED)
-    past = inputs_before(x, history, first, n, start, x_row, c, inside, C, W, HISTORY)
+    n, start, stop = document_at(first, row, cu_seqlens, documents, T)
+    past = inputs_before(x, history, first, n, start, x_row, c, inside, C, W)
     coming = inputs_from(x, first, T, x_row, c, inside, TOKENS)
     for i in tl.range(0, last - first, TOKENS):
         news = coming
         coming = inputs_from(x, first + i + TOKENS, T, x_row, c, inside, TOKENS)
         for j in tl.static_range(TOKENS):
             t = first + i + j
-            if PACKED:
+            if cu_seqlens is not None:
                 if t == stop:
-                    n, start, stop = document_at(t, row, cu_seqlens, documents, T, PACKED)
-                    past = inputs_before(x, history, t, n, start, x_row, c, inside, C, W, HISTORY)
+                    n, start, stop = document_at(t, row, cu_seqlens, documents, T)
+                    past = inputs_before(x, history, t, n, start, x_row, c, inside, C, W)
             new = news[j].to(tl.float32)
             window = past + (new,)
             z = new
-            if WEIGHT:
+            if weight is not None:
                 z = convolve(window, taps, added, W)
             a = activate(z, ACTIVATION)
             if ACTIVATION == "elu1" and NORM != "none":
@@ -204,9 +199,9 @@ def forward(
             at = y + t.to(tl.int64) * C + c
             tl.store(at, normalise(a, NORM, EPS).to(y.dtype.element_ty), mask=inside & (t < last))
             past = window[1:]
-    if TAIL:
+    if tail is not None:
         if last == T:
-            past = inputs_before(x, history, T, n, start, x_row, c, inside, C, W, HISTORY)
+            past = inputs_before(x, history, T, n, start, x_row, c, inside, C, W)
             for j in tl.static_range(W - 1):
                 place = (row.to(tl.int64) * (W - 1) + j) * C + c
                 tl.store(tail + place, past[j].to(tail.dtype.element_ty), mask=inside)
@@ -241,11 +236,6 @@ def backward(
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    HISTORY: tl.constexpr,
-    PACKED: tl.constexpr,
-    DHISTORY: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (C + HEADS * SIZE - 1) // (HEADS * SIZE)
     block, run, runs = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.cdiv(T, length)
@@ -257,18 +247,18 @@ def backward(
     dx += row.to(tl.int64) * dx_batch
     nothing = tl.zeros([HEADS, BLOCK], tl.float32)
     added = nothing
-    if BIAS:
+    if bias is not None:
         added = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
     pending = ()  # gradients of the last W − 1 inputs, to which later tokens will add
     totals = (nothing,)  # of the bias, then of the taps
-    if WEIGHT:
+    if weight is not None:
         taps = taps_of(weight, c, inside, W)
         for _ in tl.static_range(W - 1):
             pending = pending + (nothing,)
         for _ in tl.static_range(W):
             totals = totals + (nothing,)
-    n, start, stop = document_at(first, row, cu_seqlens, documents, T, PACKED)
-    past = inputs_before(x, history, first, n, start, x_row, c, inside, C, W, HISTORY)
+    n, start, stop = document_at(first, row, cu_seqlens, documents, T)
+    past = inputs_before(x, history, first, n, start, x_row, c, inside, C, W)
     coming = inputs_from(x, first, T, x_row, c, inside, TOKENS)
     dcoming = inputs_from(dy, first, T, dy_row, c, inside, TOKENS)
     for i in tl.range(0, last - first + W - 1, TOKENS):
@@ -277,14 +267,14 @@ def backward(
         dcoming = inputs_from(dy, first + i + TOKENS, T, dy_row, c, inside, TOKENS)
         for m in tl.static_range(TOKENS):
             t = first + i + m
-            if PACKED:
+            if cu_seqlens is not None:
                 if t == stop:
-                    n, start, stop = document_at(t, row, cu_seqlens, documents, T, PACKED)
-                    past = inputs_before(x, history, t, n, start, x_row, c, inside, C, W, HISTORY)
+                    n, start, stop = document_at(t, row, cu_seqlens, documents, T)
+                    past = inputs_before(x, history, t, n, start, x_row, c, inside, C, W)
             new, dz = news[m].to(tl.float32), dnews[m].to(tl.float32)
             window = past + (new,)
             z = new
-            if WEIGHT:
+            if weight is not None:
                 z = convolve(window, taps, added, W)
             if NORM != "none":
                 a = activate(z, ACTIVATION)
@@ -292,13 +282,13 @@ def backward(
                     a = tl.where(inside, a, 0.0)
                 dz = normalise_gradient(a, dz, NORM, EPS)
             dz *= slope(z, ACTIVATION)
-            if WEIGHT:
+            if weight is not None:
                 own = tl.where(t < last, dz, 0.0)
                 summed = (totals[0] + own,)
                 for j in tl.static_range(W):
                     summed = summed + (totals[1 + j] + own * window[j],)
                 totals = summed
-                if DHISTORY:
+                if dhistory is not None:
                     # written once, by the run that has the first token of the document
                     if (t - start < W - 1) & (start >= first) & (start < last):
                         for j in tl.static_range(W - 1):
@@ -309,7 +299,7 @@ def backward(
                 reached = ()
                 for j in tl.static_range(W):
                     share = taps[j] * dz
-                    if PACKED:
+                    if cu_seqlens is not None:
                         share = tl.where(t - start >= W - 1 - j, share, 0.0)
                     if j < W - 1:
                         share += pending[j]
@@ -322,10 +312,10 @@ def backward(
             at = dx + token.to(tl.int64) * dx_row + c
             tl.store(at, finished.to(dx.dtype.element_ty), mask=inside & (token >= first) & (token < last))
             past = window[1:]
-    if WEIGHT:
-        ROWS: tl.constexpr = W + 1 if BIAS else W
+    if weight is not None:
+        ROWS: tl.constexpr = W + 1 if bias is not None else W
         dtaps += run.to(tl.int64) * ROWS * C + c
         for j in tl.static_range(W):
             tl.store(dtaps + j * C, totals[1 + j], mask=inside)
-        if BIAS:
+        if bias is not None:
             tl.store(dtaps + W * C, totals[0], mask=inside)

@@ -10,9 +10,9 @@ from torch import Tensor
 from .. import op
 from ..allocation import new
 from ..columns import gradient_for
-from ..enqueue import Prepared, cdiv, next_power_of_2
-from ..launch import multiprocessors
-from ..triton_parts import add_parts
+from ..triton.enqueue import Prepared, cdiv, next_power_of_2
+from ..triton.launches import multiprocessors
+from ..triton.parts import add_parts
 from . import triton_kernels
 from .arguments import Stream
 from .convolution import continued
@@ -26,7 +26,7 @@ TOKENS = 4  # of an iteration
 SHORTEST = 16  # run of tokens: the W − 1 before or after it are read as well
 
 
-class Plan(NamedTuple):
+class Cut(NamedTuple):
     """How the work is cut: `runs` of `length` tokens in each row, by blocks of `heads` heads of `size` channels."""
 
     heads: int
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
 
 @cache
-def plan(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: int, beyond: int = 0) -> Plan:
+def cut(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: int, beyond: int = 0) -> Cut:
     """Cut x [B,T,heads,size] for so many warps of so many channels each, if there is enough to do.
 
     A run with the `beyond` tokens that are read after it is a number of whole iterations.
@@ -54,7 +54,7 @@ def plan(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps:
     runs = cdiv(warps, B * blocks * each)
     length = cdiv(max(SHORTEST, cdiv(T, runs)) + beyond, TOKENS) * TOKENS - beyond
     runs = cdiv(T, length)
-    return Plan(together, size, block, length, runs, B * runs * blocks, each)
+    return Cut(together, size, block, length, runs, B * runs * blocks, each)
 
 
 def strided(x: Tensor) -> tuple[Tensor, int, int]:
@@ -69,37 +69,33 @@ def strided(x: Tensor) -> tuple[Tensor, int, int]:
 @lru_cache(maxsize=1024)
 def launch(
     backward: bool,
-    cut: Plan,
+    pieces: Cut,
     shape: tuple[int, ...],
     taps: int,
     activation: str,
     norm: str,
-    present: tuple[bool, ...],
     *numbers: int,
 ) -> Prepared:
     """The launch for x of a shape.
 
-    Whether there are, in this order: weight, bias, history, cu_seqlens, and the tail (or backward, the gradient of the
-    history). Numbers are how many documents there are, and the strides of the rows and tokens of all streams.
+    Numbers are how many documents there are, and the strides of the rows and tokens of all streams.
     """
-    names = ("WEIGHT", "BIAS", "HISTORY", "PACKED", "DHISTORY" if backward else "TAIL")
     return Prepared(
         triton_kernels.backward if backward else triton_kernels.forward,
-        (cut.programs,),
+        (pieces.programs,),
         shape[1],
-        cut.length,
+        pieces.length,
         *numbers,
         C=shape[2] * shape[3],
         W=taps,
-        HEADS=cut.heads,
-        SIZE=cut.size,
-        BLOCK=cut.block,
+        HEADS=pieces.heads,
+        SIZE=pieces.size,
+        BLOCK=pieces.block,
         TOKENS=TOKENS,
         ACTIVATION=activation,
         NORM=norm,
         EPS=EPS,
-        num_warps=cut.warps,
-        **dict(zip(names, present, strict=True)),
+        num_warps=pieces.warps,
     )
 
 
@@ -124,13 +120,12 @@ def run(
     """y, as x [B,T,heads,size]; writes the last W − 1 inputs into `tail` [B,W−1,C]."""
     weight, bias, history = parameters(weight, bias, history)
     x, *strides = strided(x)
-    cut = plan(*x.shape, norm, LOAD // x.element_size(), WARPS * multiprocessors(x.device))
+    pieces = cut(*x.shape, norm, LOAD // x.element_size(), WARPS * multiprocessors(x.device))
     y = new(x)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tensors = (weight, bias, history, cu_seqlens)
-    present = (*(p is not None for p in tensors), tail is not None)
     taps = 1 if weight is None else weight.shape[2]
-    launch(False, cut, x.shape, taps, activation, norm, present, documents, *strides)(x, *tensors, y, tail)
+    launch(False, pieces, x.shape, taps, activation, norm, documents, *strides)(x, *tensors, y, tail)
     return y
 
 
@@ -179,17 +174,16 @@ def differentiate(
     dx, *dx_strides = strided(gradient_for(x, new))
     (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
     B, C, W = x.shape[0], x.shape[2] * x.shape[3], 1 if weight is None else weight.shape[2]
-    cut = plan(*x.shape, norm, LOAD // x.element_size(), WARPS_BACKWARD * multiprocessors(x.device), W - 1)
+    pieces = cut(*x.shape, norm, LOAD // x.element_size(), WARPS_BACKWARD * multiprocessors(x.device), W - 1)
     dtaps = dhistory = None
     if weight is not None:
-        dtaps = new(x, B * cut.runs, W + (bias is not None), C, dtype=torch.float32)
+        dtaps = new(x, B * pieces.runs, W + (bias is not None), C, dtype=torch.float32)
     if history is not None and needed[3]:
         # only so many tokens meet it, fewer in short documents
         dhistory = torch.zeros(len(history), W - 1, W - 1, C, dtype=torch.float32, device=x.device)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tensors, strides = (weight, bias, history, cu_seqlens), [*strides, *dy_strides, *dx_strides]
-    present = (*(p is not None for p in tensors), dhistory is not None)
-    queue = launch(True, cut, x.shape, W, activation, norm, present, documents, *strides)
+    queue = launch(True, pieces, x.shape, W, activation, norm, documents, *strides)
     queue(x, *tensors, dy, dx, dtaps, dhistory)
     dweight = dbias = None
     if weight is not None and dtaps is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import op
 from ..allocation import new
-from ..enqueue import cdiv, enqueue
+from ..triton.enqueue import cdiv, enqueue
 
 BLOCK, WARPS = 1024, 4
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import op
 from ..allocation import new
-from ..enqueue import cdiv, enqueue, next_power_of_2
+from ..triton.enqueue import cdiv, enqueue, next_power_of_2
 from .triton_rows import BLOCK, WARPS, softmax_loss
 
 LOGITS = 2**28  # so many live at once, 0.5 GB in bf16: those of 8192 tokens at 32,000 words, products of full speed

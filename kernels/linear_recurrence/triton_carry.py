@@ -27,10 +27,8 @@ few programs to fill the device: the states at the cuts come from the same kerne
 import triton
 import triton.language as tl
 
-from ..triton_exponential import exp2
+from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile, store_tile
 
-CHUNK = tl.constexpr(64)
-LOG2E = tl.constexpr(1.4426950408889634)
 # 2^-100 is nothing in fp32 already, and a sum of 64 of them still has digits left for its differences
 LEAST = tl.constexpr(-100.0)
 # what the gates of a chunk come to, as vectors over its tokens: b are log decays summed from its start, in log2 units
@@ -45,20 +43,15 @@ COLUMNS = tl.constexpr(5)  # and its column sums, without β
 
 
 @triton.jit
-def load_tile(pointer, rows, stride, columns, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """[rows, columns] of a matrix whose last axis is contiguous; zeros where a row is not valid or beyond WIDTH."""
-    mask = valid[:, None]
-    if WIDTH % BLOCK != 0:
-        mask = mask & (columns < WIDTH)[None, :]
-    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+def part_at(gates, chunk, PART: tl.constexpr, PARTS: tl.constexpr):
+    """Where a part of what the gates of a chunk come to begins."""
+    return gates + chunk * (PARTS * CHUNK) + PART * CHUNK
 
 
 @triton.jit
-def store_tile(pointer, rows, stride, columns, valid, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    mask = valid[:, None]
-    if WIDTH % BLOCK != 0:
-        mask = mask & (columns < WIDTH)[None, :]
-    tl.store(pointer + rows[:, None] * stride + columns[None, :], x.to(pointer.dtype.element_ty), mask=mask)
+def state_at(states, row, n, heads, SIZE: tl.constexpr):
+    """Where a state of states [·,heads,SIZE] begins."""
+    return states + (row.to(tl.int64) * heads + n) * SIZE
 
 
 @triton.jit
@@ -71,8 +64,26 @@ def constant_decay(log_decay, n, DECAY: tl.constexpr):
 
 
 @triton.jit
-def decay_inside(gates, WIDE: tl.constexpr):
+def constant_factors(g, here, scale, beta, at, valid):
+    """scale · e^b and β e^{b_C − b} [64] of a chunk of `here` tokens, whose β are at `at`, that all decay by g."""
+    r = tl.arange(0, CHUNK)
+    entering = exp2((r + 1).to(tl.float32) * g) * scale
+    leaving = exp2(tl.maximum(here - 1 - r, 0).to(tl.float32) * g)
+    if beta is not None:
+        leaving *= tl.load(beta + at, mask=valid, other=0.0)
+    return entering, leaving
+
+
+@triton.jit
+def constant_decay_inside(g):
     """[64,64]: what the tokens of a chunk have decayed by between each other, in either direction."""
+    r = tl.arange(0, CHUNK)
+    return exp2(tl.abs(r[:, None] - r[None, :]).to(tl.float32) * g)
+
+
+@triton.jit
+def decay_inside(gates, WIDE: tl.constexpr):
+    """The same where tokens decay each by its own."""
     r = tl.arange(0, CHUNK)
     b = tl.load(gates + SUMS * CHUNK + r)
     between = b[:, None] - b[None, :]
@@ -82,21 +93,54 @@ def decay_inside(gates, WIDE: tl.constexpr):
     return exp2(-tl.abs(between))
 
 
+@triton.jit
+def gated_scores(P, beta, at, valid, REVERSE: tl.constexpr):
+    """Scores times β; zeros where the token of the key comes later. Rows are queries, or in reverse keys."""
+    r = tl.arange(0, CHUNK)
+    if beta is not None:
+        write = tl.load(beta + at, mask=valid, other=0.0)
+        P *= write[:, None] if REVERSE else write[None, :]
+    before = r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :]
+    return tl.where(before, P, 0.0)
+
+
+@triton.jit
+def load_scores(scores, t, REVERSE: tl.constexpr):
+    """Scores that were made before."""
+    P = tl.load(scores + t[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :])
+    return tl.trans(P) if REVERSE else P
+
+
+@triton.jit
+def store_products(products, t, W, O, into, DTYPE: tl.constexpr, PLAIN: tl.constexpr):
+    """Σ W · O with the factor of what O is multiplied with, and if PLAIN, without it."""
+    # nothing is added, but W gets the layout of O: else `into` would be fetched in two layouts, and two programs would
+    # no longer fit on a multiprocessor
+    W = W.to(tl.float32) + O * 0.0
+    # rounded as the state of the other pass gathers it: what should cancel does
+    product = tl.sum(O * (W * into[:, None]).to(DTYPE).to(tl.float32), 1)
+    if PLAIN:
+        both = tl.join(product, tl.sum(O * W, 1))
+        tl.store(products + t[:, None] * 2 + tl.arange(0, 2)[None, :], both)
+    else:
+        tl.store(products + t, product)
+
+
 @triton.jit(do_not_specialize=["chunks", "blocks", "per_block", "groups"])
 def carry(
     x,  # [tokens,·,DX], as y
     y,
     z,  # [tokens,·,DZ], as other
     other,
-    out,  # [tokens,heads,DZ]
-    scores,  # [heads,chunks,64,64], unless INSIDE
-    beta,  # INSIDE: [tokens,heads]
+    out,  # [tokens,heads,DZ], or None where only the state is wanted
+    scores,  # [heads,chunks,64,64], or None where they are made here
+    beta,  # [tokens,heads], if the scores that are made here know one
     gates,  # [heads,chunks,PARTS,64]: ENTER …; per channel [heads,chunks,K]: e^{b_C}; CONSTANT: log decays [heads]
     products,  # [blocks of DZ,heads,chunks,64], PLAIN […,64,2]: Σ other · (what out has from the state)
-    checkpoints,  # [blocks or chunks,heads,K,V]
+    checkpoints,  # [blocks or chunks,heads,K,V], where gates have gradients
     anchors,  # [blocks of DZ,heads,blocks]: <S,dS> at the end of a block; per channel [heads,chunks,K]
-    first,  # [segments or sequences,heads,K,V]
-    last,
+    first,  # [segments or sequences,heads,K,V], or None for zeros
+    last,  # the same, if it is wanted
     shrunk,  # [segments,heads]: how much of a state survives the segment; per channel [segments,heads,K]
     segments,  # [segments,5]: first token, tokens, first chunk, first block, row of `first` and `last`
     x_head,
@@ -120,23 +164,19 @@ def carry(
     BZ: tl.constexpr,
     PARTS: tl.constexpr,
     MODE: tl.constexpr,  # o, dq, dk, dv
-    OUTPUT: tl.constexpr,  # else only the state
     CHANNEL: tl.constexpr,  # decay per channel
     DECAY: tl.constexpr,
-    INSIDE: tl.constexpr,  # scores are made here
-    CONSTANT: tl.constexpr,  # INSIDE: all tokens decay alike, or not at all
-    BETA: tl.constexpr,
+    CONSTANT: tl.constexpr,  # scores are made here, and all tokens decay alike, or not at all
     WIDE: tl.constexpr,  # decays between tokens are differences of what fp64 has summed
-    GATES: tl.constexpr,  # what the gradients of the gates need
     PLAIN: tl.constexpr,  # the same product without the factor of `enter` or `leave` beside it, for the gradient of β
-    FIRST: tl.constexpr,  # a first state is given, else zeros
-    LAST: tl.constexpr,  # the last state is wanted
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     REVERSE: tl.constexpr = (MODE == "dk") or (MODE == "dv")
     TRANSPOSED: tl.constexpr = (MODE == "dq") or (MODE == "dk")
-    SCALED: tl.constexpr = not CHANNEL
+    OUTPUT: tl.constexpr = out is not None
+    INSIDE: tl.constexpr = scores is None
+    GATES: tl.constexpr = checkpoints is not None
     slices = (DZ + BZ - 1) // BZ
     slice_ = tl.program_id(0) % slices
     segment = tl.program_id(0) // slices
@@ -163,7 +203,7 @@ def carry(
     place = n.to(tl.int64) * chunks + first_chunk
     if not INSIDE:
         scores += place * (CHUNK * CHUNK)
-    if BETA:
+    if beta is not None:
         beta += start * heads + n
     if GATES and TRANSPOSED and not CHANNEL:
         other += start * other_token + z_row.to(tl.int64) * other_head
@@ -177,8 +217,8 @@ def carry(
     else:
         at_state = cx[:, None] * DZ + cz[None, :]
     in_state = (cx < DX)[:, None] & (cz < DZ)[None, :]
-    if FIRST:
-        S = tl.load(first + (state.to(tl.int64) * heads + n) * (DX * DZ) + at_state, mask=in_state, other=0.0)
+    if first is not None:
+        S = tl.load(state_at(first, state, n, heads, DX * DZ) + at_state, mask=in_state, other=0.0)
     else:
         S = tl.zeros([BX, BZ], tl.float32)
     if CHANNEL:
@@ -199,14 +239,14 @@ def carry(
         block_start = block * per_block
         block_count = tl.minimum(per_block, count - block_start)
         if GATES and not CHANNEL and MODE == "dk":
-            at = ((first_block + block).to(tl.int64) * heads + n) * (DX * DZ) + at_state
-            checkpoint = tl.load(checkpoints + at, mask=in_state, other=0.0)
+            at = state_at(checkpoints, first_block + block, n, heads, DX * DZ) + at_state
+            checkpoint = tl.load(at, mask=in_state, other=0.0)
             anchor = tl.sum(tl.sum(S * checkpoint, 1), 0)
             tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
         if DECAY and not CHANNEL and not CONSTANT:
             # one chunk ahead: a scalar that is needed at once would stall every step
             next_ = block_start + block_count - 1 if REVERSE else block_start
-            following = tl.load(gates + next_ * (PARTS * CHUNK) + TOTAL * CHUNK)
+            following = tl.load(part_at(gates, next_, TOTAL, PARTS))
         for i in tl.range(0, block_count, num_stages=STAGES):
             c = block_start + (block_count - 1 - i if REVERSE else i)
             t = c * CHUNK + r
@@ -219,15 +259,12 @@ def carry(
                 if REVERSE:
                     g = constant_decay(gates, n, DECAY)
                 here = tl.minimum(length - c * CHUNK, CHUNK)
-                entering = exp2((r + 1).to(tl.float32) * g) * scale
-                leaving = exp2(tl.maximum(here - 1 - r, 0).to(tl.float32) * g)
-                if BETA:
-                    leaving *= tl.load(beta + t * heads, mask=valid, other=0.0)
+                entering, leaving = constant_factors(g, here, scale, beta, t * heads, valid)
                 into = leaving if REVERSE else entering
                 rest = entering if REVERSE else leaving
-            elif SCALED:
-                into = tl.load(gates + c * (PARTS * CHUNK) + (LEAVE if REVERSE else ENTER) * CHUNK + r)
-                rest = tl.load(gates + c * (PARTS * CHUNK) + (ENTER if REVERSE else LEAVE) * CHUNK + r)
+            elif not CHANNEL:
+                into = tl.load(part_at(gates, c, LEAVE if REVERSE else ENTER, PARTS) + r)
+                rest = tl.load(part_at(gates, c, ENTER if REVERSE else LEAVE, PARTS) + r)
             if DECAY:
                 if CONSTANT:
                     keep = exp2(here.to(tl.float32) * g)
@@ -236,53 +273,32 @@ def carry(
                 else:
                     keep = following
                     ahead = tl.maximum(c - 1, 0) if REVERSE else tl.minimum(c + 1, count - 1)
-                    following = tl.load(gates + ahead * (PARTS * CHUNK) + TOTAL * CHUNK)
+                    following = tl.load(part_at(gates, ahead, TOTAL, PARTS))
             if GATES and CHANNEL:
-                at = ((first_chunk + c).to(tl.int64) * heads + n) * (DX * DZ) + at_state
+                at = state_at(checkpoints, first_chunk + c, n, heads, DX * DZ) + at_state
                 if MODE == "dq":
-                    tl.store(checkpoints + at, S.to(checkpoints.dtype.element_ty), mask=in_state)
+                    tl.store(at, S.to(checkpoints.dtype.element_ty), mask=in_state)
                 if MODE == "dk":
-                    before = tl.load(checkpoints + at, mask=in_state, other=0.0).to(tl.float32)
+                    before = tl.load(at, mask=in_state, other=0.0).to(tl.float32)
                     tl.store(anchors + (place + c) * DZ + cz, tl.sum(S * before, 0), mask=cz < DZ)
             if OUTPUT:
                 if INSIDE:
                     P = tl.dot(X, tl.trans(Y), input_precision=PRECISION) * scale
                     if DECAY:
-                        if CONSTANT:
-                            P *= exp2(tl.abs(r[:, None] - r[None, :]).to(tl.float32) * g)
-                        else:
-                            P *= decay_inside(gates + c * (PARTS * CHUNK), WIDE)
-                    if BETA:
-                        # of the token whose key it is: in order a column, in reverse a row
-                        write = tl.load(beta + t * heads, mask=valid, other=0.0)
-                        P *= write[:, None] if REVERSE else write[None, :]
-                    before = r[:, None] <= r[None, :] if REVERSE else r[:, None] >= r[None, :]
-                    P = tl.where(before, P, 0.0).to(Z.dtype)
+                        P *= constant_decay_inside(g) if CONSTANT else decay_inside(gates + c * (PARTS * CHUNK), WIDE)
+                    P = gated_scores(P, beta, t * heads, valid, REVERSE).to(Z.dtype)
                 O = tl.dot(X, S.to(X.dtype), input_precision=PRECISION)
                 if GATES and TRANSPOSED and not CHANNEL:
                     W = load_tile(other, t, other_token, cz, valid, DZ, BZ)
-                    # nothing is added, but W gets the layout of O: else `into` would be fetched in two layouts, and two
-                    # programs would no longer fit on a multiprocessor
-                    W = W.to(tl.float32) + O * 0.0
-                    # rounded as the state of the other pass gathers it: what should cancel does
-                    product = tl.sum(O * (W * into[:, None]).to(Y.dtype).to(tl.float32), 1)
-                    if PLAIN:
-                        both = tl.join(product, tl.sum(O * W, 1))
-                        tl.store(products + t[:, None] * 2 + tl.arange(0, 2)[None, :], both)
-                    else:
-                        tl.store(products + t, product)
-                if SCALED:
+                    store_products(products, t, W, O, into, Y.dtype, PLAIN)
+                if not CHANNEL:
                     O = O * into[:, None]
                 if INSIDE:
                     O = tl.dot(P, Z, O, input_precision=PRECISION)
                 elif not (CHANNEL and TRANSPOSED):
-                    P = tl.load(scores + t[:, None] * CHUNK + r[None, :])
-                    if REVERSE:
-                        O = tl.dot(tl.trans(P), Z, O, input_precision=PRECISION)
-                    else:
-                        O = tl.dot(P, Z, O, input_precision=PRECISION)
+                    O = tl.dot(load_scores(scores, t, REVERSE), Z, O, input_precision=PRECISION)
                 store_tile(out, t, heads * DZ, cz, valid, O, DZ, BZ)
-            if SCALED:
+            if not CHANNEL:
                 Z = (Z.to(tl.float32) * rest[:, None]).to(Y.dtype)
             if DECAY:
                 if CHANNEL:
@@ -293,10 +309,10 @@ def carry(
                     survives = survives * keep
             S = tl.dot(tl.trans(Y), Z, S, input_precision=PRECISION)
         if GATES and not CHANNEL and MODE == "dq":
-            at = ((first_block + block).to(tl.int64) * heads + n) * (DX * DZ) + at_state
-            tl.store(checkpoints + at, S.to(checkpoints.dtype.element_ty), mask=in_state)
-    if LAST:
-        tl.store(last + (state.to(tl.int64) * heads + n) * (DX * DZ) + at_state, S, mask=in_state)
+            at = state_at(checkpoints, first_block + block, n, heads, DX * DZ) + at_state
+            tl.store(at, S.to(checkpoints.dtype.element_ty), mask=in_state)
+    if last is not None:
+        tl.store(state_at(last, state, n, heads, DX * DZ) + at_state, S, mask=in_state)
     if DECAY and not OUTPUT:
         at_segment = segment.to(tl.int64) * heads + n
         if CHANNEL:
@@ -309,7 +325,7 @@ def carry(
 def scan(
     local,  # [segments,heads,K,V]: what each segment adds to the state; becomes the state before it (in its order)
     shrunk,
-    first,  # [sequences,heads,K,V], as last
+    first,  # [sequences,heads,K,V], or None for zeros; as last, if it is wanted
     last,
     sequences,  # [sequences,2]: first segment, segments
     heads,
@@ -319,8 +335,6 @@ def scan(
     CHANNEL: tl.constexpr,
     DECAY: tl.constexpr,
     REVERSE: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     n, sequence = tl.program_id(1), tl.program_id(2)
@@ -328,7 +342,7 @@ def scan(
     begin = tl.load(sequences + sequence * 2)
     count = tl.load(sequences + sequence * 2 + 1)
     whole = (sequence.to(tl.int64) * heads + n) * (K * V) + at
-    if FIRST:
+    if first is not None:
         S = tl.load(first + whole, mask=inside, other=0.0)
     else:
         S = tl.zeros([BLOCK], tl.float32)
@@ -343,5 +357,5 @@ def scan(
             else:
                 S = S * tl.load(shrunk + row)
         S += added
-    if LAST:
+    if last is not None:
         tl.store(last + whole, S, mask=inside)

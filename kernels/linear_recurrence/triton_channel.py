@@ -16,8 +16,8 @@ chunks and marks those that it got wrong, the slow one does these again.
 import triton
 import triton.language as tl
 
-from ..triton_exponential import exp2
-from .triton_carry import CHUNK, LEAST, LOG2E, load_tile, store_tile
+from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile, store_tile
+from .triton_carry import LEAST
 
 # factors up to 2^±115 (e^±80) stay finite in fp32 and bf16, and their products exact enough below the diagonal
 SAFE = tl.constexpr(115.0)
@@ -68,7 +68,6 @@ def channel_scores(
     SUBHEADS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
-    BETA: tl.constexpr,
     SLOW: tl.constexpr,
     WIDE: tl.constexpr,
     DOT: tl.constexpr,  # dtype of the factors: with the range of fp32
@@ -89,7 +88,7 @@ def channel_scores(
     r = tl.arange(0, CHUNK)
     valid = r < count
     distance = r[:, None] - r[None, :]
-    if BETA:
+    if beta is not None:
         input_gate = tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
     else:
         input_gate = tl.full([CHUNK], 1.0, tl.float32)
@@ -201,9 +200,6 @@ def channel_grads(
     SUBHEADS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
-    BETA: tl.constexpr,
-    BETA_GRAD: tl.constexpr,
-    DECAY_GRAD: tl.constexpr,
     SLOW: tl.constexpr,
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
@@ -225,7 +221,7 @@ def channel_grads(
     own = (start * heads + n) * K
     r = tl.arange(0, CHUNK)
     valid = r < count
-    if BETA:
+    if beta is not None:
         input_gate = tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
     else:
         input_gate = tl.full([CHUNK], 1.0, tl.float32)
@@ -262,7 +258,7 @@ def channel_grads(
             between += decays(log_decay + own, r - s + 1, heads * K, ck, inside, K, BK)
             earlier = load_tile(k, r - s, k_token, ck, inside, K, BK).to(tl.float32)
             factor = tl.load(score_grads + at_row + r - s, mask=inside, other=0.0).to(tl.float32)
-            if BETA:
+            if beta is not None:
                 factor *= tl.load(beta + (start + r - s) * heads + n, mask=inside, other=0.0)
             dQ += factor[:, None] * earlier * exp2(between)
         between = tl.zeros([CHUNK, BK], tl.float32)
@@ -282,7 +278,7 @@ def channel_grads(
     to_state = load_tile(written + own, r, heads * K, ck, valid, K, BK).to(tl.float32)
     from_state = from_state * exp2(b.to(tl.float32)) * scale
     to_state = to_state * exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0))
-    if DECAY_GRAD:
+    if log_decay_grad is not None:
         # what lies after a token flows back through it, what lies before it flows on: sums of one sign, no difference
         after = Q * (from_state + dQ) - gated * dK
         before = gated * to_state
@@ -294,6 +290,6 @@ def channel_grads(
     dK += to_state + on_diagonal[:, None] * Q
     store_tile(q_grad + own, r, heads * K, ck, valid, dQ, K, BK)
     store_tile(k_grad + own, r, heads * K, ck, valid, dK * input_gate[:, None], K, BK)
-    if BETA_GRAD:
+    if beta_grad is not None:
         at = slice_.to(tl.int64) * tokens * heads + (start + r) * heads + n
         tl.store(beta_grad + at, tl.sum(Kk * dK, 1), mask=valid)

@@ -14,21 +14,8 @@ to cancel cancels; between chunks it is q·dq − k·dk of the parts that go thr
 import triton
 import triton.language as tl
 
-from ..triton_exponential import exp2
-from .triton_carry import (
-    CHUNK,
-    COLUMNS,
-    ENTER,
-    LEAST,
-    LEAVE,
-    LOG2E,
-    REST_OF_SUMS,
-    ROWS,
-    SUMS,
-    SURVIVES,
-    TOTAL,
-    load_tile,
-)
+from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile
+from .triton_carry import COLUMNS, ENTER, LEAST, LEAVE, REST_OF_SUMS, ROWS, SUMS, SURVIVES, TOTAL
 
 
 @triton.jit
@@ -62,7 +49,6 @@ def head_gates(
     heads,
     chunks,
     PARTS: tl.constexpr,
-    BETA: tl.constexpr,
     WIDE: tl.constexpr,  # sum decays in fp64
 ):
     """All that the passes need to know of the gates where they make the scores themselves."""
@@ -74,7 +60,7 @@ def head_gates(
     valid = r < count
     b, whole, w = chunk_decays(log_decay, n, start + r, heads, valid, "head", WIDE)
     high = b.to(tl.float32)
-    if BETA:
+    if beta is not None:
         w *= tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
     tl.store(gates + TOTAL * CHUNK, whole)
     tl.store(gates + SUMS * CHUNK + r, high)
@@ -92,7 +78,7 @@ def head_scores(
     log_decay,  # [heads] or [tokens,heads]
     beta,  # [tokens,heads]
     scores,  # [heads,chunks,64,64]
-    score_grads,
+    score_grads,  # as scores, if they are wanted
     gates,  # [heads,chunks,PARTS,64]: ENTER, LEAVE, TOTAL, and with GATES also SURVIVES, ROWS, COLUMNS
     table,  # [chunks,2]: first token, tokens
     scale,
@@ -114,8 +100,6 @@ def head_scores(
     BV: tl.constexpr,
     PARTS: tl.constexpr,
     GATE: tl.constexpr,  # none, constant, head
-    BETA: tl.constexpr,
-    BACKWARD: tl.constexpr,
     GATES: tl.constexpr,
     WIDE: tl.constexpr,  # sum decays in fp64
     PRECISION: tl.constexpr,
@@ -144,7 +128,7 @@ def head_scores(
         D = tl.where(lower, exp2(between) * scale, 0.0)
         e = exp2(b.to(tl.float32))
         tl.store(gates + TOTAL * CHUNK, whole)
-    if BETA:
+    if beta is not None:
         input_gate = tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
     else:
         input_gate = tl.full([CHUNK], 1.0, tl.float32)
@@ -153,7 +137,7 @@ def head_scores(
     tl.store(scores + tile, (P * input_gate[None, :]).to(scores.dtype.element_ty))
     tl.store(gates + ENTER * CHUNK + r, e * scale)
     tl.store(gates + LEAVE * CHUNK + r, w * input_gate)
-    if BACKWARD:
+    if score_grads is not None:
         cv = tl.arange(0, BV)
         dO = load_tile(grad + start * grad_token + value_head.to(tl.int64) * grad_head, r, grad_token, cv, valid, V, BV)
         Vv = load_tile(v + start * v_token + value_head.to(tl.int64) * v_head, r, v_token, cv, valid, V, BV)
@@ -169,11 +153,11 @@ def head_scores(
 @triton.jit(do_not_specialize=["heads", "chunks", "blocks"])
 def head_gate_grads(
     read,  # [key slices,heads,chunks,64]: Σ enter q · (what q reads from the state)
-    written,  # Σ leave k · (what the gradient of the state reads); BETA_GRAD […,64,2]: beside it Σ k · (the same)
+    written,  # Σ leave k · (what the gradient of the state reads); for `beta_grad` […,64,2]: and Σ k · (the same)
     gates,  # [heads,chunks,PARTS,64]: SURVIVES, ROWS, COLUMNS
     anchors,  # [key slices,heads,blocks]
     beta,
-    log_decay_grad,  # [tokens,heads]
+    log_decay_grad,  # [tokens,heads], if it is wanted; as beta_grad
     beta_grad,
     table,  # [blocks,3]: first token, tokens, first chunk
     heads,
@@ -182,14 +166,13 @@ def head_gate_grads(
     PARTS: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,  # tokens of a block
-    DECAY: tl.constexpr,  # whether its gradient is wanted
-    BETA: tl.constexpr,
-    BETA_GRAD: tl.constexpr,
 ):
     block, n = tl.program_id(0), tl.program_id(1)
     start = tl.load(table + block * 3).to(tl.int64)
     count = tl.load(table + block * 3 + 1)
     first_chunk = tl.load(table + block * 3 + 2)
+    DECAY: tl.constexpr = log_decay_grad is not None
+    BETA_GRAD: tl.constexpr = beta_grad is not None
     t = tl.arange(0, BLOCK)
     valid = t < count
     place = n.to(tl.int64) * chunks + first_chunk
@@ -212,7 +195,7 @@ def head_gate_grads(
     if BETA_GRAD:
         tl.store(beta_grad + tokens, z * tl.load(gates + SURVIVES * CHUNK, mask=valid, other=0.0) + inside, mask=valid)
     if DECAY:
-        if BETA:
+        if beta is not None:
             inside = inside * tl.load(beta + tokens, mask=valid, other=0.0)
         d = x + tl.load(gates + ROWS * CHUNK, mask=valid, other=0.0) - y - inside
         tl.store(log_decay_grad + tokens, tl.cumsum(d, 0, reverse=True) + anchor, mask=valid)

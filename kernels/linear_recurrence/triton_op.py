@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..arguments import Recurrences
-from ..launch import largest
 from ..op import register
-from .layout import kept_states
+from ..triton.launches import largest
 from .triton_call import Call
+from .triton_plan import kept_states
 from .triton_step import step
 
 
@@ -36,10 +36,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads)
     o, final = call.per_token(call.plan.V), call.states()
-    first = call.starts("o", call.keys, call.v, initial_state, final)
-    call.carry("o", call.queries, call.keys, call.v, o, first, final)
-    if first is None or cu_seqlens is not None or not call.plan.layout.segmented:
-        first = call.empty(0, *final.shape[1:], dtype=torch.float32)
+    first = call.starts("o", initial_state, final)
+    call.carry("o", o, first, final)
+    if first is None or cu_seqlens is not None or not call.plan.segmented:
+        first = call.plan.new(0, *final.shape[1:], dtype=torch.float32)
     return call.per_head(o), final, first
 
 
@@ -79,13 +79,12 @@ def _backward(
     state_grad = None if state_grad is None else state_grad.contiguous()
     decay_grad, beta_grad = log_decay is not None and needed[3], beta is not None and needed[4]
     call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads, grad, decay_grad or beta_grad)
-    assert call.grad
     first_grad = call.states() if initial_state is not None and needed[5] else None
     (kept,) = residuals
-    first = kept if kept.numel() else call.starts("o", call.keys, call.v, initial_state, None)
-    last = call.starts("dv", call.queries, call.grad, state_grad, first_grad)
+    first = kept if kept.numel() else call.starts("o", initial_state, None)
+    last = call.starts("dv", state_grad, first_grad)
     dq, dk, dv = (call.per_token(size) for size in (call.plan.K, call.plan.K, call.plan.V))
-    call.carry("dv", call.keys, call.queries, call.grad, dv, last, first_grad)
+    call.carry("dv", dv, last, first_grad)
     finish = call.channel_grads if call.plan.channel else call.head_grads
     dg, dbeta = finish(dq, dk, first, last, decay_grad, beta_grad)
     return call.per_key_head(dq), call.per_key_head(dk), call.per_head(dv), dg, dbeta, first_grad, None
@@ -105,7 +104,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     if v.shape[1] == 1 and a.cu_seqlens is None and not _differentiated(q, k, v, g, beta, state):
         o, final = step(q, k, v, g, beta, state, a.scale, E)
         return o.to(a.v.dtype), final
-    most = largest(q.dtype, q.device)
+    most = largest("linear_recurrence", q.dtype, q.device)
     keys, values = _parts(q.shape[3], most), _parts(v.shape[3], most)
     if keys > 1:  # blocks of a long key are subheads under one gate
         q, k = (x.unflatten(3, (keys, -1)).flatten(2, 3) for x in (q, k))

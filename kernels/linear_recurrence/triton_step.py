@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..arguments import Recurrences
-from ..enqueue import cdiv, enqueue, next_power_of_2
-from ..launch import launch
 from ..op import NAMESPACE
+from ..triton.enqueue import cdiv, enqueue, next_power_of_2
+from ..triton.launches import launch
 
 
 @triton.jit(do_not_specialize=["H", "groups"])
@@ -89,7 +89,7 @@ def advanced(
     K, heads = q.shape[3], H * subheads
     o = torch.empty((B, 1, H, V), device=v.device, dtype=v.dtype)
     gate = "none" if log_decay is None else {1: "constant", 3: "head", 4: "channel"}[log_decay.dim()]
-    entry = launch("step", max(K, V), v.dtype, v.device)
+    entry = launch("linear_recurrence.step", max(K, V), v.dtype, v.device)
     keys, values = (min(entry.block, next_power_of_2(size)) for size in (K, V))
     enqueue(
         advance,

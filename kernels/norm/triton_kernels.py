@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ..triton_exponential import sigmoid
+from ..triton.tiles import sigmoid
 
 
 @triton.jit
@@ -42,13 +42,11 @@ def forward(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    GATE: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    ADD: tl.constexpr,
+    GATE: tl.constexpr,  # none, first or last: where it enters
 ):
     outer, within, dense, inside = tile_of(tl.program_id(0) * ROWS, rows, INNER, D, ROWS, BLOCK)
     u = load(x, outer * x_outer + within, inside)
-    if ADD:
+    if added is not None:
         both = (u + load(added, dense, inside)).to(total.dtype.element_ty)
         tl.store(total + dense, both, mask=inside)
         u = both.to(tl.float32)  # as if the sum were read again
@@ -58,7 +56,7 @@ def forward(
     if GATE == "first":
         u *= opened
     h = u * inverse_root(u, eps, D)
-    if WEIGHT:
+    if weight is not None:
         c = tl.arange(0, BLOCK)
         h *= load(weight, c, c < D)[None, :]
     if GATE == "last":
@@ -85,12 +83,10 @@ def backward(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    GATE: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    ADD: tl.constexpr,
+    GATE: tl.constexpr,  # none, first or last: where it enters
 ):
     c = tl.arange(0, BLOCK)
-    if WEIGHT:
+    if weight is not None:
         scale = load(weight, c, c < D)[None, :]
         parts = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
@@ -108,20 +104,20 @@ def backward(
         if GATE == "last":
             dopened = dh * h
             dh *= opened
-        if WEIGHT:
+        if weight is not None:
             parts += dh * h
             dh *= scale
         du = r * (dh - h * (tl.sum(dh * h, 1) / D)[:, None])
-        if GATE == "last" and WEIGHT:
+        if GATE == "last" and weight is not None:
             dopened *= scale
         if GATE == "first":
             dopened = du * ungated
             du *= opened
-        if ADD:
+        if dtotal is not None:
             du += load(dtotal, dense, inside)
         tl.store(dx + dense, du.to(dx.dtype.element_ty), mask=inside)
         if GATE != "none":
             in_dgate = outer * dgate_outer + within
             tl.store(dgate + in_dgate, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
-    if WEIGHT:
+    if weight is not None:
         tl.store(dweight + tl.program_id(0) * D + c, tl.sum(parts, 0), mask=c < D)

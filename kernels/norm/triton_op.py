@@ -10,9 +10,9 @@ from torch import Tensor
 from .. import op
 from ..allocation import new
 from ..columns import gradient_for
-from ..enqueue import Prepared, cdiv, next_power_of_2
-from ..launch import multiprocessors
-from ..triton_parts import add_parts
+from ..triton.enqueue import Prepared, cdiv, next_power_of_2
+from ..triton.launches import multiprocessors
+from ..triton.parts import add_parts
 from . import triton_kernels
 
 ELEMENTS = 1024  # of a tile of short rows
@@ -42,29 +42,27 @@ def order(gate: Tensor | None, gate_first: bool) -> str:
 
 
 @cache
-def constants(inner: int, size: int, gate: str, weight: bool) -> Mapping[str, Any]:
+def constants(inner: int, size: int, gate: str) -> Mapping[str, Any]:
     """What both kernels are compiled for: among others the rows and columns of a tile, and its warps."""
     block = next_power_of_2(size)
     rows = max(1, ELEMENTS // block)
     warps = max(1, min(rows * block // PER_WARP, MOST_WARPS))
     sizes = {"INNER": inner, "D": size, "ROWS": rows, "BLOCK": block, "num_warps": warps}
-    return {**sizes, "GATE": gate, "WEIGHT": weight}
+    return {**sizes, "GATE": gate}
 
 
 @lru_cache(maxsize=1024)
-def forward(rows: int, inner: int, size: int, gate: str, weight: bool, add: bool, *numbers: Any) -> Prepared:
+def forward(rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepared:
     """The launch for so many rows; numbers are the strides of x and of the gate, and eps."""
-    fixed = constants(inner, size, gate, weight)
-    return Prepared(triton_kernels.forward, (cdiv(rows, fixed["ROWS"]),), rows, *numbers, **fixed, ADD=add)
+    fixed = constants(inner, size, gate)
+    return Prepared(triton_kernels.forward, (cdiv(rows, fixed["ROWS"]),), rows, *numbers, **fixed)
 
 
 @lru_cache(maxsize=1024)
-def backward(
-    programs: int, rows: int, inner: int, size: int, gate: str, weight: bool, add: bool, *numbers: Any
-) -> Prepared:
+def backward(programs: int, rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepared:
     """The launch of so many programs over so many rows; numbers are the strides of x, gate and dgate, and eps."""
-    fixed = constants(inner, size, gate, weight)
-    return Prepared(triton_kernels.backward, (programs,), rows, *numbers, **fixed, ADD=add)
+    fixed = constants(inner, size, gate)
+    return Prepared(triton_kernels.backward, (programs,), rows, *numbers, **fixed)
 
 
 def compute(
@@ -73,7 +71,7 @@ def compute(
     """y of the shape of x."""
     y, rows = new(x, dtype=dtype), x.numel() // max(x.shape[-1], 1)
     weight = None if weight is None else weight.contiguous()
-    kind = (rows, inner(x), x.shape[-1], order(gate, gate_first), weight is not None, False)
+    kind = (rows, inner(x), x.shape[-1], order(gate, gate_first))
     (x, outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
     forward(*kind, outer, gate_outer, eps)(x, gate, weight, None, y, None)
     return (y,)
@@ -99,13 +97,13 @@ def differentiate_rows(
     dy, rows = dy.contiguous(), x.numel() // max(x.shape[-1], 1)
     dtotal = None if dtotal is None else dtotal.contiguous()
     weight = None if weight is None else weight.contiguous()
-    sizes = (inner(x), x.shape[-1], order(gate, gate_first), weight is not None)
+    sizes = (inner(x), x.shape[-1], order(gate, gate_first))
     most = multiprocessors(x.device) * (PROGRAMS if gate is None else PROGRAMS_GATED)
     programs = min(cdiv(rows, constants(*sizes)["ROWS"]), most)
     parts = None if weight is None else new(x, programs, 1, x.shape[-1], dtype=torch.float32)
     dx, (dgate, dgate_outer) = new(x), (None, 0) if gate is None else strided(gradient_for(gate, new))
     (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
-    launch = backward(programs, rows, *sizes, dtotal is not None, x_outer, gate_outer, dgate_outer, eps)
+    launch = backward(programs, rows, *sizes, x_outer, gate_outer, dgate_outer, eps)
     launch(x, gate, weight, dy, dtotal, dx, dgate, parts)
     dweight = None if parts is None or weight is None else add_parts(parts, weight.dtype).view(weight.shape)
     return dx, None if dgate is None else dgate.view(dx.shape), dweight
@@ -141,7 +139,7 @@ class Added(torch.autograd.Function):
         ctx: Any, x: Tensor, y: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         rows, total, h = x.numel() // max(x.shape[-1], 1), new(x), new(x, dtype=dtype)
-        launch = forward(rows, 1, x.shape[-1], "none", weight is not None, True, x.shape[-1], 0, eps)
+        launch = forward(rows, 1, x.shape[-1], "none", x.shape[-1], 0, eps)
         launch(x.contiguous(), None, weight, y.contiguous(), h, total)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, weight)

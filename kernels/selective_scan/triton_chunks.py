@@ -1,7 +1,6 @@
 """The forward pass of the selective scan in Triton, and what both directions share.
 
 Time is cut into chunks, sequence by sequence, which run side by side, a program for each chunk and block of channels.
-Every chunk has a slot in the tensors that pass from kernel to kernel (`triton_slots.py`).
 
 `local` runs through each chunk from a state of zero, `combine` finds the states at the cuts (over a chunk a state
 decays by exp(rate · Σ log_decay), whatever the inputs), and `outputs` runs through each chunk again from there. States
@@ -14,14 +13,7 @@ are tiles [states, channels] with a channel per thread, so that the read-out is 
 import triton
 import triton.language as tl
 
-from ..triton_slots import chunk_bounds, sequence_bounds
-
-
-@triton.jit
-def tokens_of(slot, cu_seqlens, sequences, T, length, PACKED: tl.constexpr):
-    """First token of the chunk in a slot and one past its last; an empty slot has none."""
-    start, stop = chunk_bounds(slot, cu_seqlens, sequences, T, length, PACKED)
-    return start, tl.minimum(start + length, stop)
+from ..triton.tiles import chunk_at, segment_at
 
 
 @triton.jit
@@ -49,14 +41,14 @@ def store_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr, value):
 
 
 @triton.jit
-def advance(h, x, decay, b, token, n, N: tl.constexpr, INPUT: tl.constexpr):
+def advance(h, x, decay, b, token, n, N: tl.constexpr):
     """The next state: x [channels] of this token enters the decayed one."""
-    if INPUT:
+    if b is not None:
         return h * decay + load_token(b, token, n, N)[:, None] * x[None, :]
     return h * decay + x[None, :]
 
 
-@triton.jit(do_not_specialize=["T", "length", "sequences"])
+@triton.jit
 def local(
     x,
     log_decay,
@@ -65,17 +57,12 @@ def local(
     c,
     states,
     totals,
-    cu_seqlens,
-    T,
-    length,
-    sequences,
+    chunks,
     D: tl.constexpr,
     N: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,
-    INPUT: tl.constexpr,
     READ: tl.constexpr,
-    PACKED: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """What each chunk adds to the state after it, and its summed log decay.
@@ -83,9 +70,9 @@ def local(
     REVERSE: x is the gradient of the output, and what is found is the chunk's part of the gradient of the state before.
     """
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    slot = tl.program_id(0) // BLOCKS
+    chunk = tl.program_id(0) // BLOCKS
     d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop = tokens_of(slot, cu_seqlens, sequences, T, length, PACKED)
+    start, stop = chunk_at(chunks, chunk)
     rates = load_states(rate, tl.program_id(0) * 0, d, n, D, N)
     total = tl.zeros([BD], tl.float32)
     h = tl.zeros([BN, BD], tl.float32)
@@ -100,53 +87,50 @@ def local(
             if READ == "constant":
                 h = (h + read * added[None, :]) * decay
             else:
-                h = advance(h, added, 1.0, c, token, n, N, READ == "each") * decay
+                h = advance(h, added, 1.0, c, token, n, N) * decay
         else:
-            h = advance(h, added, decay, b, token, n, N, INPUT)
+            h = advance(h, added, decay, b, token, n, N)
         total += step
-    store_states(states, slot, d, n, D, N, h)
-    tl.store(totals + slot.to(tl.int64) * D + d, total, mask=d < D)
+    store_states(states, chunk, d, n, D, N, h)
+    tl.store(totals + chunk.to(tl.int64) * D + d, total, mask=d < D)
 
 
-@triton.jit(do_not_specialize=["T", "length"])
+@triton.jit(do_not_specialize=["length"])
 def combine(
     rate,
     states,
     totals,
     end,
     other_end,
-    cu_seqlens,
-    T,
-    length,
+    segments,
+    length,  # tokens of a chunk
     D: tl.constexpr,
     N: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,
-    GIVEN: tl.constexpr,
-    PACKED: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """In place of what each chunk adds: the state before it, or in reverse the gradient of the state after it."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     row = tl.program_id(0) // BLOCKS
     d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop, first = sequence_bounds(row, cu_seqlens, T, length, PACKED)
+    start, stop, first = segment_at(segments, row)
     rates = load_states(rate, row * 0, d, n, D, N)
-    if GIVEN:
+    if end is not None:
         h = load_states(end, row, d, n, D, N)
     else:
         h = tl.zeros([BN, BD], tl.float32)
-    chunks = tl.cdiv(stop - start, length)
-    for i in tl.range(0, chunks):
-        slot = first + (chunks - 1 - i if REVERSE else i)
-        added = load_states(states, slot, d, n, D, N)
-        decay = tl.exp(tl.load(totals + slot.to(tl.int64) * D + d, mask=d < D, other=0.0)[None, :] * rates)
-        store_states(states, slot, d, n, D, N, h)
+    count = tl.cdiv(stop - start, length)
+    for i in tl.range(0, count):
+        chunk = first + (count - 1 - i if REVERSE else i)
+        added = load_states(states, chunk, d, n, D, N)
+        decay = tl.exp(tl.load(totals + chunk.to(tl.int64) * D + d, mask=d < D, other=0.0)[None, :] * rates)
+        store_states(states, chunk, d, n, D, N, h)
         h = h * decay + added
     store_states(other_end, row, d, n, D, N, h)
 
 
-@triton.jit(do_not_specialize=["T", "length", "sequences"])
+@triton.jit
 def outputs(
     x,
     log_decay,
@@ -156,36 +140,29 @@ def outputs(
     states,
     y,
     final,
-    cu_seqlens,
-    T,
-    length,
-    sequences,
+    chunks,
     D: tl.constexpr,
     N: tl.constexpr,
     BD: tl.constexpr,
     BN: tl.constexpr,
-    INPUT: tl.constexpr,
     READ: tl.constexpr,
-    PACKED: tl.constexpr,
-    GIVEN: tl.constexpr,
-    FINAL: tl.constexpr,
 ):
-    """y from the state before each chunk, and (if FINAL) the state after it."""
+    """y from the state before each chunk, and (if it is wanted) the state after it."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    slot = tl.program_id(0) // BLOCKS
+    chunk = tl.program_id(0) // BLOCKS
     d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop = tokens_of(slot, cu_seqlens, sequences, T, length, PACKED)
-    rates = load_states(rate, slot * 0, d, n, D, N)
+    start, stop = chunk_at(chunks, chunk)
+    rates = load_states(rate, chunk * 0, d, n, D, N)
     if READ == "constant":
-        read = load_states(c, slot * 0, d, n, D, N)
-    if GIVEN:
-        h = load_states(states, slot, d, n, D, N)
+        read = load_states(c, chunk * 0, d, n, D, N)
+    if states is not None:
+        h = load_states(states, chunk, d, n, D, N)
     else:
         h = tl.zeros([BN, BD], tl.float32)
     for i in tl.range(0, stop - start):
         token = start + i
         decay = tl.exp(load_token(log_decay, token, d, D)[None, :] * rates)
-        h = advance(h, load_token(x, token, d, D), decay, b, token, n, N, INPUT)
+        h = advance(h, load_token(x, token, d, D), decay, b, token, n, N)
         if READ == "constant":
             out = tl.sum(h * read, 0)
         elif READ == "each":
@@ -193,5 +170,5 @@ def outputs(
         else:
             out = tl.sum(h, 0)
         store_token(y, token, d, D, out)
-    if FINAL:
-        store_states(final, slot, d, n, D, N, h)
+    if final is not None:
+        store_states(final, chunk, d, n, D, N, h)

@@ -17,10 +17,11 @@ What blocks of channels or chunks add up to leaves as parts, to be summed in a f
 import triton
 import triton.language as tl
 
-from .triton_chunks import advance, load_states, load_token, store_states, store_token, tokens_of
+from ..triton.tiles import chunk_at
+from .triton_chunks import advance, load_states, load_token, store_states, store_token
 
 
-@triton.jit(do_not_specialize=["T", "length", "sequences", "tokens", "marks"])
+@triton.jit(do_not_specialize=["tokens", "marks"])
 def gradients(
     x,
     log_decay,
@@ -37,10 +38,7 @@ def gradients(
     db,
     dc,
     dinitial,
-    cu_seqlens,
-    T,
-    length,
-    sequences,
+    chunks,
     tokens,
     marks,
     D: tl.constexpr,
@@ -48,24 +46,18 @@ def gradients(
     BD: tl.constexpr,
     BN: tl.constexpr,
     PART: tl.constexpr,
-    INPUT: tl.constexpr,
     READ: tl.constexpr,
-    PACKED: tl.constexpr,
-    GIVEN: tl.constexpr,
-    AFTER: tl.constexpr,
-    RATE: tl.constexpr,
-    INITIAL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    slot, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    chunk, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     d, n = block * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop = tokens_of(slot, cu_seqlens, sequences, T, length, PACKED)
-    rates = load_states(rate, slot * 0, d, n, D, N)
+    start, stop = chunk_at(chunks, chunk)
+    rates = load_states(rate, chunk * 0, d, n, D, N)
     if READ == "constant":
-        read = load_states(c, slot * 0, d, n, D, N)
+        read = load_states(c, chunk * 0, d, n, D, N)
         dread = tl.zeros([BN, BD], tl.float32)
-    if GIVEN:
-        h = load_states(states, slot, d, n, D, N)
+    if states is not None:
+        h = load_states(states, chunk, d, n, D, N)
     else:
         h = tl.zeros([BN, BD], tl.float32)
     # the states of a part, then the first ones of all parts
@@ -77,13 +69,13 @@ def gradients(
             tl.store(kept + (PART + i // PART) * (BN * BD) + tile, h)
         token = start + i
         decay = tl.exp(load_token(log_decay, token, d, D)[None, :] * rates)
-        h = advance(h, load_token(x, token, d, D), decay, b, token, n, N, INPUT)
+        h = advance(h, load_token(x, token, d, D), decay, b, token, n, N)
 
-    if AFTER:
-        dh = load_states(after, slot, d, n, D, N)
+    if after is not None:
+        dh = load_states(after, chunk, d, n, D, N)
     else:
         dh = tl.zeros([BN, BD], tl.float32)
-    if RATE:
+    if drate is not None:
         rate_sum = tl.zeros([BN, BD], tl.float32)
     partial = block.to(tl.int64) * tokens
     for i in tl.range(0, parts):
@@ -95,7 +87,7 @@ def gradients(
         for j in tl.range(0, size):
             tl.store(kept + j * (BN * BD) + tile, h)
             decay = tl.exp(load_token(log_decay, first + j, d, D)[None, :] * rates)
-            h = advance(h, load_token(x, first + j, d, D), decay, b, first + j, n, N, INPUT)
+            h = advance(h, load_token(x, first + j, d, D), decay, b, first + j, n, N)
         tl.debug_barrier()
         for j in tl.range(0, size):
             token = first + size - 1 - j
@@ -107,27 +99,27 @@ def gradients(
             decayed *= decay
             # the state of this token, and the gradient that arrives at it
             if READ == "constant":
-                dread += advance(decayed, added, 1.0, b, token, n, N, INPUT) * arriving[None, :]
+                dread += advance(decayed, added, 1.0, b, token, n, N) * arriving[None, :]
                 dh += read * arriving[None, :]
             elif READ == "each":
-                seen = advance(decayed, added, 1.0, b, token, n, N, INPUT) * arriving[None, :]
+                seen = advance(decayed, added, 1.0, b, token, n, N) * arriving[None, :]
                 store_token(dc, partial + token, n, N, tl.sum(seen, 1))
                 dh += load_token(c, token, n, N)[:, None] * arriving[None, :]
             else:
                 dh += arriving[None, :]
-            if INPUT:
+            if b is not None:
                 store_token(dx, token, d, D, tl.sum(dh * load_token(b, token, n, N)[:, None], 0))
                 store_token(db, partial + token, n, N, tl.sum(dh * added[None, :], 1))
             else:
                 store_token(dx, token, d, D, tl.sum(dh, 0))
             product = dh * decayed
             store_token(dlog_decay, token, d, D, tl.sum(product * rates, 0))
-            if RATE:
+            if drate is not None:
                 rate_sum += product * step[None, :]
             dh *= decay
-    if RATE:
-        store_states(drate, slot, d, n, D, N, rate_sum)
+    if drate is not None:
+        store_states(drate, chunk, d, n, D, N, rate_sum)
     if READ == "constant":
-        store_states(dc, slot, d, n, D, N, dread)
-    if INITIAL:
-        store_states(dinitial, slot, d, n, D, N, dh)
+        store_states(dc, chunk, d, n, D, N, dread)
+    if dinitial is not None:
+        store_states(dinitial, chunk, d, n, D, N, dh)

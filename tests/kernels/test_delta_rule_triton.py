@@ -7,15 +7,18 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.documents import documents
 
 from .recurrences import assert_same, inputs, results
 
 pytest.importorskip("triton")
-from kernels.delta_rule import triton_launch, triton_op
+from kernels.delta_rule import triton_plan
+from kernels.triton import plan
+from kernels.triton.launches import TABLE
 
 GATES = ("none", "constant", "head")
 PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
-ENTRIES = [(size, itemsize) for _, size, itemsize in triton_launch.TABLE]
+ENTRIES = [(size, itemsize) for gpu, size, itemsize in TABLE["delta_rule.forward"] if gpu == 9]
 
 # what is small and quick there would be a compilation each on a device
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
@@ -24,9 +27,9 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read. And what a test has patched must not be remembered."""
-    triton_op.of_rows.cache_clear()
-    allocate = triton_op.Call.new
-    monkeypatch.setattr(triton_op.Call, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    plan.of_rows.cache_clear()
+    allocate = plan.Plan.new
+    monkeypatch.setattr(plan.Plan, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: Any) -> dict[str, Tensor]:
@@ -135,9 +138,60 @@ def test_everything_in_bf16():
 @pytest.mark.parametrize(("gate", "state"), [("head", True), ("none", False)])
 def test_segments(gate: str, state: bool, monkeypatch: pytest.MonkeyPatch):
     # as where few and long sequences would leave a device idle; the last segment is shorter
-    monkeypatch.setattr(triton_launch, "segments", lambda *given: 3)
+    monkeypatch.setattr(triton_plan, "segments", lambda *given: 3)
     a = small(300, K=24, V=20, gate=gate, decay="mixed", correlated=True, state=state)
     agree(a)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("documents", "gate", "state"),
+    [
+        ([0, 0, 1, 300, 301, 420, 420], "head", True),  # empty, of one token, cut in three, not cut
+        ([0, 140, 141, 400], "constant", False),
+        ([0, 257], "none", True),
+    ],
+)
+def test_segments_of_documents(documents: list[int], gate: str, state: bool, monkeypatch: pytest.MonkeyPatch):
+    # as where a few long documents would leave a device idle
+    monkeypatch.setattr(triton_plan, "segments", lambda *given: 6)
+    monkeypatch.setattr(triton_plan, "FEWEST_SEGMENTS", 2)
+    cuts, combine = [], triton_plan.DeltaRule.combine
+    monkeypatch.setattr(triton_plan.DeltaRule, "combine", lambda to, *given: cuts.append(to.cut) or combine(to, *given))
+    a = small(documents[-1], K=24, V=20, gate=gate, decay="mixed", documents=documents, state=state, R=2)
+    found = agree(a)
+    assert len(cuts) == 2  # forward and backward
+    assert all(cuts)
+    if state and 0 in torch.tensor(documents).diff():
+        assert torch.equal(found["state"][0], a["initial_state"][0])
+
+
+def test_documents_are_cut_where_it_pays(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_plan, "multiprocessors", lambda device: 132)
+
+    def plan_of(*lengths: int, heads: int = 2) -> triton_plan.DeltaRule:
+        bounds = torch.tensor([0, *lengths]).cumsum(0)
+        T = int(bounds[-1])
+        shape, device = torch.Size([1, T, heads, 128]), torch.device("cpu")
+        sizes = (shape, shape, 1, 1.0, torch.bfloat16, device, len(lengths))
+        return triton_plan.DeltaRule(documents(bounds, T), *sizes)
+
+    shape, one = torch.Size([1, 65536, 2, 128]), plan_of(65536)
+    rows = triton_plan.DeltaRule(None, shape, shape, 1, 1.0, one.dtype, one.device, None)
+    assert one.cut == pytest.approx(rows.cut, abs=1)  # a document is as a row
+    assert rows.cut > 16
+    assert plan_of(*[512] * 128).cut == 0  # these fill a device by themselves
+    assert plan_of(65536, heads=64).cut == 0
+    assert plan_of(4096).cut == 0
+    mixed = plan_of(40000, 1, 0, 700, 20000, 100)
+    assert mixed.cut == mixed.layout.sequences[0, 1] + mixed.layout.sequences[4, 1]
+    assert mixed.layout.sequences[:, 1].tolist()[1:4] == [1, 1, 1]
+    for seed in range(50):  # what is kept of segments is known without the boundaries
+        generator = torch.Generator().manual_seed(seed)
+        lengths = (torch.rand(1 + seed % 7, generator=generator) ** 4 * 60000).int().tolist()
+        some = plan_of(1, *lengths)
+        assert some.cut <= some.most
+        assert len(some.layout.chunks) <= some.slots
 
 
 @interpreted
@@ -227,12 +281,12 @@ def agree_on_device(a: dict[str, Tensor], dtype: torch.dtype, **options: Any) ->
 @pytest.mark.parametrize("passes", ["wide", "narrow", "cut"])
 @pytest.mark.parametrize(("size", "itemsize"), ENTRIES)
 def test_every_launch(size: int, itemsize: int, passes: str, monkeypatch: pytest.MonkeyPatch):
-    entry = triton_launch.TABLE[9, size, itemsize]
-    if passes == "narrow" and entry.narrow is None:
+    narrow = TABLE["delta_rule.narrow"].get((9, size, itemsize))
+    if passes == "narrow" and narrow is None:
         pytest.skip("there is no narrow launch")
-    pick = entry.narrow if passes == "narrow" else None
-    monkeypatch.setattr(triton_launch, "segments", lambda *given: 3 if passes == "cut" else 1)
-    monkeypatch.setattr(triton_launch, "whole", lambda wide, *rest: pick or wide)
+    pick = narrow if passes == "narrow" else None
+    monkeypatch.setattr(triton_plan, "segments", lambda *given: 3 if passes == "cut" else 1)
+    monkeypatch.setattr(triton_plan, "whole", lambda wide, *rest: pick or wide)
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     a = on_device(1000, dtype, G=4, K=size, V=size, correlated=True)
     agree_on_device(a, dtype)
@@ -252,6 +306,7 @@ def test_every_launch(size: int, itemsize: int, passes: str, monkeypatch: pytest
         {"T": 700, "G": 2, "K": 96, "V": 192},
         {"T": 8192, "G": 2, "K": 128, "V": 128},  # in segments
         {"T": 1500, "G": 2, "K": 128, "V": 128, "documents": [0, 0, 5, 700, 700, 1500]},
+        {"T": 20000, "G": 2, "K": 128, "V": 128, "documents": [0, 0, 16000, 16001, 20000]},  # the first in segments
         {"T": 500, "G": 2, "K": 128, "V": 128, "decay": "mixed", "correlated": True},
         # key blocks of 16 and 32 beside values of 64 gave wrong gradients, and NaN after some steps of training
         *({"T": 300, "B": 2, "G": 4, "K": K, "V": V} for K in (16, 32, 48) for V in (16, 32, 64, 128)),

@@ -123,23 +123,21 @@ def test_one_graph(needs: tuple[bool, bool]):
         torch.testing.assert_close(x, y)
 
 
-@pytest.mark.parametrize(("found", "known"), [((9, 0), True), ((8, 9), False), ((10, 0), False)])
+@pytest.mark.parametrize(("gpu", "known"), [((9, 0), True), ((8, 9), False), ((10, 0), False)])
 def test_an_unlisted_gpu_gets_cautious_launches_and_a_line_in_the_log(
-    found: tuple[int, int], known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gpu: tuple[int, int], known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    pytest.importorskip("triton")
-    from kernels import launch
-    from kernels.delta_rule import triton_launch
+    from kernels.triton import launches
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
-    launch.capability.cache_clear()
-    triton_launch._entry.cache_clear()
-    device = torch.device("cuda", 7)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    launches.capability.cache_clear()
+    launches._entry.cache_clear()
+    device, architecture = torch.device("cuda", 7), launches.HOPPER if known else launches.OTHER
     for _ in range(2):
-        entry = launch.launch("carry", 64, torch.bfloat16, device)
-        delta = triton_launch.launches(device, 64, 64, torch.bfloat16)
-    assert (entry == launch.TABLE["carry"][launch.HOPPER, 128, 2]) is known
-    assert (delta in triton_launch.TABLE.values()) is known
-    assert caplog.text.count(f"compute capability {found[0]}.{found[1]}") == (0 if known else 1)
-    launch.capability.cache_clear()
-    triton_launch._entry.cache_clear()
+        for kernel in ("linear_recurrence.carry", "delta_rule.prepare"):
+            entry, table = launches.launch(kernel, 32, torch.bfloat16, device), launches.TABLE[kernel]
+            serving = {key[1]: known for key, known in table.items() if key[::2] == (architecture, 2)}
+            assert entry == serving[min(serving)]
+    assert caplog.text.count(f"compute capability {gpu[0]}.{gpu[1]}") == (0 if known else 1)
+    launches.capability.cache_clear()
+    launches._entry.cache_clear()

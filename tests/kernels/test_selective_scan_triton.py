@@ -13,7 +13,8 @@ from .recurrences import assert_same, results
 from .test_selective_scan import inputs
 
 pytest.importorskip("triton")
-from kernels.selective_scan import triton_op
+from kernels.selective_scan import triton_op, triton_plan
+from kernels.triton import plan
 
 PACKED = [0, 0, 3, 20, 20, 20, 37, 53, 53]  # empty at the start, inside and at the end; one full chunk
 ARGUMENTS = ("x", "log_decay", "rate", "b", "c", "initial_state")
@@ -27,15 +28,17 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
-    allocate = triton_op.Call.new
-    monkeypatch.setattr(triton_op.Call, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    plan.of_rows.cache_clear()
+    allocate = plan.Plan.new
+    monkeypatch.setattr(plan.Plan, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 tokens, in parts of 4."""
-    monkeypatch.setattr(triton_op, "SHORT", 16)
-    monkeypatch.setattr(triton_op, "PART", 4)
+    monkeypatch.setattr(triton_plan, "SHORT", 16)
+    for module in (triton_op, triton_plan):
+        monkeypatch.setattr(module, "PART", 4)
 
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: object) -> dict[str, Tensor]:

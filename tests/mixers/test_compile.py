@@ -25,6 +25,7 @@ def compiled(f, **options):
     return torch.compile(f, backend=BACKEND, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(FACTORIES))
 def test_a_layer_is_one_graph(name: str):
     mixer, x = build(name), torch.randn(2, 21, 64, requires_grad=True)
@@ -38,6 +39,7 @@ def test_a_layer_is_one_graph(name: str):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GatedDeltaNet", "SlidingWindowAttention"])
 def test_packed_documents_may_break_the_graph_but_not_the_result(name: str):
     mixer, x = build(name), torch.randn(1, 21, 64)

@@ -107,6 +107,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, "training"])
 def test_parts_are_the_whole(found: list[dict], case: str) -> None:
     for rank, errors in enumerate(found):

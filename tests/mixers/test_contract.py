@@ -55,12 +55,14 @@ def test_registered_mixers(name: str):
     assert len(mixers.check_mixer(VARIANTS[name], expanded=False)) == len(CLAUSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments(name: str):
     # expanded too, where there is a matrix to expand
     assert len(mixers.check_mixer(ARGUMENTS[name])) in (len(CLAUSES), 3 * len(CLAUSES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name: str):
     factory = partial(GatedDeltaNet, num_heads=2, head_dim=16, qk=FEATURES[name], allow_neg_eigval=True)
@@ -214,6 +216,7 @@ def broken_clauses(factory, **options) -> set[str]:
     return {line.rpartition("subheads: ")[0] + name for line in lines for name in names if f"{name}: " in line}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", BROKEN, ids=lambda mixer: mixer.__name__)
 def test_a_broken_mixer_is_caught_by_its_clause(mixer):
     # exactly that clause: a report of more would send its author looking in the wrong place

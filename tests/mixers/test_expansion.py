@@ -150,6 +150,7 @@ def test_lfm():
         torch.testing.assert_close(expansion(stream, x)[0, 0, head], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subheads", [True, False])
 @pytest.mark.parametrize("expansion", [LowRank, DPFP, LFM])
 @pytest.mark.parametrize("name", MIXERS)

@@ -184,6 +184,7 @@ def test_mamba2(oracle: Oracle, length: int, groups: int, backend: str):
         compare(ours, layer, layer, pairs, torch.randn(2, length, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("length", LENGTHS)

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels import launch
-from kernels.delta_rule import triton_launch
-from kernels.launch_file import KERNELS, launch_file
+from kernels.triton import launches
+from kernels.triton.launch_file import KERNELS, launch_file
 from zoo.benchmarks.cases import Case, Shape, Tensors
 from zoo.benchmarks.device import DTYPES
 from zoo.benchmarks.gate import Gate
@@ -48,18 +47,16 @@ class Target(NamedTuple):
 
 def present(target: Target, device: torch.device) -> Entry | None:
     """The entry in use for a target or, if its heads are cut into pieces, for the pieces; None without one."""
-    op, _, name = target.kernel.partition(".")
-    dtype = DTYPES[target.dtype]
-    if op == "delta_rule":
-        entry = getattr(triton_launch.launches(device, target.size, target.size, dtype), name)
-        return None if entry is None else entry._asdict()
-    return launch.launch(name, min(target.size, launch.largest(dtype, device)), dtype, device)._asdict()
+    dtype, op = DTYPES[target.dtype], target.kernel.partition(".")[0]
+    size = target.size if op == "delta_rule" else min(target.size, launches.largest(op, dtype, device))
+    entry = launches.optional(target.kernel, size, dtype, device)
+    return None if entry is None else {number: getattr(entry, number) for number in KERNELS[target.kernel]}
 
 
 def is_cut(target: Target, device: torch.device) -> bool:
     """Whether heads of this size are cut into pieces."""
-    dtype = DTYPES[target.dtype]
-    return target.kernel.startswith("linear_recurrence") and target.size > launch.largest(dtype, device)
+    op, dtype = target.kernel.partition(".")[0], DTYPES[target.dtype]
+    return op == "linear_recurrence" and target.size > launches.largest(op, dtype, device)
 
 
 def around(entry: Entry) -> list[Entry]:

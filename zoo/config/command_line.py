@@ -77,6 +77,8 @@ def arguments_of(
     if printing and keys is not None:
         keys.add(parser)
     allowed = () if keys is None else keys.names
+    if keys is None and any(not is_override(item) for item in items):
+        raise UserError(unknown("config", "config", parameters))
     for key in (item.partition("=")[0] for item in items if is_override(item)):
         if (first := key.split(".")[0].rstrip("+")) not in allowed:
             raise UserError(unknown(key, first, [*allowed, *parameters]))

@@ -1,4 +1,4 @@
-"""Decoding token by token from a state; on a GPU as one CUDA graph, which costs no more to launch than one kernel."""
+"""Decoding token by token from a state; on a GPU as one CUDA graph, which costs as much to launch as one kernel."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -14,20 +14,20 @@ log = logging.getLogger(__name__)
 
 
 class Decoder:
-    """A language model that reads one more token of each sequence per call.
+    """A language model that reads one more token of each sequence with every call.
 
-    On a GPU the first call captures the step as a CUDA graph, with the state in fixed tensors, and every call is one
-    launch. If that is impossible (a state that grows, a mixer that synchronises) the model is called directly, and the
-    reason is logged. The weights must not move in memory.
+    On a GPU the first call captures the step: from then on the state stays in the same memory, and every call is one
+    launch. If a step cannot be captured (a state that grows, a mixer that waits for the device), the model is called
+    directly, and the log says why. Weights must not move meanwhile.
 
     Args:
         model: A language model of the zoo.
-        state: The initial state, usually after a prompt; it is consumed.
-        capture: Whether to capture; None captures on a GPU unless several processes run.
+        state: The state to start from, usually after a prompt; it is consumed.
+        capture: Whether to capture; None to capture on a GPU without distributed training.
 
     Attributes:
-        state: The state after all tokens so far. The next call may overwrite it.
-        refused: Why capturing failed; None if it did not.
+        state: After all tokens so far. The next call may overwrite it.
+        refused: Why the step could not be captured, if it was tried in vain.
     """
 
     def __init__(self, model: Any, state: Any, *, capture: bool | None = None) -> None:
@@ -40,7 +40,7 @@ class Decoder:
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens [B,1] int → logits [B,1,vocab]; the next call may overwrite them."""
         if self._capture is None:
-            # a sharded model gathers its weights in every step
+            # a sharded model gathers its weights again in every step
             self._capture = tokens.is_cuda and not (dist.is_available() and dist.is_initialized())
         if self._capture and self._replay is None and self.refused is None:
             self._prepare(tokens)
@@ -54,13 +54,13 @@ class Decoder:
 
     def _prepare(self, tokens: Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad(), _casts_not_cached():
-            # the state after a prompt may consist of views, or of tensors in use elsewhere
+            # the state after a prompt may consist of views, or of tensors that the caller still uses
             state, self._tokens = tree_map(_copy, self.state), tokens.clone()
 
-            def rehearse() -> None:  # compiles kernels, and must not change the state
+            def rehearse() -> None:  # compiles kernels; must leave the state alone
                 _, after = self.model(self._tokens, tree_map(_copy, state))
                 if not fits(state, after):
-                    raise RuntimeError("the state changes its shape or dtype with every token")
+                    raise RuntimeError("the state grows, or changes otherwise, with every token")
 
             def step() -> Tensor:
                 logits, after = self.model(self._tokens, state)
@@ -80,15 +80,15 @@ def capture(rehearse: Callable[[], None], step: Callable[[], Tensor], device: to
     """Capture `step` as a CUDA graph, without running it.
 
     Args:
-        rehearse: Called first, for work that only the first call of a step does, such as compiling.
-        step: The function to capture; it must work on fixed tensors.
+        rehearse: Runs first, and does everything that only the first call of a step does.
+        step: Works on tensors whose memory stays the same.
         device: A GPU.
 
     Returns:
-        A function that replays the step and returns its result, always in the same tensor.
+        A function that runs the step and returns its result, always in the same tensor.
 
     Raises:
-        RuntimeError: The step cannot be captured.
+        RuntimeError: The step does something that cannot be captured.
     """
     with torch.cuda.device(device):
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -97,14 +97,14 @@ def capture(rehearse: Callable[[], None], step: Callable[[], Tensor], device: to
             rehearse()
         torch.cuda.current_stream().wait_stream(stream)
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        random_state = generator.clone_state()
+        draws = generator.clone_state()
         try:
-            # other threads, such as those that pin batches, may keep using CUDA
+            # other threads, such as those that pin batches, may continue
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 result = step()
         except RuntimeError:
             torch.cuda.synchronize()
-            generator.graphsafe_set_state(random_state)  # otherwise the generator stays unusable
+            generator.graphsafe_set_state(draws)  # otherwise it stays in capture mode and cannot be used
             raise
 
     def replay() -> Tensor:
@@ -121,18 +121,18 @@ def fits(state: Any, following: Any) -> bool:
 
 
 def overwrite(state: Any, following: Any) -> None:
-    """Copy `following` into the tensors of `state`, skipping tensors that are there already."""
+    """Copy `following` into the tensors of `state`, except what is already there."""
     pairs = list(zip(tree_leaves(state), tree_leaves(following), strict=True))
-    storages = {old.untyped_storage().data_ptr() for old, _ in pairs}
-    copies: dict[tuple[torch.dtype, ...], tuple[list[Tensor], list[Tensor]]] = {}  # grouped, for few launches
+    owned = {old.untyped_storage().data_ptr() for old, _ in pairs}
+    copies: dict[tuple[torch.dtype, ...], tuple[list[Tensor], list[Tensor]]] = {}  # few launches for many tensors
     for old, new in pairs:
         if new.numel() and new.data_ptr() != old.data_ptr():
-            targets, sources = copies.setdefault((old.dtype, new.dtype), ([], []))
-            targets.append(old)
-            # a view of the old state could be overwritten before it is read
-            sources.append(new.clone() if new.untyped_storage().data_ptr() in storages else new)
-    for targets, sources in copies.values():
-        torch._foreach_copy_(targets, sources)
+            into, out_of = copies.setdefault((old.dtype, new.dtype), ([], []))
+            into.append(old)
+            # part of the old state might be overwritten before it is read
+            out_of.append(new.clone() if new.untyped_storage().data_ptr() in owned else new)
+    for into, out_of in copies.values():
+        torch._foreach_copy_(into, out_of)
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def _copy(x: Tensor) -> Tensor:
 
 @contextmanager
 def _casts_not_cached() -> Iterator[None]:
-    """Disable autocast's cache of cast weights, whose tensors would be freed before a graph is replayed."""
+    """Keep autocast from caching its casts of weights, which would be gone when the graph is replayed."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -1,4 +1,4 @@
-"""Text generation: one prefill of the prompt, then one token per call with the recurrent state."""
+"""Text from a language model: the prompt in one call, then one token per call with the carried state."""
 
 import itertools
 import math
@@ -12,21 +12,21 @@ from kernels.errors import UserError
 from zoo.generation.decoder import Decoder
 
 WORTH_CAPTURING = 8  # tokens: capturing a CUDA graph takes as long as a few steps without one
-_INCOMPLETE = "\ufffd"  # decoders return it for bytes that are not (yet) a character
+_INCOMPLETE = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
 
 
 class Tokenizer(Protocol):
-    """What generation needs of a tokenizer."""
+    """What generation needs from a tokenizer."""
 
     eos_id: int
-    bos_id: int | None  # the token at the start of documents, if any
+    bos_id: int | None  # the first token of every document, if there is one
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text."""
+        """Text to token ids."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids; incomplete UTF-8 becomes replacement characters."""
+        """Token ids to text; incomplete UTF-8 becomes replacement characters."""
         ...
 
 
@@ -41,22 +41,22 @@ def generate(
     top_p: float | None = None,
     seed: int | None = None,
 ) -> Iterator[str]:
-    """Continue `prompt`, yielding text as it is generated.
+    """Continue `prompt`, piece by piece as the text becomes known.
 
     Args:
         model: A language model of the zoo.
         tokenizer: The tokenizer that the model was trained with.
-        prompt: The text to continue; it starts a document if the tokenizer has a start token. An empty prompt starts a
-            new document.
-        max_new_tokens: Largest number of tokens to generate; the document may end earlier.
-        temperature: Divides the logits; 0 takes the likeliest token.
+        prompt: The text to continue, at the start of a document if the tokenizer has a token for that; an empty one
+            starts a new document.
+        max_new_tokens: Stop after this many tokens, or at the end of the document if that comes first.
+        temperature: Divides the logits; 0 picks the likeliest token.
         top_k: Sample only from the k likeliest tokens.
-        top_p: Sample only from the fewest likeliest tokens whose probabilities add up to this.
-        seed: Seed of the sampling; None gives different text each time. Global generators are not used.
+        top_p: Sample only from the smallest set of likeliest tokens whose total probability is at least this.
+        seed: Makes the samples reproducible; None for other samples each time. Global generators are not touched.
 
     Returns:
-        An iterator over pieces of text without the prompt. A character whose bytes span several tokens is yielded
-        whole; an incomplete one at the end is dropped.
+        An iterator over pieces of text without the prompt. A character whose bytes span several tokens comes in one
+        piece; an incomplete one at the end is left out.
 
     Raises:
         UserError: An argument is out of range.
@@ -74,7 +74,7 @@ def generate(
         seed=seed,
         eos_id=tokenizer.eos_id,
     )
-    new = (token for batch in tokens if (token := int(batch)) != tokenizer.eos_id)
+    new = (token for drawn in tokens if (token := int(drawn)) != tokenizer.eos_id)
     return stream_text(tokenizer, ids if prompt else [], new)
 
 
@@ -89,17 +89,17 @@ def generate_tokens(
     seed: int | None = None,
     eos_id: int | None = None,
 ) -> Iterator[Tensor]:
-    """Continue several prompts as a batch.
+    """Continue several prompts together.
 
-    Prompts of different lengths are packed into one row for the prefill.
+    Prompts of different lengths are packed into one row to be read, and continued as a batch.
 
     Args:
         model: A language model of the zoo.
         prompts: [B, P] int, P ≥ 1, or B vectors [P_i] of different lengths.
-        max_new_tokens: Largest number of tokens to generate per prompt.
+        max_new_tokens: Stop after this many tokens.
         temperature, top_k, top_p, seed: As in `generate`.
-        eos_id: The token that ends a sequence, and is then repeated; the iterator ends when all sequences have. None
-            never ends one.
+        eos_id: Ends a sequence, which repeats it from then on; the iterator stops when all have ended. None for
+            sequences that never end.
 
     Returns:
         An iterator over the next tokens, [B] int64 each.
@@ -107,8 +107,7 @@ def generate_tokens(
     Raises:
         UserError: An argument is out of range.
     """
-    # here rather than in the generator, to raise at the call and not at the first use
-    _check(max_new_tokens, temperature, top_k, top_p)
+    _check(max_new_tokens, temperature, top_k, top_p)  # not in the generator, which would raise at its first use only
     rows = list(prompts)
     for row in rows:
         if row.ndim != 1 or not len(row):
@@ -116,14 +115,14 @@ def generate_tokens(
                 f"prompts: one has shape {tuple(row.shape)}, but each must be a vector of at least 1 token."
             )
     if not rows:
-        raise UserError("prompts is empty; it needs at least one prompt.")
+        raise UserError("prompts: there are none.")
     generator = torch.Generator(rows[0].device)
     generator.manual_seed(seed) if seed is not None else generator.seed()
     return _tokens(model, rows, max_new_tokens, temperature, top_k, top_p, eos_id, generator)
 
 
 def _read(model: Any, prompts: list[Tensor]) -> tuple[Tensor, Any]:
-    """The logits after each prompt [B, vocab], and the state; prompts of different lengths are packed into one row."""
+    """The logits after each prompt [B, vocab], and the state: read as a batch, or packed if lengths differ."""
     state, lengths = model.init_state(len(prompts)), [len(prompt) for prompt in prompts]
     if len(set(lengths)) == 1:
         logits, state = model(torch.stack(prompts), state)
@@ -150,7 +149,7 @@ def _tokens(
         capture = None if max_new_tokens > WORTH_CAPTURING else False
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts[0].device)
         for _ in range(max_new_tokens):
-            with torch.no_grad():  # closed before the yield, since a generator's contexts leak into its caller
+            with torch.no_grad():  # closed before the yield, as a generator's contexts leak into its caller
                 if decoder is None or drawn is None:
                     logits, state = _read(model, prompts)
                     decoder = Decoder(model, state, capture=capture)
@@ -170,24 +169,24 @@ def _tokens(
 def _draw(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
-    """Sample tokens [B] from logits [B, vocab], without synchronising with the device."""
+    """Tokens [B] from logits [B, vocab], without waiting for the device."""
     if temperature == 0:
         return logits.argmax(-1)
     probabilities = sampling_probabilities(logits, temperature, top_k, top_p)
-    # the first of exponential clocks with these rates, as in `multinomial`, which synchronises to check its input
+    # the first of exponential clocks with these rates: `multinomial` does the same, but waits to check its input
     return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
 
 
 def sampling_probabilities(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """The distribution from which tokens are sampled.
+    """The distribution that tokens are sampled from.
 
     Args:
         logits: [B, vocab].
-        temperature: Divides the logits; 0 keeps only the likeliest token (the first if several are equal).
-        top_k: Keep only the k likeliest tokens.
-        top_p: Of these, keep the fewest likeliest ones whose probabilities add up to this, at least one.
+        temperature: Divides the logits; 0 keeps only the likeliest token (the first, if several are equal).
+        top_k: Keep the k likeliest tokens.
+        top_p: Of these, keep the smallest set of likeliest ones whose total probability is at least this.
 
     Returns:
         [B, vocab] fp32; each row sums to 1.
@@ -203,35 +202,35 @@ def sampling_probabilities(
         probabilities[:, top_k:] = 0
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     if top_p is not None:
-        likelier = probabilities.cumsum(-1) - probabilities  # total probability of the likelier tokens
-        probabilities = probabilities.masked_fill(likelier >= top_p, 0)
+        before = probabilities.cumsum(-1) - probabilities  # of the likelier ones; 0 for the first
+        probabilities = probabilities.masked_fill(before >= top_p, 0)
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     return torch.zeros_like(logits).scatter_(-1, order, probabilities)
 
 
 def stream_text(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Decode tokens as they arrive.
+    """Decode tokens as they come.
 
-    The ids are decoded together with those of the previous piece, since some decoders treat the first token specially.
+    Ids are decoded together with those of the previous piece, since some decoders treat the first token differently.
 
     Args:
-        tokenizer: The tokenizer.
+        tokenizer: Decodes the ids.
         prompt: Ids that precede `tokens`; their text is not yielded.
-        tokens: The ids to decode.
+        tokens: Ids, one by one.
 
     Yields:
         Non-empty pieces of text that end with a complete character.
     """
     ids = list(prompt)
-    start, end = 0, len(ids)  # the text of ids[start:end] has been yielded, that of ids[end:] has not
-    yielded, text = tokenizer.decode(ids), ""
+    start, end = 0, len(ids)  # ids[start:end] have been yielded, ids[end:] have not
+    known, text = tokenizer.decode(ids), ""
     for token in tokens:
         ids.append(token)
-        text = tokenizer.decode(ids[start:])[len(yielded) :]
+        text = tokenizer.decode(ids[start:])[len(known) :]
         if text and not text.endswith(_INCOMPLETE):
             yield text
             start, end = end, len(ids)
-            yielded, text = tokenizer.decode(ids[start:end]), ""
+            known, text = tokenizer.decode(ids[start:end]), ""
     if rest := text.rstrip(_INCOMPLETE):
         yield rest
 

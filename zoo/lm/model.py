@@ -1,4 +1,4 @@
-"""The language model around the mixers: tokens → logits. Plain PyTorch, independent of the mixers it contains."""
+"""The language model around the mixers: tokens → logits. Plain PyTorch, and it never asks which mixer it holds."""
 
 import itertools
 import logging
@@ -18,14 +18,14 @@ from zoo.lm.stack import Stack
 
 log = logging.getLogger(__name__)
 
-TOLERANCE = 0.03  # relative deviation from a nominal size
+TOLERANCE = 0.03  # of a nominal size
 LinearInitializer = Literal["normal", "uniform"]
 
 
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
 
-    The last sum is computed by the next norm, which is the next block's or the final one.
+    The output of a block is added to the residual stream by the norm that follows, in the next block or the last one.
     """
 
     def __init__(self, hidden_size: int, mixer: TokenMixer, mlp: ChannelMixer | None, norm_eps: float):
@@ -42,10 +42,8 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor, Any]:
-        """x and y [B,T,hidden], whose sum is the residual stream, and the mixer's state → all three after the block."""
-        if (
-            x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        ):  # compilers recompute by themselves
+        """x and y [B,T,hidden], whose sum is the residual stream, and a state → all three after the block."""
+        if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler decides for itself
             with recomputing():
                 return self._forward(x, y, state, cu_seqlens, context_parallel)
         return self._forward(x, y, state, cu_seqlens, context_parallel)
@@ -70,22 +68,21 @@ class LanguageModel(nn.Module):
     """A causal language model: embedding, blocks of a token mixer and an MLP, norm, head.
 
     Args:
-        stack: The token mixer of each layer: Uniform, H1, H2, Pattern.
+        stack: Which token mixer is used at which depth: Uniform, H1, H2, Pattern.
         vocab_size: Number of tokens; null for the tokenizer's.
         hidden_size: Size of the residual stream.
-        num_heads: Number of heads of every mixer that does not set its own.
+        num_heads: Heads of every mixer that does not set its own number.
         num_layers: Number of blocks.
-        intermediate_size: Inner size of the MLPs; null for the MLP's default.
+        intermediate_size: Inner size of the MLPs; null for the default of the MLP.
         mlp: The channel mixer of every block; null for none.
-        position: A mixer that replaces the embedding before the first block, such as TPE; null for none.
+        position: A mixer that is applied to the embeddings before the first block, such as TPE; null for none.
         tie_embeddings: Whether the head reuses the embedding matrix.
-        norm_eps: Added inside the square root of the norms.
-        initializer_range: Standard deviation of the initial linear and embedding weights.
-        linear_initializer: Distribution of the initial linear weights: `normal`, as above, or `uniform`, PyTorch's
-            default, U(±inputs^-½).
-        scale_output_projections: Whether to divide the initial weights of every `OutputProjection`, whose result is
-            added to the residual stream, by the square root of their number (one or two per block).
-        nominal_size: Intended number of parameters; a warning is logged if the model deviates by more than 3 %.
+        norm_eps: Added inside the root of the norms.
+        initializer_range: Initial standard deviation of all linear and embedding weights.
+        linear_initializer: How linear weights start: `normal`, as above, or `uniform`, PyTorch's default U(±inputs^-½).
+        scale_output_projections: Whether the weights of every `OutputProjection`, whose results are added to the
+            residual stream, are initially divided by the square root of their number, one or two per block.
+        nominal_size: How many parameters the model is meant to have; a difference of more than 3 % is logged.
 
     Raises:
         UserError: A size is below 1, or a layer has no output projection to scale.
@@ -110,7 +107,7 @@ class LanguageModel(nn.Module):
     ):
         super().__init__()
         if vocab_size is None:
-            raise UserError("vocab_size: null means that of the tokenizer; a model without a tokenizer needs a number")
+            raise UserError("vocab_size: null stands for the tokenizer's; a model without a tokenizer needs a number")
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
         for name, size in sizes.items():
             if size < 1:
@@ -140,19 +137,19 @@ class LanguageModel(nn.Module):
 
     @property
     def mixers(self) -> list[TokenMixer]:
-        """The token mixers, bottom-up."""
+        """The token mixers, from the bottom up."""
         return [block.mixer for block in self.layers]  # type: ignore[misc]
 
     @property
     def mlps(self) -> list[ChannelMixer]:
-        """The channel mixers, bottom-up."""
+        """The channel mixers, from the bottom up."""
         return [block.mlp for block in self.layers if block.mlp is not None]  # type: ignore[misc]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise all parameters: linear and embedding weights by the arguments, biases to zero.
+        """Initialise all parameters: linear and embedding weights as the arguments say, biases as zero.
 
-        Other modules, and linear maps that override `reset_parameters`, initialise themselves.
+        Every other module, and every subclass with another `reset_parameters`, initialises itself by that method.
         """
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
@@ -177,14 +174,14 @@ class LanguageModel(nn.Module):
         """The output projections of all mixers and MLPs.
 
         Raises:
-            UserError: A mixer or MLP has none.
+            UserError: A layer has none.
         """
         projections = []
         for layer in (*self.mixers, *self.mlps):
-            in_layer = [module for module in layer.modules() if isinstance(module, OutputProjection)]
-            if not in_layer:
+            of_layer = [part for part in layer.modules() if isinstance(part, OutputProjection)]
+            if not of_layer:
                 raise UserError(f"scale_output_projections: {type(layer).__name__} has no OutputProjection to scale")
-            projections += in_layer
+            projections += of_layer
         return projections
 
     def forward(
@@ -204,8 +201,7 @@ class LanguageModel(nn.Module):
             context_parallel: Which part of each sequence `tokens` is; None for whole sequences.
 
         Raises:
-            UserError: With `context_parallel`, a mixer works on whole sequences only, or a state or `cu_seqlens` is
-                passed as well.
+            UserError: With `context_parallel`: a mixer works on whole sequences only, or there is a state or documents.
         """
         x, state = self._last_hidden(tokens, state, cu_seqlens, context_parallel)
         return (F.linear(x, self.embeddings.weight) if self.lm_head is None else self.lm_head(x)), state
@@ -217,10 +213,10 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> Tensor:
-        """Sum of the cross entropies of all labels in nats, without holding the logits of all tokens in memory.
+        """Sum of the cross entropies of all labels in nats, without the logits of all tokens in memory at once.
 
-        Lightning's strategies hook into the LightningModule around the model, which covers this method. Anything that
-        hooks into the model's `forward` must be told about it, FSDP by `register_fsdp_forward_method`.
+        It does not go through `forward`. Lightning's strategies wrap the LightningModule, so they see both; if you wrap
+        the model itself, let the wrapper know about this method (FSDP: `register_fsdp_forward_method`).
 
         Args:
             tokens: [B,T].
@@ -241,7 +237,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """tokens [B,T] → the input of the head [B,T,hidden], and the next state."""
+        """tokens [B,T] → the input of the head [B,T,hidden], and the continued state."""
         x, states = self.embeddings(tokens), []
         layer_states = iter(state) if state is not None else itertools.repeat(None)
         if self.position is not None:
@@ -257,7 +253,7 @@ class LanguageModel(nn.Module):
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> tuple[Any, ...]:
-        """The state before the first token of `batch_size` sequences: that of `position`, if any, then each layer's."""
+        """The state before the first token of `batch_size` sequences: of `position`, if any, then of each layer."""
         return tuple(mixer.init_state(batch_size, device, dtype) for mixer in self._stateful)
 
     @property
@@ -269,11 +265,11 @@ class LanguageModel(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def state_size(self, length: int | None = None) -> int | float:
-        """Elements in a sequence's state after `length` tokens; without a length, the upper bound or `math.inf`."""
+        """State elements of one sequence after `length` tokens; without a length, the bound (`math.inf` if none)."""
         return sum(mixer.state_size(length) for mixer in self._stateful)
 
     def flops(self, length: int) -> int:
-        """Forward FLOPs of one sequence of `length` tokens; matrix products only, without the embedding look-up."""
+        """Forward FLOPs of one sequence of `length` tokens: matrix products only, so the embedding look-up is free."""
         return (
             sum(mixer.flops(length) for mixer in self._stateful)
             + sum(mlp.flops(length) for mlp in self.mlps)
@@ -282,8 +278,8 @@ class LanguageModel(nn.Module):
 
     @contextmanager
     def without_mixers(self) -> Iterator[None]:
-        """Inside the block, the outputs of all token mixers are zero, so the model only sees single tokens."""
-        hooks = [mixer.register_forward_hook(_zero_output) for mixer in self.mixers]
+        """Inside the ``with`` block all token mixers output zero, so that the model sees single tokens only."""
+        hooks = [mixer.register_forward_hook(_silence) for mixer in self.mixers]
         try:
             yield
         finally:
@@ -294,7 +290,7 @@ class LanguageModel(nn.Module):
 def _mix(
     mixer: TokenMixer, x: Tensor, state: Any, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
 ) -> tuple[Tensor, Any]:
-    """Call a mixer; `context_parallel` is only passed if it is set, as not every mixer has the argument."""
+    """Call a mixer; it needs the argument `context_parallel` only if there is one."""
     if context_parallel is None:
         return mixer(x, state, cu_seqlens=cu_seqlens)
     if not takes_context_parallel(type(mixer)):
@@ -302,5 +298,5 @@ def _mix(
     return mixer(x, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
 
 
-def _zero_output(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _silence(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     return torch.zeros_like(output[0]), output[1]

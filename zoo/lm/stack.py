@@ -1,4 +1,4 @@
-"""Stacks, which choose the mixer of each layer. A stack is a factory: site in, mixer out."""
+"""Which mixer is used at which depth. A stack is a factory itself: site in, mixer out."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,7 @@ class H1(Stack):
 
 
 class H2(Stack):
-    """Three mixers in rotation; in arXiv 2412.06464 Mamba2, Gated DeltaNet and sliding-window attention.
+    """Three mixers, one after another; in arXiv 2412.06464 Mamba2, Gated DeltaNet and sliding-window attention.
 
     Args:
         first: The mixer of layers 0, 3, 6 …
@@ -60,14 +60,11 @@ class H2(Stack):
 
 
 class Pattern(Stack):
-    """Mixers in any order, written as letters: MMGS is two M layers, a G and an S, repeated.
+    """Any order, spelt out in letters: MMGS is two M layers, a G and an S, repeated.
 
     Args:
         pattern: One letter per layer, repeated over the depth.
-        mixers: The mixer of each letter. (An overlay replaces this mapping as a whole; H1 and H2 merge slot by slot.)
-
-    Raises:
-        UserError: `pattern` is empty, or its letters are not exactly those of `mixers`.
+        mixers: The mixer of each letter. (An overlay replaces the whole mapping; H1 and H2 are merged slot by slot.)
     """
 
     def __init__(self, pattern: str, mixers: dict[str, Callable[[Site], TokenMixer]]):

@@ -1,7 +1,7 @@
-"""Saving and loading recurrent states, joining them into a batch, and taking them apart again.
+"""Recurrent states outside a model: saved, loaded, joined into a batch, and taken apart again.
 
-A state is a pytree of tensors whose first axis is the batch. A growing state has its entries along the second axis, the
-newest last.
+A state is a pytree of tensors whose first axis is the batch. If a state grows, its entries are along the second axis,
+the newest last.
 """
 
 import re
@@ -21,7 +21,7 @@ from zoo.files.atomic import atomic_write
 from zoo.files.hashing import digest
 from zoo.lm.model import LanguageModel
 
-_HASH = "xxh3_128"  # metadata key: hash of the file with zeros in place of the hash
+_HASH = "xxh3_128"  # of the file, with zeros in its place
 _NO_HASH = "0" * 32
 _PLACE = re.compile(rf'"{_HASH}":"([0-9a-f]{{32}})"'.encode())
 
@@ -35,10 +35,10 @@ def save_state(state: Any, path: str | Path) -> None:
 
 
 def load_state(model: LanguageModel, path: str | Path) -> Any:
-    """Read a state saved for a model of the same shape.
+    """Read a state that was saved from a model of the same shape.
 
     Raises:
-        UserError: The file is missing or damaged, or its state does not fit the model.
+        UserError: The file is missing or damaged, or holds the state of another model.
     """
     try:
         content = Path(path).read_bytes()
@@ -48,32 +48,32 @@ def load_state(model: LanguageModel, path: str | Path) -> Any:
         leaves = load(content)
     except (SafetensorError, OSError) as error:
         raise UserError(f"state: {path} cannot be read as a state: {error}") from None
-    expected, structure = tree_flatten(model.init_state(1))
-    if len(expected) != len(leaves):
-        raise UserError(f"state: {path} has {len(leaves)} tensors, the model's state has {len(expected)}")
-    loaded = [leaves[str(number)].to(leaf.device) for number, leaf in enumerate(expected)]
-    for model_leaf, leaf in zip(expected, loaded, strict=True):
-        # the batch size, and the length of a growing state, may differ
-        if model_leaf.dim() != leaf.dim() or model_leaf.shape[2:] != leaf.shape[2:]:
+    initial, structure = tree_flatten(model.init_state(1))
+    if len(initial) != len(leaves):
+        raise UserError(f"state: {path} has {len(leaves)} tensors, the model's state has {len(initial)}")
+    saved = [leaves[str(number)].to(leaf.device) for number, leaf in enumerate(initial)]
+    for old, new in zip(initial, saved, strict=True):
+        # the batch may have any size, and a state that grows any length
+        if old.dim() != new.dim() or old.shape[2:] != new.shape[2:]:
             raise UserError(
-                f"state: {path} has a tensor of shape {tuple(leaf.shape)}, the model's is {tuple(model_leaf.shape)}"
+                f"state: {path} has a tensor of shape {tuple(new.shape)}, the model's is {tuple(old.shape)}"
             )
-    return tree_unflatten(loaded, structure)
+    return tree_unflatten(saved, structure)
 
 
 def _with_hash(content: bytes, hash_: str) -> bytes:
-    """The content of a state's file with the hash in its metadata replaced; unchanged if it has none."""
-    place = _PLACE.search(content, 0, 8 + int.from_bytes(content[:8], "little"))  # in the header, after its length
-    return content if place is None else content[: place.start(1)] + hash_.encode() + content[place.end(1) :]
+    """The content of a file with another hash in its metadata; unchanged if it has none."""
+    match = _PLACE.search(content, 0, 8 + int.from_bytes(content[:8], "little"))  # the header follows its length
+    return content if match is None else content[: match.start(1)] + hash_.encode() + content[match.end(1) :]
 
 
 def join_states(states: Sequence[Any]) -> Any:
-    """Concatenate states along the batch, in order; growing states are padded in front to the longest."""
+    """One state with all sequences of `states`, in order; those that grow are padded in front to the longest."""
     return tree_map(_cat, *states)
 
 
 def take_states(state: Any, rows: Sequence[int] | Tensor) -> Any:
-    """The state of some sequences of a batch; a sequence may be taken twice, to branch."""
+    """The state of some sequences; to branch, name a sequence more than once."""
     return tree_map(lambda leaf: leaf[torch.as_tensor(rows, device=leaf.device)] if len(leaf) else leaf, state)
 
 

@@ -1,7 +1,7 @@
 """The conventions of "Scaling laws for linear complexity language models" (arXiv 2406.16690) for parameters and FLOPs.
 
 `LanguageModel.num_parameters()` and `flops()` count what a model has and executes. These functions compute what the
-paper's Table 7 prints for it, by the formulas of its Table 1 and Appendix A.1.
+paper's Table 7 prints for it, by the formulas of its Table 1 and Appendix A.1; docs/parity.md lists the differences.
 """
 
 from collections.abc import Callable

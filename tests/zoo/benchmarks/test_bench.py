@@ -84,6 +84,7 @@ def test_a_wrong_implementation_has_no_time(monkeypatch, command, desk):
     assert not (desk / "runs/bench-kernels/bench.png").exists()
 
 
+@pytest.mark.slow
 def test_a_wrong_model_is_not_timed(monkeypatch, tmp_path):
     package = importlib.import_module("kernels.delta_rule")
     right = package.IMPLEMENTATIONS["torch"]
@@ -101,6 +102,7 @@ def test_a_wrong_model_is_not_timed(monkeypatch, tmp_path):
         assert "off by" in report.table().caption
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["gla.yaml", "retnet.yaml"])
 def test_a_slightly_wrong_model_is_not_timed(config, monkeypatch, tmp_path):
     """Not even where the norms of outputs are made to forgive the rounding of first tokens."""
@@ -121,6 +123,7 @@ def test_a_slightly_wrong_model_is_not_timed(config, monkeypatch, tmp_path):
     assert "off by" in report.table().caption
 
 
+@pytest.mark.slow
 def test_the_check_of_gradients_does_not_hang_on_a_few_first_tokens():
     """Whatever the seed: q·k of a first token may be nearly 0, and its norm divides by it."""
     config = models.read(["retnet.yaml", *PLAIN, "model.hidden_size=256", "model.num_layers=4"])

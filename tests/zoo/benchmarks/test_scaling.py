@@ -114,7 +114,7 @@ def fake(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The desk, with a command line that only pretends to train."""
     (desk / "fake.py").write_text(FAKE)
     (desk / "fake.json").write_text("{}")
-    monkeypatch.setattr(fits, "COMMAND_LINE", desk / "fake.py")
+    monkeypatch.setattr(fits, "COMMAND", (sys.executable, str(desk / "fake.py")))
     return desk
 
 
@@ -223,7 +223,7 @@ def test_ctrl_c_leaves_no_process(fake: Path):
     goes(fake, ddp_2={"hangs": True})
     code = (
         f"import sys; sys.argv = {['cli.py', *OPTIONS, '--ways=[ddp]', '--devices=[2]']!r}; import cli; "
-        "from pathlib import Path; from zoo.benchmarks import fits; fits.COMMAND_LINE = Path('fake.py'); cli.main()"
+        "from zoo.benchmarks import fits; fits.COMMAND = (sys.executable, 'fake.py'); cli.main()"
     )
     bench = subprocess.Popen(
         [sys.executable, "-c", code], cwd=fake, env={**os.environ, "PYTHONPATH": str(CLI.parent)}, text=True

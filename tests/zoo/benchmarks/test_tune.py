@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import kernels
-from kernels import launch, launch_file
-from kernels.delta_rule import triton_launch
+from kernels.delta_rule import triton_plan
+from kernels.triton import launch_file, launches
+from kernels.triton.launches import TABLE, Launch, launch, optional
 from zoo.benchmarks import candidate
 from zoo.benchmarks.candidate import ALONE, Target, around, cases, fits
 from zoo.benchmarks.cases import Case, Shape
@@ -38,7 +39,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
 
 
 def forget() -> None:
-    for cached in (launch.capability, launch._entry, triton_launch._entry, launch_file.version, launch_file._for):
+    for cached in (launches.capability, launches._entry, launches._largest, launch_file.version, launch_file._for):
         cached.cache_clear()
     launch_file.read.cache_clear()
 
@@ -64,60 +65,67 @@ def written(folder: Path, *entries: dict[str, Any], capability: tuple[int, int] 
 
 
 def test_a_file_names_what_the_tables_have():
-    assert set(launch_file.NAMES["linear_recurrence"]) == set(launch.TABLE)
-    assert launch_file.NAMES["delta_rule"] == triton_launch.Launches._fields
-    assert launch_file.NUMBERS["linear_recurrence"] == launch.Launch._fields
-    assert launch_file.NUMBERS["delta_rule"] == triton_launch.Launch._fields
+    assert set(launch_file.KERNELS) == set(TABLE)
+    assert {number for numbers in launch_file.NUMBERS.values() for number in numbers} == set(Launch._fields)
+    for kernel, entries in TABLE.items():
+        unused = set(Launch._fields) - set(launch_file.KERNELS[kernel])
+        assert not any(getattr(entry, number) for entry in entries.values() for number in unused)
 
 
 def test_entries_of_a_file_go_first(hopper: None, tmp_path: Path):
     file = written(tmp_path, CARRY, DQ)
-    built_in = triton_launch.launches(GPU, 64, 64, BF16)
     with launch_file.launch_file(file):
-        assert launch.launch("carry", 128, BF16, GPU) == (32, 8, 3)
-        assert launch.launch("carry", 64, BF16, GPU) == (32, 8, 3)
+        assert launch("linear_recurrence.carry", 128, BF16, GPU) == Launch(8, 3, block=32)
+        assert launch("linear_recurrence.carry", 64, BF16, GPU) == Launch(8, 3, block=32)
         # other sizes, dtypes and kernels stay
-        assert launch.launch("carry", 256, BF16, GPU) == launch.TABLE["carry"][9, 256, 2]
-        assert launch.launch("carry", 64, FP32, GPU) == launch.TABLE["carry"][9, 64, 4]
-        assert launch.launch("head_scores", 128, BF16, GPU) == launch.TABLE["head_scores"][9, 256, 2]
-        assert triton_launch.launches(GPU, 64, 48, BF16) == built_in._replace(dq=triton_launch.Launch(32, 16, 2, 1))
-        assert triton_launch.launches(GPU, 128, 64, BF16) == triton_launch.TABLE[9, 128, 2]
-    assert launch.launch("carry", 128, BF16, GPU) == launch.TABLE["carry"][9, 128, 2]
-    assert triton_launch.launches(GPU, 64, 64, BF16) == built_in
+        assert launch("linear_recurrence.carry", 256, BF16, GPU) == TABLE["linear_recurrence.carry"][9, 256, 2]
+        assert launch("linear_recurrence.carry", 64, FP32, GPU) == TABLE["linear_recurrence.carry"][9, 64, 4]
+        assert (
+            launch("linear_recurrence.head_scores", 128, BF16, GPU) == TABLE["linear_recurrence.head_scores"][9, 256, 2]
+        )
+        assert launch("delta_rule.dq", 64, BF16, GPU) == Launch(2, 1, keys=32, values=16)
+        assert launch("delta_rule.dk", 64, BF16, GPU) == TABLE["delta_rule.dk"][9, 64, 2]
+        assert launch("delta_rule.dq", 128, BF16, GPU) == TABLE["delta_rule.dq"][9, 128, 2]
+    assert launch("linear_recurrence.carry", 128, BF16, GPU) == TABLE["linear_recurrence.carry"][9, 128, 2]
+    assert launch("delta_rule.dq", 64, BF16, GPU) == TABLE["delta_rule.dq"][9, 64, 2]
 
 
 def test_a_smaller_built_in_entry_is_nearer(hopper: None, tmp_path: Path):
     file = written(tmp_path, {**CARRY, "size": 256}, {**DQ, "size": 256})
     with launch_file.launch_file(file):
-        assert launch.launch("carry", 128, BF16, GPU) == launch.TABLE["carry"][9, 128, 2]
-        assert launch.launch("carry", 129, BF16, GPU) == (32, 8, 3)
-        assert triton_launch.launches(GPU, 128, 128, BF16) == triton_launch.TABLE[9, 128, 2]
+        assert launch("linear_recurrence.carry", 128, BF16, GPU) == TABLE["linear_recurrence.carry"][9, 128, 2]
+        assert launch("linear_recurrence.carry", 129, BF16, GPU) == Launch(8, 3, block=32)
+        assert launch("delta_rule.dq", 128, BF16, GPU) == TABLE["delta_rule.dq"][9, 128, 2]
 
 
 def test_longer_heads_need_an_entry_of_every_kernel(ampere: None, tmp_path: Path):
-    assert launch.largest(BF16, GPU) == 64
+    assert launches.largest("linear_recurrence", BF16, GPU) == 64
     one = written(tmp_path, CARRY, capability=(8, 0))
     with launch_file.launch_file(one):
-        assert launch.largest(BF16, GPU) == 64
-    names = [f"linear_recurrence.{name}" for name in launch.TABLE]
+        assert launches.largest("linear_recurrence", BF16, GPU) == 64
+    names = [name for name in TABLE if name.startswith("linear_recurrence")]
     (tmp_path / "all").mkdir()
     every = written(tmp_path / "all", *({**CARRY, "kernel": name} for name in names), capability=(8, 0))
     with launch_file.launch_file(every):
-        assert launch.largest(BF16, GPU) == 128
-        assert launch.largest(FP32, GPU) == 32
+        assert launches.largest("linear_recurrence", BF16, GPU) == 128
+        assert launches.largest("linear_recurrence", FP32, GPU) == 32
 
 
 def test_a_file_for_another_gpu_is_not_used(hopper: None, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     file = written(tmp_path, CARRY, capability=(8, 9))
     with launch_file.launch_file(file):
         for size in (128, 64):
-            assert launch.launch("carry", size, BF16, GPU) == launch.TABLE["carry"][9, 128, 2]
+            assert launch("linear_recurrence.carry", size, BF16, GPU) == TABLE["linear_recurrence.carry"][9, 128, 2]
         assert caplog.text.count("compute capability 8.9, not for 9.0") == 1
-        assert launch.launch("carry", 64, BF16, torch.device("cpu")) == launch.TABLE["carry"][9, 128, 2]
+        assert (
+            launch("linear_recurrence.carry", 64, BF16, torch.device("cpu"))
+            == TABLE["linear_recurrence.carry"][9, 128, 2]
+        )
 
 
+@pytest.mark.slow
 def test_the_environment_names_the_file(tmp_path: Path):
-    code = "from kernels import launch_file; import sys; sys.stdout.write(repr(launch_file.current()))"
+    code = "from kernels.triton import launch_file; import sys; sys.stdout.write(repr(launch_file.current()))"
     for value, expected in (("here.json", "'here.json'"), ("", "None")):
         environment = {**os.environ, "ZOO_LAUNCH": value}
         command = [sys.executable, "-c", code]
@@ -153,7 +161,7 @@ def test_a_broken_file_is_explained_in_a_sentence(content, words: str, hopper: N
     elif content is not None:
         file.write_text(content)
     with launch_file.launch_file(file), pytest.raises(kernels.UserError, match=rf"^ZOO_LAUNCH: .*{words}") as raised:
-        launch.launch("carry", 64, BF16, GPU)
+        launch("linear_recurrence.carry", 64, BF16, GPU)
     assert "\n" not in str(raised.value)
 
 
@@ -196,16 +204,16 @@ def test_present_entries_fit(size: int, itemsize: int, hopper: None):
 
 @pytest.mark.parametrize("processors", [108, 128, 132, 160])
 def test_cases_reach_the_kernel_that_is_meant(processors: int, hopper: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton_launch, "multiprocessors", lambda device: processors)
+    monkeypatch.setattr(triton_plan, "multiprocessors", lambda device: processors)
     for size in (64, 128):
-        entry = triton_launch.launches(GPU, size, size, BF16)
+        forward, narrow = (optional(f"delta_rule.{name}", size, BF16, GPU) for name in ("forward", "narrow"))
         for name in ("forward", "backward", "narrow"):
             used, segments = set(), set()
             for timed in (True, False):
                 for _, (B, H, T, D) in cases(Target(f"delta_rule.{name}", size, 2), timed=timed):
-                    cut = triton_launch.segments(entry.forward, B * H, D, -(-T // 64), GPU) > 1
-                    found = triton_launch.whole(entry.forward, entry.narrow, B * H, D, GPU)
-                    used.add("narrow" if found == entry.narrow and not cut else "wide")
+                    cut = triton_plan.segments(forward, B * H, D, -(-T // 64), GPU) > 1
+                    found = triton_plan.whole(forward, narrow, B * H, D, GPU)
+                    used.add("narrow" if found == narrow and not cut else "wide")
                     segments.add(cut)
             assert used == {"narrow"} if name == "narrow" else "wide" in used
             assert segments == ({False} if name == "narrow" else {False, True})
@@ -261,8 +269,8 @@ def test_the_fastest_right_candidate_is_proposed_and_the_file_can_be_used(hopper
     assert all(trial.entries[trial.best]["stages"] == 1 for trial in tuner.trials)
     assert {"linear_recurrence.carry", "delta_rule.dk"} < {entry["kernel"] for entry in record["entries"]}
     with launch_file.launch_file(tmp_path / "out" / "launch.json"):
-        assert launch.launch("carry", 128, BF16, GPU) == (64, 4, 1)
-        assert triton_launch.launches(GPU, 128, 128, BF16).dk == triton_launch.TABLE[9, 128, 2].dk._replace(stages=1)
+        assert launch("linear_recurrence.carry", 128, BF16, GPU) == Launch(4, 1, block=64)
+        assert launch("delta_rule.dk", 128, BF16, GPU) == TABLE["delta_rule.dk"][9, 128, 2]._replace(stages=1)
     # what was found for one kernel is in force for the next
     (forward,) = (e for e in tuner.process.files[-1] if e["kernel"] == "delta_rule.forward")
     assert forward["stages"] == 1
@@ -280,9 +288,9 @@ def test_noise_changes_nothing(hopper: None, tmp_path: Path):
     tuner, record = tuned(_targets("dq", [64], "bf16"), time, tmp_path)
     assert [trial.best for trial in tuner.trials] == [0]
     (entry,) = record["entries"]
-    assert {name: entry[name] for name in ("keys", "values", "warps", "stages")} == dict(
-        triton_launch.TABLE[9, 64, 2].dq._asdict()
-    )
+    assert {name: entry[name] for name in ("keys", "values", "warps", "stages")} == {
+        name: getattr(TABLE["delta_rule.dq"][9, 64, 2], name) for name in ("keys", "values", "warps", "stages")
+    }
 
 
 @pytest.mark.parametrize(("alone", "kept"), [(1.0, True), (0.1, False)])
@@ -293,7 +301,7 @@ def test_heads_that_are_cut_stay_so_unless_it_pays(alone: float, kept: bool, amp
     _, record = tuned(_targets("linear_recurrence", [128], "bf16"), time, tmp_path)
     assert bool(record["entries"]) == kept
     with launch_file.launch_file(tmp_path / "out" / "launch.json"):
-        assert launch.largest(BF16, GPU) == (128 if kept else 64)
+        assert launches.largest("linear_recurrence", BF16, GPU) == (128 if kept else 64)
     _, record = tuned(_targets("carry", [128], "bf16"), time, tmp_path)  # one of five is no use
     assert not record["entries"]
 

@@ -124,6 +124,7 @@ def test_a_run_continues_from_them_bitwise(alike, tmp_path):
     assert rest == {step: loss for step, loss in losses.items() if step > 6}
 
 
+@pytest.mark.slow
 def test_only_the_newest_are_kept(tmp_path, monkeypatch):
     fit(tmp_path, [Slow(monkeypatch)], keep_every_n_steps=2, keep_last=2)
     assert [name for name in saved(tmp_path) if name.startswith("step")] == ["step-00000010.ckpt", "step-00000012.ckpt"]

@@ -71,6 +71,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished / "runs" / "done", tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [read_checkpoint, read_weights])
 def test_a_checkpoint(run: Path, read: Callable[[Path], object]):
     file = run / "checkpoints" / "last.ckpt"
@@ -89,6 +90,7 @@ def test_the_end_of_a_checkpoint(run: Path):
             read_checkpoint(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.yaml", "model.safetensors", "tokenizer.json", "hashes.json"])
 def test_an_exported_folder(run: Path, tmp_path: Path, name: str):
     folder = export(run, tmp_path / "out")
@@ -96,6 +98,7 @@ def test_an_exported_folder(run: Path, tmp_path: Path, name: str):
     assert not what_loads(folder / name, lambda: zoo.load_tokenizer(folder), 50)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "load", "mutations"),
     [
@@ -117,6 +120,7 @@ def test_a_state(tmp_path: Path):
     assert not what_loads(file, lambda: zoo.load_state(model, file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["last.ckpt", "shards-1/a.pt", "shards-1/b.pt"])
 def test_shards(run: Path, name: str):
     file, folder = run / "checkpoints" / "last.ckpt", run / "checkpoints" / "shards-1"

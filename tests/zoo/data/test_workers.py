@@ -132,6 +132,7 @@ for number, _ in enumerate(encode_all(slowly(), train_tokenizer(Corpus(max_chara
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [READING, TOKENISING], ids=["reading", "tokenising"])
 def test_kill_9_leaves_no_worker(program: str):
     process = subprocess.Popen(
@@ -149,6 +150,7 @@ def test_kill_9_leaves_no_worker(program: str):
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)])
 def test_a_signal_to_all_leaves_no_worker(signals: tuple[signal.Signals, ...]):
     """Of a program that does not handle them; its workers leave them to it."""

@@ -79,6 +79,7 @@ def test_packed_is_separate(model: zoo.LanguageModel):
     assert not torch.allclose(packed, model(row)[0], atol=1e-2)  # the boundaries mattered
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_made_on_meta_can_be_filled(tied: bool, tokens: Tensor):
@@ -102,6 +103,7 @@ def test_a_tied_head_is_the_embedding_matrix(tokens: Tensor):
     assert tied.embeddings.weight.grad[9:].abs().sum() > 0  # tokens that were not in the input are learned as well
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_its_loss_is_that_of_its_logits_bitwise(tied: bool, packed: bool):
@@ -139,6 +141,7 @@ def test_reset_parameters_reaches_every_parameter():
     assert [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("std", [0.02, 0.1])
 def test_initialisation(std: float):
     model = build("model.hidden_size=128", "model.vocab_size=512", f"model.initializer_range={std}")
@@ -262,7 +265,8 @@ def test_sizes_are_positive(name: str):
         zoo.LanguageModel(Uniform(GatedDeltaNet), **{"vocab_size": 7, name: 0})
 
 
-# Paper 000, tables 3 and 4: (config, size, E) → parameters, elements of the state; as counted, not as rounded in print.
+# "Scaling up the State Size of RNN LLMs", tables 3 and 4: (config, size, E) → parameters, elements of the state; as
+# counted, not as rounded in print.
 PUBLISHED = {
     ("gated_deltanet.yaml", "size/400m.yaml", 1): (399_724_928, 3_145_728),
     ("gated_deltanet.yaml", "size/400m.yaml", 2): (412_898_048, 6_291_456),
@@ -277,6 +281,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", PUBLISHED, ids=str)
 def test_published_sizes(key: tuple[str, str, int | None]):
     config, size, factor = key
@@ -285,6 +290,7 @@ def test_published_sizes(key: tuple[str, str, int | None]):
     assert (model.num_parameters(), model.state_size()) == PUBLISHED[key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "overrides", "expected"),
     [
@@ -304,6 +310,7 @@ def test_published_alternatives_to_expansion(config: str, overrides: list[str], 
     assert (model.num_parameters(), model.state_size()) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize(("config", "per_state", "shared"), [("gla.yaml", 5, 1), ("gated_deltanet.yaml", 10, 0)])
 def test_flops_of_an_expanded_recurrence(config: str, per_state: int, shared: int, factor: int):

@@ -26,6 +26,7 @@ def prompts() -> list[torch.Tensor]:
     return [torch.randint(0, 37, (length,), generator=generator) for length in LENGTHS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mixers.names())
 @torch.no_grad()
 def test_prompts_of_different_lengths_are_continued_as_each_alone(name: str) -> None:

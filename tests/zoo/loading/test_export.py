@@ -14,6 +14,7 @@ from zoo.loading.export import export
 pytest_plugins = "tests.desk"
 
 
+@pytest.mark.slow
 def test_an_exported_run_is_the_run(command: Command, finished: Path, desk: Path):
     run = finished / "runs" / "done"
     done = command("export", "--checkpoint", str(run), "--output", "exported")

@@ -48,6 +48,7 @@ def exported(run: Path, tmp_path: Path, saved: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_load_takes_a_run_a_file_and_an_exported_folder(run: Path, exported: Path, saved: dict[str, torch.Tensor]):
     for path in (run, str(run), run / "checkpoints" / "last.ckpt", run / "checkpoints", exported):
         model = zoo.load(path)

@@ -44,6 +44,7 @@ def rows() -> dict[tuple[str, str], Row]:
     return {(row.architecture, row.size): row for row in paper003.table()}
 
 
+@pytest.mark.slow
 def test_all_24_are_there(rows: dict[tuple[str, str], Row]):
     assert len(rows) == 24
     assert rows.keys() == COUNTED.keys()
@@ -56,6 +57,7 @@ def test_a_row_as_counted(key: tuple[str, str], rows: dict[tuple[str, str], Row]
     assert (*sizes, row.parameters, round(row.flops / 1e15, 3)) == COUNTED[key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", COUNTED, ids="-".join)
 def test_a_row_as_printed(key: tuple[str, str], rows: dict[tuple[str, str], Row]):
     row = rows[key]

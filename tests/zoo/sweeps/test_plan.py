@@ -24,6 +24,7 @@ def test_all_combinations_are_named_by_what_differs():
     ]
 
 
+@pytest.mark.slow
 def test_more_values_leave_the_names_of_the_others():
     """So that a sweep can grow without running anything again."""
     few = names(axes={FACTOR: [2]}, seeds=[0], learning_rates=[1e-2])
@@ -33,6 +34,7 @@ def test_more_values_leave_the_names_of_the_others():
     assert few[0] in many
 
 
+@pytest.mark.slow
 def test_keys_with_the_same_end_are_told_apart():
     axes = {"model.stack.second.factor": [1, 2], "model.stack.first.factor": [1, 2]}
     runs = Sweep("gdn_h2.yaml", axes=axes).runs()
@@ -47,6 +49,7 @@ def test_values_reach_the_config():
     assert run == Run("factor=8,lr=0.02,seed=3", run.sources, ((FACTOR, "8"),), 0.02, 3)
 
 
+@pytest.mark.slow
 def test_overlays_by_label_file_and_inline():
     axes = {
         "variant": {
@@ -76,6 +79,7 @@ def test_a_list_of_files_is_labelled_by_their_names():
     ]
 
 
+@pytest.mark.slow
 def test_controls_stand_outside_the_grid():
     arguments = {
         "axes": {FACTOR: [1, 2]},
@@ -92,6 +96,7 @@ def test_controls_stand_outside_the_grid():
     assert (runs[-3].read().model.num_heads, runs[-1].read().model.num_layers) == (1, 28)
 
 
+@pytest.mark.slow
 def test_null_and_lists_are_values():
     runs = Sweep("gated_deltanet.yaml", axes={"model.stack.mixer.mixer.decay": [None, "Discretisation"]}).runs()
     assert runs[0].name == "decay=null,seed=0"
@@ -106,6 +111,7 @@ def test_the_base_may_have_overlays_and_overrides_come_last():
     assert run.arguments()[-1] == "--trainer.max_steps=9"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

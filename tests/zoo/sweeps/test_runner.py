@@ -33,6 +33,7 @@ def calls(folder: Path) -> list[str]:
     return (folder / "calls.txt").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_every_run_once_and_nothing_twice(tmp_path: Path):
     runner = Runner(FAKE, tmp_path, jobs=3)
     assert runner.run(runs()) == []
@@ -41,12 +42,14 @@ def test_every_run_once_and_nothing_twice(tmp_path: Path):
     assert len(calls(tmp_path)) == len(ALL)
 
 
+@pytest.mark.slow
 def test_new_values_run_beside_the_old(tmp_path: Path):
     Runner(FAKE, tmp_path).run(runs()[:2])
     Runner(FAKE, tmp_path).run(runs())
     assert sorted(calls(tmp_path)) == sorted(f"--run {name}" for name in ALL)
 
 
+@pytest.mark.slow
 def test_a_failure_does_not_stop_the_others_and_is_tried_again(tmp_path: Path):
     (tmp_path / f"{ALL[1]}.fails").touch()
     failures = Runner(FAKE, tmp_path, jobs=2).run(runs())
@@ -58,12 +61,14 @@ def test_a_failure_does_not_stop_the_others_and_is_tried_again(tmp_path: Path):
     assert calls(tmp_path)[len(ALL) :] == [f"--run {ALL[1]}"]
 
 
+@pytest.mark.slow
 def test_another_config_under_the_same_name_is_refused(tmp_path: Path):
     Runner(FAKE, tmp_path).run(runs())
     with pytest.raises(UserError, match=r"seed=0 is a run with trainer.max_steps: 600, and now it is 9; choose"):
         Runner(FAKE, tmp_path).run(SWEEP.runs(("trainer.max_steps=9",)))
 
 
+@pytest.mark.slow
 def test_runs_from_before_a_key_existed_are_the_same(tmp_path: Path):
     Runner(FAKE, tmp_path).run(runs())
     file = tmp_path / "runs.json"
@@ -84,6 +89,7 @@ def test_no_jobs(tmp_path: Path):
         Runner(FAKE, tmp_path, jobs=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
 def test_stopped_in_the_middle_then_called_again(tmp_path: Path, number: signal.Signals, code: int):
     """The running ones leave a checkpoint and are continued; the finished are not run again."""
@@ -122,6 +128,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path):
     assert calls(tmp_path) == [f"--run {ALL[0]}"]
 
 
+@pytest.mark.slow
 def test_jobs_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     show = tmp_path / "show.py"
     show.write_text("import os, sys; sys.stdout.write(os.environ.get('CUDA_VISIBLE_DEVICES', 'none'))")
@@ -133,6 +140,7 @@ def test_jobs_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert sorted((tmp_path / f"{name}.log").read_text() for name in ALL[:4]) == ["0", "0", "1", "1"]
 
 
+@pytest.mark.slow
 def test_the_report(tmp_path: Path):
     Runner(FAKE, tmp_path, jobs=3).run(runs()[:-1])
     found = report.outcomes(runs(), tmp_path)
@@ -161,6 +169,7 @@ def test_controls_are_in_the_report(tmp_path: Path):
     assert [line.get_label() for line in axes.get_lines()].count("deep") == 1
 
 
+@pytest.mark.slow
 def test_the_best_learning_rate_stands_for_a_cell(tmp_path: Path):
     sweep = Sweep("gated_deltanet.yaml", axes={"model.num_heads": [1]}, learning_rates=[0.1, 0.2])
     both = sweep.runs()
@@ -178,6 +187,7 @@ def test_the_best_learning_rate_stands_for_a_cell(tmp_path: Path):
     assert (cell.learning_rate, cell.values) == (0.1, [2.0])
 
 
+@pytest.mark.slow
 def test_a_number_that_no_run_has(tmp_path: Path):
     Runner(FAKE, tmp_path).run(runs()[:1])
     sweep = Sweep("gated_deltanet.yaml", metric="val_accuracy_by_task.pairs_5")
@@ -187,6 +197,7 @@ def test_a_number_that_no_run_has(tmp_path: Path):
         report.cells(sweep, report.outcomes(runs()[:1], tmp_path))
 
 
+@pytest.mark.slow
 def test_a_cluster_runs_each_once(tmp_path: Path):
     """submitit's executor for this machine: what SLURM does with the jobs is SLURM's."""
     pytest.importorskip("submitit")
@@ -201,6 +212,7 @@ def test_a_cluster_runs_each_once(tmp_path: Path):
     assert sorted(calls(tmp_path)) == sorted(f"--run {ALL[i]}" for i in (0, 1, 1, 2))
 
 
+@pytest.mark.slow
 def test_jobs_in_the_queue_are_waited_for_and_not_submitted_again(tmp_path: Path):
     pytest.importorskip("submitit")
     from zoo.sweeps.cluster import run_on_cluster
@@ -221,6 +233,7 @@ def test_jobs_in_the_queue_are_waited_for_and_not_submitted_again(tmp_path: Path
     assert calls(tmp_path) == [f"--run {ALL[0]}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cluster", "options"), [("slurn", {}), ("slurm", {"gpus": 3})])
 def test_an_unknown_cluster_or_option(tmp_path: Path, cluster: str, options: dict[str, int]):
     pytest.importorskip("submitit")

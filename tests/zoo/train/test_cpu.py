@@ -32,6 +32,7 @@ def held(setting: str) -> int:
     return int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 def test_freed_memory_is_kept():
     before, after = held("pass"), held("assert keep_memory()")

@@ -143,6 +143,7 @@ def test_the_gradient_is_clipped_to_its_norm(tmp_path):
     assert run.logged_metrics["gradient_norm"] > 1e-2  # the logged norm is the one before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["checkpoint", "run folder", "state dict", "safetensors"])
 def test_warm_start_takes_the_weights_and_nothing_else(tmp_path, form):
     first = trainer(tmp_path / "first")

@@ -92,6 +92,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_training_loss_is_that_of_all_tokens(found: Path) -> None:
     """Of the step, in all of its batches and processes, wherever the labels are."""
     losses = []

@@ -137,6 +137,7 @@ def test_a_mistake_is_one_sentence(arguments, message):
         MarkovChain(**arguments)
 
 
+@pytest.mark.slow
 def test_a_model_learns_it(command: Command, desk: Path):
     sizes = ("--model.num_layers=1", "--model.hidden_size=32", "--model.num_heads=1", "--model.vocab_size=null")
     data = ("--data=MarkovChain", "--data.vocab_size=16", "--data.sequence_length=32", "--data.batch_size=8")

@@ -216,6 +216,7 @@ def test_with_one_task_the_batch_size_may_change():
 FIT = ("fit", "--config", "recall/mqar.yaml", "--trainer.accelerator=cpu", "--data.validation_samples=100")
 
 
+@pytest.mark.slow
 def test_the_command_line(command: Command, desk):
     tasks = "--data.tasks=[{length: 16, pairs: 2}, {length: 32, pairs: 4, weight: 2}]"
     small = (

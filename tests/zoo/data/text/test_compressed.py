@@ -54,6 +54,7 @@ def test_a_whole_text(suffix: str, kind: str, tmp_path: Path):
     assert list(Corpus(str(tmp_path))) == ["".join(TEXTS)]
 
 
+@pytest.mark.slow
 def test_a_large_file_is_never_in_memory_as_a_whole(suffix: str, tmp_path: Path):
     """64 MB of text in a few kB, of which the first lines are wanted."""
     data = COMPRESS[suffix](b"".join([json.dumps({"text": "x" * 1000}).encode() + b"\n"] * 64_000))

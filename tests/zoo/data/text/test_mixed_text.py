@@ -68,6 +68,7 @@ def windows_of(data: MixedText) -> dict[tuple[int, ...], tuple[int, int]]:
     }
 
 
+@pytest.mark.slow
 def test_sources_come_by_weight_and_each_is_shown_whole_before_it_repeats(arguments: dict):
     data = MixedText(**arguments)
     known = windows_of(data)
@@ -250,6 +251,7 @@ def test_parts_of_the_embedded_corpus():
 FIT = ("fit", "--config", "gdn_h2.yaml", "--config", "data/mixture.yaml", "--trainer.accelerator=cpu")
 
 
+@pytest.mark.slow
 def test_the_command_line(command: Command, desk: Path, sources: dict[str, Source]):
     (desk / "mixture.yaml").write_text(
         "data: {class_path: MixedText, init_args: {sources: "

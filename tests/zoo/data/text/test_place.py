@@ -62,6 +62,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
     monkeypatch.setattr(owner, attribute.rpartition(".")[2], function)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Writer.append", "AppendedFile.close", "Place.put"])
 def test_it_goes_on_wherever_it_was_interrupted(
     name: str,
@@ -103,6 +104,7 @@ def test_what_was_tokenised_is_not_tokenised_again(
     assert len(encoded) - first < 30
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_continued_by_one_of_two(text_folder: str, tokenizer: Tokenizer, cache: Path):
     """kill -9 in the middle; two others that go on at once have the shards of a process that nobody killed."""
     program = """

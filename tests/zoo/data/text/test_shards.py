@@ -145,6 +145,7 @@ def test_damage_is_named(text_folder: str, split: str):
         Shards(train.folder, split)
 
 
+@pytest.mark.slow
 def test_two_processes_prepare_at_once(text_folder: str, cache: Path):
     program = (
         "import sys; from zoo.data.text.corpus import Corpus; from zoo.data.text.shards import *; "

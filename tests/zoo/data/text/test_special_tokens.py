@@ -95,6 +95,7 @@ def test_every_document_has_them(file: str, text_folder: str, mixed: bool):
     assert {tokenizer.decode(ids[1:-1]) for ids in found} < {*Corpus(text_folder)}
 
 
+@pytest.mark.slow
 def test_run_checkpoint_and_export_know_them(command: Command, file: str):
     chosen = [f"--data.tokenizer={file}", "--data.eos_token=<|im_end|>", "--data.bos_token=<|im_start|>"]
     done = command(*FIT, *chosen, "--run", "chat")

@@ -61,6 +61,7 @@ def arguments(text_folder: str) -> dict:
     return {"path": text_folder, "vocab_size": 300, "sequence_length": 32, "batch_size": 16, "preprocessing_workers": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("early", [False, True])
 def test_stop_and_resume_with_lightning(arguments: dict, tmp_path: Path, early: bool):

@@ -89,6 +89,7 @@ def gradients(folder: Path, data, *callbacks: L.Callback) -> list[dict[str, torc
     return found.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [ResumableLoader, Packed], ids=["windows", "documents"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_gradients_are_the_same_to_the_last_bit(every, data, norms_again, tmp_path):
@@ -157,6 +158,7 @@ def test_blocks_are_computed_again_on_the_same_backend(name: str):
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(found.parameters(), expected, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_computed_again_too(tmp_path):
     graphs = []
 

@@ -428,6 +428,7 @@ def test_a_run_ends_with_one_validation_of_its_last_step(tmp_path, steps, expect
 # whole steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", range(2, 9))
 def test_accumulated_gradients_are_never_half_of_a_step(at, tmp_path):
     """Three batches make a step, and each fifth is followed by a validation, which saves."""

@@ -62,6 +62,7 @@ def fitted(
     return found, watch
 
 
+@pytest.mark.slow
 def test_steps_are_compiled_once_for_each_kind_of_block(tmp_path: Path):
     torch._dynamo.reset()
     counting = Counting()
@@ -79,6 +80,7 @@ def test_steps_are_compiled_once_for_each_kind_of_block(tmp_path: Path):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_goes_on_compiled_or_not(tmp_path: Path, first: bool):
     torch._dynamo.reset()
@@ -91,6 +93,7 @@ def test_a_run_goes_on_compiled_or_not(tmp_path: Path, first: bool):
     assert any(rest.training) == (not first)
 
 
+@pytest.mark.slow
 def test_what_stops_a_run_leaves_no_compiled_blocks(tmp_path: Path):
     class Stop(L.Callback):
         def on_before_backward(self, trainer, pl_module, loss):

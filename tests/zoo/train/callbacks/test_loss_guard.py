@@ -50,6 +50,7 @@ def same(one: tuple, other: tuple) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
     ("what", "value"),

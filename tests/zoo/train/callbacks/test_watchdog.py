@@ -35,6 +35,7 @@ HANGING = """
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_ends_and_says_where(tmp_path: Path):
     here = Path(__file__).parents[4]
     code = textwrap.dedent(HANGING.format(here=str(here), folder=str(tmp_path)))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import UserError
+from ..errors import UserError
 
 log = logging.getLogger(__name__)
 

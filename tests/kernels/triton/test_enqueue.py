@@ -1,15 +1,19 @@
 """What looks alike to the compiler, and only that, shares a compiled kernel."""
 
-import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from kernels.enqueue import Prepared, cdiv, enqueue, next_power_of_2
+from kernels.triton import enqueue as enqueue_module
+from kernels.triton.enqueue import Prepared, cdiv, enqueue, next_power_of_2
 
-from .places import PLACES
+from ..places import PLACES
 
 
 @triton.jit
@@ -60,6 +64,34 @@ def test_a_prepared_launch_looks_at_its_tensors(where: str, dtypes: list[torch.d
                     torch.testing.assert_close(out, want.to(dtype), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_prepared_launch_knows_what_the_compiler_does(checked: bool, monkeypatch: pytest.MonkeyPatch):
+    """Which tensors are missing, which are not aligned, and unless somebody has checked them, their dtypes."""
+    compiled: list[object] = []
+    started: list[object] = []
+
+    def compile_(*given, **constants):
+        compiled.append(object())
+        return compiled[-1], ()
+
+    monkeypatch.setattr(enqueue_module, "enqueue", compile_)
+    monkeypatch.setattr(enqueue_module, "_start", lambda kernel, *given: started.append(kernel))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: -1)
+    memory = torch.zeros(64)
+    others = [(y, z) for y in (None, memory[:2], memory[3:]) for z in (None, memory)]
+    different = [(x, *rest) for x in (memory, memory[1:]) for rest in others]
+    if not checked:
+        different += [(memory.half(), None, None), (memory, memory.half(), None), (memory, None, memory.half())]
+    launch = Prepared(scale, (1,), checked=checked)
+    for tensors in different:
+        launch(*tensors)
+    assert len(compiled) == len(different)
+    for _ in range(2):
+        for tensors in different:
+            launch(*tensors)
+    assert started == compiled * 2
+
+
 @pytest.mark.gpu
 def test_constants_by_place_and_by_name():
     x = torch.randn(100, device="cuda")
@@ -87,7 +119,7 @@ def test_a_captured_launch_can_be_replayed():
 @pytest.mark.gpu
 @pytest.mark.parametrize("direct", [False, True])
 def test_profilers_hear_of_every_launch(direct: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(importlib.import_module("kernels.enqueue"), "DIRECT", direct)
+    monkeypatch.setattr(enqueue_module, "DIRECT", direct)
     heard, x, hooks = [], torch.randn(100, device="cuda"), triton.knobs.runtime
     launch, out = Prepared(scale, (2,), 100, 2.0, ADD=True, BLOCK=64), torch.empty_like(x)
     for _ in range(2):
@@ -139,3 +171,38 @@ def test_the_device_is_that_of_the_tensors():
 def test_integers(n: int):
     assert next_power_of_2(n) == triton.next_power_of_2(n)
     assert cdiv(n, 16) == triton.cdiv(n, 16)
+
+
+def test_what_we_know_of_the_launcher(monkeypatch: pytest.MonkeyPatch):
+    """Triton's own launcher calls a compiled kernel as ours does. If not, `enqueue.py` has to learn of a new Triton."""
+    heard: dict[str, tuple] = {}
+
+    class Compiled(CompiledKernel):
+        function, packed_metadata = 7, (4, 0)
+
+        def __init__(self, name: str):
+            self.name = name
+
+        def launch_metadata(self, grid, stream, *given):
+            return None
+
+        @property
+        def run(self):
+            return lambda *given: heard.update({self.name: given})
+
+    device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 5)
+    monkeypatch.setattr(driver, "_active", device, raising=False)
+    kernel = JITFunction(scale.fn)
+    x = torch.zeros(16)
+    bound = {"x": x, "bias": None, "out": x, "size": 16, "factor": 0.5, "ADD": False, "BLOCK": 16}
+    caches = ({"key": Compiled("theirs")}, {}, None, None, lambda *given, **options: (bound, [], None))
+    kernel.device_caches = {0: caches}
+    monkeypatch.setattr("triton.runtime.jit.compute_cache_key", lambda *given: "key")
+    kernel.run(grid=(3,), warmup=False)
+    at = x.data_ptr()
+    enqueue_module._start(Compiled("ours"), (3,), 0, (x, None, x), [at, None, at], (16, 0.5, False, 16))
+    theirs, ours = heard["theirs"], heard["ours"]
+    assert theirs[:6] == ours[:6] == (3, 1, 1, 5, 7, (4, 0))  # grid, stream, function, metadata
+    assert [x, None, x, *theirs[12:]] == [x, None, x, *ours[12:]]  # numbers and constants; ours has tensors by address
+    assert ours[9:12] == (at, None, at)
+    assert len(theirs) == len(ours)  # beside them the metadata of the launch and two hooks

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .allocation import new
+from ..allocation import new
 from .enqueue import cdiv, enqueue
 
 # A program's columns are one sector of memory; with so many rows at a time few steps wait for it, one after another.

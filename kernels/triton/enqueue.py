@@ -49,8 +49,8 @@ class Prepared:
         kernel: As of `enqueue`; its tensors precede all other arguments.
         grid: As of `enqueue`.
         numbers: The arguments between the tensors and the constants.
-        checked: Whether the caller has seen to it that the tensors have the same dtypes each time, or are missing each
-            time, and that all of them lie where the first one does. Then nobody looks again.
+        checked: Whether the caller has seen to it that a tensor, if it is there, has the same dtype each time, and lies
+            where the first one does. Then nobody looks again.
         constants: As of `enqueue`.
     """
 
@@ -62,15 +62,21 @@ class Prepared:
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
         """Launch it on the current stream of the device of the first tensor."""
         device, tensors = first.get_device(), (first, *others)
-        known: list[Any] = [device]
         values: list[Any] = []  # see below
-        aligned = False
         if self.checked:
-            values, bits = [None if x is None else x.data_ptr() for x in tensors], 0
-            for at in values:
-                bits |= at or 0
-            aligned = not bits & 15
-        if not aligned:
+            bits = missing = 0  # which tensors are: a digit each
+            for x in tensors:
+                missing += missing
+                if x is None:
+                    values.append(None)
+                    missing += 1
+                else:
+                    at = x.data_ptr()
+                    values.append(at)
+                    bits |= at
+            alike: tuple[Any, ...] = (device, missing)
+        if not self.checked or bits & 15:
+            known: list[Any] = [device]
             values = []
             for x in tensors:
                 if x is None:
@@ -80,7 +86,7 @@ class Prepared:
                     at, kind = x.data_ptr(), x.dtype
                     known.append((kind,) if at & 15 else kind)
                     values.append(at if x.is_cuda else x)
-        alike = tuple(known)
+            alike = tuple(known)
         found = self.found.get(alike)
         if found is None or device != torch.accelerator.current_device_index():
             self.found[alike] = enqueue(self.kernel, self.grid, *tensors, *self.numbers, **self.constants)

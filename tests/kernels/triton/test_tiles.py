@@ -5,9 +5,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kernels.triton_exponential import exp2, sigmoid
+from kernels.triton.tiles import exp2, sigmoid
 
-from .places import PLACES
+from ..places import PLACES
 
 # the interpreter warns of what overflows
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")

@@ -1,0 +1,191 @@
+"""How the Triton kernels are launched: block sizes, warps and stages, by architecture, head size and dtype.
+
+A table and no autotuning: the first call costs one compilation, and nothing ever depends on the length. Every entry was
+compiled ahead of time without large spills, and is tested on a device in outputs *and* gradients. Some that look
+harmless are not (Triton 3.6 on an H200). Of the linear recurrence, blocks of 32 with 4 warps and 1 stage are silently
+wrong, and with 8 warps an illegal access; of the delta rule, so are 32 values with 4 warps and 1 stage, and 16 values
+with 3 stages. Entries of a file go before these (`launch_file.py`).
+"""
+
+import logging
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from . import launch_file
+
+log = logging.getLogger(__name__)
+
+HOPPER, OTHER = 9, 0
+ANY = 1 << 30  # heads of any size
+HALF, SINGLE = 2, 4  # bytes per element
+
+
+class Launch(NamedTuple):
+    """One entry. A block is 0 where the kernel does not cut that axis."""
+
+    warps: int
+    stages: int
+    block: int = 0  # linear recurrence: width of the slice of a state, or of the key channels, that one program holds
+    keys: int = 0  # delta rule: block of key channels
+    values: int = 0  # and of value channels
+
+
+# kernel → (compute capability, largest head size that the entry serves, bytes per element)
+TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
+    "linear_recurrence.carry": {
+        (HOPPER, 128, HALF): Launch(4, 2, block=64),
+        (HOPPER, 256, HALF): Launch(4, 2, block=32),
+        (HOPPER, 64, SINGLE): Launch(4, 2, block=16),
+        (OTHER, 64, HALF): Launch(4, 2, block=32),
+        (OTHER, 32, SINGLE): Launch(4, 2, block=16),
+    },
+    "linear_recurrence.local": {  # the pass without an output
+        (HOPPER, 128, HALF): Launch(4, 3, block=128),
+        (HOPPER, 256, HALF): Launch(4, 2, block=32),
+        (HOPPER, 64, SINGLE): Launch(4, 2, block=16),
+        (OTHER, 64, HALF): Launch(4, 2, block=32),
+        (OTHER, 32, SINGLE): Launch(4, 2, block=16),
+    },
+    "linear_recurrence.head_scores": {
+        (HOPPER, 256, HALF): Launch(4, 2, block=256),
+        (HOPPER, 64, SINGLE): Launch(4, 2, block=64),
+        (OTHER, 64, HALF): Launch(4, 2, block=64),
+        (OTHER, 32, SINGLE): Launch(4, 2, block=32),
+    },
+    "linear_recurrence.channel_scores": {
+        (HOPPER, 256, HALF): Launch(4, 2, block=32),
+        (HOPPER, 64, SINGLE): Launch(4, 2, block=32),
+        (OTHER, 64, HALF): Launch(4, 2, block=16),
+        (OTHER, 32, SINGLE): Launch(4, 2, block=16),
+    },
+    "linear_recurrence.channel_grads": {
+        (HOPPER, 256, HALF): Launch(4, 2, block=32),
+        (HOPPER, 64, SINGLE): Launch(4, 2, block=16),
+        (OTHER, 64, HALF): Launch(4, 2, block=16),
+        (OTHER, 32, SINGLE): Launch(4, 2, block=16),
+    },
+    "linear_recurrence.step": {
+        (HOPPER, ANY, HALF): Launch(4, 2, block=64),
+        (HOPPER, ANY, SINGLE): Launch(4, 2, block=64),
+        (OTHER, ANY, HALF): Launch(4, 2, block=32),
+        (OTHER, ANY, SINGLE): Launch(4, 2, block=32),
+    },
+    "delta_rule.prepare": {
+        (HOPPER, 64, HALF): Launch(4, 2, keys=64),
+        (HOPPER, 128, HALF): Launch(4, 2, keys=128),
+        (HOPPER, 256, HALF): Launch(4, 2, keys=128),
+        (HOPPER, 64, SINGLE): Launch(4, 2, keys=64),
+        (HOPPER, 128, SINGLE): Launch(4, 2, keys=64),
+        (HOPPER, 256, SINGLE): Launch(4, 2, keys=64),
+        (OTHER, ANY, HALF): Launch(4, 2, keys=32),
+        (OTHER, ANY, SINGLE): Launch(4, 2, keys=32),
+    },
+    "delta_rule.forward": {
+        (HOPPER, 64, HALF): Launch(4, 3, values=64),
+        (HOPPER, 128, HALF): Launch(4, 3, values=64),
+        (HOPPER, 256, HALF): Launch(4, 2, values=32),
+        (HOPPER, 64, SINGLE): Launch(4, 2, values=32),
+        (HOPPER, 128, SINGLE): Launch(4, 2, values=16),
+        (HOPPER, 256, SINGLE): Launch(4, 1, values=16),
+        (OTHER, ANY, HALF): Launch(4, 2, values=16),
+        (OTHER, ANY, SINGLE): Launch(4, 2, values=16),
+    },
+    "delta_rule.backward": {
+        (HOPPER, 64, HALF): Launch(4, 3, values=64),
+        (HOPPER, 128, HALF): Launch(4, 3, values=64),
+        (HOPPER, 256, HALF): Launch(4, 2, values=64),
+        (HOPPER, 64, SINGLE): Launch(4, 2, values=32),
+        (HOPPER, 128, SINGLE): Launch(4, 2, values=16),
+        (HOPPER, 256, SINGLE): Launch(4, 1, values=16),
+        (OTHER, ANY, HALF): Launch(4, 2, values=16),
+        (OTHER, ANY, SINGLE): Launch(4, 2, values=16),
+    },
+    "delta_rule.dq": {
+        (HOPPER, 64, HALF): Launch(4, 2, keys=64, values=64),
+        (HOPPER, 128, HALF): Launch(4, 2, keys=128, values=64),
+        (HOPPER, 256, HALF): Launch(4, 2, keys=128, values=64),
+        (HOPPER, 64, SINGLE): Launch(4, 2, keys=64, values=32),
+        (HOPPER, 128, SINGLE): Launch(4, 2, keys=64, values=32),
+        (HOPPER, 256, SINGLE): Launch(4, 2, keys=64, values=32),
+        (OTHER, ANY, HALF): Launch(4, 2, keys=32, values=32),
+        (OTHER, ANY, SINGLE): Launch(4, 2, keys=32, values=32),
+    },
+    "delta_rule.dk": {
+        (HOPPER, 64, HALF): Launch(4, 2, keys=64, values=64),
+        (HOPPER, 128, HALF): Launch(4, 3, keys=64, values=32),
+        (HOPPER, 256, HALF): Launch(4, 2, keys=64, values=64),
+        (HOPPER, 64, SINGLE): Launch(4, 2, keys=32, values=32),
+        (HOPPER, 128, SINGLE): Launch(4, 2, keys=32, values=32),
+        (HOPPER, 256, SINGLE): Launch(4, 2, keys=32, values=32),
+        (OTHER, ANY, HALF): Launch(4, 2, keys=32, values=32),
+        (OTHER, ANY, SINGLE): Launch(4, 2, keys=32, values=32),
+    },
+    "delta_rule.narrow": {  # instead of `forward` and `backward` where these would leave most of the device idle
+        (HOPPER, 64, HALF): Launch(4, 3, values=32),
+        (HOPPER, 128, HALF): Launch(4, 3, values=32),
+    },
+}
+
+
+def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    """The entry for a head size (the larger of K and V)."""
+    # a compiler may not know the size yet
+    entry = _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
+    assert entry, f"{kernel} has no launch for heads of {size}"
+    return entry
+
+
+def optional(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch | None:
+    """The same of a kernel that not every head size has; None where it has not."""
+    return _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
+
+
+def largest(op: str, dtype: torch.dtype, device: torch.device) -> int:
+    """The largest head that one program of every kernel of an op can hold."""
+    return _largest(op, dtype.itemsize, capability(device), launch_file.current(), device)
+
+
+# as in `backend.py`: the compiler need not look into files
+largest._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def entries(kernel: str, itemsize: int, architecture: int, file: str | None, device: torch.device) -> dict[int, Launch]:
+    """The entries of a kernel by the largest head that they serve, those of a file before the built-in ones."""
+    known = {key[1]: entry for key, entry in TABLE[kernel].items() if (key[0], key[2]) == (architecture, itemsize)}
+    given = launch_file.given(file, kernel, itemsize, launch_file.version(device))
+    return {**known, **{size: Launch(**entry) for size, entry in given.items()}}
+
+
+@cache
+def _largest(op: str, itemsize: int, architecture: int, file: str | None, device: torch.device) -> int:
+    kernels = [kernel for kernel in TABLE if kernel.startswith(f"{op}.")]
+    return min(max(entries(kernel, itemsize, architecture, file, device)) for kernel in kernels)
+
+
+@cache
+def _entry(
+    kernel: str, size: int, itemsize: int, architecture: int, file: str | None, device: torch.device
+) -> Launch | None:
+    known = entries(kernel, itemsize, architecture, file, device)
+    serving = [served for served in known if served >= size]
+    return known[min(serving)] if serving else None
+
+
+@cache
+def capability(device: torch.device) -> int:
+    """The architecture that the table knows, or OTHER."""
+    if device.type != "cuda":  # the interpreter runs what is tested on the device
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == HOPPER:
+        return HOPPER
+    log.warning("launches: no entries for compute capability %d.%d, using cautious ones", major, minor)
+    return OTHER
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs can run side by side."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
