@@ -7,25 +7,25 @@ import signal
 import sys
 import warnings
 
-# these speak to library authors, not to the person at the terminal
-for words in (
+# warnings meant for library authors, not for users
+for pattern in (
     "isinstance.treespec",
     "LeafSpec",
     "many workers",
     "pynvml",
     "infer the batch indices",
     "callbacks used to create",
-    "is deprecated. Please use `torch.distributed",  # DeepSpeed's calls
-    "sync_dist=True",  # the metrics are of all processes already
+    "is deprecated. Please use `torch.distributed",  # called by DeepSpeed
+    "sync_dist=True",  # our metrics cover all processes already
 ):
-    warnings.filterwarnings("ignore", message=f".*{words}.*")
+    warnings.filterwarnings("ignore", message=f".*{pattern}.*")
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 from rich.console import Console  # noqa: E402
 
 try:
     import mixers
-except ImportError as error:  # another package is called `kernels`
+except ImportError as error:  # another package named `kernels` is in the way
     sys.exit(f"error: {error}")
 import zoo  # noqa: E402
 from kernels import UserError  # noqa: E402
@@ -55,9 +55,9 @@ Train and compare language models of pluggable token mixers.
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml --trainer.max_steps=300
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
              python cli.py sweep --config sweep/heads.yaml [--dry-run]
-  bench      how fast it is here: python cli.py bench kernels|training|decode|scaling
-  tune       launches of the kernels that suit this GPU, to a file: python cli.py tune [--kernels=delta_rule]
-  mixers     a table of the token mixers, or everything about one: python cli.py mixers GatedDeltaNet
+  bench      speed on this machine: python cli.py bench kernels|training|decode|scaling
+  tune       the best launch configurations for this GPU, to a file: python cli.py tune [--kernels=delta_rule]
+  mixers     a table of the token mixers, or a page about one: python cli.py mixers GatedDeltaNet
 
 Configs are found in configs/ by name. Give several --config to overlay them, and --key=value to override:
   python cli.py fit --config gdn_h2.yaml --config size/400m.yaml --model.stack.second.factor=4
@@ -69,45 +69,49 @@ usage: python cli.py bench kernels|training|decode|scaling …
 
   kernels    forward and backward times of the ops:
              python cli.py bench kernels --ops=delta_rule,window_attention [--peers]
-  training   tokens a second of a training step, and where its time goes:
+  training   tokens per second in training, and where the time of a step goes:
              python cli.py bench training --config gated_deltanet.yaml --config size/400m.yaml --length=4096
   decode     time of the next token, at a batch size and a position:
              python cli.py bench decode --config gated_deltanet.yaml --batch_sizes=[1,64] --positions=[1024,65536]
-  scaling    training on 1, 2, 4 … devices with DDP, ZeRO and the like: speed, memory, and whether the losses are equal:
+  scaling    training on 1, 2, 4 … devices with DDP, ZeRO and others: speed, memory, and whether the losses are equal:
              python cli.py bench scaling --config gated_deltanet.yaml --config size/400m.yaml --devices=[1,2,4]
 
 python cli.py bench KIND --help lists the options of each.
 """
 
-# what is wrong with a disk, and no bug: full, over its quota, read-only, not ours
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+# errors of a disk, which are not bugs: full, over quota, read-only, no permission
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 OF_RUNS = Keys(configs.KEYS, configs.add_arguments)
-OF_BENCHES = Keys(configs.KEYS, lambda parser: None)  # some have options of the same names
+OF_BENCHES = Keys(configs.KEYS, lambda parser: None)  # without help: some benchmarks have options of the same names
 OF_SWEEPS = Keys((*FIELDS, *configs.KEYS), lambda parser: parser.add_class_arguments(Sweep))
 VERBS = ["fit", "validate", "test", "predict", "generate", "export", "compare", "sweep", "bench", "tune", "mixers"]
 
 
 def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int = 8, length: int = 4096) -> None:
-    """List the token mixers with their size at a site, or show everything about one.
+    """List the token mixers with their sizes, or describe one of them.
 
     Args:
-        name: A mixer; without it, all of them.
+        name: The mixer to describe; by default all are listed.
         hidden_size: Size of the residual stream.
-        num_heads: Heads of the model.
-        length: Tokens of a sequence, for the FLOPs and for states that grow.
+        num_heads: Number of heads.
+        length: Tokens in a sequence, for FLOPs and growing states.
     """
     site = mixers.Site(hidden_size, num_heads)
     Console().print(catalogue(site, length) if name is None else page(name, site, length))
 
 
 def write(text: str) -> None:
-    """Show text at once."""
+    """Write text to the terminal immediately."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command line; returns the exit code."""
+    """Run a command line, and return the exit code.
+
+    Raises:
+        UserError: The verb, an option or a value is wrong.
+    """
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if verb in ("-h", "--help", "help"):
         write(HELP)
@@ -134,28 +138,28 @@ def run(arguments: list[str]) -> int:
     elif verb == "mixers":
         show_mixers(**arguments_of(show_mixers, rest, verb, positional="name")[1])
     else:
-        raise UserError(f"{verb!r} is no verb{mixers.did_you_mean(verb, VERBS)} (verbs: {', '.join(VERBS)})")
+        raise UserError(f"{verb!r} is not a verb{mixers.did_you_mean(verb, VERBS)} (verbs: {', '.join(VERBS)})")
     return 0
 
 
 def bench(arguments: list[str]) -> int:
-    """Measure what the first argument names; 1 if a result was wrong."""
-    kind, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if kind in ("-h", "--help"):
+    """Run the benchmark named by the first argument; returns 1 if a result was wrong."""
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if name in ("-h", "--help"):
         write(BENCH_HELP)
         return 0
-    if kind not in KINDS:
-        zoo.bench(kind)  # says what there is
-    keys = None if kind == "kernels" else OF_BENCHES
-    items, options = arguments_of(KINDS[kind], rest, f"bench {kind}", keys)
-    return int(zoo.bench(kind, *items, **options).failed)
+    if name not in KINDS:
+        zoo.bench(name)  # raises an error that lists the benchmarks
+    keys = None if name == "kernels" else OF_BENCHES
+    items, options = arguments_of(KINDS[name], rest, f"bench {name}", keys)
+    return int(zoo.bench(name, *items, **options).failed)
 
 
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2; a bug keeps its traceback."""
-    mixers.names()  # plug-ins that are installed, before those are found that lie in this folder
+    mixers.names()  # imports installed plug-ins, before the working folder is searched for modules
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # mixers of one's own, by dotted path; last, or its files would hide Python's own
+        sys.path.append(os.getcwd())  # for the user's mixers; last, so as not to shadow the standard library
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     end_with_parent(signal.SIGTERM if int(os.environ.get("LOCAL_RANK", "0")) == 0 else signal.SIGKILL)
@@ -165,12 +169,12 @@ def main() -> None:
         sys.stderr.write(f"error: {error}\n")
         code = 2
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_ERRORS:
             raise
         sys.stderr.write(f"error: {error.strerror}{'' if error.filename is None else f': {error.filename}'}\n")
         code = 2
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one is enough; another would interrupt the end of the process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # so that a second Ctrl-C does not interrupt the exit
         code = 130
     sys.exit(code)
 

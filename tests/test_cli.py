@@ -366,7 +366,7 @@ MISTAKES = {
     (*FIT[1:], "--trainer.limit_val_batches=-1"): ("trainer.limit_val_batches: -1", "at least 0"),
     (*FIT[1:], "--trainer.val_check_interval=0"): ("trainer.val_check_interval: 0 must be above 0",),
     # other verbs
-    ("train",): ("'train' is no verb", "fit, validate"),
+    ("train",): ("'train' is not a verb", "fit, validate"),
     ("fti",): ("did you mean 'fit'?",),
     ("generate",): ("checkpoint",),
     ("generate", "--checkpoint", "done"): ("there is nothing at done; did you mean runs/done?",),
@@ -437,5 +437,5 @@ def test_a_bug_of_ours_keeps_its_traceback(
 
 
 def test_a_mistake_is_an_exception_in_python(desk: Path):
-    with pytest.raises(UserError, match="'train' is no verb"):
+    with pytest.raises(UserError, match="'train' is not a verb"):
         cli.run(["train"])

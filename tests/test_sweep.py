@@ -58,7 +58,7 @@ def test_a_sweep_and_the_same_again(command, small) -> None:
         (["--config", "small.yaml", "--jobs=0"], "jobs: 0 must be at least 1"),
         (["--config", "gla.yaml"], "model"),
         (["small.yaml"], "configs are named by --config"),
-        ([], "sweep: which one? --config"),
+        ([], "sweep: missing; give --config"),
     ],
 )
 def test_a_mistake_is_named_before_the_first_run(command, small, arguments, expected) -> None:

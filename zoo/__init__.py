@@ -1,4 +1,4 @@
-"""Language models of pluggable token mixers: built from configs, trained by Lightning."""
+"""Language models with pluggable token mixers: built from configs, trained with Lightning."""
 
 from kernels import UserError
 from zoo.benchmarks import bench

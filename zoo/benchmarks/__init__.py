@@ -1,5 +1,4 @@
-"""Benchmarks: of the ops (`kernels`), of training steps (`training`), of generation (`decode`), and of several devices
-(`scaling`)."""
+"""Benchmarks of ops (`kernels`), training steps (`training`), generation (`decode`) and several devices (`scaling`)."""
 
 from zoo.benchmarks.run import KINDS, bench
 

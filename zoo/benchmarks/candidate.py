@@ -1,4 +1,4 @@
-"""Launches of a kernel that are tried, each first in a process of its own: a wrong one can be an illegal access.
+"""Candidate launch configurations, each checked in a separate process, as a wrong one may crash the GPU context.
 
 `python -m zoo.benchmarks.candidate JSON` checks one candidate or times several, and prints one line of JSON.
 """
@@ -25,12 +25,12 @@ Entry = dict[str, int]
 ROOT = Path(__file__).parents[2]
 REPEATS = 20
 BLOCKS, WARPS, STAGES = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3, 4)
-TIMEOUT = 900  # seconds; a compilation that takes as long is no use either
-ALONE = "built-in"  # no file at all
+TIMEOUT = 900  # seconds; also a limit on the time to compile
+ALONE = "built-in"  # without a launch file
 
 
 class Target(NamedTuple):
-    """A kernel, the head size, and the bytes per element."""
+    """A kernel, a head size, and the bytes per element."""
 
     kernel: str
     size: int
@@ -46,7 +46,7 @@ class Target(NamedTuple):
 
 
 def present(target: Target, device: torch.device) -> Entry | None:
-    """The entry that serves a target now, or for heads that are cut into pieces, the one that serves the pieces."""
+    """The entry in use for a target or, if its heads are cut into pieces, for the pieces; None without one."""
     dtype, op = DTYPES[target.dtype], target.kernel.partition(".")[0]
     size = target.size if op == "delta_rule" else min(target.size, launches.largest(op, dtype, device))
     entry = launches.optional(target.kernel, size, dtype, device)
@@ -55,46 +55,51 @@ def present(target: Target, device: torch.device) -> Entry | None:
 
 def is_cut(target: Target, device: torch.device) -> bool:
     """Whether heads of this size are cut into pieces."""
-    op, kind = target.kernel.partition(".")[0], DTYPES[target.dtype]
-    return op == "linear_recurrence" and target.size > launches.largest(op, kind, device)
+    op, dtype = target.kernel.partition(".")[0], DTYPES[target.dtype]
+    return op == "linear_recurrence" and target.size > launches.largest(op, dtype, device)
 
 
 def around(entry: Entry) -> list[Entry]:
-    """An entry, and those that differ from it in one number: a neighbouring block, or any other warps or stages."""
-    found = [entry]
+    """An entry and its neighbours, which differ in one number: an adjacent block size, or any other warps or stages."""
+    entries = [entry]
     for name, value in entry.items():
         others: tuple[int, ...] = {"warps": WARPS, "stages": STAGES}.get(name, ())
         if name in ("block", "keys", "values"):
             others = tuple(block for block in (value // 2, value * 2) if block in BLOCKS)
-        found += [{**entry, name: other} for other in others if other != value]
-    return found
+        entries += [{**entry, name: other} for other in others if other != value]
+    return entries
 
 
 def fits(target: Target, entry: Entry, shared: int) -> bool:
-    """Whether the tiles of 64 tokens that a loop keeps in flight can fit into shared memory [bytes].
+    """Whether the tiles of 64 tokens that a pipelined loop holds fit into `shared` bytes of shared memory.
 
-    A lower bound: it saves the time to try, and the compiler has the last word.
+    This is a lower bound, which saves trying hopeless candidates; the compiler decides.
     """
     name = target.kernel.partition(".")[2]
     blocks = sum(entry[axis] for axis in ("block", "keys", "values") if axis in entry)
-    if name in ("carry", "local", "forward", "backward", "narrow"):  # these hold whole keys beside the block
+    if name in ("carry", "local", "forward", "backward", "narrow"):  # these also hold whole keys
         blocks += 2 * target.size
     return name == "step" or (entry["stages"] - 1) * 64 * blocks * target.itemsize <= shared
 
 
 def cases(target: Target, *, timed: bool) -> Iterator[tuple[str, Shape]]:
-    """The calls, by op and shape, that a target's kernel is a part of and whose path to it depends on the shape."""
+    """The calls that run a target's kernel, by op and shape.
+
+    Args:
+        target: The kernel, head size and dtype.
+        timed: Whether the calls are for timing, or else for checking.
+    """
     op, _, name = target.kernel.partition(".")
     D = target.size
     wide = 64 * 128 // D
     if name == "step":
         shapes = [Shape(64, 16, 1, D)]
-    elif name == "narrow":  # few recurrences, and not so long that they are cut into segments
+    elif name == "narrow":  # few recurrences, too short to be cut into segments
         shapes = [Shape(1, 8, 4096 if timed else 1000, D)]
-    elif name == "local":  # only where sequences are cut into segments
+    elif name == "local":  # runs only if sequences are cut into segments
         shapes = [Shape(1, 2, 65536 if timed else 8192, D)]
     elif timed:
-        shapes = [Shape(2, wide, 2048, D)]  # fills a device, and leaves room for a graph of each candidate
+        shapes = [Shape(2, wide, 2048, D)]  # fills a device, with memory left for a graph of each candidate
     else:
         shapes = [Shape(4, 64, 200, D), Shape(2, 4, 1000, D)]
         shapes += [Shape(1, 2, 8192, D)] if name in ("carry", "forward", "backward") else []
@@ -112,7 +117,7 @@ def cases(target: Target, *, timed: bool) -> Iterator[tuple[str, Shape]]:
 
 def _case(name: str, shape: Shape, target: Target, device: torch.device) -> Case:
     case = Case(name, shape, target.dtype, device, "triton", window=1)
-    if shape.T == 1:  # a single step is about the state
+    if shape.T == 1:  # a single step starts from a state
         generator = torch.Generator(device).manual_seed(1)
         size = (shape.B, shape.H, shape.D, shape.D)
         case.inputs["initial_state"] = torch.randn(size, device=device, generator=generator)
@@ -120,7 +125,7 @@ def _case(name: str, shape: Shape, target: Target, device: torch.device) -> Case
 
 
 def _results(case: Case, inputs: Tensors, do: torch.Tensor, backend: str | None = None) -> Tensors:
-    """The output, and where there is more than one token the gradients."""
+    """The output and, if there is more than one token, the gradients."""
     if case.shape.T > 1:
         return case.differentiated(lambda x: case.call(x, backend), inputs, do)
     with torch.no_grad():
@@ -128,28 +133,28 @@ def _results(case: Case, inputs: Tensors, do: torch.Tensor, backend: str | None 
 
 
 def check(target: Target, entry: Entry, file: str, device: torch.device) -> str | None:
-    """Why a candidate is no good: results unlike the chunkwise form in fp32, or unlike each other. None if it is."""
+    """Why a candidate fails: it differs from the chunkwise form in fp32, or does not repeat; None if it passes."""
     with launch_file(file):
         if is_cut(target, device) or present(target, device) != entry:
-            return "is not in force"
+            return "does not take effect"
         for name, shape in cases(target, timed=False):
             case = _case(name, shape, target, device)
-            found = _results(case, case.inputs, case.do)
+            results = _results(case, case.inputs, case.do)
             exact = {n: x.float() for n, x in case.inputs.items()}
             gate = Gate()
             for key, y in _results(case, exact, case.do.float(), "torch").items():
-                gate.check(key, found[key], y, 1e-4 if target.itemsize == 4 else 5e-3 if key == "o" else 1e-2)
+                gate.check(key, results[key], y, 1e-4 if target.itemsize == 4 else 5e-3 if key == "o" else 1e-2)
             if not gate.passed:
                 return f"{name}: {gate.says}"
             for _ in range(REPEATS):
                 again = _results(case, case.inputs, case.do)
-                if not all(torch.equal(again[key], x) for key, x in found.items()):
+                if not all(torch.equal(again[key], x) for key, x in results.items()):
                     return f"{name}: results do not repeat"
     return None
 
 
 def times(target: Target, files: Mapping[str, str | None], seconds: float, device: torch.device) -> dict[str, float]:
-    """Milliseconds of whole calls, forward and backward, with the launches of each file."""
+    """Milliseconds of whole calls, forward and backward, with each launch file."""
     total = dict.fromkeys(files, 0.0)
     for name, shape in cases(target, timed=True):
         case = _case(name, shape, target, device)
@@ -163,7 +168,7 @@ def times(target: Target, files: Mapping[str, str | None], seconds: float, devic
 
 
 def run(task: Mapping[str, Any]) -> dict[str, Any]:
-    """What a process of its own has to say: `{"wrong": …}`, `{"ms": …}`, or `{"wrong": …}` if it died."""
+    """Perform a task in a separate process: `{"wrong": …}` or `{"ms": …}`, and `{"wrong": …}` if the process died."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "zoo.benchmarks.candidate", json.dumps(task)]
     try:
@@ -180,7 +185,7 @@ def run(task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def perform(task: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """What `run` has done in the other process."""
+    """Perform a task of `run`, in the separate process."""
     target = Target(*task["target"])
     assert target.kernel in KERNELS
     if "entry" in task:

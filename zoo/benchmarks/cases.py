@@ -1,4 +1,4 @@
-"""The ops that are benchmarked: their inputs, their cost, and what they must agree with."""
+"""The benchmarked ops: their inputs, costs and references."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ from zoo.benchmarks.device import DTYPES
 from zoo.benchmarks.gate import Gate
 
 Tensors = dict[str, Tensor]
-SLICE = 331  # tokens that are compared with the loop; not a whole number of chunks
+SLICE = 331  # number of tokens to compare with the loop; not a whole number of chunks
 
 
 class Shape(NamedTuple):
-    """Sizes of a call: keys and values have the same size D."""
+    """The sizes of a call; D is the size of both keys and values."""
 
     B: int
     H: int
@@ -27,7 +27,7 @@ class Shape(NamedTuple):
 
 
 class Op(NamedTuple):
-    """An op with one kind of decay."""
+    """An op with a type of decay."""
 
     function: str  # its name in `kernels`
     decay: str | None = None  # head | channel | constant
@@ -46,15 +46,15 @@ class Case:
     """One op at one shape with random inputs.
 
     Args:
-        name: Of the op, in `OPS`.
+        name: Name of the op in `OPS`.
         shape: B, H, T, D.
-        dtype: bf16, fp16 or fp32, of queries, keys and values; decays are fp32.
-        device: Where.
-        backend: Of the kernels.
-        window: Keys that a query of the attention sees.
+        dtype: dtype of queries, keys and values: bf16, fp16 or fp32; decays are fp32.
+        device: Device of the inputs.
+        backend: Backend of the kernels.
+        window: Number of keys that a query of the attention sees.
 
     Raises:
-        UserError: The op has no such backend on this device.
+        UserError: The op does not have the backend on this device.
     """
 
     def __init__(self, name: str, shape: Shape, dtype: str, device: torch.device, backend: str, window: int):
@@ -64,7 +64,7 @@ class Case:
         self.inputs = _inputs(self.op, shape, DTYPES[dtype], device, generator)
         self.do = torch.randn(self.inputs["v"].shape, device=device, generator=generator).to(DTYPES[dtype])
         self.implementation = self._implementation()
-        # a constant decay is a number of the architecture
+        # a constant decay is not a parameter
         self.learned = [n for n in self.inputs if not (n == "log_decay" and self.op.decay == "constant")]
 
     def _implementation(self) -> str:
@@ -72,13 +72,13 @@ class Case:
         package = importlib.import_module(f"kernels.{self.op.function}")
         known: Mapping[str, Callable[..., Any]] = package.IMPLEMENTATIONS
         if getattr(package, "LARGEST", self.shape.D) < self.shape.D:
-            known = {name: found for name, found in known.items() if name != "triton"}
+            known = {name: implementation for name, implementation in known.items() if name != "triton"}
         with kernels.backend(self.backend):
             chosen = choose(self.op.function, known, self.inputs["v"])
-        return next(name for name, found in known.items() if found is chosen)
+        return next(name for name, implementation in known.items() if implementation is chosen)
 
     def call(self, inputs: Tensors, backend: str | None = None) -> Tensor:
-        """Outputs [B,T,H,D]."""
+        """The outputs [B,T,H,D]."""
         with kernels.backend(self.backend if backend is None else backend):
             function: Callable[..., Any] = getattr(kernels, self.op.function)
             if self.window is not None:
@@ -86,36 +86,36 @@ class Case:
             return function(**inputs)[0]
 
     def differentiated(self, call: Callable[[Tensors], Tensor], inputs: Tensors, do: Tensor) -> Tensors:
-        """Output `o` of a call and the gradients of what is learned, by the names of the inputs."""
+        """The output `o` of a call, and the gradients `dNAME` of its learned inputs."""
         leaves = {n: x.detach().requires_grad_(n in self.learned) for n, x in inputs.items()}
         o = call(leaves)
         gradients = torch.autograd.grad(o, [leaves[n] for n in self.learned], do)
         return {"o": o.detach(), **{f"d{n}": x for n, x in zip(self.learned, gradients, strict=True)}}
 
     def check(self) -> Gate:
-        """Compare with slow fp32.
+        """Compare outputs and gradients with an fp32 reference.
 
-        Kernels run exactly the call that is timed, of which the last head is compared with the chunkwise form in fp32;
-        that form itself is compared with the loop on the first tokens.
+        Kernels run exactly the timed call, and its last head is compared with the chunkwise form in fp32. That form
+        itself is compared with the loop on the first tokens.
         """
         chunkwise = self.implementation != "triton"
         inputs, do = self.inputs, self.do
         if chunkwise:
             inputs = {n: x[:, :SLICE] if x.dim() > 1 else x for n, x in inputs.items()}
             do = do[:, :SLICE]
-        found = self.differentiated(self.call, inputs, do)
+        actual = self.differentiated(self.call, inputs, do)
         slow = {n: x[-1:, :, -1:].float() if x.dim() > 1 else x[-1:] for n, x in inputs.items()}
         reference = "reference" if self.implementation == "torch" else "torch"
-        wanted = self.differentiated(lambda x: self.call(x, reference), slow, do[-1:, :, -1:].float())
+        expected = self.differentiated(lambda x: self.call(x, reference), slow, do[-1:, :, -1:].float())
         gate = Gate()
-        for name, y in wanted.items():
+        for name, y in expected.items():
             limit = 1e-4 if self.dtype == "fp32" else 5e-3 if name == "o" else 1e-2
-            gate.check(name, found[name][-1:, :, -1:], y, limit)
+            gate.check(name, actual[name][-1:, :, -1:], y, limit)
         return gate
 
     @property
     def flops(self) -> int:
-        """Of the forward pass."""
+        """FLOPs of the forward pass."""
         B, H, T, D = self.shape
         if self.window is not None:
             return B * kernels.attention_flops(T, heads=H, head_dim=D, window_size=self.window)
@@ -132,7 +132,7 @@ class Case:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Bytes that a forward pass, and a forward and a backward pass, must read and write at least."""
+        """Bytes that a forward pass, and a forward and backward pass, must at least read and write."""
         read = sum(x.nbytes for x in self.inputs.values())
         gradients = sum(self.inputs[n].nbytes for n in self.learned)
         return read + self.do.nbytes, 2 * (read + self.do.nbytes) + gradients

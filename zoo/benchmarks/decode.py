@@ -1,4 +1,4 @@
-"""`bench decode`: time of a token from a state at some position, eager and as a captured CUDA graph."""
+"""`bench decode`: time per token at a given position, eager and as a captured CUDA graph."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ from zoo.benchmarks.timing import medians
 from zoo.generation.decoder import Decoder
 from zoo.lm.model import LanguageModel
 
-PEER_POSITION = 1024  # farther prefills of a peer tell nothing new: the size of its state is constant too
+PEER_POSITION = 1024  # largest prefill of a peer; more is not needed, since its state has constant size, too
 
 
 def bench_decode(
@@ -33,24 +33,24 @@ def bench_decode(
     peers: bool = False,
     folder: str = "runs/bench-decode",
 ) -> Report:
-    """Time the next token of a model, after a check that its steps continue what it reads at once.
+    """Time a model's decoding steps, after checking them against a forward pass over all tokens.
 
-    The state at a position is random, of the size that it has there; each step feeds the likeliest token and the new
-    state to the next one.
+    The state is random, with the size it has at the position; each step feeds the likeliest token and the new state to
+    the next one.
 
     Args:
         config: Configs and `key=value` overrides, in order.
-        batch_sizes: Sequences at a time; null for 1 and 64.
-        positions: Tokens that came before; null for 1024 and 65536.
-        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a processor.
-        backend: Of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
-        device: cpu or cuda; null for the GPU if there is one.
+        batch_sizes: Sequences in a batch; null for 1 and 64.
+        positions: Numbers of preceding tokens; null for 1024 and 65536.
+        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a CPU.
+        backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
+        device: cpu or cuda; null for the GPU if available.
         seconds: Time to spend on each measurement.
-        peers: Whether to time flash-linear-attention's Gated DeltaNet of the same sizes too.
-        folder: Where bench.json goes.
+        peers: Whether to also time flash-linear-attention's Gated DeltaNet of the same sizes.
+        folder: The folder of bench.json.
 
     Raises:
-        UserError: An argument is wrong.
+        UserError: An argument is invalid.
     """
     where = pick_device(device)
     if peers:
@@ -63,16 +63,16 @@ def bench_decode(
     for argument, sizes in (("batch_sizes", batch_sizes), ("positions", positions)):
         for size in sizes:
             models.check_sizes(**{argument: size})
-    found = models.read(config)
+    parsed = models.read(config)
     name = Path(str(next((item for item in config if "=" not in item), "model"))).stem
     about = {
         **described(where),
-        "model": configs.to_dict(found)["model"],
+        "model": configs.to_dict(parsed)["model"],
         "precision": precision,
         "peers": peers,
     }
     report = Report("decode", Path(folder), about)
-    model = models.build(found, precision, where).eval()
+    model = models.build(parsed, precision, where).eval()
     gate = models.compared(model, precision, backend, models.continuing, models.at_once)
     peer = others.language_model(about["model"], where).to(models.PRECISIONS[precision]).eval() if peers else None
     places = [(batch, position) for batch in batch_sizes for position in positions]
@@ -94,7 +94,7 @@ def bench_decode(
 
 
 def _measured(row: dict[str, Any], model: LanguageModel, seconds: float) -> list[dict[str, Any]]:
-    """Rows for one batch size and position: eager, and on a GPU a captured graph."""
+    """The rows of a batch size and position: eager and, on a GPU, a captured graph."""
     device = next(model.parameters()).device
     place = row["batch_size"], row["position"]
     eager = _timed({**row, "how": "eager"}, seconds, lambda: Eager(model, *place), device)
@@ -121,12 +121,12 @@ def _timed(row: dict[str, Any], seconds: float, make: Callable[[], Any], device:
 def _peer(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     try:
         return _timed(row, seconds, make, device)
-    except Exception as error:  # whatever another library raises is a remark in our table
+    except Exception as error:  # errors of other libraries become remarks in the table
         return {**row, "note": others.complaint(error)}
 
 
 class Eager:
-    """Steps of the model as they are written, each with the likeliest token of the one before."""
+    """Eager steps of the model, each fed with the likeliest token of the previous one."""
 
     capture: bool | None = False
 
@@ -141,7 +141,7 @@ class Eager:
 
 
 class Captured(Eager):
-    """The same as `generate` runs them on a GPU."""
+    """Steps as a CUDA graph, as `generate` runs them on a GPU."""
 
     capture = True
 
@@ -153,7 +153,7 @@ class Captured(Eager):
 
 
 class Peer:
-    """Steps of a Hugging Face model with its cache, after a prefill."""
+    """Steps of a Hugging Face model with its key-value cache, after a prefill."""
 
     state_bytes = None
 
@@ -169,7 +169,7 @@ class Peer:
 
 
 def growing(model: LanguageModel) -> list[bool]:
-    """For each tensor of a state, whether it has one entry more after each token."""
+    """For each tensor of a state, whether it grows with each token."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     with torch.no_grad():
         _, after = model(token, model.init_state(1))
@@ -178,12 +178,12 @@ def growing(model: LanguageModel) -> list[bool]:
 
 
 def grows(model: LanguageModel) -> bool:
-    """Whether the state of the model grows with every token."""
+    """Whether any tensor of the model's state grows with each token."""
     return any(growing(model))
 
 
 def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
-    """A random state of the size that it has after `position` tokens."""
+    """A random state with the size it has after `position` tokens."""
     more = iter(growing(model))
 
     def fill(leaf: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is known of the device that a benchmark runs on."""
+"""The device of a benchmark: choosing, describing, and its peak speed."""
 
 import importlib.metadata
 import os
@@ -11,7 +11,7 @@ from kernels import BACKENDS, UserError
 from mixers import did_you_mean
 from zoo.train.devices import peak_flops
 
-# Bytes a second from the makers' data sheets; the first name found in the device's name counts.
+# Bytes per second, from the data sheets; the first key contained in the device's name applies.
 PEAK_BANDWIDTH = {
     "B200": 8.0e12,
     "H200": 4.8e12,
@@ -30,23 +30,23 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The named device, by default the GPU if there is one.
+    """The named device, by default the GPU if available.
 
     Raises:
-        UserError: There is no such device here.
+        UserError: The name is unknown, or there is no GPU.
     """
-    found = torch.cuda.is_available()
+    available = torch.cuda.is_available()
     if name is None:
-        return torch.device("cuda" if found else "cpu")
+        return torch.device("cuda" if available else "cpu")
     if name not in ("cpu", "cuda"):
         raise UserError(f"device: {name!r} is not one of cpu, cuda{did_you_mean(name, ['cpu', 'cuda'])}")
-    if name == "cuda" and not found:
+    if name == "cuda" and not available:
         raise UserError("device: PyTorch finds no CUDA device on this machine; leave --device out to run on the CPU")
     return torch.device(name)
 
 
 def pick_dtype(name: str | None, device: torch.device) -> str:
-    """The named precision, by default bf16 on a GPU and fp32 on a processor."""
+    """The named dtype, by default bf16 on a GPU and fp32 on a CPU."""
     if name is None:
         return "bf16" if device.type == "cuda" else "fp32"
     if name not in DTYPES:
@@ -55,7 +55,7 @@ def pick_dtype(name: str | None, device: torch.device) -> str:
 
 
 def pick_backend(name: str | None) -> str:
-    """The named backend, by default that of the process."""
+    """The named backend, by default that of `ZOO_BACKEND`, or auto."""
     name = name or os.environ.get("ZOO_BACKEND", "auto")
     if name not in BACKENDS:
         raise UserError(f"backend: {name!r} is not one of {', '.join(BACKENDS)}{did_you_mean(name, list(BACKENDS))}")
@@ -63,7 +63,7 @@ def pick_backend(name: str | None) -> str:
 
 
 def described(device: torch.device) -> dict[str, Any]:
-    """Device and versions, for the record."""
+    """Name of the device, and versions of packages."""
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads",
@@ -75,7 +75,7 @@ def described(device: torch.device) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, if it is installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -83,7 +83,7 @@ def version(package: str) -> str | None:
 
 
 def roofline_ms(device: torch.device, dtype: str, flops: float, moved: float) -> float | None:
-    """Milliseconds that `flops` and `moved` bytes take at least, the longer of both; None where no peak is known."""
+    """The shortest possible time in ms for `flops` and `moved` bytes; None if the device's peak is unknown."""
     peak = None if dtype == "fp32" else peak_flops(device)
     if peak is None:
         return None

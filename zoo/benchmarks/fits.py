@@ -1,4 +1,4 @@
-"""Runs of `fit` in processes of their own, and what can be read from what they leave."""
+"""Running `fit` in separate processes, and reading the results of their runs."""
 
 import math
 import os
@@ -18,25 +18,26 @@ from zoo.runs.command import COMMAND
 from zoo.train.callbacks.step_times import PARTS
 from zoo.train.metrics_file import read_metrics
 
-REASON = re.compile(r"(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception)|error): .+)")  # of a traceback, or in a sentence
-LONGEST = 160  # characters of a reason
+# the last line of a traceback, or the line of a UserError
+REASON = re.compile(r"(?:\[rank\d+\]: *)?((?:[\w.]*(?:Error|Exception)|error): .+)")
+LONGEST = 160  # characters of a reason, at most
 
 
 class Unsaved(Callback):
-    """Keeps a run from saving: with a large model that would take longer than the steps, and fill the disk."""
+    """Disables checkpoints, which for a large model would take longer than the steps, and fill the disk."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """From now on."""
+        """Replace `save_checkpoint` by a function that does nothing."""
         trainer.save_checkpoint = lambda *_, **__: None
 
 
 class Outcome(NamedTuple):
-    """What a run did.
+    """The results of a run.
 
     Attributes:
-        losses: `train_loss` of the steps that were logged, in nats; nan where it was not finite.
-        numbers: Speed and memory; empty for a run that failed.
-        note: Why it failed.
+        losses: `train_loss` of the logged steps, in nats; nan where it is not finite.
+        numbers: Speed and memory; empty for a failed run.
+        note: Why the run failed.
     """
 
     losses: list[float]
@@ -45,14 +46,14 @@ class Outcome(NamedTuple):
 
 
 def run(folder: Path, arguments: Sequence[str], threads: str) -> int:
-    """Train in `folder`, with the terminal in `folder.log`; returns the exit code.
+    """Train in `folder`, with the output in `folder.log`, and return the exit code.
 
-    No process of the run outlives the call, however it ends.
+    No process of the run outlives the call, however that ends.
 
     Args:
-        folder: Of the run.
-        arguments: The command line, from the verb on.
-        threads: Of each process, for `OMP_NUM_THREADS`.
+        folder: The run's folder.
+        arguments: The command line, starting with the verb.
+        threads: `OMP_NUM_THREADS` of each process.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
     environment.pop("ZOO_RUN", None)
@@ -67,26 +68,26 @@ def run(folder: Path, arguments: Sequence[str], threads: str) -> int:
             if os.name == "nt":
                 process.kill()
             else:
-                with suppress(ProcessLookupError, PermissionError):  # nobody is left
-                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
+                with suppress(ProcessLookupError, PermissionError):  # all have ended
+                    os.killpg(process.pid, signal.SIGKILL)  # with its child processes
             process.wait()
 
 
-def outcome(folder: Path, code: int, warm_up: int, every: int, on_gpu: bool) -> Outcome:
-    """Read what a run left.
+def outcome(folder: Path, code: int, warm_up: int, interval: int, on_gpu: bool) -> Outcome:
+    """Read the results of a run.
 
     Args:
-        folder: Of the run.
+        folder: The run's folder.
         code: Its exit code.
         warm_up: Steps that do not count.
-        every: Steps between two rows of metrics.
-        on_gpu: Whether the memory in the metrics is that of a device.
+        interval: Steps between two rows of metrics.
+        on_gpu: Whether the memory in the metrics is GPU memory.
     """
     if code:
         return Outcome([], {}, reason(folder.with_name(f"{folder.name}.log"), code))
     rows = read_metrics(folder / "metrics.jsonl")
     losses = [math.nan if (loss := row["train_loss"]) is None else loss for row in rows if "train_loss" in row]
-    timed = [row for row in rows if f"seconds_{PARTS[0]}" in row and row["step"] + 1 - every >= warm_up]
+    timed = [row for row in rows if f"seconds_{PARTS[0]}" in row and row["step"] + 1 - interval >= warm_up]
     if not timed:
         return Outcome(losses, {}, "no step was timed")
     seconds = statistics.median(sum(row[f"seconds_{part}"] for part in PARTS) for row in timed)
@@ -102,16 +103,16 @@ def outcome(folder: Path, code: int, warm_up: int, every: int, on_gpu: bool) -> 
 
 
 def _median_ms(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    """The median of a metric in seconds, in milliseconds; None where it is not logged."""
+    """The median of a metric in seconds, in milliseconds; None if it is not logged."""
     seconds = [row[name] for row in rows if name in row]
     return 1e3 * statistics.median(seconds) if seconds else None
 
 
 def reason(log: Path, code: int) -> str:
-    """Why a run failed: the last error in its log, but one of memory before all others, which it may cause."""
+    """Why a run failed: the last error in its log, or the last out-of-memory error, which may have caused others."""
     text = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [found[1] for line in lines if (found := REASON.match(line))]
+    errors = [match[1] for line in lines if (match := REASON.match(line))]
     of_memory = [line for line in errors if "OutOfMemory" in line]
-    said = next(reversed(of_memory or errors or lines), "nothing is in its log")
-    return f"exit code {code}: {said[:LONGEST]}{' …' * (len(said) > LONGEST)}"
+    message = next(reversed(of_memory or errors or lines), "its log is empty")
+    return f"exit code {code}: {message[:LONGEST]}{' …' * (len(message) > LONGEST)}"

@@ -1,4 +1,4 @@
-"""`bench kernels`: forward and backward times of the ops, beside the limits of the device and beside others."""
+"""`bench kernels`: forward and backward times of the ops, compared with the device's limits and other libraries."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from zoo.benchmarks.cases import OPS, Case, Shape, Tensors
 from zoo.benchmarks.device import described, pick_backend, pick_device, pick_dtype, roofline_ms
 from zoo.benchmarks.gate import relative_error
 from zoo.benchmarks.report import Report
-from zoo.benchmarks.timing import Call, as_graph, medians
+from zoo.benchmarks.timing import TimedCall, as_graph, medians
 
 ON_GPU = [(4, 8, 4096, 128), (4, 64, 4096, 128), (1, 8, 65536, 128)]
 WINDOW_ON_GPU = [(4, 8, 8192, 128)]
@@ -35,24 +35,24 @@ def bench_kernels(
     peers: bool = False,
     folder: str = "runs/bench-kernels",
 ) -> Report:
-    """Time the ops, forward and with their backward pass, after a check that their results are right.
+    """Time the ops, forward and with their backward pass, after checking their results.
 
     Args:
-        ops: Some of delta_rule, linear_head, linear_channel, linear_constant (by the kind of decay) and
+        ops: Any of delta_rule, linear_head, linear_channel, linear_constant (named after their decays) and
             window_attention; all by default.
-        shapes: [B, H, T, D] of the table, batch, heads, tokens and key size; null for some that suit the device.
-        lengths: T of the picture, at the B, H and D of the last shape; [] for no picture, null for some that suit the
+        shapes: [B, H, T, D] of the table: batch, heads, tokens and key size; null for defaults of the device.
+        lengths: T of the picture, at the B, H and D of the last shape; [] for no picture, null for defaults of the
             device.
-        dtype: bf16, fp16 or fp32; null for bf16 on a GPU and fp32 on a processor.
-        backend: Of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
-        device: cpu or cuda; null for the GPU if there is one.
-        window_size: Of window_attention; null for 2048 on a GPU and 256 on a processor.
+        dtype: bf16, fp16 or fp32; null for bf16 on a GPU and fp32 on a CPU.
+        backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
+        device: cpu or cuda; null for the GPU if available.
+        window_size: Window of window_attention; null for 2048 on a GPU and 256 on a CPU.
         seconds: Time to spend on each measurement.
-        peers: Whether to time flash-linear-attention, SDPA and FlexAttention too, in turn with ours.
-        folder: Where bench.json and bench.png go.
+        peers: Whether to also time flash-linear-attention, SDPA and FlexAttention, alternating with ours.
+        folder: The folder of bench.json and bench.png.
 
     Raises:
-        UserError: An argument is wrong.
+        UserError: An argument is invalid.
     """
     where = pick_device(device)
     on_gpu = where.type == "cuda"
@@ -61,7 +61,7 @@ def bench_kernels(
     backend = pick_backend(backend)
     window = window_size or (2048 if on_gpu else 256)
     for argument, sizes in (("shapes", shapes or []), ("lengths", [lengths or []]), ("window_size", [[window]])):
-        if any(number < 1 for given in sizes for number in given):
+        if any(number < 1 for shape in sizes for number in shape):
             raise UserError(f"{argument}: all sizes must be at least 1")
     if peers:
         others.require_for(names, where)
@@ -75,11 +75,11 @@ def bench_kernels(
     base = Shape(*(shapes or (ON_GPU if on_gpu else ON_CPU))[-1])
     curve = [(name, base._replace(T=length)) for name in names for length in lengths]
 
-    for name in names:  # a backend that an op does not have should not wait for its turn
+    for name in names:  # reports a missing backend before any measurement
         Case(name, Shape(1, 1, 1, base.D), precision, where, backend, window)
     report = Report("kernels", Path(folder), {**described(where), "dtype": precision, "peers": peers})
-    wanted = list(dict.fromkeys([*table, *curve]))
-    for name, shape in (bar := tqdm(wanted, desc="kernels", unit=" calls", dynamic_ncols=True)):
+    measurements = list(dict.fromkeys([*table, *curve]))
+    for name, shape in (bar := tqdm(measurements, desc="kernels", unit=" calls", dynamic_ncols=True)):
         bar.set_postfix_str(f"{name} {'×'.join(map(str, shape))}")
         row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "dtype": precision}
         row["in_table"], row["in_curve"] = (name, shape) in table, (name, shape) in curve
@@ -95,10 +95,10 @@ def bench_kernels(
     return report
 
 
-def _ops(given: list[str] | str | None) -> list[str]:
-    if given is None:
+def _ops(ops: list[str] | str | None) -> list[str]:
+    if ops is None:
         return list(OPS)
-    names = [name.strip() for name in (given.strip("[]").split(",") if isinstance(given, str) else given)]
+    names = [name.strip() for name in (ops.strip("[]").split(",") if isinstance(ops, str) else ops)]
     for name in names:
         if name not in OPS:
             raise UserError(f"ops: {name!r} is not one of {', '.join(OPS)}{did_you_mean(name, list(OPS))}")
@@ -106,7 +106,7 @@ def _ops(given: list[str] | str | None) -> list[str]:
 
 
 def measured(case: Case, seconds: float, peers: bool) -> dict[str, Any]:
-    """The row of a case: its check, then its times if it passed."""
+    """The row of a case: its check, and its times if it passed."""
     gate = case.check()
     row: dict[str, Any] = {"implementation": case.implementation, "window_size": case.window, "gate": gate.record()}
     if not gate.passed:
@@ -116,8 +116,8 @@ def measured(case: Case, seconds: float, peers: bool) -> dict[str, Any]:
     row["peers"] = {}
     if peers:
         for name, peer in others.kernel_peers(case).items():
-            row["peers"][name] = found = _tried(case, peer)
-            if "note" not in found:
+            row["peers"][name] = checked = _tried(case, peer)
+            if "note" not in checked:
                 calls[name] = peer
     times: dict[str, dict[str, float]] = {"fwd": {}, "fwd_bwd": {}, "fwd_graph": {}, "fwd_bwd_graph": {}}
     runs = {"fwd": {name: _forward(call, case.inputs) for name, call in calls.items()}}
@@ -130,24 +130,24 @@ def measured(case: Case, seconds: float, peers: bool) -> dict[str, Any]:
             times[f"{key}_graph"] = medians(graphs, device, seconds / 2)
             for name, reason in refused.items():
                 (row if name == OURS else row["peers"][name])["graph_note"] = reason
-    row |= {f"{key}_ms": found[OURS] for key, found in times.items() if OURS in found}
+    row |= {f"{key}_ms": ms_of[OURS] for key, ms_of in times.items() if OURS in ms_of}
     for key, products, moved in (
         ("fwd", 1, case.moved[0]),
-        ("fwd_bwd", 3, case.moved[1]),  # two products backward for each one forward
+        ("fwd_bwd", 3, case.moved[1]),  # two products backward for each product forward
     ):
         ms = row.get(f"{key}_graph_ms", row[f"{key}_ms"])
         row[f"{key}_tflops"] = products * case.flops / ms / 1e9
         least = roofline_ms(device, case.dtype, products * case.flops, moved)
         row[f"{key}_roofline"] = None if least is None else least / ms
     for name in list(calls)[1:]:
-        for key, found in times.items():
-            if name in found and OURS in found:
-                row["peers"][name] |= {f"{key}_ms": found[name], f"{key}_ratio": found[name] / found[OURS]}
+        for key, ms_of in times.items():
+            if name in ms_of and OURS in ms_of:
+                row["peers"][name] |= {f"{key}_ms": ms_of[name], f"{key}_ratio": ms_of[name] / ms_of[OURS]}
     return row
 
 
-def _graphs(calls: dict[str, Call], device: torch.device) -> tuple[dict[str, Call], dict[str, str]]:
-    """The calls as CUDA graphs, and why some cannot be."""
+def _graphs(calls: dict[str, TimedCall], device: torch.device) -> tuple[dict[str, TimedCall], dict[str, str]]:
+    """The calls as CUDA graphs, and why some cannot be captured."""
     graphs, refused = {}, {}
     for name, call in calls.items():
         try:
@@ -160,16 +160,16 @@ def _graphs(calls: dict[str, Call], device: torch.device) -> tuple[dict[str, Cal
 
 
 def _tried(case: Case, peer: Any) -> dict[str, Any]:
-    """How far a peer's output is from ours, or why it does not run."""
+    """The relative difference of a peer's output from ours, or why it does not run."""
     try:
-        found = case.differentiated(peer, case.inputs, case.do)["o"]
+        output = case.differentiated(peer, case.inputs, case.do)["o"]
         with torch.no_grad():
-            return {"output_difference": relative_error(found, case.call(case.inputs))}
-    except Exception as error:  # whatever another library raises is a remark in our table
+            return {"output_difference": relative_error(output, case.call(case.inputs))}
+    except Exception as error:  # errors of other libraries become remarks in the table
         return {"note": others.complaint(error)}
 
 
-def _forward(call: Any, inputs: Tensors) -> Call:
+def _forward(call: Any, inputs: Tensors) -> TimedCall:
     def run() -> None:
         with torch.no_grad():
             call(inputs)
@@ -177,7 +177,7 @@ def _forward(call: Any, inputs: Tensors) -> Call:
     return run
 
 
-def _both(case: Case, call: Any) -> Call:
+def _both(case: Case, call: Any) -> TimedCall:
     leaves = {n: x.detach().requires_grad_(n in case.learned) for n, x in case.inputs.items()}
     learned = [leaves[n] for n in case.learned]
     return lambda: torch.autograd.grad(call(leaves), learned, case.do)

@@ -1,4 +1,4 @@
-"""A model to be benchmarked: built from configs, checked against slow fp32."""
+"""The model of a benchmark: building it from configs, and checking it against an fp32 reference."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -17,23 +17,23 @@ from zoo.lm.model import LanguageModel
 from zoo.train.metrics import total_loss
 
 PRECISIONS = {"32-true": None, "bf16-true": torch.bfloat16, "bf16-mixed": torch.bfloat16, "16-true": torch.float16}
-SLICE = 97  # tokens that are compared: one whole chunk and a part
-FP32 = {"cpu": 1e-4, "cuda": 1e-3}  # cuDNN convolves in TF32
+SLICE = 97  # number of tokens to compare: one whole chunk and a part
+FP32 = {"cpu": 1e-4, "cuda": 1e-3}  # limits of relative errors; cuDNN convolves in TF32
 BF16, WORST = 1e-2, 0.5
-Run = Callable[[LanguageModel], dict[str, Tensor]]
+Measurement = Callable[[LanguageModel], dict[str, Tensor]]
 
 
 def read(config: Sequence[str]) -> Any:
-    """The parsed config of a model whose vocabulary is known.
+    """The parsed config of a model, with its vocabulary size set.
 
     Raises:
-        UserError: There is none, or it is wrong.
+        UserError: It is missing or invalid.
     """
     if not config:
-        raise UserError("config: there is none; give a model, such as --config gated_deltanet.yaml")
-    found = configs.read(*config)
-    found.model.vocab_size = configs.vocabulary(found)
-    return found
+        raise UserError("config: missing; give a model, such as --config gated_deltanet.yaml")
+    parsed = configs.read(*config)
+    parsed.model.vocab_size = configs.vocabulary(parsed)
+    return parsed
 
 
 def check_precision(name: str) -> None:
@@ -43,7 +43,7 @@ def check_precision(name: str) -> None:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise a UserError for a number below one."""
+    """Raise a UserError for a size below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise UserError(f"{name}: {size} must be at least 1")
@@ -57,7 +57,7 @@ def build(config: Any, precision: str, device: torch.device) -> LanguageModel:
 
 @contextmanager
 def running(precision: str, device: torch.device, backend: str = "auto") -> Iterator[None]:
-    """Mixed precision where it is asked for, and the backend of the kernels."""
+    """Run the block with the given backend of the kernels, and with autocast in a mixed precision."""
     mixed = precision.endswith("-mixed")
     with torch.autocast(device.type, PRECISIONS[precision], enabled=mixed), kernels.backend(backend):
         yield
@@ -69,11 +69,11 @@ def mean_loss(model: LanguageModel, tokens: Tensor) -> Tensor:
 
 
 def conditioned(model: LanguageModel) -> LanguageModel:
-    """The model with so large an eps in the norms of its mixers that rounding is not magnified beyond all measure.
+    """The model with a large eps in the norms of its mixers, so that they do not magnify rounding errors.
 
-    At the start the output for a first token, (q·k) v, may be nearly 0 by chance. A norm over it divides by next to
-    nothing, and a few tokens make most of the gradient in any precision, whatever the kernels do. With the mean square
-    of its inputs for eps no norm divides by less than their size.
+    At initialisation, the output for a first token, (q·k) v, may be close to 0 by chance. A norm then divides by almost
+    nothing, and a few tokens dominate the gradient in any precision, whatever the kernels do. With the mean square of
+    its inputs as eps, no norm divides by less than their size.
     """
 
     def widen(norm: RMSNorm | GatedRMSNorm, inputs: tuple[Tensor, ...]) -> None:
@@ -88,27 +88,29 @@ def conditioned(model: LanguageModel) -> LanguageModel:
     return model
 
 
-def compared(model: LanguageModel, precision: str, backend: str, run: Run, slow: Run | None = None) -> Gate:
-    """Compare what `run` makes of the model with what it, or `slow`, makes of an fp32 copy on loops.
+def compared(
+    model: LanguageModel, precision: str, backend: str, measure: Measurement, reference: Measurement | None = None
+) -> Gate:
+    """Compare the results of `measure` with those of `reference` (by default `measure`) on an fp32 copy with loops.
 
-    In low precision, an error twice as large as that of chunkwise PyTorch in the same precision is allowed: rounding
-    adds up over the layers.
+    In low precision, where rounding errors add up over the layers, twice the error of chunkwise PyTorch in the same
+    precision is allowed.
     """
     device = next(model.parameters()).device
     with running("32-true", device, "reference"):
-        wanted = (slow or run)(copy.deepcopy(model).float())
+        expected = (reference or measure)(copy.deepcopy(model).float())
     with running(precision, device, backend):
-        found = run(copy.deepcopy(model))
-    limits = dict.fromkeys(wanted, FP32.get(device.type, 1e-3))
+        actual = measure(copy.deepcopy(model))
+    limits = dict.fromkeys(expected, FP32.get(device.type, 1e-3))
     if precision != "32-true":
         with running(precision, device, "torch"):
-            usual = Gate()
-            for name, x in run(copy.deepcopy(model)).items():
-                usual.check(name, x, wanted[name], BF16)
-        limits = {name: min(max(2 * error, BF16), WORST) for name, error in usual.errors.items()}
+            chunkwise = Gate()
+            for name, x in measure(copy.deepcopy(model)).items():
+                chunkwise.check(name, x, expected[name], BF16)
+        limits = {name: min(max(2 * error, BF16), WORST) for name, error in chunkwise.errors.items()}
     gate = Gate()
-    for name, y in wanted.items():
-        gate.check(name, found[name], y, limits[name])
+    for name, y in expected.items():
+        gate.check(name, actual[name], y, limits[name])
     return gate
 
 
@@ -116,12 +118,13 @@ def learning(model: LanguageModel) -> dict[str, Tensor]:
     """Loss and gradients on a few tokens."""
     loss = mean_loss(model, _tokens(model, 1, SLICE + 1))
     loss.backward()
-    gradients = [p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None]  # there is room
+    # on the host, to save GPU memory
+    gradients = [p.grad.flatten().float().cpu() for p in model.parameters() if p.grad is not None]
     return {"loss": loss.detach(), "gradients": torch.cat(gradients)}
 
 
 def continuing(model: LanguageModel) -> dict[str, Tensor]:
-    """The logits after three tokens, one by one, that follow some that were read together."""
+    """The logits of three tokens read one by one, after a prefill."""
     tokens, logits = _tokens(model, 2), []
     with torch.no_grad():
         _, state = model(tokens[:, :-3], model.init_state(2))
@@ -132,7 +135,7 @@ def continuing(model: LanguageModel) -> dict[str, Tensor]:
 
 
 def at_once(model: LanguageModel) -> dict[str, Tensor]:
-    """The same logits from all tokens together, without a state."""
+    """The same logits from one forward pass over all tokens, without a state."""
     with torch.no_grad():
         return {"logits": model(_tokens(model, 2))[0][:, -3:].float()}
 

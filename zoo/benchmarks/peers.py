@@ -1,6 +1,6 @@
-"""What others offer for the same job: flash-linear-attention (FLA), PyTorch's SDPA and FlexAttention.
+"""Other libraries to compare with: flash-linear-attention (FLA), PyTorch's SDPA and FlexAttention.
 
-The only place that imports FLA, and only when it is asked for.
+This is the only module that imports FLA, and only on request.
 """
 
 import importlib
@@ -21,7 +21,7 @@ Peer = Callable[[Tensors], Tensor]
 def require(device: torch.device) -> None:
     """Raise a UserError if FLA cannot run."""
     if device.type != "cuda":
-        raise UserError("peers: flash-linear-attention needs a CUDA device; leave --peers out on this one")
+        raise UserError("peers: flash-linear-attention needs a CUDA device; leave --peers out on this machine")
     if version("flash-linear-attention") is None:
         raise UserError(
             "peers: flash-linear-attention is not installed; pip install flash-linear-attention, or leave --peers out"
@@ -30,19 +30,19 @@ def require(device: torch.device) -> None:
         chunks: Any = importlib.import_module("fla.ops.common.chunk_o")
     except ImportError as error:
         raise UserError(f"peers: flash-linear-attention cannot be imported ({error}); leave --peers out") from None
-    # FLA refuses its gated backward on Hopper under Triton >= 3.4.0 and < 3.7.1, where its gradients come out wrong.
-    # Its time is wanted here, and never its numbers.
+    # FLA refuses its gated backward on Hopper under Triton >= 3.4.0 and < 3.7.1, where its gradients are wrong. Only
+    # its time is measured here, so the refusal is switched off.
     chunks.IS_NVIDIA_HOPPER = False
 
 
 def require_for(ops: Iterable[str], device: torch.device) -> None:
-    """Raise a UserError if what the ops are compared with cannot run."""
+    """Raise a UserError if FLA is needed for one of the ops and cannot run."""
     if any(OPS[name].decay is not None for name in ops):
         require(device)
 
 
 def kernel_peers(case: Case) -> dict[str, Peer]:
-    """Calls with the inputs of `case` and outputs [B,T,H,D], by name."""
+    """Name → function from the inputs of `case` to outputs [B,T,H,D]."""
     if case.window is not None:
         return _attention(case)
     if case.op.function == "delta_rule":
@@ -59,7 +59,7 @@ def kernel_peers(case: Case) -> dict[str, Peer]:
 
 
 def _attention(case: Case) -> dict[str, Peer]:
-    """Causal SDPA, which sees everything, and on a GPU FlexAttention with the window."""
+    """Causal SDPA, without a window, and on a GPU FlexAttention with the window."""
 
     def heads_first(x: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         return x["q"].transpose(1, 2), x["k"].transpose(1, 2), x["v"].transpose(1, 2)
@@ -68,19 +68,19 @@ def _attention(case: Case) -> dict[str, Peer]:
         q, k, v = heads_first(x)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
-    found: dict[str, Peer] = {"sdpa causal": sdpa}
+    peers: dict[str, Peer] = {"sdpa causal": sdpa}
     if case.do.is_cuda:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         window, T = case.window or case.shape.T, case.shape.T
         mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < window), None, None, T, T, device="cuda")
         compiled: Any = torch.compile(flex_attention)
-        found["flex_attention window"] = lambda x: compiled(*heads_first(x), block_mask=mask).transpose(1, 2)
-    return found
+        peers["flex_attention window"] = lambda x: compiled(*heads_first(x), block_mask=mask).transpose(1, 2)
+    return peers
 
 
 def complaint(error: Exception) -> str:
-    """What another library raised, as a remark."""
+    """An exception of another library, as a remark."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -89,7 +89,7 @@ def language_model(sizes: dict[str, Any], device: torch.device) -> nn.Module:
 
     Args:
         sizes: The key `model` of a config.
-        device: Where its parameters are made.
+        device: Device of its parameters.
     """
     models = importlib.import_module("fla.models")
     heads = sizes["num_heads"]

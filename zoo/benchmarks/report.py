@@ -1,4 +1,4 @@
-"""What a benchmark leaves: a table in the terminal, bench.json and, over length or devices, bench.png."""
+"""The report of a benchmark: a table for the terminal, bench.json and, for lengths or devices, bench.png."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -14,8 +14,8 @@ from rich.table import Table
 
 from zoo.files.atomic import atomic_write
 
-# times of a call, and of its kernels alone, when a CUDA graph launches them
-KINDS = {"": "called ms", "_graph": "as graph ms"}
+# suffix in a row → column: time of a call, and of its kernels alone when a CUDA graph launches them
+TIMES = {"": "called ms", "_graph": "as graph ms"}
 
 
 @dataclass
@@ -23,13 +23,13 @@ class Report:
     """The rows of one benchmark.
 
     Args:
-        kind: kernels, training, decode or scaling.
-        folder: Where the files go.
+        benchmark: kernels, training, decode or scaling.
+        folder: The folder to write to.
         about: Device, versions and settings.
-        rows: One for each measurement.
+        rows: One row per measurement.
     """
 
-    kind: str
+    benchmark: str
     folder: Path
     about: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -40,30 +40,30 @@ class Report:
         return any(map(_wrong, self.rows))
 
     def write(self) -> None:
-        """Write the files."""
-        record = {"kind": self.kind, **self.about, "rows": self.rows}
+        """Write bench.json and bench.png."""
+        record = {"kind": self.benchmark, **self.about, "rows": self.rows}
         with atomic_write(self.folder / "bench.json") as file:
             file.write(json.dumps(record, indent=1, allow_nan=False).encode())
-        picture = PICTURES[self.kind](self) if self.kind in PICTURES else None
+        picture = PICTURES[self.benchmark](self) if self.benchmark in PICTURES else None
         if picture is not None:
             with atomic_write(self.folder / "bench.png") as file:
                 picture.savefig(file, format="png")
 
     def table(self) -> Table:
-        """The rows for the terminal."""
-        return TABLES[self.kind](self)
+        """The table for the terminal."""
+        return TABLES[self.benchmark](self)
 
 
 def kernels_table(report: Report) -> Table:
-    """One row for each op and shape, the peers' times and how many times ours below."""
-    kinds = [kind for kind in KINDS if any(f"fwd{kind}_ms" in row for row in report.rows)]
-    columns = ["op", "B×H×T×D", *(KINDS[kind] for kind in kinds), "TFLOP/s", "of limit"]
+    """A row for each op and shape, with the peers' times and their ratios to ours below."""
+    suffixes = [suffix for suffix in TIMES if any(f"fwd{suffix}_ms" in row for row in report.rows)]
+    columns = ["op", "B×H×T×D", *(TIMES[suffix] for suffix in suffixes), "TFLOP/s", "of limit"]
     if report.about["peers"]:
-        columns += [f"peer ÷ ours {KINDS[kind].removesuffix(' ms')}" for kind in kinds]
+        columns += [f"peer ÷ ours {TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
     table = _table(report, columns)
-    remarks = ["all: forward / forward and backward; TFLOP/s and part of what FLOPs and bytes allow: of the last time"]
-    by = sorted({row["implementation"] for row in report.rows if "implementation" in row})
-    remarks += [f"implementation: {', '.join(by)}"] if by else []
+    remarks = ["all: forward / forward and backward; TFLOP/s and fraction of the roofline are for the last time column"]
+    implementations = sorted({row["implementation"] for row in report.rows if "implementation" in row})
+    remarks += [f"implementation: {', '.join(implementations)}"] if implementations else []
     for row in report.rows:
         head = [row["op"], "×".join(map(str, row["shape"].values()))]
         if "fwd_ms" not in row:
@@ -71,7 +71,7 @@ def kernels_table(report: Report) -> Table:
         elif row["in_table"]:
             table.add_row(
                 *head,
-                *_times(row, kinds),
+                *_times(row, suffixes),
                 f"{row['fwd_tflops']:.3g} / {row['fwd_bwd_tflops']:.3g}",
                 _pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
             )
@@ -81,17 +81,17 @@ def kernels_table(report: Report) -> Table:
                     remarks.append(f"{name}: {peer['note']}")
                     continue
                 remarks += [f"{name}: no graph, {peer['graph_note']}"] if "graph_note" in peer else []
-                ratios = [_pair(peer.get(f"fwd{k}_ratio"), peer.get(f"fwd_bwd{k}_ratio"), "{:.2f}×") for k in kinds]
-                table.add_row(f"  {name}", "", *_times(peer, kinds), "", "", *ratios)
+                ratios = [_pair(peer.get(f"fwd{s}_ratio"), peer.get(f"fwd_bwd{s}_ratio"), "{:.2f}×") for s in suffixes]
+                table.add_row(f"  {name}", "", *_times(peer, suffixes), "", "", *ratios)
     return _captioned(table, remarks)
 
 
-def _times(row: dict[str, Any], kinds: Iterable[str]) -> list[str]:
-    return [_pair(row.get(f"fwd{kind}_ms"), row.get(f"fwd_bwd{kind}_ms"), "{:.3f}") for kind in kinds]
+def _times(row: dict[str, Any], suffixes: Iterable[str]) -> list[str]:
+    return [_pair(row.get(f"fwd{suffix}_ms"), row.get(f"fwd_bwd{suffix}_ms"), "{:.3f}") for suffix in suffixes]
 
 
 def training_table(report: Report) -> Table:
-    """One row for each model."""
+    """A row for each model."""
     about = report.about
     milliseconds = ("step_ms", "forward_ms", "backward_ms", "optimiser_ms")
     columns = ["model", "params", "tok/s", "step ms", "fwd", "bwd", "optim", "GiB", "MFU", "first s", "ready s"]
@@ -109,16 +109,16 @@ def training_table(report: Report) -> Table:
             f"{row['parameters'] / 1e6:.1f} M",
             f"{row['tokens_per_second']:,.0f}",
             *(f"{row[key]:.1f}" for key in milliseconds),
-            _given(row["peak_gib"], "{:.1f}"),
-            _given(row["mfu"], "{:.1%}"),
+            _formatted(row["peak_gib"], "{:.1f}"),
+            _formatted(row["mfu"], "{:.1%}"),
             f"{row['first_step_s']:.1f}",
-            _given(row["ready_s"], "{:.1f}"),
+            _formatted(row["ready_s"], "{:.1f}"),
         )
     return _captioned(table, remarks)
 
 
 def decode_table(report: Report) -> Table:
-    """One row for each batch size and position."""
+    """A row for each batch size and position."""
     table = _table(report, ["model", "batch", "position", "how", "ms/token", "tok/s", "state MB"])
     remarks: list[str] = []
     for row in report.rows:
@@ -127,25 +127,25 @@ def decode_table(report: Report) -> Table:
             _without(table, remarks, head, row)
             continue
         state = None if row["state_bytes"] is None else row["state_bytes"] / 1e6
-        table.add_row(*head, f"{row['ms']:.3f}", f"{row['tokens_per_second']:,.0f}", _given(state, "{:.1f}"))
+        table.add_row(*head, f"{row['ms']:.3f}", f"{row['tokens_per_second']:,.0f}", _formatted(state, "{:.1f}"))
         remarks += [row["note"]] if "note" in row else []
     return _captioned(table, remarks)
 
 
 def scaling_table(report: Report) -> Table:
-    """One row for each way and number of devices."""
+    """A row for each strategy and number of devices."""
     about = report.about
     parts = list(next((row["parts_ms"] for row in report.rows if "parts_ms" in row), ()))
-    some = {"communication_ms": ("waits", "{:.1f}"), "peak_gib": ("GiB", "{:.1f}")}  # where they are measured
-    some = {key: how for key, how in some.items() if any(row.get(key) is not None for row in report.rows)}
-    names = [name for name, _ in some.values()]
+    optional = {"communication_ms": ("waits", "{:.1f}"), "peak_gib": ("GiB", "{:.1f}")}  # not measured everywhere
+    optional = {key: column for key, column in optional.items() if any(row.get(key) is not None for row in report.rows)}
+    names = [name for name, _ in optional.values()]
     table = _table(report, ["way", "devices", "tok/s", "efficiency", "step ms", *parts, *names, "loss differs"])
     remarks = [
-        f"batch {about['batch_size']} × {about['length']} tokens for each device, or for all that share sequences",
-        "efficiency: part of the tokens/s that so many times one device would have",
+        f"batch {about['batch_size']} × {about['length']} tokens per device, or per group that shares sequences",
+        "efficiency: tokens/s relative to those of one device times the number of devices",
         *([f"{', '.join((*parts, *names))}: of the first device; parts of a step in ms"] if parts else []),
-        *(["waits: the end of backward, for gradients of other devices"] if "waits" in names else []),
-        "loss differs: at most, relative to one device on the same samples",
+        *(["waits: the end of backward, waiting for gradients of other devices"] if "waits" in names else []),
+        "loss differs: largest relative difference from one device on the same samples",
     ]
     for row in report.rows:
         head = [row["way"], str(row["devices"])]
@@ -155,17 +155,17 @@ def scaling_table(report: Report) -> Table:
         table.add_row(
             *head,
             f"{row['tokens_per_second']:,.0f}",
-            _given(row["efficiency"], "{:.0%}"),
+            _formatted(row["efficiency"], "{:.0%}"),
             *(f"{value:.1f}" for value in (row["step_ms"], *row["parts_ms"].values())),
-            *(_given(row[key], form) for key, (_, form) in some.items()),
-            _given(row["loss_difference"], "{:.0e}"),
+            *(_formatted(row[key], form) for key, (_, form) in optional.items()),
+            _formatted(row["loss_difference"], "{:.0e}"),
         )
         remarks += [f"{' '.join(head)}: {row['note']}"] if "note" in row else []
     return _captioned(table, remarks)
 
 
 def figure(report: Report) -> Figure | None:
-    """Time of forward and backward over the length, one line for each op; None if nothing was measured over it."""
+    """A plot of forward and backward time over length, one line per op; None without measurements over lengths."""
     rows = [row for row in report.rows if row.get("in_curve") and "fwd_bwd_ms" in row]
     if not rows:
         return None
@@ -194,7 +194,7 @@ def figure(report: Report) -> Figure | None:
 
 
 def scaling_figure(report: Report) -> Figure | None:
-    """Tokens a second over the devices, one line for each way, and beside it the memory of a GPU."""
+    """Plots of tokens per second and of GPU memory over the number of devices, one line per strategy."""
     rows = [row for row in report.rows if "step_ms" in row and not _wrong(row)]
     base = next((row for row in rows if row["devices"] == 1), None)
     devices = sorted({row["devices"] for row in rows})
@@ -240,7 +240,7 @@ def _captioned(table: Table, remarks: Iterable[str]) -> Table:
 
 
 def _without(table: Table, remarks: list[str], head: list[str], row: dict[str, Any]) -> None:
-    """A row without a result: the reason is a remark."""
+    """Add a row without a result, and a remark with the reason."""
     wrong = _wrong(row)
     table.add_row(*head, "WRONG" if wrong else "–", style="red" if wrong else None)
     remarks.append(f"{' '.join(part for part in head if part)}: {row['note']}")
@@ -250,7 +250,7 @@ def _wrong(row: dict[str, Any]) -> bool:
     return "gate" in row and not row["gate"]["passed"]
 
 
-def _given(value: float | None, form: str) -> str:
+def _formatted(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 

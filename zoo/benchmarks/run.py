@@ -1,4 +1,4 @@
-"""`bench`: measure, print a table, and leave it in a file."""
+"""The verb `bench`: run a benchmark, print a table, and write the results."""
 
 import inspect
 from collections.abc import Callable
@@ -24,31 +24,33 @@ KINDS: dict[str, Callable[..., Report]] = {
 
 
 def bench(kind: str, *configs_and_overrides: Item, **options: Any) -> Report:
-    """Measure, print a table, and leave `bench.json`.
+    """Run a benchmark, print a table, and write `bench.json`.
 
     Args:
-        kind: What to measure: `kernels`, `training`, `decode` or `scaling`.
+        kind: The benchmark: `kernels`, `training`, `decode` or `scaling`.
         configs_and_overrides: The model; none for `kernels`.
-        options: The arguments of `bench_KIND`, checked like any others.
+        options: The arguments of `bench_kernels`, `bench_training` and so on; unknown ones are errors.
 
     Returns:
         The report; `report.failed` says whether a result was wrong.
 
     Raises:
-        UserError: An argument is wrong.
+        UserError: An argument is invalid.
     """
     if kind not in KINDS:
         raise UserError(f"bench: {kind!r} is not one of {', '.join(KINDS)}{did_you_mean(kind, list(KINDS))}")
-    known = [name for name in inspect.signature(KINDS[kind]).parameters if name != "config"]
+    benchmark = KINDS[kind]
+    known = [name for name in inspect.signature(benchmark).parameters if name != "config"]
     if wrong := next((name for name in options if name not in known), None):
-        raise UserError(f"bench: {wrong!r} is no option of {kind}{did_you_mean(wrong, known)} ({', '.join(known)})")
-    given = {} if kind == "kernels" else {"config": list(configs_and_overrides)}
-    if kind == "kernels" and configs_and_overrides:
-        raise UserError(f"bench: kernels has no config, and {configs_and_overrides[0]!r} is none of its options")
-    report = KINDS[kind](**given, **options)
+        raise UserError(f"bench: {wrong!r} is not an option of {kind}{did_you_mean(wrong, known)} ({', '.join(known)})")
+    if benchmark is not bench_kernels:
+        options["config"] = list(configs_and_overrides)
+    elif configs_and_overrides:
+        raise UserError(f"bench: kernels has no config, and {configs_and_overrides[0]!r} is not one of its options")
+    report = benchmark(**options)
     report.write()
     console = Console()
-    if not console.is_terminal:  # a log file has room for all columns
+    if not console.is_terminal:  # in a log file, wide enough for all columns
         console = Console(width=max(console.width, 160))
     console.print(report.table())
     console.out(f"written to {report.folder}", highlight=False)

@@ -1,4 +1,4 @@
-"""`bench scaling`: how training scales over devices, measured by `fit` itself."""
+"""`bench scaling`: how training scales with the number of devices, measured with `fit` itself."""
 
 import math
 import os
@@ -25,31 +25,31 @@ from zoo.train.signals import sigterm_raises
 
 ONE = "one device"
 WARM_UP = 4  # steps
-WINDOWS = 10  # of steps, whose median counts
-LIMITS = {"32-true": 1e-4}  # of the relative difference of two losses
+WINDOWS = 10  # windows of steps, over which the median is taken
+LIMITS = {"32-true": 1e-4}  # largest relative difference of two losses
 LOW_PRECISION = 1e-2
 
 
 class Way(NamedTuple):
-    """An overlay in configs/train that shares the work among devices."""
+    """A strategy: an overlay in configs/train that divides the work among devices."""
 
     name: str
-    shares_sequences: bool  # else each device has sequences of its own
+    shares_sequences: bool  # otherwise each device has separate sequences
 
     @property
     def overlay(self) -> str:
-        """Its name among the configs."""
+        """The name of the overlay."""
         return f"train/{self.name}.yaml"
 
 
 class Fit(NamedTuple):
-    """A run that is to be measured."""
+    """A run to measure."""
 
-    name: str  # of its folder
+    name: str  # name of its folder
     arguments: list[str]
-    way: str | None  # of the row in the table; None for a mere reference
-    devices: int  # or as many as it stands for
-    reference: str | None  # the run on one device whose losses it must have
+    way: str | None  # strategy in the table; None for a reference, which is not in the table
+    devices: int  # for a reference, the number of devices that it stands for
+    reference: str | None  # the run on one device whose losses it must match
 
 
 def bench_scaling(
@@ -64,55 +64,55 @@ def bench_scaling(
     curves: bool = True,
     folder: str = "runs/bench-scaling",
 ) -> Report:
-    """Train on one device and on several, each way to share the work in turn, and compare speed, memory and losses.
+    """Train on one and on several devices, with each strategy, and compare speed, memory and losses.
 
-    Every run is `fit` on a made-up Markov chain. With a data-parallel way each device has a batch of its own, and the
-    losses must be those of one device that adds up the gradients of the same samples; a way that shares sequences
-    divides the batch of one device.
+    Every run is `fit` on a synthetic Markov chain. With a data-parallel strategy each device has a separate batch, and
+    the losses must match those of one device that accumulates gradients over the same samples. A strategy that shares
+    sequences divides the batch of one device.
 
     Args:
         config: Configs and `key=value` overrides, in order.
-        ways: Names of overlays in configs/train; null for ddp, zero1, zero2 and zero3.
-        devices: Numbers of devices; null for 1, 2, 4 … up to the GPUs there are, or 1 and 2 processes on a processor.
-            One device is measured in any case, as the base of the efficiency.
-        batch_size: Sequences of each device at a time, or of all devices that share them; null for the config's.
-        length: Tokens of a sequence; null for the config's.
-        steps: How many to time, after a few to warm up.
-        accelerator: cpu or gpu; null for the GPUs if there are any.
-        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for the config's, or for bf16-mixed on a GPU and
-            32-true on a processor.
-        curves: Whether to train, for each number of devices, the run that data-parallel losses are compared with.
-        folder: Where bench.json, bench.png and the runs go.
+        ways: Strategies, by the names of overlays in configs/train; null for ddp, zero1, zero2 and zero3.
+        devices: Numbers of devices; null for 1, 2, 4 … up to the number of GPUs, or 1 and 2 processes on a CPU. One
+            device is always measured, as the baseline of the efficiency.
+        batch_size: Sequences per device, or per group of devices that share them; null for the config's.
+        length: Tokens in a sequence; null for the config's.
+        steps: Number of steps to time, after a few to warm up.
+        accelerator: cpu or gpu; null for the GPUs if available.
+        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for the config's, or else bf16-mixed on a GPU and
+            32-true on a CPU.
+        curves: Whether to train, for each number of devices, the reference for data-parallel losses.
+        folder: The folder of bench.json, bench.png and the runs.
 
     Raises:
-        UserError: An argument is wrong.
+        UserError: An argument is invalid.
     """
     chosen = [_way(name) for name in dict.fromkeys(("ddp", "zero1", "zero2", "zero3") if ways is None else ways)]
     accelerator = _accelerator(accelerator)
     devices = _devices(devices, accelerator)
     if not config:
-        raise UserError("config: there is none; give a model, such as --config gated_deltanet.yaml")
-    found = configs.read(*config)
-    data = found.data.get("init_args") or {}
+        raise UserError("config: missing; give a model, such as --config gated_deltanet.yaml")
+    parsed = configs.read(*config)
+    data = parsed.data.get("init_args") or {}
     batch_size = batch_size if batch_size is not None else data.get("batch_size", 8)
     length = length if length is not None else data.get("sequence_length", 1024)
-    precision = precision or found.trainer.precision or best_precision(accelerator)
+    precision = precision or parsed.trainer.precision or best_precision(accelerator)
     models.check_precision(precision)
     models.check_sizes(batch_size=batch_size, length=length, steps=steps)
-    every = max(steps // WINDOWS, 1)
+    interval = max(steps // WINDOWS, 1)
     settings = {
         "data": "MarkovChain",
-        "data.vocab_size": found.model.vocab_size or data.get("vocab_size") or configs.vocabulary(found),
+        "data.vocab_size": parsed.model.vocab_size or data.get("vocab_size") or configs.vocabulary(parsed),
         "data.sequence_length": length,
         "trainer.accelerator": accelerator,
         "trainer.precision": precision,
         "trainer.max_steps": WARM_UP + steps,
-        "trainer.log_every_n_steps": every,
+        "trainer.log_every_n_steps": interval,
         "trainer.limit_val_batches": 0,
         "trainer.callbacks+": f"{Unsaved.__module__}.{Unsaved.__name__}",
         "loss_curve.every_n_steps": WARM_UP + steps,  # reading a loss waits for the device
     }
-    plan = _plan(config, settings, chosen, devices, batch_size, found.trainer.accumulate_grad_batches, curves)
+    plan = _plan(config, settings, chosen, devices, batch_size, parsed.trainer.accumulate_grad_batches, curves)
 
     threads = os.environ.get("OMP_NUM_THREADS") or str(max((os.cpu_count() or 1) // devices[-1], 1))
     about = described(torch.device("cuda" if accelerator == "gpu" else "cpu"))
@@ -126,10 +126,10 @@ def bench_scaling(
         for fit in plan:
             bar.set_postfix_str(fit.name)
             code = run(runs / fit.name, fit.arguments, threads)
-            outcomes[fit.name] = outcome(runs / fit.name, code, WARM_UP, every, accelerator == "gpu")
+            outcomes[fit.name] = outcome(runs / fit.name, code, WARM_UP, interval, accelerator == "gpu")
             row = _row(fit, outcomes, LIMITS.get(precision, LOW_PRECISION))
             (about["references"] if fit.way is None else report.rows).append(row)
-            report.write()  # what was measured stays, whatever comes next
+            report.write()  # after every run, so that an interruption loses nothing
             bar.update()
     return report
 
@@ -138,31 +138,31 @@ def _way(name: str) -> Way:
     folder = configs.CONFIGS / "train"
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in known:
-        raise UserError(f"ways: {name!r} is no file in configs/train{did_you_mean(name, known)}")
+        raise UserError(f"ways: {name!r} is not a file in configs/train{did_you_mean(name, known)}")
     keys = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     return Way(name, keys.get("context_parallel", 1) > 1)
 
 
 def _accelerator(name: str | None) -> str:
-    there = torch.cuda.is_available()
+    available = torch.cuda.is_available()
     if name is None:
-        return "gpu" if there else "cpu"
+        return "gpu" if available else "cpu"
     if name not in ("cpu", "gpu"):
         raise UserError(f"accelerator: {name!r} is not one of cpu, gpu{did_you_mean(name, ['cpu', 'gpu'])}")
-    if name == "gpu" and not there:
+    if name == "gpu" and not available:
         raise UserError("accelerator: PyTorch finds no GPU on this machine; leave --accelerator out for the CPU")
     return name
 
 
 def _devices(numbers: list[int] | None, accelerator: str) -> list[int]:
     """The numbers of devices, ascending from 1."""
-    there = torch.cuda.device_count() if accelerator == "gpu" else None
+    available = torch.cuda.device_count() if accelerator == "gpu" else None
     if numbers is None:
-        numbers = [2**i for i in range((there or 2).bit_length())]
+        numbers = [2**i for i in range((available or 2).bit_length())]
     for number in numbers:
         models.check_sizes(devices=number)
-        if there is not None and number > there:
-            raise UserError(f"devices: {number} is more than the GPUs of this machine, {there}")
+        if available is not None and number > available:
+            raise UserError(f"devices: {number} is more than the GPUs of this machine, {available}")
     return sorted({1, *numbers})
 
 
@@ -175,17 +175,17 @@ def _plan(
     accumulated: int,
     curves: bool,
 ) -> list[Fit]:
-    """All runs, those on one device before the ones that are compared with them.
+    """All runs, with references before the runs that are compared with them.
 
-    A batch of n devices is n batches of one device that follow one another, so that adding up n of them is a step on
-    the same samples.
+    A batch on n devices consists of n consecutive batches of one device, so accumulating n of them gives a step on the
+    same samples.
     """
 
     def arguments(number: int, sequences: int, way: Way | None, *more: str) -> list[str]:
         items = [*config, way.overlay if way else "trainer.strategy=auto"]
         items += [f"{key}={value}" for key, value in settings.items()]
         items += [f"data.batch_size={sequences}", f"trainer.devices={number}", *more]
-        configs.read(*items)  # a mistake should not wait for its turn
+        configs.read(*items)  # reports mistakes before any run starts
         is_key = ["=" in item and not item.startswith("{") for item in items]
         pairs = zip(items, is_key, strict=True)
         return ["fit", *(part for item, key in pairs for part in ([f"--{item}"] if key else ["--config", item]))]
@@ -208,11 +208,11 @@ def _plan(
 
 
 def _emptied(report: Report) -> Path:
-    """The folder of the runs, without those of an earlier benchmark."""
+    """The folder of the runs, after removing those of an earlier benchmark."""
     runs = report.folder / "fits"
     if runs.exists():
         if not (report.folder / "bench.json").is_file():
-            raise UserError(f"folder: {runs} exists and is of no benchmark; choose another --folder")
+            raise UserError(f"folder: {runs} exists and does not belong to a benchmark; choose another --folder")
         shutil.rmtree(runs)
     (report.folder / "bench.png").unlink(missing_ok=True)
     runs.mkdir(parents=True)
@@ -221,29 +221,29 @@ def _emptied(report: Report) -> Path:
 
 
 def _row(fit: Fit, outcomes: dict[str, Outcome], limit: float) -> dict[str, Any]:
-    """What is reported of a run; its gate says whether its losses are those of its reference."""
-    found, base, reference = (outcomes.get(name or "") for name in (fit.name, "one-device", fit.reference))
-    assert found is not None
+    """The row of a run, with a gate for whether its losses match those of its reference."""
+    measured, base, reference = (outcomes.get(name or "") for name in (fit.name, "one-device", fit.reference))
+    assert measured is not None
     assert base is not None
-    row = {"way": fit.way, "devices": fit.devices, **found.numbers}
-    speed, alone = (one.numbers.get("tokens_per_second") for one in (found, base))
-    row["efficiency"] = None if speed is None or alone is None else speed / (fit.devices * alone)
-    row |= {"loss_difference": None, "losses": [x if math.isfinite(x) else None for x in found.losses]}
+    row = {"way": fit.way, "devices": fit.devices, **measured.numbers}
+    speed, base_speed = (outcome.numbers.get("tokens_per_second") for outcome in (measured, base))
+    row["efficiency"] = None if speed is None or base_speed is None else speed / (fit.devices * base_speed)
+    row |= {"loss_difference": None, "losses": [x if math.isfinite(x) else None for x in measured.losses]}
     row["command"] = shlex.join(["python", "cli.py", *fit.arguments])
-    if found.note is not None:
-        row["note"] = found.note
+    if measured.note is not None:
+        row["note"] = measured.note
     elif reference is not None and reference.note is not None:
-        row["note"] = f"nothing to compare its losses with: {reference.note}"
+        row["note"] = f"no reference for its losses: {reference.note}"
     elif reference is not None:
-        gate = Gate({"loss": largest_difference(found.losses, reference.losses)}, {"loss": limit})
+        gate = Gate({"loss": largest_difference(measured.losses, reference.losses)}, {"loss": limit})
         row["gate"] = gate.record()
         row["loss_difference"] = row["gate"]["errors"]["loss"]
         row |= {} if gate.passed else {"note": gate.says}
     return row
 
 
-def largest_difference(losses: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest relative difference of two curves; infinite if they differ in length or hold no numbers."""
-    if len(losses) != len(wanted) or not losses or not all(map(math.isfinite, (*losses, *wanted))):
+def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference of two curves; infinite if they are empty, not finite, or of unequal length."""
+    if len(losses) != len(expected) or not losses or not all(map(math.isfinite, (*losses, *expected))):
         return math.inf
-    return max(abs(x - y) / abs(y) for x, y in zip(losses, wanted, strict=True))
+    return max(abs(x - y) / abs(y) for x, y in zip(losses, expected, strict=True))

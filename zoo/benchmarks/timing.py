@@ -1,4 +1,4 @@
-"""Medians of calls that take turns, on a GPU by events and on a processor by the clock."""
+"""Median times of alternating calls, on a GPU by events and on a CPU by the clock."""
 
 import itertools
 import os
@@ -12,27 +12,27 @@ import torch
 
 from zoo.generation.decoder import capture
 
-Call = Callable[[], object]
-CACHE = 256 << 20  # bytes to overwrite between calls on a GPU: more than any second-level cache
-TURN = 10  # calls
+TimedCall = Callable[[], object]
+CACHE = 256 << 20  # bytes to overwrite between calls on a GPU: more than any L2 cache
+TURN = 10  # calls in a row
 _IMPORTED = time.perf_counter()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Clock:
-    """Marks in the stream of work of a device."""
+    """Time marks in a device's stream of work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Note when the work given so far is done."""
+        """Mark the end of the work submitted so far."""
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -41,7 +41,7 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def between(self) -> list[float]:
-        """Milliseconds between the marks, after waiting for the device; forgets them."""
+        """Milliseconds between consecutive marks, after waiting for the device; clears the marks."""
         synchronize(self.device)
         marks, self._marks = self._marks, []
         if self.device.type == "cuda":
@@ -50,20 +50,20 @@ class Clock:
 
 
 def medians(
-    calls: Mapping[str, Call], device: torch.device, seconds: float = 0.5, least: int = 3, most: int = 100
+    calls: Mapping[str, TimedCall], device: torch.device, seconds: float = 0.5, least: int = 3, most: int = 100
 ) -> dict[str, float]:
-    """Median milliseconds of each call.
+    """The median time of each call in milliseconds.
 
-    The calls take turns, so that what happens to the machine meanwhile happens to all of them. A turn is several calls,
-    so that each finds caches and threads of the processor as its own kind leaves them, as in a loop that calls nothing
-    else. Each runs twice before: the first time compiles, the second says how often to repeat.
+    The calls alternate, so that disturbances of the machine affect all of them. Each turn has several calls in a row,
+    so that caches and threads are as in a loop of that call alone. Each call first runs twice, to compile and to decide
+    how often to repeat it.
 
     Args:
-        calls: By name.
-        device: Where they run.
-        seconds: Time to spend on all of them together.
-        least: Repetitions at least, and
-        most: at most.
+        calls: Name → call.
+        device: The device of the calls.
+        seconds: Total time to spend.
+        least: Smallest number of repetitions.
+        most: Largest number of repetitions.
     """
     clock = Clock(device)
     flush = torch.empty(CACHE, dtype=torch.int8, device=device) if device.type == "cuda" else None
@@ -78,20 +78,20 @@ def medians(
     order = [name for done in range(0, repeats, TURN) for name in calls for _ in range(min(TURN, repeats - done))]
     for name in order:
         if flush is not None:
-            flush.zero_()  # inputs come from memory, and launches hide behind it
+            flush.zero_()  # so that inputs come from memory, and launch times are hidden
         clock.mark()
         calls[name]()
         clock.mark()
-    times = clock.between()[::2]  # the others lie between the calls
-    found = list(zip(order, times, strict=True))
-    return {name: statistics.median(ms for which, ms in found if which == name) for name in calls}
+    times = clock.between()[::2]  # the other intervals are between calls
+    timed = list(zip(order, times, strict=True))
+    return {name: statistics.median(ms for called, ms in timed if called == name) for name in calls}
 
 
-def as_graph(call: Call, device: torch.device) -> Call:
-    """A call on a GPU recorded as a CUDA graph: what its kernels take, without the time to launch them.
+def as_graph(call: TimedCall, device: torch.device) -> TimedCall:
+    """A call captured as a CUDA graph, which takes the time of its kernels without launching them one by one.
 
     Raises:
-        RuntimeError: The call cannot be recorded; it waits for the device, say.
+        RuntimeError: The call cannot be captured, for instance because it synchronises.
     """
 
     def rehearse() -> None:
@@ -105,7 +105,7 @@ def as_graph(call: Call, device: torch.device) -> Call:
 
 
 def process_age() -> float:
-    """Seconds since this process started, imports included; where the system does not say, since this import."""
+    """Seconds since this process started, including imports; if the start is unknown, since this module's import."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""`bench training`: tokens a second of a training step, and where its time goes."""
+"""`bench training`: tokens per second in training, and where the time of a step goes."""
 
 import statistics
 import time
@@ -39,41 +39,41 @@ def bench_training(
     peers: bool = False,
     folder: str = "runs/bench-training",
 ) -> Report:
-    """Time training steps of a model on random tokens, after a check of its loss and gradients.
+    """Time training steps of a model on random tokens, after checking its loss and gradients.
 
     Args:
         config: Configs and `key=value` overrides, in order.
-        batch_size: Sequences of a step; null for the config's.
-        length: Tokens of a sequence; null for the config's.
-        steps: How many to time, after a few to warm up.
-        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for the config's, or for bf16-mixed on a GPU and
-            32-true on a processor.
-        backend: Of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
-        device: cpu or cuda; null for the GPU if there is one.
+        batch_size: Sequences in a step; null for the config's.
+        length: Tokens in a sequence; null for the config's.
+        steps: Number of steps to time, after a few to warm up.
+        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for the config's, or else bf16-mixed on a GPU and
+            32-true on a CPU.
+        backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
+        device: cpu or cuda; null for the GPU if available.
         compile: Whether to compile each block with torch.compile.
-        peers: Whether to time flash-linear-attention's Gated DeltaNet of the same sizes too, in turn with ours.
-        folder: Where bench.json goes.
+        peers: Whether to also time flash-linear-attention's Gated DeltaNet of the same sizes, alternating with ours.
+        folder: The folder of bench.json.
 
     Raises:
-        UserError: An argument is wrong.
+        UserError: An argument is invalid.
     """
     where = pick_device(device)
     if where.type == "cpu":
         use_processor()
     if peers:
         others.require(where)
-    found = models.read(config)
-    data = found.data.get("init_args") or {}
+    parsed = models.read(config)
+    data = parsed.data.get("init_args") or {}
     batch_size = batch_size if batch_size is not None else data.get("batch_size", 8)
     length = length if length is not None else data.get("sequence_length", 1024)
-    precision = precision or found.trainer.precision or best_precision("gpu" if where.type == "cuda" else "cpu")
+    precision = precision or parsed.trainer.precision or best_precision("gpu" if where.type == "cuda" else "cpu")
     backend = pick_backend(backend)
     models.check_precision(precision)
     models.check_sizes(batch_size=batch_size, length=length, steps=steps)
     name = Path(str(next((item for item in config if "=" not in item), "model"))).stem
     about = {
         **described(where),
-        "model": configs.to_dict(found)["model"],
+        "model": configs.to_dict(parsed)["model"],
         "batch_size": batch_size,
         "length": length,
         "precision": precision,
@@ -81,11 +81,11 @@ def bench_training(
         "peers": peers,
     }
     report = Report("training", Path(folder), about)
-    tokens = torch.randint(found.model.vocab_size, (batch_size, length + 1), device=where)
-    optim = configs.instantiate("optim", found)
+    tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=where)
+    optim = configs.instantiate("optim", parsed)
 
     with tqdm(total=1 + (1 + peers) * (1 + WARM_UP + steps), desc="training", unit=" steps", dynamic_ncols=True) as bar:
-        model = models.build(found, precision, where)
+        model = models.build(parsed, precision, where)
         row: dict[str, Any] = {"model": name, "parameters": model.num_parameters()}
         report.rows.append(row)
         if compile:  # as `compile: true` does
@@ -93,13 +93,13 @@ def bench_training(
                 block.forward = compiled
         learner = Learner(model, optim, precision, backend, lambda: models.mean_loss(model, tokens))
         learners = [(row, learner)] if _warmed(row, learner, bar) else []
-        # after the first step, whose time includes what is compiled
-        checked = models.conditioned(models.build(found, precision, where))
+        # after the first step, whose time is to include compilation
+        checked = models.conditioned(models.build(parsed, precision, where))
         gate = models.compared(checked, precision, backend, models.learning)
         bar.update()
         row["gate"] = gate.record()
         if not gate.passed:
-            report.rows[:] = [{"model": name, "gate": row["gate"], "note": gate.says}]  # no times
+            report.rows[:] = [{"model": name, "gate": row["gate"], "note": gate.says}]  # without times
             return report
         if peers:
             row = {"model": "fla gated delta rule"}
@@ -119,7 +119,7 @@ def bench_training(
 
 
 class Learner:
-    """A model with its optimiser."""
+    """A model with its optimiser and clock."""
 
     def __init__(
         self, model: nn.Module, optim: Optimisation, precision: str, backend: str, loss: Callable[[], Tensor]
@@ -132,7 +132,7 @@ class Learner:
         self.peak_gib: float | None = None
 
     def step(self) -> None:
-        """A training step. Nothing waits for the device, so that it finds work while the host prepares the next one."""
+        """Run a training step without synchronising, so that the device stays busy while the host prepares the next."""
         clock = self.clock
         clock.mark()
         with models.running(self.precision, self.device, self.backend):
@@ -147,13 +147,13 @@ class Learner:
         clock.mark()
 
     def times(self) -> Sequence[Sequence[float]]:
-        """Milliseconds of forward, of backward and of the optimiser in each step since the last call."""
+        """Milliseconds of forward, backward and optimiser in each step since the last call."""
         between = self.clock.between()
-        return [between[part::4] for part in range(3)]  # the fourth lies between two steps
+        return [between[part::4] for part in range(3)]  # the fourth interval is between two steps
 
 
 def _warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> bool:
-    """The first steps: their time, the memory they take beyond `before` bytes; False if that is too much."""
+    """Run the first steps, and record their time and their memory beyond `before` bytes; False if out of memory."""
     on_gpu = learner.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(learner.device)
@@ -190,15 +190,15 @@ def _peer(
         done = _warmed(row, learner, bar, before)
     except UserError:
         raise
-    except Exception as error:  # whatever another library raises is a remark in our table
+    except Exception as error:  # errors of other libraries become remarks in the table
         row["note"] = others.complaint(error)
         return []
-    row["ready_s"] = None  # the process did other things before
+    row["ready_s"] = None  # the process was busy with our model before
     return [(row, learner)] if done else []
 
 
 def _timed(learners: Sequence[tuple[dict[str, Any], Learner]], steps: int, bar: Any) -> None:
-    """Steps of all models, in turn."""
+    """Run steps of all models, alternating."""
     for _ in range(steps):
         for _, learner in learners:
             learner.step()

@@ -1,4 +1,4 @@
-"""`tune`: measure the launch tables of the Triton kernels again, on the GPU at hand."""
+"""The verb `tune`: measure the launch configurations of the Triton kernels on this GPU."""
 
 import json
 import tempfile
@@ -22,8 +22,8 @@ from zoo.benchmarks.candidate import ALONE, Entry, Target
 from zoo.benchmarks.device import DTYPES, described
 from zoo.files.atomic import atomic_write
 
-GAIN = 0.97  # a candidate must take at most so much of the time of the present entry to replace it
-Run = Callable[[Mapping[str, Any]], dict[str, Any]]
+GAIN = 0.97  # a candidate replaces the present entry if its time is at most this fraction
+TaskRunner = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclass
@@ -31,10 +31,11 @@ class Trial:
     """All candidates of one kernel.
 
     Args:
-        target: What they are for.
-        entries: The candidates; the first one is the present entry.
-        wrong: By number, why a candidate is no good.
-        ms: By number, milliseconds of a whole call, forward and backward; without an entry in any file, by `ALONE`.
+        target: The kernel, head size and dtype.
+        entries: The candidate launch configurations; the first is the present one.
+        wrong: Number of a candidate → why it was rejected.
+        ms: Number of a candidate → milliseconds of a whole call, forward and backward; under `ALONE`, those without a
+            launch file.
     """
 
     target: Target
@@ -44,7 +45,7 @@ class Trial:
 
     @property
     def best(self) -> int | None:
-        """The number of the entry that is proposed: the present one, unless another is clearly faster."""
+        """The number of the proposed entry: the present one, unless another is clearly faster; None without times."""
         timed = {int(key): ms for key, ms in self.ms.items() if key != ALONE}
         if not timed:
             return None
@@ -53,7 +54,7 @@ class Trial:
 
     @property
     def gains(self) -> bool:
-        """Whether the proposal is no slower than the built-in launches."""
+        """Whether the proposal is at least as fast as the built-in launch configurations."""
         return self.best is not None and self.ms[str(self.best)] <= self.ms.get(ALONE, float("inf"))
 
 
@@ -65,32 +66,32 @@ def tune(
     seconds: float = 1.0,
     folder: str = "runs/tune",
 ) -> None:
-    """Measure the launches of the Triton kernels on this GPU, and write the best ones to a file.
+    """Measure launch configurations of the Triton kernels on this GPU, and write the best ones to a file.
 
-    Candidates lie around the present entries. Each is checked in a process of its own, in outputs and gradients against
-    slow fp32, and by repeating it; those that passed are timed. The file changes nothing, unless the environment
-    variable ZOO_LAUNCH names it.
+    Candidates are neighbours of the present configurations. Each is checked in a separate process: its outputs and
+    gradients against an fp32 reference, and its results for repeatability. Those that pass are timed. The file takes
+    effect only if the environment variable ZOO_LAUNCH names it.
 
     Args:
-        kernels: Some of carry, local, head_scores, channel_scores, channel_grads and step (linear_recurrence), and of
+        kernels: Any of carry, local, head_scores, channel_scores, channel_grads and step (linear_recurrence), and of
             prepare, forward, backward, dq, dk and narrow (delta_rule), or these ops; all by default.
         sizes: Head sizes; null for 64, 128 and 256.
         dtypes: bf16 or fp32; null for both.
-        jobs: Candidates that are checked at a time.
+        jobs: Number of candidates checked at a time.
         seconds: Time to spend on each measurement.
-        folder: Where launch.json goes.
+        folder: The folder of launch.json.
 
     Raises:
-        UserError: An argument is wrong, or there is no GPU.
+        UserError: An argument is invalid, or there is no GPU.
     """
     targets = _targets(kernels, sizes, dtypes)
     if jobs < 1:
         raise UserError(f"jobs: expected at least 1, got {jobs}")
     if not torch.cuda.is_available():
-        raise UserError("tune: PyTorch finds no CUDA device on this machine, and there is nothing to time without one")
+        raise UserError("tune: PyTorch finds no CUDA device on this machine, and tuning needs one")
     device = torch.device("cuda")
     tuner = Tuner(device, jobs, seconds, candidate.run)
-    with launch_file(None):  # the tables as they are
+    with launch_file(None):  # start from the built-in configurations
         tuner.run(targets, Path(folder) / "launch.json")
     console = Console()
     if not console.is_terminal:
@@ -101,37 +102,37 @@ def tune(
 
 
 def launch_variable(file: Path) -> str:
-    """What to put before a command to use a file."""
+    """The environment variable, as a prefix of a command, that makes it use a launch file."""
     return f"ZOO_LAUNCH={file}"
 
 
 class Tuner:
-    """Goes through the kernels of an op one by one; what was found for one is in force for the next.
+    """Tunes the kernels of an op one after another, each with the best entries of those before it.
 
     Args:
         device: The GPU.
-        jobs: Candidates that are checked at a time.
+        jobs: Number of candidates checked at a time.
         seconds: Time to spend on each measurement.
-        process: Does a task in another process.
+        process: Runs a task in another process.
     """
 
-    def __init__(self, device: torch.device, jobs: int, seconds: float, process: Run):
+    def __init__(self, device: torch.device, jobs: int, seconds: float, process: TaskRunner):
         self.device, self.jobs, self.seconds, self.process = device, jobs, seconds, process
         self.about = described(device)
         self.capability = torch.cuda.get_device_capability(device)
         properties = torch.cuda.get_device_properties(device)
-        self.shared = getattr(properties, "shared_memory_per_block_optin", 1 << 30)  # bytes; unknown is no limit
+        self.shared = getattr(properties, "shared_memory_per_block_optin", 1 << 30)  # bytes; no limit if unknown
         self.trials: list[Trial] = []
 
     def run(self, targets: Iterable[Target], file: Path) -> None:
-        """Try all targets, and write what is known so far after each of them."""
+        """Tune all targets, and write the results so far after each of them."""
         targets = list(targets)
         groups = list(dict.fromkeys((t.kernel.partition(".")[0], t.size, t.itemsize) for t in targets))
         bar = tqdm(total=len(targets), desc="tune", unit=" kernels", dynamic_ncols=True)
         for op, size, itemsize in groups:
-            every = [Target(f"{op}.{name}", size, itemsize) for name in NAMES[op]]
-            chosen = {t: entry for t in every if (entry := candidate.present(t, self.device)) is not None}
-            for target in every:
+            of_op = [Target(f"{op}.{name}", size, itemsize) for name in NAMES[op]]
+            chosen = {t: entry for t in of_op if (entry := candidate.present(t, self.device)) is not None}
+            for target in of_op:
                 if target not in targets:
                     continue
                 bar.set_postfix_str(target.says)
@@ -155,35 +156,37 @@ class Tuner:
                 Path(files[-1]).write_text(json.dumps(self.content({**chosen, target: entry})), encoding="utf-8")
             tasks = [{"target": target, "entry": e, "file": f} for e, f in zip(trial.entries, files, strict=True)]
             with ThreadPoolExecutor(self.jobs) as pool:
-                for number, found in enumerate(pool.map(self.process, tasks)):
-                    if found["wrong"] is not None:
-                        trial.wrong[number] = found["wrong"]
+                for number, outcome in enumerate(pool.map(self.process, tasks)):
+                    if outcome["wrong"] is not None:
+                        trial.wrong[number] = outcome["wrong"]
             good: dict[str, str | None] = {str(n): f for n, f in enumerate(files) if n not in trial.wrong}
             if good:
                 good[ALONE] = None
-                found = self.process({"target": target, "files": good, "seconds": self.seconds})
-                trial.ms = found.get("ms", {})
-                if "ms" not in found:
-                    trial.wrong.update({int(n): f"timing: {found['wrong']}" for n in good if n != ALONE})
+                outcome = self.process({"target": target, "files": good, "seconds": self.seconds})
+                trial.ms = outcome.get("ms", {})
+                if "ms" not in outcome:
+                    trial.wrong.update({int(n): f"timing: {outcome['wrong']}" for n in good if n != ALONE})
         return trial
 
     def content(self, entries: Mapping[Target, Entry]) -> dict[str, Any]:
-        """A launch file for this GPU."""
+        """The content of a launch file for this GPU."""
         return {"capability": self.capability, "entries": [{**t._asdict(), **entry} for t, entry in entries.items()]}
 
     def proposed(self) -> dict[Target, Entry]:
-        """The best entries. Heads that are cut so far stay so, unless every kernel gains."""
-        kept = {}
+        """The best entries. For heads that are cut into pieces now, only if every kernel gains without the cut."""
+        best = {}
         for trial in self.trials:
-            same = [t for t in self.trials if _group(t.target) == _group(trial.target)]
+            group = [t for t in self.trials if _group(t.target) == _group(trial.target)]
             cut = candidate.is_cut(trial.target, self.device)
-            whole = {t.target.kernel.partition(".")[2] for t in same} == {*NAMES[trial.target.kernel.partition(".")[0]]}
-            if trial.best is not None and (not cut or (whole and all(t.gains for t in same))):
-                kept[trial.target] = trial.entries[trial.best]
-        return kept
+            whole = {t.target.kernel.partition(".")[2] for t in group} == {
+                *NAMES[trial.target.kernel.partition(".")[0]]
+            }
+            if trial.best is not None and (not cut or (whole and all(t.gains for t in group))):
+                best[trial.target] = trial.entries[trial.best]
+        return best
 
     def write(self, file: Path) -> None:
-        """Write the proposed entries, and what was measured."""
+        """Write the proposed entries and all measurements."""
         measured = [{**trial.target._asdict(), "rows": rows(trial)} for trial in self.trials]
         record = {**self.about, **self.content(self.proposed()), "measured": measured}
         with atomic_write(file) as opened:
@@ -191,7 +194,7 @@ class Tuner:
 
 
 def rows(trial: Trial) -> list[dict[str, Any]]:
-    """The candidates of a trial, and what became of them."""
+    """The candidates of a trial with their results."""
     return [
         {
             **entry,
@@ -205,20 +208,20 @@ def rows(trial: Trial) -> list[dict[str, Any]]:
 
 
 def table(trials: Iterable[Trial], device: str) -> Table:
-    """All candidates for the terminal."""
-    made = Table(title=device, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    """A table of all candidates for the terminal."""
+    shown = Table(title=device, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("kernel", "candidate", "ms", "", "remark"):
-        made.add_column(column, justify="right" if column == "ms" else "left", no_wrap=column != "remark")
+        shown.add_column(column, justify="right" if column == "ms" else "left", no_wrap=column != "remark")
     for trial in trials:
         for number, row in enumerate(rows(trial)):
             entry = " ".join(f"{name} {value}" for name, value in trial.entries[number].items() if value)
             marks = ", ".join(name for name in ("present", "proposed") if row[name])
             ms = "–" if row["ms"] is None else f"{row['ms']:.3f}"
             head = "" if number else trial.target.says
-            made.add_row(head, entry, ms, marks, row["wrong"] or "", style="red" if row["wrong"] else None)
+            shown.add_row(head, entry, ms, marks, row["wrong"] or "", style="red" if row["wrong"] else None)
         if ALONE in trial.ms:
-            made.add_row("", ALONE, f"{trial.ms[ALONE]:.3f}")
-    return made
+            shown.add_row("", ALONE, f"{trial.ms[ALONE]:.3f}")
+    return shown
 
 
 def _group(target: Target) -> tuple[str, int, int]:
@@ -226,18 +229,18 @@ def _group(target: Target) -> tuple[str, int, int]:
 
 
 def _targets(kernels: list[str] | str | None, sizes: list[int] | None, dtypes: list[str] | str | None) -> list[Target]:
-    """What is asked for."""
-    meant: dict[str, list[str]] = {op: [] for op in NAMES}  # by op, by name (which two ops may share), by both
+    """The targets of `tune`'s arguments."""
+    by_name: dict[str, list[str]] = {op: [] for op in NAMES}  # op, kernel (which two ops may share), or op.kernel
     for kernel in KERNELS:
         op, _, name = kernel.partition(".")
-        for given in (op, name, kernel):
-            meant.setdefault(given, []).append(kernel)
+        for alias in (op, name, kernel):
+            by_name.setdefault(alias, []).append(kernel)
     chosen = []
-    for given in _listed(kernels, list(NAMES)):
-        if given not in meant:
-            allowed = ", ".join(name for name in meant if name not in KERNELS)
-            raise UserError(f"kernels: {given!r} is not one of {allowed}{did_you_mean(given, list(meant))}")
-        chosen += meant[given]
+    for name in _listed(kernels, list(NAMES)):
+        if name not in by_name:
+            allowed = ", ".join(known for known in by_name if known not in KERNELS)
+            raise UserError(f"kernels: {name!r} is not one of {allowed}{did_you_mean(name, list(by_name))}")
+        chosen += by_name[name]
     precisions = _listed(dtypes, ["bf16", "fp32"])
     for dtype in precisions:
         if dtype not in ("bf16", "fp32"):
@@ -249,7 +252,7 @@ def _targets(kernels: list[str] | str | None, sizes: list[int] | None, dtypes: l
     return [Target(k, s, DTYPES[d].itemsize) for d in precisions for s in lengths for k in dict.fromkeys(chosen)]
 
 
-def _listed(given: list[str] | str | None, default: list[str]) -> list[str]:
-    if given is None:
+def _listed(names: list[str] | str | None, default: list[str]) -> list[str]:
+    if names is None:
         return default
-    return [name.strip() for name in (given.strip("[]").split(",") if isinstance(given, str) else given)]
+    return [name.strip() for name in (names.strip("[]").split(",") if isinstance(names, str) else names)]

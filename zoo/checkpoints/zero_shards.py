@@ -138,7 +138,7 @@ def without_code() -> Iterator[None]:
     previous = {name: os.environ.pop(name, None) for name in (_FORCED, _FORBIDDEN)}
     os.environ[_FORCED] = "1"
     try:
-        # classes of plain data, the only ones in its shards besides tensors
+        # plain data classes, the only ones in its shards apart from tensors
         with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
             yield
     finally:

@@ -41,7 +41,7 @@ def explain(message: str, options: Iterable[str]) -> str:
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         return f"{key}: the module {match[1]!r} has no {match[2]!r}"
     if match := re.search(r"Expected '([\w.]+)' to be a subclass of <class '(?:\w+\.)*(\w+)'>", message):
-        return f"{key}: {match[1]} is not a {match[2]}"
+        return f"{key}: {match[1]} is not {_with_article(match[2])}"
     if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
         return _unknown_key(key, f"{match[1]}.{match[2]}", _owner(paths, None), known)
     if match := re.search(r"(?:Option|does not accept option) '([\w.]+)'", message):
@@ -70,7 +70,11 @@ def explain(message: str, options: Iterable[str]) -> str:
 
 def _in_words(type_name: str) -> str:
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
-    return words.get(type_name, f"a {type_name}")
+    return words.get(type_name) or _with_article(type_name)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def _top(options: Iterable[str]) -> list[str]:
@@ -85,7 +89,7 @@ def unknown(key: str, name: str, known: Iterable[str]) -> str:
 
 
 def _unknown_key(key: str, name: str, owner: Any, known: list[str]) -> str:
-    """The sentence for a `name` that is no parameter of the class `owner` at `key`; without an owner, no option."""
+    """The sentence for a `name` that is not a parameter of the class `owner` at `key`, or not an option (no owner)."""
     if owner is not None:
         part, parameters = _unknown_part(owner, name)
         return unknown(f"{key}.{name}", part, parameters)

@@ -1,5 +1,5 @@
-"""The data of a run: text (corpus → tokenizer → shards → windows → loaders) as `TextData`, from several sources as
-`MixedText`, and made-up `MQAR` and `MarkovChain`."""
+"""The data of a run: `TextData` (corpus → tokenizer → token shards → windows → loaders), `MixedText` from several
+sources, and synthetic `MQAR` and `MarkovChain`."""
 
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.loader import TrainLoader, ValidationLoader

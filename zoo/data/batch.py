@@ -1,4 +1,4 @@
-"""What a training step receives."""
+"""The input of a training step."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ NO_LOSS = -100  # the label that PyTorch's cross entropy ignores
 
 
 class Batch(NamedTuple):
-    """Tokens and the tokens that follow them.
+    """Tokens and their labels, the tokens that follow them.
 
     Shapes:
         tokens: `[B, T]` int64.
-        labels: `[B, T]` int64, already shifted: `labels[b, t]` follows `tokens[b, t]`; −100 = no loss.
-        cu_seqlens: `[N + 1]` int32, from 0 to T, where N packed sequences start and end (then B = 1); else `None`.
+        labels: `[B, T]` int64, already shifted: `labels[b, t]` follows `tokens[b, t]`; −100 has no loss.
+        cu_seqlens: `[N + 1]` int32, boundaries of N packed sequences from 0 to T (then B = 1); `None` if not packed.
     """
 
     tokens: Tensor

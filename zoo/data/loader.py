@@ -1,4 +1,4 @@
-"""Loaders: an endless, resumable one for training, and one that shows each validation sample once."""
+"""Data loaders: an endless, resumable one for training, and one that yields each validation sample once."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,51 +10,51 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from zoo.data.batch import NO_LOSS, Batch
-from zoo.data.workers import context, only_killed_by, unheard
+from zoo.data.workers import context, only_killed_by, signals_blocked
 
 
-class Samples(Protocol):
-    """What validation loads: numbered samples of equal length."""
+class SampleSet(Protocol):
+    """Numbered samples of equal length, as loaded for validation."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Number of samples."""
         ...
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Those with these numbers, in this order."""
+        """A batch of the samples with these numbers, in this order."""
         ...
 
 
-class Ordered(Samples, Protocol):
-    """What training loads: samples that also know which one comes when."""
+class OrderedSamples(SampleSet, Protocol):
+    """SampleSet with a training order."""
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """`[n]` positions in the endless stream, of one global batch → `[n]` int64 sample numbers."""
+        """`[n]` positions in the endless stream, within one global batch → `[n]` int64 sample numbers."""
         ...
 
 
 class TrainLoader:
-    """Global batch after global batch of the shuffled, endless stream; each rank gets its share.
+    """Batches of the shuffled, endless stream; each rank gets its share of a global batch.
 
-    `position` is the number of samples that all ranks together have received, and the whole state: set it, and the
-    next batch is the one that follows, for any number of ranks and workers.
+    `position`, the number of samples that all ranks together have received, is the whole state: after setting it, the
+    next batch is the one at that position, for any number of ranks and workers.
 
-    `for batch in loader` gives `len(loader)` batches, about one pass over the data in whole steps of the optimiser, and
-    the next `for` goes on.
+    `for batch in loader` yields `len(loader)` batches, about one pass over the data in whole optimiser steps, and the
+    next `for` continues from there.
 
     Args:
-        samples: the samples, in which order, and how to batch them.
-        batch_size: sequences in a global batch; a multiple of `world_size`.
-        rank: which share.
-        world_size: number of shares.
-        seed: of the order.
-        num_workers: processes that read ahead.
-        batches_per_step: batches whose gradients are added up for a step of the optimiser.
+        samples: The samples and their order.
+        batch_size: Sequences in a global batch; a multiple of `world_size`.
+        rank: The share of this process.
+        world_size: Number of shares.
+        seed: Seed of the order.
+        num_workers: Worker processes that prefetch batches.
+        batches_per_step: Batches whose gradients are accumulated in an optimiser step.
     """
 
     def __init__(
         self,
-        samples: Ordered,
+        samples: OrderedSamples,
         batch_size: int,
         rank: int = 0,
         world_size: int = 1,
@@ -65,7 +65,7 @@ class TrainLoader:
         self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
         self.seed, self.num_workers, self.batches_per_step = seed, num_workers, batches_per_step
         self._position = 0
-        self._iterator: Iterator[Batch] | None = None  # the name under which Lightning looks for workers to stop
+        self._iterator: Iterator[Batch] | None = None  # Lightning uses this name to stop workers
 
     @property
     def position(self) -> int:
@@ -74,19 +74,19 @@ class TrainLoader:
     @position.setter
     def position(self, position: int) -> None:
         self._position = position
-        self._iterator = None  # what was read ahead is not what comes next
+        self._iterator = None  # discards prefetched batches
 
     def __len__(self) -> int:
-        """Batches in about one pass over the data, in whole steps: Lightning ends a step where an epoch ends."""
+        """Batches in about one pass over the data; whole steps, since Lightning ends a step at the end of an epoch."""
         steps = len(self.samples) // (self.batch_size * self.batches_per_step)
         return max(1, steps) * self.batches_per_step
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator: it looks at the position when the first batch is asked for. Lightning may make the iterator
-        # before it restores a checkpoint (so it does if `estimated_stepping_batches` is read early).
+        # A generator, which reads the position at the first batch: Lightning may create the iterator before it restores
+        # a checkpoint (for instance if `estimated_stepping_batches` is read early).
         for _ in range(len(self)):
             if self._iterator is None:
-                with unheard():
+                with signals_blocked():
                     self._iterator = iter(self._batches_from(self._position))
             batch = next(self._iterator)
             self._position += self.batch_size
@@ -95,8 +95,8 @@ class TrainLoader:
     def _batches_from(self, position: int) -> DataLoader:
         return _data_loader(_Batches(self.samples), _Shares(self, position), self.num_workers)
 
-    # Lightning warns on resume about loaders that lack these two. The position is kept by the data module instead:
-    # Lightning drops loader states in some cases, and a data module's never.
+    # Lightning warns on resume about loaders without these two. The data module saves the position instead, since
+    # Lightning drops loader states in some cases, but never that of a data module.
     def state_dict(self) -> dict:
         return {}
 
@@ -105,7 +105,7 @@ class TrainLoader:
 
 
 class _Shares:
-    """One rank's sample indices, batch after batch without end."""
+    """One rank's sample indices, batch by batch, without end."""
 
     def __init__(self, loader: TrainLoader, position: int) -> None:
         self._share = loader.batch_size // loader.world_size
@@ -120,16 +120,21 @@ class _Shares:
 
 
 class ValidationLoader:
-    """Every sample once, in order, in batches of `batch_size` over all ranks.
+    """Yields every sample once, in order, in batches of `batch_size` over all ranks.
 
-    All ranks get equally many batches of equal shape, as collective operations need: where the last batch does not
-    divide, it is filled with samples whose labels are all −100. So count labels, not batches, to average a loss.
+    All ranks get equally many batches of equal shape, as collective operations require: a last batch that does not
+    divide evenly is filled with samples whose labels are all −100. So weight a mean loss by labels, not by batches.
 
-    Args: as `TrainLoader`.
+    Args:
+        samples: The samples.
+        batch_size: Sequences in a global batch; a multiple of `world_size`.
+        rank: The share of this process.
+        world_size: Number of shares.
+        num_workers: Worker processes that prefetch batches.
     """
 
     def __init__(
-        self, samples: Samples, batch_size: int, rank: int = 0, world_size: int = 1, num_workers: int = 0
+        self, samples: SampleSet, batch_size: int, rank: int = 0, world_size: int = 1, num_workers: int = 0
     ) -> None:
         self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
         self.num_workers = num_workers
@@ -140,12 +145,12 @@ class ValidationLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         # Kept on the object so that Lightning can stop its workers.
-        with unheard():
+        with signals_blocked():
             self._iterator = iter(_data_loader(_Filled(self.samples), self._indices(), self.num_workers))
         return self._iterator
 
     def stop(self) -> None:
-        """End the workers of an iteration that was left early."""
+        """Stop the workers of an iteration that was not finished."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None and self.num_workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
@@ -160,9 +165,9 @@ class ValidationLoader:
 
 
 class _Batches(Dataset):
-    """Batches by the numbers of their samples."""
+    """A dataset whose indices are lists of sample numbers, and whose items are batches."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: SampleSet) -> None:
         self._samples = samples
 
     def __getitem__(self, indices: list[int]) -> Batch:
@@ -170,7 +175,7 @@ class _Batches(Dataset):
 
 
 class _Filled(_Batches):
-    """A number past the end of the samples is the last one again, without loss."""
+    """As `_Batches`, but numbers past the end give the last sample without labels."""
 
     def __getitem__(self, indices: list[int]) -> Batch:
         last = len(self._samples) - 1
@@ -182,14 +187,14 @@ class _Filled(_Batches):
 def _data_loader(batches: _Batches, indices: Iterable[list[int]], num_workers: int) -> DataLoader:
     return DataLoader(
         batches,
-        batch_size=None,  # an index is a batch
+        batch_size=None,  # an item is a whole batch
         sampler=indices,
         collate_fn=_unchanged,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=partial(_start_worker, os.getpid()),
         multiprocessing_context=context() if num_workers else None,
-        generator=torch.Generator(),  # else each iterator draws a number from the model's random state
+        generator=torch.Generator(),  # otherwise each iterator would draw from the global random state
     )
 
 

@@ -1,4 +1,4 @@
-"""Which sample comes when: a pure function of one integer, the number of samples seen by all ranks together."""
+"""The order of samples, as a pure function of one integer: the number of samples seen by all ranks together."""
 
 import math
 from collections.abc import Sequence
@@ -7,21 +7,21 @@ from fractions import Fraction
 import numpy as np
 
 _ROUNDS = 6
-_STRETCH = 128  # positions within which the order of the sources is shuffled
-_FINEST = 1 << 30  # no share is finer than one part in so many; products with it stay below 2^63
+_STRETCH = 128  # number of positions within which the order of the sources is shuffled
+_RESOLUTION = 1 << 30  # of shares; products with it stay below 2^63
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def shuffled(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """Sample indices at positions of an endless stream, in which each `size` positions are a new permutation.
+    """Sample indices at positions of an endless stream, which is a new permutation for each pass of `size` positions.
 
-    A keyed Feistel network over the next power of four, walked until it lands below `size`: no memory, any position
-    at once, and (unlike a library's shuffle) the same order in every version, so that old runs can be resumed.
+    A keyed Feistel network over the next power of four, iterated until the result is below `size`. It needs no memory,
+    gives random access, and (unlike a library's shuffle) the same order in every version, so that old runs can resume.
 
     Args:
         positions: `[n]` integers ≥ 0.
-        size: number of samples.
-        seed: which order.
+        size: Number of samples.
+        seed: Seed of the permutations.
 
     Returns:
         `[n]` int64 in [0, size).
@@ -43,56 +43,56 @@ def shuffled(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to weights above 0: exactly where they have few digits, else to one part in 2^30."""
+    """Integers in proportion to positive weights: exact if the weights have few digits, else to one part in 2^30."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * common) for weight in exact]
     divisor = math.gcd(*whole)
     whole = [weight // divisor for weight in whole]
-    if sum(whole) <= _FINEST:
+    if sum(whole) <= _RESOLUTION:
         return whole
-    return [max(1, round(weight * _FINEST / sum(exact))) for weight in exact]
+    return [max(1, round(weight * _RESOLUTION / sum(exact))) for weight in exact]
 
 
 def interleaved(positions: np.ndarray, weights: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which source comes at positions of an endless stream, and which of that source's own samples it is.
+    """The source at each position of an endless stream, and the number of its sample within that source.
 
-    The first source takes its share of the positions as evenly spaced as can be, the second its share of those left,
-    and so on. So after any number n of positions a source of the share p has come p·n times, to within 2; that is
-    counted in closed form, so any position is found at once. Within each 128 positions their order is then shuffled:
-    evenly spaced sources would keep step with the ranks and batches.
+    The first source takes its share of the positions, spaced as evenly as possible, the second its share of those left,
+    and so on. So among the first n positions a source with share p has p·n, to within 2; the count has a closed form,
+    which gives random access. Within each 128 positions the order is then shuffled, because evenly spaced sources could
+    stay in phase with ranks and batches.
 
     Args:
         positions: `[n]` integers ≥ 0.
-        weights: whole numbers ≥ 1 of `whole_weights`.
-        seed: of the order within 128 positions.
+        weights: integers ≥ 1, from `whole_weights`.
+        seed: Seed of the order within 128 positions.
 
     Returns:
-        `[n]` int64 source and `[n]` int64 number: each source's numbers are 0, 1, 2 … without a gap, but for those
-        that other positions of the same 128 hold.
+        `[n]` int64 source and `[n]` int64 number. Each source's numbers are 0, 1, 2 … without gaps, except for numbers
+        at other positions of the same 128.
     """
     stretch = np.asarray(positions, np.int64) // _STRETCH
     left = stretch * _STRETCH + shuffled(positions, _STRETCH, seed)
     sources, numbers = np.full_like(left, len(weights) - 1), np.empty_like(left)
-    rest, here = sum(weights), np.arange(len(left))  # whose positions are still to be given away
+    rest, here = sum(weights), np.arange(len(left))  # weight and indices of the positions not yet assigned
     for source, weight in enumerate(weights[:-1]):
-        before = _taken(left, weight, rest)
-        own = _taken(left + 1, weight, rest) > before
-        sources[here[own]], numbers[here[own]] = source, before[own]
-        left, here = (left - before)[~own], here[~own]
+        before = _count_of(left, weight, rest)
+        is_source = _count_of(left + 1, weight, rest) > before
+        sources[here[is_source]], numbers[here[is_source]] = source, before[is_source]
+        left, here = (left - before)[~is_source], here[~is_source]
         rest -= weight
     numbers[here] = left
     return sources, numbers
 
 
-def _taken(count: np.ndarray, weight: int, rest: int) -> np.ndarray:
-    """How many of the first `count` positions a source with `weight` of `rest` has: the nearest whole number."""
+def _count_of(count: np.ndarray, weight: int, rest: int) -> np.ndarray:
+    """Number of the first `count` positions that go to a source with `weight` of `rest`, rounded to the nearest."""
     rounds, more = np.divmod(count, rest)
     return rounds * weight + (more * weight + rest // 2) // rest
 
 
 def random_bits(numbers: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """`[n, count]` random uint64; row i is a function of `seed` and of `numbers[i]` alone (splitmix64 streams)."""
+    """`[n, count]` random uint64; row i is a function of `seed` and `numbers[i]` alone (splitmix64 streams)."""
     start = _mix(
         _mix(np.full(len(numbers), seed & 0xFFFFFFFFFFFFFFFF, np.uint64)) + numbers.astype(np.uint64) * _GOLDEN
     )
@@ -100,7 +100,7 @@ def random_bits(numbers: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64, on uint64 (overflow is meant)."""
+    """The finaliser of splitmix64, on uint64 (overflow is intended)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""What all data of a run has in common: one integer says where training stands."""
+"""The base class of data modules, whose position in training is one integer."""
 
 import logging
 import weakref
@@ -8,52 +8,52 @@ import lightning as L
 import torch.distributed
 
 from kernels.errors import UserError
-from zoo.data.loader import Ordered, Samples, TrainLoader, ValidationLoader
+from zoo.data.loader import OrderedSamples, SampleSet, TrainLoader, ValidationLoader
 from zoo.data.whole_steps import unfinished_batches
 
 log = logging.getLogger(__name__)
 
 
 class ResumableData(L.LightningDataModule):
-    """Batches that can be resumed at any step with any number of devices.
+    """Data that can be resumed at any step with any number of devices.
 
-    What comes when is a function of the seed and of one integer, the number of samples seen; checkpoints hold that
-    integer, and the `identity` that gives it its meaning.
+    The order is a function of the seed and of one integer, the number of samples seen. Checkpoints hold that integer,
+    and the `identity` that defines its meaning.
 
     Args:
-        batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
-        num_workers: Processes that prepare batches ahead, on each device; 0: none.
-        seed: Of the order of the training sequences.
+        batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
+        num_workers: Worker processes per device that prefetch batches; 0: none.
+        seed: Seed of the order of the training sequences.
 
     Raises:
-        UserError: an argument is out of range, or a checkpoint is of other data.
+        UserError: An argument is out of range, or a checkpoint is of other data.
     """
 
-    overfit_hint: str  # how to train on a little data
+    overfit_hint: str  # how to train on little data
 
     def __init__(self, batch_size: int, num_workers: int, seed: int) -> None:
         super().__init__()
-        check_least(batch_size=(batch_size, 1), num_workers=(num_workers, 0))
+        check_minimum(batch_size=(batch_size, 1), num_workers=(num_workers, 0))
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
         self._train_loader: TrainLoader | None = None
         self._position = 0  # where the next training loader starts
         self._evaluating: weakref.WeakSet[ValidationLoader] = weakref.WeakSet()
 
     @property
-    def train(self) -> Ordered:
+    def train(self) -> OrderedSamples:
         """The training samples, in order."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
-        """Argument → value, as plain containers: what makes a position mean the same samples again."""
+        """Argument → value, as plain containers: all that determines which sample is at a position."""
         raise NotImplementedError
 
     def what(self, name: str) -> str:
-        """How a message calls a part of the `identity`."""
+        """The beginning of a message about an entry of the `identity`."""
         return f"data.{name} is"
 
     def setup(self, stage: str | None = None) -> None:
-        """Training starts at the first sample unless a checkpoint says otherwise."""
+        """Start training at the first sample, until a checkpoint is loaded."""
         self._position, self._train_loader = 0, None
 
     def train_dataloader(self) -> TrainLoader:
@@ -69,16 +69,19 @@ class ResumableData(L.LightningDataModule):
         self._train_loader = loader
         return loader
 
-    def evaluation_loader(self, samples: Samples) -> ValidationLoader:
+    def evaluation_loader(self, samples: SampleSet) -> ValidationLoader:
         """Batches of this rank, each sample once."""
         loader = ValidationLoader(samples, self.batch_size, *self.ranks(), self.num_workers)
         self._evaluating.add(loader)
         return loader
 
     def ranks(self) -> tuple[int, int]:
-        """The share of this process and the number of shares, which divides the batch.
+        """The share of this process, and the number of shares, by which the batch size must be divisible.
 
-        Each process has its own share, unless neighbours share sequences (`context_parallel`).
+        Each process has a separate share, unless neighbours share sequences (`context_parallel`).
+
+        Raises:
+            UserError: The batch size is not divisible.
         """
         sharing = 1
         if self.trainer is not None:
@@ -98,30 +101,30 @@ class ResumableData(L.LightningDataModule):
         return rank, world_size
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of samples that were trained on, and what makes that number mean the same samples again."""
+        """The number of samples trained on, the `identity`, and the batch size."""
         return {"position": self._trained_samples(), **self.identity(), "batch_size": self.batch_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after the checkpoint's last sample.
 
-        The number of devices and workers may change. `batch_size` may change too, as the position counts samples:
-        none is repeated or skipped; the steps are then others, so a warning is logged.
+        The number of devices and workers may change. So may `batch_size`, with a warning: the position counts samples,
+        so that none is repeated or skipped.
 
         Raises:
-            UserError: another `identity`, with both values.
+            UserError: The `identity` differs; the message has both values.
         """
         if self.trainer is not None and self.trainer.state.fn != "fit":
-            return  # to evaluate a model on other data is no mistake
-        for name, own in self.identity().items():
-            if state_dict[name] != own:
+            return  # evaluation on other data is allowed
+        for name, value in self.identity().items():
+            if state_dict[name] != value:
                 raise UserError(
-                    f"{self.what(name)} {own}, but the checkpoint was trained with {state_dict[name]}; "
+                    f"{self.what(name)} {value}, but the checkpoint was trained with {state_dict[name]}; "
                     "resume with the checkpoint's data settings, or start a new run."
                 )
         if (before := state_dict["batch_size"]) != self.batch_size:
             log.warning("Resuming with data.batch_size=%d; the checkpoint had %d.", self.batch_size, before)
         self._position = state_dict["position"]
-        if self._train_loader is not None:  # Lightning may ask for the loader before it restores
+        if self._train_loader is not None:  # Lightning may create the loader before it restores
             self._train_loader.position = self._position
 
     def _trained_samples(self) -> int:
@@ -129,24 +132,24 @@ class ResumableData(L.LightningDataModule):
             return self._position
         position = self._train_loader.position
         if self.trainer is not None and self.trainer.state.fn == "fit":
-            # A checkpoint that is written in the middle of a step does not have it, nor what it has read.
+            # a checkpoint in the middle of a step excludes that step and its batches
             position -= self.batch_size * unfinished_batches(self.trainer)
         return position
 
     def teardown(self, stage: str | None = None) -> None:
-        """Stop reading ahead; the position stays."""
+        """Stop prefetching; the position stays."""
         if self._train_loader is not None:
             self._train_loader.position = self._train_loader.position
         for loader in self._evaluating:
             loader.stop()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Stop reading ahead, also for an evaluation that was interrupted."""
+        """Stop prefetching, also in an interrupted evaluation."""
         self.teardown()
 
 
-def check_least(**values: tuple[int | None, int]) -> None:
-    """Raise a UserError for the first argument `name=(value, least)` whose value is below its least."""
-    for name, (value, least) in values.items():
-        if value is not None and value < least:
-            raise UserError(f"data.{name} is {value}; it must be at least {least}.")
+def check_minimum(**values: tuple[int | None, int]) -> None:
+    """Raise a UserError for the first argument `name=(value, minimum)` whose value is below its minimum."""
+    for name, (value, minimum) in values.items():
+        if value is not None and value < minimum:
+            raise UserError(f"data.{name} is {value}; it must be at least {minimum}.")

@@ -1,6 +1,6 @@
-"""Checkpoints of whole optimiser steps: what was read for a step in progress is read again by the run that continues.
+"""Checkpoints of whole optimiser steps: a resumed run reads the batches of an unfinished step again.
 
-Gradients that are still being accumulated are in no checkpoint; so nothing else in it may be ahead of the last step.
+A checkpoint has no partially accumulated gradients, so nothing else in it may be ahead of the last whole step.
 """
 
 from typing import Any
@@ -9,9 +9,9 @@ import lightning as L
 
 
 def unfinished_batches(trainer: L.Trainer) -> int:
-    """Batches of the optimiser step in progress that are done or being computed; 0 between two steps.
+    """Number of batches of the optimiser step in progress that are done or being computed; 0 between two steps.
 
-    Before the hooks `on_train_batch_end` of its last batch a step is in progress.
+    A step ends with the hooks `on_train_batch_end` of its last batch.
     """
     batches = trainer.fit_loop.epoch_loop.batch_progress
     read, done = batches.current.ready, batches.current.processed
@@ -21,13 +21,13 @@ def unfinished_batches(trainer: L.Trainer) -> int:
 
 
 def forget_unfinished(trainer: L.Trainer, loops: dict[str, Any]) -> None:
-    """Put the counters of Lightning's loops in a checkpoint back to the last whole step.
+    """Reset the counters of Lightning's loops in a checkpoint to the last whole step.
 
-    A validation in progress is forgotten, too: it would go on without the batches that it has seen.
+    A validation in progress is reset, too: it would otherwise resume without the batches it has seen.
 
     Args:
-        trainer: The trainer whose checkpoint it is.
-        loops: The entry `loops` of the checkpoint; it is changed.
+        trainer: The trainer that saves the checkpoint.
+        loops: The entry `loops` of the checkpoint, changed in place.
     """
     progress = loops["fit_loop"]
     if ahead := unfinished_batches(trainer):

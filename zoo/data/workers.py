@@ -1,4 +1,4 @@
-"""Worker processes that never outlive the process they work for."""
+"""Worker processes that never outlive their parent."""
 
 import ctypes
 import os
@@ -13,21 +13,21 @@ from typing import Any
 LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 if LINUX:
-    _prctl = ctypes.CDLL(None).prctl  # found here: a fork may leave the loader's lock taken
+    _prctl = ctypes.CDLL(None).prctl  # looked up before any fork, which may leave the dynamic loader's lock held
 
 
 def end_with(parent: int) -> None:
-    """Let this process be killed when `parent`, which has just started it, ends in any way. On Linux only."""
+    """Have the system kill this process when `parent`, which has just started it, ends in any way. Linux only."""
     if LINUX:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before that
+        if os.getppid() != parent:  # it has ended already
             os._exit(1)
 
 
 def only_killed_by(parent: int) -> None:
-    """Leave signals, which may go to the whole process group, to `parent`: it saves, and ends its workers.
+    """Ignore signals, which may go to the whole process group: `parent` handles them, saves, and stops this process.
 
-    Its processes must be of `context`; elsewhere than on Linux they still heed SIGTERM.
+    The process must be started by `context`. Except on Linux it still obeys SIGTERM.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if LINUX:
@@ -37,23 +37,22 @@ def only_killed_by(parent: int) -> None:
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """No signal reaches a process that is started here before `only_killed_by`; this one hears them afterwards."""
+def signals_blocked() -> Iterator[None]:
+    """Block signals while workers start, so that none reaches them before `only_killed_by`; deliver them afterwards."""
     if not LINUX:
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def context() -> BaseContext | None:
-    """How to start workers that may ignore SIGTERM; None: in the usual way.
+    """The multiprocessing context for workers that ignore SIGTERM; None for the default.
 
-    Multiprocessing ends daemons by SIGTERM when the interpreter exits, and then waits for them: for ever, if they
-    ignore it.
+    When the interpreter exits, multiprocessing sends SIGTERM to daemons and waits for them: forever, if they ignore it.
     """
     return _Context() if LINUX else None
 
@@ -62,7 +61,7 @@ if LINUX:
     from multiprocessing.context import ForkContext, ForkProcess
 
     class _Worker(ForkProcess):
-        """A forked process that is killed where it is told to terminate."""
+        """A forked process whose `terminate` kills it."""
 
         @staticmethod
         def _Popen(process_obj: BaseProcess) -> Any:

@@ -1,1 +1,1 @@
-"""Text from a language model."""
+"""Text generation."""

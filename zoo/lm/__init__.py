@@ -1,4 +1,4 @@
-"""Language models of token mixers: stacks, blocks, channel mixers, states."""
+"""Language models built from token mixers: stacks, blocks, channel mixers, states."""
 
 from zoo.lm.mlp import GLU, ChannelMixer, SwiGLU
 from zoo.lm.model import Block, LanguageModel

@@ -1,4 +1,4 @@
-"""The zoo as a person looks at it: a table of all mixers, and a page about one."""
+"""Descriptions of mixers for the terminal: a table of all of them, and a page about one."""
 
 import inspect
 
@@ -14,11 +14,16 @@ from mixers import Expanded, LinearMixer, Site
 
 
 def catalogue(site: Site, length: int) -> Table:
-    """A row for each registered mixer, measured at `site` and `length` tokens."""
+    """A table of the registered mixers.
+
+    Args:
+        site: The layer for which sizes are computed.
+        length: Tokens in a sequence.
+    """
     caption = f"one layer at hidden size {site.hidden_size}, {site.num_heads} heads, {length} tokens"
     table = Table(caption=caption, caption_justify="left", show_lines=True)
     table.add_column("mixer")
-    for column in ("parameters", "state", "MFLOP a token"):
+    for column in ("parameters", "state", "MFLOP/token"):
         table.add_column(column, justify="right")
     for name in mixers.names():
         entry = mixers.entry(name)
@@ -28,14 +33,19 @@ def catalogue(site: Site, length: int) -> Table:
 
 
 def page(name: str, site: Site, length: int) -> Group:
-    """Everything about one mixer: recurrence, source, arguments, and its sizes with the state expanded or not.
+    """A page about one mixer: recurrence, source, arguments, and its sizes with and without an expanded state.
+
+    Args:
+        name: Name of a registered mixer.
+        site: The layer for which sizes are computed.
+        length: Tokens in a sequence.
 
     Raises:
-        UserError: No mixer has this name.
+        UserError: The mixer is not registered.
     """
     mixer = mixers.get(name)
-    about = parse(inspect.getdoc(mixer) or "")
-    meanings = {argument.arg_name: argument.description or "" for argument in about.params}
+    docstring = parse(inspect.getdoc(mixer) or "")
+    meanings = {argument.arg_name: argument.description or "" for argument in docstring.params}
     arguments = Table(title="arguments", title_justify="left")
     for column in ("name", "default", "meaning"):
         arguments.add_column(column, overflow="fold")
@@ -46,13 +56,13 @@ def page(name: str, site: Site, length: int) -> Group:
             arguments.add_row(parameter.name, escape(shown), escape(meanings.get(parameter.name, "")))
     title = f"one layer at hidden size {site.hidden_size}, {site.num_heads} heads, {length} tokens"
     sizes = Table(title=title, title_justify="left")
-    for column in ("", "parameters", "state", "MFLOP a token"):
+    for column in ("", "parameters", "state", "MFLOP/token"):
         sizes.add_column(column, justify="left" if not column else "right")
-    sizes.add_row("as it is", *_measures(mixer, site, length))
+    sizes.add_row("not expanded", *_measures(mixer, site, length))
     if issubclass(mixer, LinearMixer):
         for factor in (2, 4, 8):
             sizes.add_row(f"Expanded, factor {factor}", *_measures(mixer, site, length, factor))
-    description = "\n\n".join(filter(None, (about.short_description, about.long_description)))
+    description = "\n\n".join(filter(None, (docstring.short_description, docstring.long_description)))
     return Group(Text(name, style="bold"), Text(f"{description}\n"), arguments, sizes)
 
 

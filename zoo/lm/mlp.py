@@ -1,4 +1,4 @@
-"""Channel mixers: what happens to each token by itself between two token mixers."""
+"""Channel mixers: layers that process each token separately, between two token mixers."""
 
 import math
 from typing import ClassVar, Literal
@@ -10,10 +10,10 @@ from mixers import OutputProjection, Projection
 
 
 class ChannelMixer(nn.Module):
-    """A layer that mixes the channels of each token: x [...,hidden] → [...,hidden]. Subclass it for your own."""
+    """A layer that mixes the channels of each token: x [...,hidden] → [...,hidden]. Subclass it to add one."""
 
     def flops(self, length: int) -> int:
-        """Forward FLOPs of `length` tokens; by default every weight matrix meets every token once."""
+        """Forward FLOPs of `length` tokens; by default every weight matrix is applied to every token once."""
         return 2 * length * sum(p.numel() for p in self.parameters() if p.dim() > 1)
 
 
@@ -22,10 +22,10 @@ class GLU(ChannelMixer):
 
     Args:
         hidden_size: Size of x.
-        intermediate_size: Size between; null for 8/3 · hidden_size, rounded up to a multiple of 256.
+        intermediate_size: Inner size; null for 8/3 · hidden_size, rounded up to a multiple of 256.
     """
 
-    activation: ClassVar[Literal["identity", "silu"]] = "identity"  # what the gate passes through
+    activation: ClassVar[Literal["identity", "silu"]] = "identity"  # of the gate
 
     def __init__(self, hidden_size: int, intermediate_size: int | None = None):
         super().__init__()
@@ -42,7 +42,7 @@ class SwiGLU(GLU):
 
     Args:
         hidden_size: Size of x.
-        intermediate_size: Size between; null for 8/3 · hidden_size, rounded up to a multiple of 256.
+        intermediate_size: Inner size; null for 8/3 · hidden_size, rounded up to a multiple of 256.
     """
 
     activation = "silu"

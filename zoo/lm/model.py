@@ -192,7 +192,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """tokens [B,T] int → logits [B,T,vocab_size], and the continued state if one was given (it is consumed).
+        """tokens [B,T] int → logits [B,T,vocab_size], and the next state if a state was passed (which is consumed).
 
         Args:
             tokens: [B,T].
@@ -239,13 +239,13 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
         """tokens [B,T] → the input of the head [B,T,hidden], and the continued state."""
         x, states = self.embeddings(tokens), []
-        given = iter(state) if state is not None else itertools.repeat(None)
+        layer_states = iter(state) if state is not None else itertools.repeat(None)
         if self.position is not None:
-            x, following = _mix(self.position, x, next(given), cu_seqlens, context_parallel)
+            x, following = _mix(self.position, x, next(layer_states), cu_seqlens, context_parallel)
             states.append(following)
         y = None
         for block in self.layers:
-            x, y, following = block(x, y, next(given), cu_seqlens, context_parallel)
+            x, y, following = block(x, y, next(layer_states), cu_seqlens, context_parallel)
             states.append(following)
         _, x = self.norm(x, y)
         return x, None if state is None else tuple(states)

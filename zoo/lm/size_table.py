@@ -1,4 +1,4 @@
-"""Parameters, state and FLOPs of a model, layer by layer."""
+"""A table of parameters, state size and FLOPs of a model, layer by layer."""
 
 from typing import Any
 
@@ -6,13 +6,18 @@ from rich.table import Table
 
 
 def size_table(model: Any, length: int) -> Table:
-    """Parameters, state and forward FLOPs of a model of the zoo for sequences of `length` tokens, layer by layer."""
+    """Parameters, state size and forward FLOPs of a language model, one row per distinct layer.
+
+    Args:
+        model: The language model.
+        length: Tokens in a sequence.
+    """
     rows: dict[tuple[str, int, int | float, float], int] = {}
     for mixer in model.mixers:
         parameters = sum(p.numel() for p in mixer.parameters())
-        kind = (type(mixer).__name__, parameters, mixer.state_size(length), mixer.flops(length) / length)
-        rows[kind] = rows.get(kind, 0) + 1
-    table = Table(caption=f"a layer each; FLOPs are forward, a token at length {length}", caption_justify="left")
+        row = (type(mixer).__name__, parameters, mixer.state_size(length), mixer.flops(length) / length)
+        rows[row] = rows.get(row, 0) + 1
+    table = Table(caption=f"per layer; FLOPs are forward, per token at length {length}", caption_justify="left")
     for column in ("layers", "mixer", "parameters", "state", "MFLOP"):
         table.add_column(column, justify="left" if column == "mixer" else "right")
     for (name, parameters, state, flops), count in rows.items():

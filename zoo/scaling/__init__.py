@@ -1,1 +1,1 @@
-"""Scaling laws: how papers count the parameters and FLOPs of their models."""
+"""Scaling laws: the conventions by which papers count parameters and FLOPs."""

@@ -1,7 +1,7 @@
-"""How "Scaling laws for linear complexity language models" (arXiv 2406.16690) counts parameters and FLOPs.
+"""The conventions of "Scaling laws for linear complexity language models" (arXiv 2406.16690) for parameters and FLOPs.
 
-`LanguageModel.num_parameters()` and `flops()` say what a model has and executes. These functions say what that paper's
-Table 7 prints for it, by the formulas of its Table 1 and Appendix A.1; docs/parity.md lists the differences.
+`LanguageModel.num_parameters()` and `flops()` count what a model has and executes. These functions compute what the
+paper's Table 7 prints for it, by the formulas of its Table 1 and Appendix A.1; docs/parity.md lists the differences.
 """
 
 from collections.abc import Callable
@@ -13,25 +13,25 @@ from mixers import FeatureMap, did_you_mean
 from zoo.config.build import build
 from zoo.lm.model import LanguageModel
 
-BATCH_SIZE, LENGTH = 480, 8192  # sequences in a step of training, and their tokens
+BATCH_SIZE, LENGTH = 480, 8192  # sequences in a training step, and tokens in a sequence
 
 
 @dataclass(frozen=True)
 class Convention:
-    """How one architecture is counted.
+    """The convention for one architecture.
 
     Args:
         flops: (b, n, l, d, h) → training FLOPs of a step without embeddings, as in Table 1: b sequences of n tokens,
-            l layers, d channels, h heads, GLUs of inner size 8d/3 whatever they have, attention over the full n².
-        norm_vectors: Vectors counted for each norm in front of a token or channel mixer. The printed formulas have
-            none, but the printed numbers of LLaMA are those of two, a weight and a bias.
+            l layers, d channels, h heads, GLUs counted with inner size 8d/3, attention over the full n².
+        norm_vectors: Number of vectors counted per norm in front of a token or channel mixer. The printed formulas have
+            none, but the printed numbers of LLaMA include two, a weight and a bias.
     """
 
     flops: Callable[[int, int, int, int, int], float]
     norm_vectors: int = 0
 
 
-# by the names of configs/scaling_laws
+# keys are names in configs/scaling_laws
 CONVENTIONS = {
     "llama": Convention(lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + n / (6 * d) + 5 / (18 * d)), norm_vectors=2),
     "tnl": Convention(lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + 1 / (2 * h) + 5 / (18 * d))),
@@ -73,7 +73,7 @@ PRINTED = {
 
 
 class Row(NamedTuple):
-    """A model of Table 7: as the paper counts it, as the paper prints it, and as it is."""
+    """A model of Table 7: as counted by the paper's convention, as printed in the paper, and as it is."""
 
     architecture: str
     size: str
@@ -85,15 +85,15 @@ class Row(NamedTuple):
     flops: float  # of a step, by the paper's convention
     printed_flops: float  # PFLOPs
     all_parameters: int  # with embeddings, norms and angles
-    angles: int  # parameters of position encodings, which the paper leaves out
-    all_flops: int  # three times those of the forward pass, as executed, with the head
+    angles: int  # parameters of position encodings, which the paper does not count
+    all_flops: int  # executed FLOPs with the head, as three times the forward pass
 
 
 def convention(architecture: str) -> Convention:
-    """How an architecture is counted.
+    """The convention for an architecture.
 
     Raises:
-        UserError: The paper has no such architecture.
+        UserError: The architecture is not in the paper.
     """
     if architecture not in CONVENTIONS:
         hint = did_you_mean(architecture, [*CONVENTIONS])
@@ -104,14 +104,14 @@ def convention(architecture: str) -> Convention:
 def angles(model: LanguageModel) -> int:
     """Parameters of the feature maps, such as the angles of a position encoding."""
     maps = [module for module in model.modules() if isinstance(module, FeatureMap)]
-    return sum(p.numel() for p in {p for module in maps for p in module.parameters()})  # shared ones once
+    return sum(p.numel() for p in {p for module in maps for p in module.parameters()})  # shared parameters count once
 
 
 def parameters(model: LanguageModel, architecture: str) -> int:
-    """Parameters without embeddings, as the paper counts them.
+    """Number of parameters without embeddings, by the paper's convention.
 
-    All matrices but those of embedding, head and feature maps; vectors (norms, biases) only by the convention of the
-    architecture.
+    It counts all matrices but those of embedding, head and feature maps, and vectors (norms, biases) as the convention
+    of the architecture says.
 
     Args:
         model: A model, on any device.
@@ -119,7 +119,7 @@ def parameters(model: LanguageModel, architecture: str) -> int:
     """
     outside = [model.embeddings.weight] if model.lm_head is None else [model.embeddings.weight, model.lm_head.weight]
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1) - sum(p.numel() for p in outside)
-    # the blocks' own norms; what stands inside a mixer is never counted
+    # the norms of the blocks; those inside mixers are not counted
     norms = [part for block in model.layers for name, part in block.named_children() if name.endswith("_norm")]
     vectors = sum(p.numel() for norm in norms for p in norm.parameters())
     return matrices - angles(model) + convention(architecture).norm_vectors * vectors
@@ -134,14 +134,14 @@ def flops_per_step(
         model: A model whose mixers all have the same number of heads, on any device.
         architecture: llama, tnl, hgrn2 or cosformer2.
         batch_size: Sequences in a step.
-        length: Tokens of a sequence.
+        length: Tokens in a sequence.
     """
     count = convention(architecture).flops
     return count(batch_size, length, model.num_layers, model.hidden_size, _num_heads(model))
 
 
 def table() -> list[Row]:
-    """The 24 models of Table 7, built on the meta device from configs/scaling_laws and counted."""
+    """The 24 models of Table 7, built on the meta device from configs/scaling_laws."""
     rows = []
     for (architecture, size), (printed_parameters, printed_flops) in PRINTED.items():
         model = build(f"scaling_laws/{architecture}.yaml", f"scaling_laws/{size}.yaml", device="meta")
@@ -165,9 +165,9 @@ def table() -> list[Row]:
 
 
 def _num_heads(model: LanguageModel) -> int:
-    """The number of heads that all mixers of a model have."""
-    found = {getattr(mixer, "num_heads", None) for mixer in model.mixers}
-    heads = found.pop()
-    if found or not isinstance(heads, int):
+    """The number of heads shared by all mixers of a model."""
+    counts = {getattr(mixer, "num_heads", None) for mixer in model.mixers}
+    heads = counts.pop()
+    if counts or not isinstance(heads, int):
         raise UserError("model: the paper's formulas need mixers that all have the same number of heads")
     return heads

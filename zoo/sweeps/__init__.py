@@ -1,4 +1,4 @@
-"""Ablations as data: a YAML of axes becomes runs, one results row each, and one table and picture of them."""
+"""Sweeps: a YAML of axes defines runs, whose results make one table and one picture."""
 
 from zoo.sweeps import report
 from zoo.sweeps.ablation import sweep

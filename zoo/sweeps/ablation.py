@@ -1,4 +1,4 @@
-"""An ablation from Python or the command line: all combinations of a sweep's axes, one table, CSV and picture."""
+"""The verb `sweep`: run all combinations of a sweep's axes, and write one table, CSV and picture."""
 
 import dataclasses
 from pathlib import Path
@@ -19,11 +19,11 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Sweep))
 
 
 class SweepResult(NamedTuple):
-    """What a sweep left.
+    """The results of a sweep.
 
     Attributes:
-        folder: Where the runs are, with `sweep.csv` and `sweep.png`.
-        outcomes: Each run with its results row; None where it was not run.
+        folder: The folder of the runs, with `sweep.csv` and `sweep.png`.
+        outcomes: Each run with its results row, which is None if the run is not complete.
     """
 
     folder: Path
@@ -41,36 +41,36 @@ def sweep(
     """Run all combinations of a sweep's axes, and print one table.
 
     Args:
-        configs_and_overrides: The sweep, such as `sweep/heads.yaml`; overrides `key=value` of its own keys, such as
+        configs_and_overrides: The sweep, such as `sweep/heads.yaml`; overrides `key=value` of the sweep's keys, such as
             `seeds=[0,1]`; and overrides for all of its runs.
-        folder: Where the runs go; null for `runs/NAME` of the sweep.
-        jobs: Runs at a time; null for one on each GPU, or one.
-        dry_run: List the runs with their sizes, and stop.
-        cluster: Hand the runs to a cluster, through submitit: slurm. Null runs them here.
-        cluster_options: submitit's, such as `{slurm_partition: gpu}`.
+        folder: The folder of the runs; null for `runs/NAME` after the sweep's name.
+        jobs: Number of runs at a time; null for one per GPU, or one without GPUs.
+        dry_run: Only list the runs with their sizes.
+        cluster: Submit the runs to a cluster, through submitit: slurm. Null runs them on this machine.
+        cluster_options: Options of submitit, such as `{slurm_partition: gpu}`.
 
     Raises:
-        UserError: The sweep or one of its configs is wrong, or runs failed; the others are complete by then.
+        UserError: The sweep or one of its configs is wrong; or runs failed, after all others have completed.
     """
     items = load_items(configs_and_overrides)
-    own = [item for item in items if not isinstance(item, str) or item.partition("=")[0].split(".")[0] in FIELDS]
-    shared = tuple(item for item in items if isinstance(item, str) and item not in own)
-    if not any(not isinstance(item, str) or item.startswith("base=") for item in own):
-        raise UserError("sweep: which one? --config sweep/heads.yaml, or a file of your own (tutorial 06)")
-    plan = _plan(own)
-    where = Path("runs") / (first_name(configs_and_overrides) or "sweep") if folder is None else Path(folder)
-    runs, console = plan.runs(shared), Console()
+    settings = [item for item in items if not isinstance(item, str) or item.partition("=")[0].split(".")[0] in FIELDS]
+    overrides = tuple(item for item in items if isinstance(item, str) and item not in settings)
+    if not any(not isinstance(item, str) or item.startswith("base=") for item in settings):
+        raise UserError("sweep: missing; give --config sweep/heads.yaml, or a file of your own (tutorial 06)")
+    plan = _plan(settings)
+    target = Path("runs") / (first_name(configs_and_overrides) or "sweep") if folder is None else Path(folder)
+    runs, console = plan.runs(overrides), Console()
     if dry_run:
-        console.print(report.preview(runs, where))
-        return SweepResult(where, [report.Outcome(run, None) for run in runs])
-    runner = Runner(COMMAND, where, jobs)
+        console.print(report.preview(runs, target))
+        return SweepResult(target, [report.Outcome(run, None) for run in runs])
+    runner = Runner(COMMAND, target, jobs)
     failures = runner.run(runs) if cluster is None else run_on_cluster(runner, runs, cluster, cluster_options or {})
-    outcomes = report.outcomes(runs, where)
-    console.print(report.write(plan, outcomes, where))
+    outcomes = report.outcomes(runs, target)
+    console.print(report.write(plan, outcomes, target))
     if failures:
         raise failed(failures, len(runs))
-    console.print(f"{where}/sweep.csv · {where}/sweep.png", style="dim")
-    return SweepResult(where, outcomes)
+    console.print(f"{target}/sweep.csv · {target}/sweep.png", style="dim")
+    return SweepResult(target, outcomes)
 
 
 def _plan(items: list[str | dict[str, Any]]) -> Sweep:

@@ -1,4 +1,4 @@
-"""The runs of a sweep as jobs of a cluster, through submitit."""
+"""Running a sweep as jobs on a cluster, through submitit."""
 
 import time
 from collections.abc import Sequence
@@ -15,15 +15,18 @@ POLL_SECONDS = 2.0
 
 
 def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: dict[str, Any]) -> list[Failure]:
-    """Hand each run that is not complete to a cluster, and wait for all of them; returns what failed.
+    """Submit each incomplete run to a cluster, and wait for all of them.
 
-    Jobs stay in the queue when the waiting is stopped (Ctrl-C), and the next call waits for them instead of submitting
+    If the wait is interrupted (Ctrl-C), jobs stay in the queue, and the next call waits for them instead of submitting
     them again.
 
     Args:
-        runner: Where the runs go, and how they are started.
+        runner: Has the folder of the runs and the command that starts them.
         runs: The runs of the sweep.
-        cluster: What submitit calls the executor: `slurm`, or `local` for processes of this machine.
+        cluster: submitit's name of the executor: `slurm`, or `local` for processes on this machine.
+
+    Returns:
+        The runs that failed.
         options: submitit's parameters, such as `{"slurm_partition": "gpu", "gpus_per_node": 1, "timeout_min": 120}`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Many configs trained on the same data, and one table and one picture of them."""
+"""The verb `compare`: train several configs on the same data, and write one table and one picture."""
 
 import json
 from collections.abc import Iterable
@@ -22,13 +22,13 @@ from zoo.train.metrics_file import read_metrics
 
 
 def whole_configs() -> list[str]:
-    """The names of all configs that are no overlays."""
+    """The names of all configs that are not overlays."""
     return sorted(path.name for path in CONFIGS.glob("*.yaml"))
 
 
 def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
-    """One row for each run, the best first: sizes, losses, speed."""
-    caption = "losses in nats a token; late: in the last eighth of the context"
+    """A table of sizes, losses and speed, one row per run, best first."""
+    caption = "losses in nats per token; late: in the last eighth of the context"
     table = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("config", "params", "state", "tokens", "loss", "late", "tok/s", "min"):
         table.add_column(column, justify="left" if column == "config" else "right", no_wrap=True)
@@ -51,7 +51,12 @@ def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
 
 
 def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
-    """The validation losses of all runs over the tokens, the best first in the legend."""
+    """A plot of validation loss over tokens for all runs, best first in the legend.
+
+    Args:
+        rows: The results rows.
+        folder: The folder of the runs.
+    """
     rows = sorted(rows, key=lambda row: row["val_loss"])
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -71,7 +76,7 @@ def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
 
 
 class Comparison(NamedTuple):
-    """What was compared: the folder of the runs, and the results row of each."""
+    """The result of a comparison: the folder of the runs, and the results row of each complete run."""
 
     folder: Path
     rows: list[dict[str, Any]]
@@ -80,23 +85,23 @@ class Comparison(NamedTuple):
 def compare(
     *configs_and_overrides: str | Path, folder: str | Path = "runs/compare", jobs: int | None = None
 ) -> Comparison:
-    """Train several configs on the same data, and print one table; without a name, all configs.
+    """Train several configs (by default all) on the same data, and print one table.
 
-    It writes `comparison.png` and `comparison.json`, also when some runs failed.
+    It also writes `comparison.png` and `comparison.json`, even if some runs failed.
 
     Args:
         configs_and_overrides: Names or paths of whole configs, and overrides `key=value` for all of them.
-        folder: Where the runs go, a folder for each config.
-        jobs: Runs at a time; they share the processor's cores. Null for one on each GPU, or one.
+        folder: The folder of the runs, with a folder for each config.
+        jobs: Number of runs at a time, which share the CPU cores. Null for one per GPU, or one without GPUs.
 
     Raises:
-        UserError: A config is missing or wrong, or runs failed; the others are complete by then.
+        UserError: A config is missing or wrong; or runs failed, after all others have completed.
     """
     folder, items = Path(folder), [str(item) for item in configs_and_overrides]
     overrides = tuple(item for item in items if is_override(item))
     configs = [item for item in items if not is_override(item)] or whole_configs()
     runs = [Run(find_config(config).stem, (config, *overrides)) for config in configs]
-    for run in runs:  # a mistake should not wait for its turn
+    for run in runs:  # reports mistakes before any run starts
         run.read()
     failures = Runner(COMMAND, folder, jobs).run(runs)
     rows = [row for run in runs if (row := result(folder / run.name))]

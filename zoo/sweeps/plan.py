@@ -1,4 +1,4 @@
-"""From the YAML of a sweep to its runs."""
+"""The definition of a sweep, and its runs."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from zoo.config.overlays import is_override
 from zoo.config.parser import KEYS, read
 from zoo.train.results import COLUMNS
 
-CONTROL = "control"  # in the place of an axis
+CONTROL = "control"  # stands for an axis in the cells of controls
 
 
 class Run(NamedTuple):
@@ -39,19 +39,19 @@ class Run(NamedTuple):
         return read(*self.sources)
 
     def check(self) -> None:
-        """Build all of it but the trainer, without memory for the model.
+        """Build everything but the trainer, without allocating memory for the model.
 
         Raises:
-            UserError: The constructors refuse something.
+            UserError: A constructor rejects a value.
         """
         config = self.read()
         for key in ("data", "optim", "checkpoints"):
             instantiate(key, config)
-        config.model.vocab_size = config.model.vocab_size or 1024  # any: the tokenizer may not be trained yet
+        config.model.vocab_size = config.model.vocab_size or 1024  # any value, as the tokenizer may not be trained yet
         from_config(config, device="meta")
 
     def arguments(self) -> list[str]:
-        """The same for the command line."""
+        """The run's config as command-line arguments."""
         arguments: list[str] = []
         for source in self.sources:
             arguments += [f"--{source}"] if is_override(source) else ["--config", source]
@@ -67,21 +67,24 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """A base, what to vary, and what to look at.
+    """A base config, the axes to vary, and the metric to compare.
 
     Args:
-        base: A config, or a list of it and overlays: files, inline overlays, `key=value`.
-        axes: What varies; all combinations are run. A dotted key with a list of its values
-            (`model.stack.mixer.factor: [1, 2, 4]`), or a name of your own with labelled overlays: a file, an inline
-            overlay, or a list of these (`features: {relu: ablate/l2_relu.yaml, wide: {model: {num_heads: 1}}}`).
+        base: A config, or a list of a config and overlays: files, inline overlays, `key=value`.
+        axes: The axes, of which all combinations are run. Either a dotted key with a list of values
+            (`model.stack.mixer.factor: [1, 2, 4]`), or any name with labelled overlays: a file, an inline overlay, or a
+            list of these (`features: {relu: ablate/l2_relu.yaml, wide: {model: {num_heads: 1}}}`).
         controls: Labelled overlays to compare with, outside the grid of the axes; horizontal lines in the picture.
-        seeds: Values of `seed_everything`; each cell is run with every one.
-        learning_rates: Values of `optim.learning_rate`, the best of which stands for its cell; empty: the base's.
-        metric: A number of `results.json` to compare.
-        mode: Whether its lowest or its highest value is best.
-        x: The picture's horizontal axis: one of the axes, or a number of `results.json` such as `state_size`; by
+        seeds: Values of `seed_everything`, with each of which every cell is run.
+        learning_rates: Values of `optim.learning_rate`, of which each cell reports the best; empty: that of the base.
+        metric: The number in `results.json` to compare.
+        mode: Whether the lowest or the highest value is best.
+        x: The picture's horizontal axis: one of the axes, or a number in `results.json` such as `state_size`; by
             default the first axis.
         lines: The axes whose values become lines in the picture; by default all but `x`.
+
+    Raises:
+        UserError: `seeds`, `learning_rates`, `metric`, `x` or `lines` is invalid.
     """
 
     base: str | list[str | dict[str, Any]]
@@ -96,7 +99,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if not self.seeds:
-            raise UserError("seeds: the list is empty; a sweep needs one at least")
+            raise UserError("seeds: the list is empty; a sweep needs at least one")
         for name in ("seeds", "learning_rates"):
             values = getattr(self, name)
             if len(set(values)) < len(values):
@@ -105,21 +108,21 @@ class Sweep:
         for name, number in named.items():
             if number.split(".")[0] not in COLUMNS:
                 raise UserError(
-                    f"{name}: {number!r} is no number of results.json{mixers.did_you_mean(number, [*COLUMNS])} "
+                    f"{name}: {number!r} is not a number in results.json{mixers.did_you_mean(number, [*COLUMNS])} "
                     f"({', '.join(COLUMNS)})"
                 )
         for axis in self.lines or []:
             if axis not in self.axes:
-                raise UserError(f"lines: {axis!r} is none of the axes{mixers.did_you_mean(axis, list(self.axes))}")
+                raise UserError(f"lines: {axis!r} is not one of the axes{mixers.did_you_mean(axis, list(self.axes))}")
 
     def runs(self, overrides: tuple[str, ...] = ()) -> list[Run]:
-        """All runs, each config checked.
+        """All runs, with their configs checked.
 
         Args:
-            overrides: `key=value` for all of them, after everything else.
+            overrides: `key=value` overrides for all runs, applied last.
 
         Raises:
-            UserError: A key, a value or a file of some run is wrong; said before anything has started.
+            UserError: A key, value or file of a run is wrong.
         """
         base = _overlays("base", self.base)
         Run("base", base).read()
@@ -133,11 +136,11 @@ class Sweep:
             sources = base + tuple(source for point in points.values() for source in point.sources)
             Run("cell", sources + overrides, cell).check()
             for rate, seed in itertools.product(self.learning_rates or [None], self.seeds):  # type: ignore[list-item]
-                own = [f"seed_everything={seed}"] + ([] if rate is None else [f"optim.learning_rate={rate}"])
+                settings = [f"seed_everything={seed}"] + ([] if rate is None else [f"optim.learning_rate={rate}"])
                 place = [(short.get(name, name), label) for name, label in cell]
                 place += ([] if rate is None else [("lr", f"{rate:g}")]) + [("seed", str(seed))]
                 name = ",".join(f"{_slug(key)}={_slug(value)}" for key, value in place)
-                runs.append(Run(name, (*sources, *own, *overrides), cell, rate, seed))
+                runs.append(Run(name, (*sources, *settings, *overrides), cell, rate, seed))
         if len({run.name for run in runs}) < len(runs):
             raise UserError("axes: two values have the same name; label them: {name: {label: overlay, …}}")
         for rate in self.learning_rates:
@@ -148,7 +151,7 @@ class Sweep:
 def _points(axis: str, values: Any) -> list[Point]:
     """The values of an axis as labelled sources."""
     if isinstance(values, Mapping):
-        points = [Point(str(label), _overlays(f"axes.{axis}.{label}", given)) for label, given in values.items()]
+        points = [Point(str(label), _overlays(f"axes.{axis}.{label}", overlay)) for label, overlay in values.items()]
     elif not isinstance(values, list):
         raise UserError(f"axes.{axis}: {values!r} is neither a list of values nor a mapping of labels to overlays")
     elif axis.split(".")[0] in KEYS:
@@ -166,23 +169,23 @@ def _points(axis: str, values: Any) -> list[Point]:
     return points
 
 
-def _overlays(where: str, given: Any) -> tuple[str, ...]:
-    """Files, inline overlays, overrides, or lists of these, as sources."""
-    if given is None:
+def _overlays(key: str, value: Any) -> tuple[str, ...]:
+    """The sources for a file, an inline overlay, an override, or a list of these; `key` is for messages."""
+    if value is None:
         return ()
-    if isinstance(given, str):
-        if not is_override(given):
-            find_config(given)
-        return (given,)
-    if isinstance(given, Mapping):
-        return (json.dumps(given),)
-    if isinstance(given, list):
-        return tuple(source for one in given for source in _overlays(where, one))
-    raise UserError(f"{where}: {given!r} is neither a file, nor an inline overlay, nor a list of these")
+    if isinstance(value, str):
+        if not is_override(value):
+            find_config(value)
+        return (value,)
+    if isinstance(value, Mapping):
+        return (json.dumps(value),)
+    if isinstance(value, list):
+        return tuple(source for item in value for source in _overlays(key, item))
+    raise UserError(f"{key}: {value!r} is neither a file, nor an inline overlay, nor a list of these")
 
 
 def _text(value: Any) -> str:
-    """A value as the command line takes it."""
+    """A value in the notation of the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -191,7 +194,7 @@ def _slug(text: str) -> str:
 
 
 def _short_names(keys: list[str]) -> dict[str, str]:
-    """The fewest last parts of each dotted key that tell it from the others."""
+    """Each dotted key → its shortest suffix that distinguishes it from the others."""
     short = {}
     for key in keys:
         parts = key.split(".")

@@ -1,4 +1,4 @@
-"""What a sweep found: a table, a CSV with one row for each run, and a picture."""
+"""The results of a sweep: a table, a CSV with one row per run, and a picture."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ from zoo.sweeps.runner import result
 
 
 class Outcome(NamedTuple):
-    """A run and its results row; the row of a run that is not complete is None."""
+    """A run and its results row, which is None if the run is not complete."""
 
     run: Run
     row: dict[str, Any] | None
@@ -43,22 +43,22 @@ class Cell(NamedTuple):
 
 
 def outcomes(runs: Sequence[Run], folder: Path) -> list[Outcome]:
-    """The runs with their results rows."""
+    """Each run with its results row."""
     return [Outcome(run, result(folder / run.name)) for run in runs]
 
 
-def cells(sweep: Sweep, found: Sequence[Outcome]) -> list[Cell]:
-    """The combinations of values in order, each at the learning rate with the best median over seeds.
+def cells(sweep: Sweep, results: Sequence[Outcome]) -> list[Cell]:
+    """All combinations of values, in order, each at the learning rate with the best median over seeds.
 
     Raises:
-        UserError: The results have no number called `sweep.metric`.
+        UserError: The results have no number named `sweep.metric`.
     """
     grouped: dict[tuple[tuple[str, str], ...], dict[float | None, list[dict[str, Any]]]] = {}
-    for run, row in found:
+    for run, row in results:
         rows = grouped.setdefault(run.cell, {}).setdefault(run.learning_rate, [])
         if row is not None:
             rows.append(row)
-    done = []
+    best_cells = []
     for labels, rates in grouped.items():
         alternatives = [
             Cell(dict(labels), rate, rows, [_number(row, sweep.metric, "metric") for row in rows])
@@ -66,12 +66,12 @@ def cells(sweep: Sweep, found: Sequence[Outcome]) -> list[Cell]:
         ]
         complete = [cell for cell in alternatives if cell.values]
         best = (min if sweep.mode == "min" else max)(complete, key=lambda cell: cell.median, default=alternatives[0])
-        done.append(best)
-    return done
+        best_cells.append(best)
+    return best_cells
 
 
 def _number(row: dict[str, Any], name: str, argument: str) -> float:
-    """A number of a results row; a loss that is no number (nan is null there) counts as infinite."""
+    """A number in a results row; null, which stands for nan, counts as infinite."""
     row = _flat(row)
     if name not in row:
         numbers = [key for key, value in row.items() if isinstance(value, int | float)]
@@ -81,16 +81,16 @@ def _number(row: dict[str, Any], name: str, argument: str) -> float:
     return math.inf if row[name] is None else float(row[name])
 
 
-def table(sweep: Sweep, found: Sequence[Outcome]) -> Table:
-    """One row for each combination of values: size, best learning rate, and the metric over the seeds."""
+def table(sweep: Sweep, results: Sequence[Outcome]) -> Table:
+    """A table with one row per combination of values: sizes, best learning rate, and the metric over the seeds."""
     best = "lowest" if sweep.mode == "min" else "highest"
     caption = f"{sweep.metric} (best is {best}) of {len(sweep.seeds)} seeds; ± is the standard deviation"
     if len(sweep.learning_rates) > 1:
         caption += f"; lr: the best of {', '.join(f'{rate:g}' for rate in sweep.learning_rates)} by the median"
     shown = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     columns = [*sweep.axes, *([CONTROL] if sweep.controls else [])]
-    rows = cells(sweep, found)
-    for column in columns:  # at 80 characters a line, labels are broken between words, and never left out
+    rows = cells(sweep, results)
+    for column in columns:  # in narrow terminals, labels wrap between words and are never cut
         words = [word for cell in rows for word in cell.labels.get(column, "").split()]
         shown.add_column(column.split(".")[-1], min_width=max(map(len, words), default=0))
     rates = len(sweep.learning_rates) > 1
@@ -122,14 +122,14 @@ def _short(number: Any) -> str:
     return "" if number is None else f"{EngFormatter(places=1, sep='')(number)}"
 
 
-def write_csv(sweep: Sweep, found: Sequence[Outcome], file: Path) -> None:
-    """One row for each run: its place in the sweep, then all of its results row that is a number or a word."""
+def write_csv(sweep: Sweep, results: Sequence[Outcome], file: Path) -> None:
+    """Write a CSV with one row per run: its place in the sweep, then its results row."""
     columns = ["name", *sweep.axes, *([CONTROL] if sweep.controls else []), "learning_rate", "seed", "status"]
-    numbers = list(dict.fromkeys(key for _, row in found if row for key, value in _flat(row).items()))
+    numbers = list(dict.fromkeys(key for _, row in results if row for key, value in _flat(row).items()))
     text = io.StringIO()
     writer = csv.DictWriter(text, [*columns, *(key for key in numbers if key not in columns)], lineterminator="\n")
     writer.writeheader()
-    for run, row in found:
+    for run, row in results:
         place = {"name": run.name, **dict(run.cell), "learning_rate": run.learning_rate, "seed": run.seed}
         writer.writerow({"status": "missing", **(_flat(row) if row else {}), **place})
     with atomic_write(file) as out:
@@ -137,7 +137,7 @@ def write_csv(sweep: Sweep, found: Sequence[Outcome], file: Path) -> None:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Lists and mappings of a results row as columns of their own."""
+    """A results row with lists and mappings flattened into separate columns."""
     flat: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, list):
@@ -149,10 +149,10 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def figure(sweep: Sweep, found: Sequence[Outcome]) -> Figure:
-    """The metric over `sweep.x`: a line through the medians for each value of the other axes, a dot for each seed."""
-    every = [cell for cell in cells(sweep, found) if cell.values]
-    drawn = [cell for cell in every if CONTROL not in cell.labels]
+def figure(sweep: Sweep, results: Sequence[Outcome]) -> Figure:
+    """A plot of the metric over `sweep.x`: a line through the medians per value of the other axes, a dot per seed."""
+    complete = [cell for cell in cells(sweep, results) if cell.values]
+    drawn = [cell for cell in complete if CONTROL not in cell.labels]
     x = sweep.x or next(iter(sweep.axes), "state_size")
     picture = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
     FigureCanvasAgg(picture)
@@ -163,18 +163,18 @@ def figure(sweep: Sweep, found: Sequence[Outcome]) -> Figure:
         name = ", ".join(cell.labels[axis] for axis in apart)
         lines.setdefault(name, []).append(cell)
     names = list(dict.fromkeys(cell.labels[x] for cell in drawn)) if x in sweep.axes else []
-    ordered = all(map(_is_number, names))  # also where x is a number of the results
+    ordered = all(map(_is_number, names))  # also true if x is a number in the results
     for number, (name, group) in enumerate(lines.items()):
         at = [names.index(cell.labels[x]) if names else _number(cell.rows[0], x, "x") for cell in group]
         order = sorted(range(len(group)), key=lambda i: at[i])
         color = f"C{number % 10}"
         medians = [group[i].median for i in order]
-        line = "-" if ordered else "none"  # names have no order to draw
+        line = "-" if ordered else "none"  # names have no order
         drawing: dict[str, Any] = {"linestyle": line, "marker": "_", "markersize": 18, "markeredgewidth": 2}
         axes.plot([at[i] for i in order], medians, color=color, label=name or None, **drawing)
         for i in order:
             axes.plot([at[i]] * len(group[i].values), group[i].values, "o", color=color, alpha=0.5, markersize=4)
-    for number, cell in enumerate(cell for cell in every if CONTROL in cell.labels):
+    for number, cell in enumerate(cell for cell in complete if CONTROL in cell.labels):
         axes.axhline(cell.median, color="gray", linestyle=("--", ":", "-.")[number % 3], label=cell.labels[CONTROL])
     if names:
         axes.set_xticks(range(len(names)), names, rotation=20 if max(map(len, names)) > 8 else 0)
@@ -195,18 +195,18 @@ def _is_number(label: str) -> bool:
     return True
 
 
-def write(sweep: Sweep, found: Sequence[Outcome], folder: Path) -> Table:
-    """`sweep.csv` and `sweep.png` in the folder; returns the table."""
-    shown = table(sweep, found)
-    write_csv(sweep, found, folder / "sweep.csv")
+def write(sweep: Sweep, results: Sequence[Outcome], folder: Path) -> Table:
+    """Write `sweep.csv` and `sweep.png` to the folder, and return the table."""
+    shown = table(sweep, results)
+    write_csv(sweep, results, folder / "sweep.csv")
     with atomic_write(folder / "sweep.png") as file:
-        figure(sweep, found).savefig(file, format="png")
+        figure(sweep, results).savefig(file, format="png")
     return shown
 
 
 def preview(runs: Sequence[Run], folder: Path) -> Table:
-    """What a sweep would run: sizes of each run, built without memory, and whether it is complete already."""
-    shown = Table(caption=f"FLOPs are forward, a token; runs go to {folder}/NAME", caption_justify="left")
+    """A table of a sweep's runs with their sizes, computed without allocating memory, and whether they are complete."""
+    shown = Table(caption=f"FLOPs are forward, per token; runs go to {folder}/NAME", caption_justify="left")
     for column in ("run", "parameters", "state", "MFLOP", ""):
         shown.add_column(
             column, justify="left" if column == "run" else "right", no_wrap=column != "run", overflow="fold"

@@ -1,4 +1,4 @@
-"""Runs in processes of their own: several at a time, the finished skipped, the stopped continued."""
+"""Runs in separate processes, several at a time; complete runs are skipped, and stopped runs are resumed."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ from zoo.train.signals import PARENT, sigterm_raises
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-GRACE_SECONDS = 120.0  # in which a run of an earlier sweep, that ends with it, must have saved
+GRACE_SECONDS = 120.0  # time for a run of a killed sweep to save and end
 
 
 class Failure(NamedTuple):
@@ -45,19 +45,19 @@ class _Process(NamedTuple):
 
 
 class Runner:
-    """Trains runs with `command`, `jobs` at a time, each in `folder/NAME` with its terminal in `folder/NAME.log`.
+    """Trains runs with `command`, `jobs` at a time, each in `folder/NAME` with its output in `folder/NAME.log`.
 
-    The same call again skips what is complete, continues what has a checkpoint, and starts the rest anew. Ctrl-C or
-    SIGTERM stops the running ones as it stops `fit`: each leaves a checkpoint.
+    Repeating the call skips complete runs, resumes those that have a checkpoint, and starts the others again. Ctrl-C or
+    SIGTERM stops the running ones as it stops `fit`: each saves a checkpoint.
 
     Args:
-        command: How to start the command line, such as `["python", "cli.py"]`.
-        folder: Where the runs go.
-        jobs: Runs at a time; null for one on each GPU, or one on a machine without. More than there are GPUs share
-            them; the processor's cores are divided between the jobs.
+        command: The command that starts the command line, such as `["python", "cli.py"]`.
+        folder: The folder of the runs.
+        jobs: Number of runs at a time; null for one per GPU, or one without GPUs. If there are more jobs than GPUs,
+            they share them. CPU cores are divided among the jobs.
 
     Raises:
-        UserError: `jobs` is no positive number.
+        UserError: `jobs` is below 1.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, jobs: int | None = None):
@@ -67,10 +67,10 @@ class Runner:
             raise UserError(f"jobs: {jobs} must be at least 1")
 
     def run(self, runs: Sequence[Run]) -> list[Failure]:
-        """Run what is not complete; returns what failed, when all the others are complete.
+        """Run all incomplete runs, and return those that failed.
 
         Raises:
-            UserError: The folder holds runs of the same names with other configs, or is in use.
+            UserError: The folder has runs of the same names with other configs, or is in use.
         """
         with self.claimed(runs):
             waiting = deque(run for run in runs if result(self.folder / run.name) is None)
@@ -87,11 +87,11 @@ class Runner:
                         while waiting and slots:
                             running.append(self._start(waiting.popleft(), slots.pop()))
                         time.sleep(POLL_SECONDS)
-                        for one in [one for one in running if one.process.poll() is not None]:
-                            running.remove(one)
-                            slots.add(one.slot)
-                            one.log.close()
-                            failures += self._failure(one.run, one.process.returncode)
+                        for ended in [process for process in running if process.process.poll() is not None]:
+                            running.remove(ended)
+                            slots.add(ended.slot)
+                            ended.log.close()
+                            failures += self._failure(ended.run, ended.process.returncode)
                             bar.set_postfix_str(f"{len(failures)} failed" if failures else "", refresh=False)
                             bar.update()
                 finally:
@@ -99,12 +99,12 @@ class Runner:
         return failures
 
     def prepare(self, run: Run) -> list[str]:
-        """The command line of a run: it starts, or goes on from its last checkpoint.
+        """The command line that starts a run, or resumes it from its last checkpoint.
 
-        A run that a killed sweep has left may still be saving; it is waited for.
+        A run of a killed sweep may still be saving; this waits for it.
 
         Raises:
-            UserError: Another process trains it, and does not end.
+            UserError: Another process trains the run, and does not end.
         """
         folder = self.folder / run.name
         if (folder / LOCK).exists():
@@ -125,7 +125,7 @@ class Runner:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.gpus)))
             environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % self.gpus]
         output = (self.folder / f"{run.name}.log").open("ab")
-        # a session of its own: Ctrl-C reaches it through us alone, once
+        # a new session, so that Ctrl-C reaches it only through this process, once
         process = subprocess.Popen(
             self.prepare(run),
             stdin=subprocess.DEVNULL,
@@ -144,7 +144,7 @@ class Runner:
 
     @contextmanager
     def claimed(self, runs: Sequence[Run]) -> Iterator[None]:
-        """The folder for ourselves, after a check that it holds no other runs by these names."""
+        """Lock the folder, after checking that it has no other runs with the same names."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.folder / ".lock")
         try:
@@ -162,26 +162,26 @@ class Runner:
     def _check(self, runs: Sequence[Run]) -> None:
         file = self.folder / "runs.json"
         advice = "delete it, and the runs there count as runs of this sweep"
-        known = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
+        recorded = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
         for run in runs:
             plain = json.loads(json.dumps(to_dict(run.read())))
-            # keys that did not exist when the run was started are no difference
-            before = known.setdefault(run.name, plain)
-            if not isinstance(before, dict):
+            # keys that did not exist when the run was started do not count as differences
+            config = recorded.setdefault(run.name, plain)
+            if not isinstance(config, dict):
                 raise UserError(f"{file} is damaged ({run.name} has no config); {advice}.")
-            old = {**plain, **before}
+            old = {**plain, **config}
             if old != plain and (self.folder / run.name).exists():
                 key, before, now = next(differences(old, plain))
                 raise UserError(
                     f"folder: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; choose "
                     "another --folder, or delete that one"
                 )
-            known[run.name] = plain
-        write_sealed(file, known)
+            recorded[run.name] = plain
+        write_sealed(file, recorded)
 
 
 def result(run: Path) -> dict[str, Any] | None:
-    """The results row of a complete run; None for any other, and for one that is damaged, which is written anew."""
+    """The results row of a complete run; None for an incomplete run or a damaged row, so that it is written again."""
     try:
         row = read_row(run)
     except UserError as error:
@@ -191,7 +191,7 @@ def result(run: Path) -> dict[str, Any] | None:
 
 
 def failed(failures: Sequence[Failure], total: int) -> UserError:
-    """What to say of failures when everything else is done."""
+    """The error for failed runs, after all others have completed."""
     listed = "; ".join(f"{failure.run} ({failure.reason})" for failure in failures[:5])
     more = f" and {len(failures) - 5} more" if len(failures) > 5 else ""
     return UserError(
@@ -201,14 +201,14 @@ def failed(failures: Sequence[Failure], total: int) -> UserError:
 
 
 def _stop(running: Sequence[_Process]) -> None:
-    """Stop as Ctrl-C stops a run, and wait until each has written its checkpoint."""
-    for one in running:
-        if one.process.poll() is None:
-            one.process.terminate() if os.name == "nt" else one.process.send_signal(signal.SIGINT)
-    for one in running:
+    """Stop runs as Ctrl-C does, and wait until each has saved its checkpoint."""
+    for _, process, _, _ in running:
+        if process.poll() is None:
+            process.terminate() if os.name == "nt" else process.send_signal(signal.SIGINT)
+    for _, process, output, _ in running:
         try:
-            one.process.wait()
-        except KeyboardInterrupt:  # a second Ctrl-C: at once
-            one.process.kill()
-            one.process.wait()
-        one.log.close()
+            process.wait()
+        except KeyboardInterrupt:  # a second Ctrl-C: stop immediately
+            process.kill()
+            process.wait()
+        output.close()

@@ -218,7 +218,7 @@ def test_a_process_has_an_age():
         (["kernels", "--config", "gla.yaml"], "config: unknown key"),
         (["kernels", "--peers"], "needs a CUDA device"),
         (["training", "--peers", "--config", "gla.yaml"], "needs a CUDA device"),
-        (["training"], "config: there is none"),
+        (["training"], "config: missing"),
         (["training", "--config"], "--config has no value"),
         (["training", "--config", "gl.yaml"], "did you mean 'gla.yaml'"),
         (["training", "--config", "gla.yaml", "--batch_sze=4"], "did you mean 'batch_size'"),

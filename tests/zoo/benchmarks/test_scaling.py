@@ -215,8 +215,8 @@ def test_without_a_base_there_is_no_efficiency(fake: Path, command: Command):
     for row in others:
         assert row["tokens_per_second"] > 0
         assert row["efficiency"] is None
-        assert row["note"].startswith("nothing to compare its losses with: exit code 1: torch.OutOfMemoryError")
-    assert "nothing to compare" in done.out
+        assert row["note"].startswith("no reference for its losses: exit code 1: torch.OutOfMemoryError")
+    assert "no reference for its losses" in done.out
 
 
 def test_ctrl_c_leaves_no_process(fake: Path):
@@ -259,7 +259,7 @@ def test_a_folder_of_somebody_else_is_left_alone(fake: Path, command: Command):
     (fake / "mine/fits").mkdir(parents=True)
     done = command(*OPTIONS, "--ways=[ddp]", "--folder=mine")
     assert done.code == 2
-    assert "folder: mine/fits exists and is of no benchmark" in done.err
+    assert "folder: mine/fits exists and does not belong to a benchmark" in done.err
 
 
 def test_curves_differ_by_their_worst_step():
@@ -271,7 +271,7 @@ def test_curves_differ_by_their_worst_step():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--ways=[dpd]"], "ways: 'dpd' is no file in configs/train; did you mean 'ddp'"),
+        (["--ways=[dpd]"], "ways: 'dpd' is not a file in configs/train; did you mean 'ddp'"),
         (["--accelerator=gpu"], "finds no GPU"),
         (["--accelerator=cpuu"], "did you mean 'cpu'"),
         (["--devices=[0]"], "devices: 0 must be at least 1"),

@@ -348,7 +348,7 @@ def checked(hopper: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_what_is_right_passes(checked):
     assert checked() is None
-    assert checked(warps=8) == "is not in force"
+    assert checked(warps=8) == "does not take effect"
 
 
 def test_what_is_wrong_or_does_not_repeat_fails(checked, monkeypatch: pytest.MonkeyPatch):

@@ -123,5 +123,5 @@ def test_a_benchmark_gives_its_report(desk: Path) -> None:
     report = zoo.bench("training", *TINY, length=16, batch_size=1, steps=1, device="cpu", folder="timed")
     assert not report.failed
     assert (Path("timed") / "bench.json").is_file()
-    with pytest.raises(zoo.UserError, match="bench: 'lenght' is no option of training; did you mean 'length'"):
+    with pytest.raises(zoo.UserError, match="bench: 'lenght' is not an option of training; did you mean 'length'"):
         zoo.bench("training", *TINY, lenght=16)

@@ -126,14 +126,14 @@ def test_the_base_may_have_overlays_and_overrides_come_last():
         ({"axes": {"kind": {"a": "ablate/expand_5.yaml"}}}, "did you mean 'ablate/expand_"),
         ({"axes": {"kind": {"a": 3}}}, "axes.kind.a: 3 is neither a file"),
         ({"controls": {"a": 3}}, "controls.a: 3 is neither a file"),
-        ({"metric": "val_los"}, "metric: 'val_los' is no number of results.json; did you mean 'val_loss'"),
-        ({"x": "state"}, "x: 'state' is no number of results.json"),
+        ({"metric": "val_los"}, "metric: 'val_los' is not a number in results.json; did you mean 'val_loss'"),
+        ({"x": "state"}, "x: 'state' is not a number in results.json"),
         ({"seeds": []}, "seeds: the list is empty"),
         ({"seeds": [1, 1]}, "seeds: .* has a value twice"),
         ({"learning_rates": [0.1, 0.1]}, "learning_rates: .* has a value twice"),
         ({"learning_rates": [-1.0]}, "learning_rate"),
         ({"axes": {"kind": {"a b": None, "a/b": None}}}, "two values have the same name"),
-        ({"axes": {FACTOR: [1]}, "lines": ["factor"]}, "lines: 'factor' is none of the axes"),
+        ({"axes": {FACTOR: [1]}, "lines": ["factor"]}, "lines: 'factor' is not one of the axes"),
     ],
 )
 def test_mistakes(arguments: dict[str, Any], message: str):

@@ -1,1 +1,1 @@
-"""Made-up data that asks for recall, or has a known entropy."""
+"""Synthetic data that tests recall or has a known entropy."""

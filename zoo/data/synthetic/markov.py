@@ -1,4 +1,4 @@
-"""Random sequences without text: a Markov chain of tokens, made up as it is trained on."""
+"""Random sequences of a Markov chain of tokens, generated during training."""
 
 import math
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from kernels.errors import UserError
 from zoo.data.batch import Batch
 from zoo.data.loader import ValidationLoader
 from zoo.data.order import random_bits, shuffled
-from zoo.data.resumable import ResumableData, check_least
+from zoo.data.resumable import ResumableData, check_minimum
 from zoo.data.synthetic.recall import number_of
 
-_PASS = 100_000  # samples after which the endless stream counts as seen once; nothing but epochs depend on it
+_PASS = 100_000  # samples after which the endless stream counts as one epoch; nothing else depends on it
 
 
 class Chain:
-    """Samples of the chain; sample i is a function of the seed, the split and i alone.
+    """Samples of the chain; sample i is a function of seed, split and i alone.
 
-    The tokens stand in a circle, in a random order. The next one lies one of a few random distances further on, each
-    of them as likely as the others; so a sequence is a sum over its draws, which is found for all of it at once.
+    The tokens are arranged in a circle, in random order. The next token is one of a few random distances further on,
+    all equally likely; so a sequence is a cumulative sum of random distances, computed all at once.
     """
 
     def __init__(self, vocab_size: int, length: int, successors: int, size: int, seed: int, split: str) -> None:
@@ -34,7 +34,7 @@ class Chain:
         return self.size
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """Positions as they are: no sample comes twice."""
+        """The positions themselves: no sample is repeated."""
         return positions
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -47,23 +47,23 @@ class Chain:
 
 
 class MarkovChain(ResumableData):
-    """Sequences of a random Markov chain, for measurements: any vocabulary and length, no text and no tokenizer.
+    """Sequences of a random Markov chain, for measurements: any vocabulary and length, without text or tokenizer.
 
-    Each token is followed by one of `successors` others, drawn with equal chances. So the loss starts at the logarithm
-    of the vocabulary and falls towards that of `successors`, which a bigram model reaches. Any batch can be made at
-    once, so a run can be resumed at any step with any number of devices.
+    Each token is followed by one of `successors` others with equal probability. So the loss starts at the logarithm of
+    the vocabulary size and falls towards that of `successors`, which a bigram model reaches. Any batch can be generated
+    directly, so a run can be resumed at any step with any number of devices.
 
     Args:
         vocab_size: Number of tokens.
-        sequence_length: Tokens of a sequence.
-        batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
-        successors: How many tokens may follow each; at most `vocab_size`.
-        validation_samples: Sequences of a validation.
-        num_workers: Processes that make batches ahead, on each device; 0: none.
-        seed: Of the chain and of all samples.
+        sequence_length: Tokens in a sequence.
+        batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
+        successors: Number of tokens that may follow each token; at most `vocab_size`.
+        validation_samples: Sequences in a validation.
+        num_workers: Worker processes per device that prefetch batches; 0: none.
+        seed: Seed of the chain and of all samples.
 
     Raises:
-        UserError: an argument cannot be used, or a checkpoint is of other data.
+        UserError: An argument is out of range, or a checkpoint is of other data.
     """
 
     overfit_hint = "use data that is not endless, such as MQAR with data.train_samples"
@@ -79,7 +79,7 @@ class MarkovChain(ResumableData):
         seed: int = 0,
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
-        check_least(
+        check_minimum(
             sequence_length=(sequence_length, 1), successors=(successors, 1), validation_samples=(validation_samples, 1)
         )
         if successors > vocab_size:
@@ -91,7 +91,7 @@ class MarkovChain(ResumableData):
         """None: there is no text."""
 
     def bigram_loss(self) -> float:
-        """The loss of the chain itself in nats per token, the lowest that there is."""
+        """The entropy of the chain in nats per token, which no model can go below."""
         return math.log(self.successors)
 
     @property
@@ -104,7 +104,7 @@ class MarkovChain(ResumableData):
         return self._loader("validation")
 
     def test_dataloader(self) -> ValidationLoader:
-        """As for validation, with other samples."""
+        """Further samples of the same chain."""
         return self._loader("test")
 
     def predict_dataloader(self) -> ValidationLoader:
@@ -119,6 +119,6 @@ class MarkovChain(ResumableData):
         return Chain(self.vocab_size, self.sequence_length, self.successors, size, self.seed, split)
 
     def identity(self) -> dict[str, Any]:
-        """What makes a position mean the same samples again."""
+        """All that determines which sample is at a position."""
         names = ("seed", "vocab_size", "sequence_length", "successors")
         return {name: getattr(self, name) for name in names}

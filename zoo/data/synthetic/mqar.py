@@ -7,33 +7,33 @@ from typing import Any, Literal
 
 from kernels.errors import UserError
 from zoo.data.loader import ValidationLoader
-from zoo.data.resumable import ResumableData, check_least
+from zoo.data.resumable import ResumableData, check_minimum
 from zoo.data.synthetic.recall import Recall, RecallStream, RecallTask, number_of, shares
 
 Split = Literal["train", "validation", "test"]
 
 
 class MQAR(ResumableData):
-    """Multi-query associative recall, made up as it is trained on, with the accuracy of each validation task.
+    """Multi-query associative recall, generated during training, with the accuracy of each validation task.
 
-    It has no tokenizer and reads no file. Any batch can be made at once, so a run can be resumed at any step with any
-    number of devices.
+    It has no tokenizer and reads no files. Any batch can be generated directly, so a run can be resumed at any step
+    with any number of devices.
 
     Args:
-        vocab_size: Number of tokens, an even number: 0, then keys, and in the upper half values.
-        tasks: What is trained on: sizes and weights. Each batch is of one task.
-        validation_tasks: What is validated on; null: the tasks of training.
-        batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
-        train_samples: How many different samples there are, shared out by weight and shuffled anew for each pass.
-            Null: no sample comes twice.
-        validation_samples: Samples of each validation task.
-        random_fillers: Whether the tokens between the questions are random; else they are 0.
-        power: Exponent of the distances, above 0; small ones favour questions soon after the pairs, 1 none.
-        num_workers: Processes that make batches ahead, on each device; 0: none.
-        seed: Of all samples and their order.
+        vocab_size: Number of tokens, which must be even: 0, then keys, and in the upper half values.
+        tasks: The training tasks: sizes and weights. Each batch is of one task.
+        validation_tasks: The validation tasks; null: the training tasks.
+        batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
+        train_samples: Number of distinct samples, divided among the tasks by weight and reshuffled for each pass.
+            Null: no sample is repeated.
+        validation_samples: Samples per validation task.
+        random_fillers: Whether the tokens between the queries are random; otherwise they are 0.
+        power: Exponent of the distances, above 0; small values favour queries soon after the pairs, 1 is neutral.
+        num_workers: Worker processes per device that prefetch batches; 0: none.
+        seed: Seed of all samples and their order.
 
     Raises:
-        UserError: an argument cannot be used, or a checkpoint is of other data.
+        UserError: An argument is out of range, or a checkpoint is of other data.
     """
 
     overfit_hint = "set data.train_samples to a small number"
@@ -60,9 +60,9 @@ class MQAR(ResumableData):
             raise UserError(f"data.vocab_size is {vocab_size}; it must be an even number, at least 4.")
         if power <= 0:
             raise UserError(f"data.power is {power}; it must be above 0.")
-        check_least(validation_samples=(validation_samples, 1), train_samples=(train_samples, batch_size))
-        for name, listed in (("tasks", self.tasks), ("validation_tasks", self.validation_tasks)):
-            _check_tasks(name, listed, vocab_size)
+        check_minimum(validation_samples=(validation_samples, 1), train_samples=(train_samples, batch_size))
+        for name, checked in (("tasks", self.tasks), ("validation_tasks", self.validation_tasks)):
+            _check_tasks(name, checked, vocab_size)
         self.sequence_length = max(task.length for task in self.tasks + self.validation_tasks)
 
     def get_tokenizer(self) -> None:
@@ -70,7 +70,7 @@ class MQAR(ResumableData):
 
     @property
     def validation_names(self) -> list[str]:
-        """A name for each validation task, `pairs_8`, or `length_64_pairs_8` where two have the same pairs."""
+        """The name of each validation task: `pairs_8`, or `length_64_pairs_8` if the former is ambiguous."""
         pairs = Counter(task.pairs for task in self.validation_tasks)
         clash = max(pairs.values()) > 1
         return [(f"length_{task.length}_" if clash else "") + f"pairs_{task.pairs}" for task in self.validation_tasks]
@@ -88,7 +88,7 @@ class MQAR(ResumableData):
         return self._loaders("validation")
 
     def test_dataloader(self) -> list[ValidationLoader]:
-        """As for validation, with other samples."""
+        """As for validation, but with other samples."""
         return self._loaders("test")
 
     def predict_dataloader(self) -> list[ValidationLoader]:
@@ -97,17 +97,17 @@ class MQAR(ResumableData):
 
     def _loaders(self, split: Split) -> list[ValidationLoader]:
         samples = [self._recall(task, self.validation_samples, split) for task in self.validation_tasks]
-        return [self.evaluation_loader(each) for each in samples]
+        return [self.evaluation_loader(task_samples) for task_samples in samples]
 
     def _recall(self, task: RecallTask, size: int, split: Split) -> Recall:
         return Recall(task, size, self.vocab_size, self.random_fillers, self.power, f"{self.seed} {split}")
 
     def identity(self) -> dict[str, Any]:
-        """What makes a position mean the same samples again; batches of several tasks are counted by the batch."""
-        own: dict[str, Any] = {"seed": self.seed, "vocab_size": self.vocab_size}
-        own |= {"tasks": [asdict(task) for task in self.tasks], "train_samples": self.train_samples}
-        own |= {"random_fillers": self.random_fillers, "power": self.power}
-        return own | ({"batch_size": self.batch_size} if len(self.tasks) > 1 else {})
+        """All that determines which sample is at a position; with several tasks that includes the batch size."""
+        identity: dict[str, Any] = {"seed": self.seed, "vocab_size": self.vocab_size}
+        identity |= {"tasks": [asdict(task) for task in self.tasks], "train_samples": self.train_samples}
+        identity |= {"random_fillers": self.random_fillers, "power": self.power}
+        return identity | ({"batch_size": self.batch_size} if len(self.tasks) > 1 else {})
 
 
 def _check_tasks(name: str, tasks: Sequence[RecallTask], vocab_size: int) -> None:

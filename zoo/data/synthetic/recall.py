@@ -1,4 +1,4 @@
-"""Multi-query associative recall: made-up key-value pairs, and later the keys again, whose values are asked."""
+"""Multi-query associative recall: random key-value pairs, followed by queries for the values of the keys."""
 
 import hashlib
 import json
@@ -11,18 +11,18 @@ import torch
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.order import random_bits, shuffled
 
-_PASS = 100_000  # samples after which an endless stream counts as seen once; nothing but epochs depend on it
-_ROUND = 1000  # batches in which the tasks of an endless stream come in proportion to their weights
+_PASS = 100_000  # samples after which an endless stream counts as one epoch; nothing else depends on it
+_ROUND = 1000  # batches over which the tasks of an endless stream are in proportion to their weights
 
 
 @dataclass(frozen=True)
 class RecallTask:
-    """Samples of one size.
+    """The size and weight of a recall task.
 
     Args:
         length: Tokens in a sequence.
-        pairs: Key-value pairs at its start, each of which is asked for once; at most a quarter of `length`.
-        weight: How often training takes a batch of this task, in proportion to the other weights.
+        pairs: Key-value pairs at its start, each queried once; at most a quarter of `length`.
+        weight: Relative frequency of training batches of this task.
     """
 
     length: int = 64
@@ -31,11 +31,11 @@ class RecallTask:
 
 
 class Recall:
-    """Samples of one task; sample i is a function of the seed, the split and i alone.
+    """Samples of one task; sample i is a function of seed, split and i alone.
 
     As in zoology (arXiv 2312.04927): K keys from 1 … V/2 − 1 and K values from V/2 … V − 1, all different, alternate in
-    the first 2K tokens. Each key is asked once more, g = 0, 2, 4 … tokens after them, drawn without replacement with
-    probability ∝ (g/2 + 1)^(power − 1); its label is its value, and no other token has one.
+    the first 2K tokens. Each key is then queried once, g = 0, 2, 4 … tokens after them, sampled without replacement
+    with probability ∝ (g/2 + 1)^(power − 1). The label of a query is its value; other tokens have no label.
     """
 
     def __init__(self, task: RecallTask, size: int, vocab_size: int, fillers: bool, power: float, key: str) -> None:
@@ -56,30 +56,30 @@ class Recall:
             tokens = (random_bits(numbers, length, rest) % np.uint64(self.vocab_size)).astype(np.int64)
         else:
             tokens = np.zeros((len(numbers), length), np.int64)
-        tokens[:, 0 : 2 * pairs : 2] = asked = 1 + _distinct(numbers, pairs, half - 1, keys)
+        tokens[:, 0 : 2 * pairs : 2] = queries = 1 + _distinct(numbers, pairs, half - 1, keys)
         tokens[:, 1 : 2 * pairs : 2] = answers = half + _distinct(numbers, pairs, half, values)
-        # Drawing without replacement is a race: who arrives first after an exponential time, at a rate of its weight.
+        # Sampling without replacement: the first arrivals, at exponential times with the weights as rates.
         uniform = ((random_bits(numbers, space, gaps) >> np.uint64(11)).astype(float) + 0.5) / 2.0**53
         times = -np.log(uniform) * np.arange(1.0, space + 1) ** (1 - self.power)
         places = 2 * pairs + 2 * np.argsort(times, axis=1)[:, :pairs]
         labels = np.full_like(tokens, NO_LOSS)
-        np.put_along_axis(tokens, places, asked, axis=1)
+        np.put_along_axis(tokens, places, queries, axis=1)
         np.put_along_axis(labels, places, answers, axis=1)
         return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
 
 class RecallStream:
-    """The training samples by their position in the stream: batches of one task each, mixed by weight.
+    """The training samples by position in the stream: batches of one task each, mixed by weight.
 
-    A round of batches, in a shuffled order, has so many of each task as its weight asks for. Each task counts its own
-    samples, so that a task with a fixed set shows all of it before it shows one again.
+    A round of batches is in shuffled order, with the number of batches of each task in proportion to its weight. Each
+    task counts its samples separately, so that all samples of a fixed set are used before any is repeated.
 
     Args:
-        tasks: Their samples; of a fixed set all, of an endless stream any number.
-        weights: How often each comes.
+        tasks: The samples of each task, all of a fixed set or any number of an endless stream.
+        weights: Relative frequency of each task.
         batch_size: Samples in a global batch.
-        samples: Samples in all fixed sets together; None for an endless stream.
-        seed: Of the order.
+        samples: Total number of samples in the fixed sets; None for an endless stream.
+        seed: Seed of the order.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class RecallStream:
             self.shares = [1]
         else:
             self.shares = shares(_ROUND if samples is None else samples // batch_size, weights)
-        self._first = np.cumsum([0, *self.shares]).tolist()  # where each task's batches begin in a round
+        self._first = np.cumsum([0, *self.shares]).tolist()  # index of each task's first batch in a round
 
     def __len__(self) -> int:
         return self.samples or _PASS
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """Positions as they are: `batch` knows what comes there."""
+        """The positions themselves; `batch` maps them to samples."""
         return positions
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -112,7 +112,7 @@ class RecallStream:
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:
-    """`total` in whole parts, each at least 1, in proportion to `weights` as nearly as can be."""
+    """Divide `total` into integers, each at least 1, as nearly in proportion to `weights` as possible."""
     exact = total * np.array(weights) / sum(weights)
     parts = np.maximum(exact.astype(int), 1)
     for part in np.argsort(parts - exact)[: max(total - parts.sum(), 0)]:
@@ -120,12 +120,12 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     return parts.tolist()
 
 
-def number_of(*what: object) -> int:
-    """A 64-bit number for anything that JSON can say: seeds of independent streams."""
-    return int.from_bytes(hashlib.blake2b(json.dumps(what).encode(), digest_size=8).digest())
+def number_of(*values: object) -> int:
+    """A 64-bit hash of JSON-serialisable values, as the seed of an independent stream."""
+    return int.from_bytes(hashlib.blake2b(json.dumps(values).encode(), digest_size=8).digest())
 
 
 def _distinct(numbers: np.ndarray, count: int, size: int, seed: int) -> np.ndarray:
-    """For each number the first `count` of a permutation of its own of 0 … size − 1, `[n, count]`."""
+    """For each number, the first `count` entries of a separate permutation of 0 … size − 1, `[n, count]`."""
     positions = numbers[:, None] * np.uint64(size) + np.arange(count, dtype=np.uint64)
     return shuffled(positions.ravel(), size, seed).reshape(positions.shape)

@@ -1,1 +1,1 @@
-"""Text as data: documents, tokens in shards, windows, and mixtures of sources."""
+"""Text data: documents, token shards, windows, and mixtures of sources."""

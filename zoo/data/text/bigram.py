@@ -1,4 +1,4 @@
-"""The baseline that a language model must beat: an interpolated bigram model."""
+"""An interpolated bigram model, the baseline that a language model must beat."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from kernels.errors import UserError
 
 
 def interpolated_bigram_loss(train_tokens: np.ndarray, validation_tokens: np.ndarray, vocab_size: int) -> float:
-    """Loss of the best of three smoothed bigram models, in nats per validation token that has a token before it.
+    """Loss of the best of three smoothed bigram models, in nats per validation token, without the first token.
 
     With c(v, w) bigram counts, c(v) their sum and d(v) the number of different followers of v:
 
@@ -17,15 +17,15 @@ def interpolated_bigram_loss(train_tokens: np.ndarray, validation_tokens: np.nda
         Witten-Bell    p(w|v) = (c(v, w) + k·d(v)·q(w)) / (c(v) + k·d(v))
         discounted     p(w|v) = (max(c(v, w) − δ, 0) + (θ + δ·d(v))·q(w)) / (c(v) + θ)
 
-    λ, μ, k, δ and θ are chosen on the validation tokens themselves, so the baseline is as strong as it can be.
+    λ, μ, k, δ and θ are fitted to the validation tokens themselves, so the baseline is as strong as possible.
 
     Args:
-        train_tokens: `[n]` integers that are counted.
-        validation_tokens: `[m]` integers, m ≥ 2, that are predicted.
-        vocab_size: tokens are in [0, vocab_size).
+        train_tokens: `[n]` integers to count.
+        validation_tokens: `[m]` integers to predict, m ≥ 2.
+        vocab_size: Tokens are in [0, vocab_size).
 
     Raises:
-        UserError: too few tokens, or one out of range.
+        UserError: There are too few tokens, or a token is out of range.
     """
     train, validation = np.asarray(train_tokens, np.int64), np.asarray(validation_tokens, np.int64)
     for name, tokens in (("train_tokens", train), ("validation_tokens", validation)):
@@ -34,23 +34,23 @@ def interpolated_bigram_loss(train_tokens: np.ndarray, validation_tokens: np.nda
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise UserError(f"{name} has values from {tokens.min()} to {tokens.max()}; vocab_size is {vocab_size}.")
 
-    # Counts at each different validation bigram only, so memory grows with the tokens and not with vocab_size².
+    # Only bigrams of the validation tokens are counted, so memory grows with the tokens and not with vocab_size².
     bigrams, counts = np.unique(train[:-1] * vocab_size + train[1:], return_counts=True)
-    wanted, times = np.unique(validation[:-1] * vocab_size + validation[1:], return_counts=True)
-    before, word = np.divmod(wanted, vocab_size)
-    place = np.minimum(np.searchsorted(bigrams, wanted), len(bigrams) - 1)
-    pair = np.where(bigrams[place] == wanted, counts[place], 0).astype(float)
+    predicted, times = np.unique(validation[:-1] * vocab_size + validation[1:], return_counts=True)
+    before, word = np.divmod(predicted, vocab_size)
+    place = np.minimum(np.searchsorted(bigrams, predicted), len(bigrams) - 1)
+    pair = np.where(bigrams[place] == predicted, counts[place], 0).astype(float)
     context = np.bincount(train[:-1], minlength=vocab_size)[before].astype(float)
     followers = np.bincount(bigrams // vocab_size, minlength=vocab_size)[before].astype(float)
     frequency = np.bincount(train, minlength=vocab_size)[word] / len(train)
-    known = np.maximum(context, 1)  # where the context is new, the models below give q alone
+    divisor = np.maximum(context, 1)  # for an unseen context the models below reduce to q
 
     def unigram(mu: float) -> np.ndarray:
         return mu * frequency + (1 - mu) / vocab_size
 
     def constant(mu: float, weight: float) -> np.ndarray:
         weights = np.where(context > 0, weight, 0)
-        return weights * pair / known + (1 - weights) * unigram(mu)
+        return weights * pair / divisor + (1 - weights) * unigram(mu)
 
     def witten_bell(mu: float, x: float) -> np.ndarray:
         prior = np.where(context > 0, x / (1 - x) * followers, 1)
@@ -70,7 +70,7 @@ def interpolated_bigram_loss(train_tokens: np.ndarray, validation_tokens: np.nda
 
 
 def _minimum(loss: Callable[..., float], number: int) -> float:
-    """Smallest value of a smooth function of parameters in (0, 1): golden sections, one parameter after the other."""
+    """Smallest value of a smooth function of parameters in (0, 1), by golden-section search along each in turn."""
     ratio, edge = (5**0.5 - 1) / 2, 1e-9
     best, point = np.inf, [0.9] + [0.5] * (number - 1)
     while True:

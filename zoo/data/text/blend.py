@@ -1,4 +1,4 @@
-"""Several sources as one: their documents for a tokenizer, and their samples for training, by weight."""
+"""Several sources mixed by weight: their documents for a tokenizer, and their samples for training."""
 
 import hashlib
 import json
@@ -14,13 +14,13 @@ from zoo.data.text.tokenizer import training_pieces
 
 
 class BlendedText:
-    """The documents of several corpora in pieces, so that each has given its share of the characters at any time.
+    """Pieces of the documents of several corpora; at any point, each corpus has contributed its share of characters.
 
-    Each corpus is gone through at least once; one that ends begins again meanwhile, as it does in training.
+    Each corpus is read at least once; one that ends early is repeated, as in training.
 
     Args:
         corpora: The documents.
-        weights: Their shares of the characters, above 0, in any unit.
+        weights: Their relative shares of the characters, above 0.
     """
 
     def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float]) -> None:
@@ -31,32 +31,32 @@ class BlendedText:
 
     def signature(self) -> str:
         """A hash that changes when a file or a weight does."""
-        own = [corpus.signature() for corpus in self.corpora]
-        return hashlib.sha256(json.dumps([own, self.weights]).encode()).hexdigest()
+        signatures = [corpus.signature() for corpus in self.corpora]
+        return hashlib.sha256(json.dumps([signatures, self.weights]).encode()).hexdigest()
 
     def __iter__(self) -> Iterator[str]:
-        given = [0] * len(self.corpora)
+        characters = [0] * len(self.corpora)
         texts = [_pieces(corpus) for corpus in self.corpora]
-        waiting = set(range(len(self.corpora)))  # not gone through yet
-        while waiting:
-            behind = min(range(len(given)), key=lambda source: given[source] / self.weights[source])
+        unfinished = set(range(len(self.corpora)))  # not read to the end once
+        while unfinished:
+            behind = min(range(len(characters)), key=lambda source: characters[source] / self.weights[source])
             piece = next(texts[behind], None)
             if piece is None:
-                waiting.discard(behind)
+                unfinished.discard(behind)
                 texts[behind] = _pieces(self.corpora[behind])
             else:
-                given[behind] += len(piece)
+                characters[behind] += len(piece)
                 yield piece
 
 
 class Blend:
-    """The training samples of several sources as one endless stream, mixed by weight.
+    """The training samples of several sources, mixed by weight into one endless stream.
 
-    Each source is shuffled anew for each of its passes, and comes round as often as its weight asks for.
+    Each source is reshuffled for each of its passes, and repeated as often as its weight requires.
 
     Args:
-        sources: Their windows, all cut and packed alike.
-        weights: Their shares of the samples, above 0, in any unit.
+        sources: Their windows, with the same length and packing.
+        weights: Their relative shares of the samples, above 0.
     """
 
     def __init__(self, sources: Sequence[Windows], weights: Sequence[float]) -> None:
@@ -64,28 +64,28 @@ class Blend:
         self._first = np.cumsum([0, *map(len, sources)])  # the number of each source's first sample
 
     def __len__(self) -> int:
-        """The samples of all sources together."""
+        """Total number of samples of all sources."""
         return int(self._first[-1])
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """Which sample comes at each position of the endless stream: `[n]` → `[n]` int64."""
+        """The sample at each position of the endless stream: `[n]` → `[n]` int64."""
         sources, numbers = interleaved(positions, self.weights, seed)
         samples = np.empty_like(numbers)
         for source, windows in enumerate(self.sources):
-            own = sources == source
-            if own.any():
-                samples[own] = self._first[source] + windows.order(numbers[own], seed + source)
+            from_source = sources == source
+            if from_source.any():
+                samples[from_source] = self._first[source] + windows.order(numbers[from_source], seed + source)
         return samples
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The samples with these numbers, in this order."""
+        """A batch of the samples with these numbers, in this order."""
         sources = np.searchsorted(self._first, indices, side="right") - 1
         pairs = zip(sources.tolist(), indices, strict=True)
         samples = [self.sources[source][index - int(self._first[source])] for source, index in pairs]
         return self.sources[0].collate(samples)
 
     def passes(self, samples: int) -> list[float]:
-        """How often each source has come round after so many samples of the stream."""
+        """Number of passes over each source in the first `samples` samples of the stream."""
         shares = [samples * weight / sum(self.weights) for weight in self.weights]
         return [share / len(windows) for share, windows in zip(shares, self.sources, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Where prepared data lies, and how a folder of it comes into being: once, and as a whole or not at all."""
+"""The cache of prepared data: its location, and building a folder exactly once and atomically."""
 
 import logging
 import os
@@ -15,27 +15,28 @@ log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """The folder of `ZOO_CACHE`, else `zoo` in `XDG_CACHE_HOME`, else `~/.cache/zoo`. It need not exist yet."""
+    """`$ZOO_CACHE`, or else `$XDG_CACHE_HOME/zoo`, or else `~/.cache/zoo`. The folder may not exist yet."""
     if folder := os.environ.get("ZOO_CACHE"):
         return Path(folder).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser().absolute() / "zoo"
 
 
 def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool = False, key: str = "ZOO_CACHE") -> Path:
-    """Return `folder`; where it is missing, let `build` fill a temporary one that then takes its name.
+    """Return `folder`; if it is missing, call `build` to fill a temporary folder, and rename that.
 
-    Several processes may call this at once: one builds, the others wait for it.
+    Several processes may call this at the same time: one builds, the others wait for it.
 
     Args:
-        folder: What is to come into being.
-        build: Fills a folder.
-        resumable: Whether `build` goes on with what it left when it was interrupted; else that is thrown away.
-        key: What says where the folder lies.
+        folder: The folder to build.
+        build: Fills the folder it is given.
+        resumable: Whether `build` can continue from a partly filled folder after an interruption; otherwise that is
+            discarded.
+        key: The config key or environment variable that sets the location, for messages.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: The folder is not writable.
     """
-    if folder.is_dir():  # needs no lock, so a complete cache may be read-only
+    if folder.is_dir():  # without locking, so that a complete cache may be read-only
         return folder
     temporary = None
     try:
@@ -53,7 +54,9 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool =
                 temporary = folder.with_name(f".{folder.name}.partial")
                 temporary.mkdir(exist_ok=True)
             else:
-                for stale in folder.parent.glob(f".{folder.name}.*"):  # of a killed process: we hold the lock
+                for stale in folder.parent.glob(
+                    f".{folder.name}.*"
+                ):  # left by a killed process, since we hold the lock
                     shutil.rmtree(stale, ignore_errors=True)
                 temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
             build(temporary)
@@ -66,6 +69,6 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool =
             f"({error.strerror or error}); set {key} to a folder that can, with enough space."
         ) from error
     finally:
-        if not resumable and temporary is not None and temporary.is_dir():  # still there only after a failure or Ctrl-C
+        if not resumable and temporary is not None and temporary.is_dir():  # it only exists after a failure or Ctrl-C
             shutil.rmtree(temporary, ignore_errors=True)
     return folder

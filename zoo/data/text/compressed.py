@@ -1,7 +1,7 @@
-"""Compressed files, read piece by piece, to their very end.
+"""Streaming decompression of files, with errors for damage anywhere in them.
 
-The libraries' own file objects end without a word where a later one of several streams or frames is damaged, as
-parallel compressors write them; so only their decompressors are used here.
+Parallel compressors write several streams or frames to a file. The libraries' file objects end silently if a later one
+is damaged, so only their decompressors are used here.
 """
 
 import bz2
@@ -18,32 +18,32 @@ else:
     from backports import zstd
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
-# What reading raises if the compressed data is damaged or not whole; and OSError.
+# Exceptions for damaged or truncated data, in addition to OSError.
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 _BLOCK = 1 << 17  # bytes
 
 
 def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
-    """What is in a compressed file, read as it is wanted.
+    """A file object that decompresses another one as it is read.
 
     Args:
-        raw: The file; it is closed with what is returned.
+        raw: The compressed file; it is closed together with the result.
         compression: One of `COMPRESSIONS`.
 
     Raises (when read):
-        OSError, or one of `DAMAGED`: the file is empty, damaged, or ends too early.
+        OSError, or one of `DAMAGED`: The file is empty, damaged or truncated.
     """
-    kinds: dict[str, Callable[[], Any]] = {
+    decompressors: dict[str, Callable[[], Any]] = {
         ".gz": _Gzip,
         ".zst": zstd.ZstdDecompressor,
         ".bz2": bz2.BZ2Decompressor,
         ".xz": lzma.LZMADecompressor,
     }
-    return cast(BinaryIO, io.BufferedReader(_Streams(raw, kinds[compression]), _BLOCK))
+    return cast(BinaryIO, io.BufferedReader(_Streams(raw, decompressors[compression]), _BLOCK))
 
 
 class _Streams(io.RawIOBase):
-    """The streams of a file, one after the other."""
+    """The concatenated contents of a file's compressed streams."""
 
     def __init__(self, raw: BinaryIO, new: Callable[[], Any]) -> None:
         self._raw, self._new, self._stream = raw, new, new()
@@ -70,17 +70,17 @@ class _Streams(io.RawIOBase):
                 data = self._raw.read(_BLOCK)
                 if not data:
                     raise EOFError("it ends before its data does")
-            found = self._stream.decompress(data, len(buffer))
-            if found:
-                buffer[: len(found)] = found
-                return len(found)
+            output = self._stream.decompress(data, len(buffer))
+            if output:
+                buffer[: len(output)] = output
+                return len(output)
 
 
 class _Gzip:
-    """A stream of gzip with the interface that the decompressors of the other kinds have."""
+    """A gzip stream with the interface of the other decompressors."""
 
     def __init__(self) -> None:
-        self._stream = zlib.decompressobj(16 + zlib.MAX_WBITS)  # 16: of gzip
+        self._stream = zlib.decompressobj(16 + zlib.MAX_WBITS)  # 16 selects gzip
 
     @property
     def eof(self) -> bool:
@@ -94,5 +94,5 @@ class _Gzip:
     def needs_input(self) -> bool:
         return not self._stream.unconsumed_tail
 
-    def decompress(self, data: bytes, most: int) -> bytes:
-        return self._stream.decompress(self._stream.unconsumed_tail + data, most)
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        return self._stream.decompress(self._stream.unconsumed_tail + data, max_length)

@@ -20,9 +20,9 @@ from zoo.data.text.files import READ, TextFile, find_files, first_line
 log = logging.getLogger(__name__)
 
 EMBEDDED = ("embedded:library", "embedded:documentation")
-# Not text that somebody wrote for readers: tests, generated tables, vendored or obsolete packages.
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
-_LEFT_OUT |= {"idle_test", "pydoc_data", "__pycache__", "__phello__"}
+# Not written for readers: tests, generated tables, vendored or obsolete packages.
+_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
+_EXCLUDED |= {"idle_test", "pydoc_data", "__pycache__", "__phello__"}
 _TOPICS = "pydoc_data/topics.py"
 
 
@@ -31,17 +31,17 @@ class Corpus:
     """Documents in a fixed order.
 
     Args:
-        path: a `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), a `.json` file
+        path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), a `.json` file
             (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
-            `.bz2` or `.xz`; a folder that is searched for these, or a list of all of that; each a path or any URL that
-            fsspec knows. None: the embedded corpus, which is the standard library's own source files and Python's
+            `.bz2` or `.xz`; a folder that is searched for these, or a list of files and folders; each a path or any URL
+            that fsspec knows. None: the embedded corpus, which is the source files of the standard library and Python's
             documentation topics; it has the parts "embedded:library" and "embedded:documentation".
-        text_field: the field or column that holds a document's text.
-        max_characters: where the embedded corpus ends; its last document is cut there. None: no limit.
-        key: where in a config these arguments stand, as errors call it.
+        text_field: The field or column with a document's text.
+        max_characters: Size of the embedded corpus, whose last document is cut there. None: no limit.
+        key: The config key of these arguments, for messages.
 
     Raises (when used):
-        UserError: a file that is missing, empty, not text, or of another kind.
+        UserError: A file is missing, empty, not text, or of an unsupported type.
     """
 
     path: str | list[str] | None = None
@@ -55,22 +55,26 @@ class Corpus:
         return self.path is None or (isinstance(self.path, str) and self.path.startswith("embedded:"))
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the documents. Empty ones hold no data and are passed over."""
+        """Yield the documents, without empty ones.
+
+        Raises:
+            UserError: A file cannot be read, or all documents are empty.
+        """
         empty = total = 0
         for text in self._embedded_texts() if self.embedded else self._texts():
             empty, total = empty + (not text), total + 1
             if text:
                 yield text
         if empty:
-            log.debug("Passed over %d empty documents of %d in %s.", empty, total, self)
+            log.debug("Skipped %d empty documents of %d in %s.", empty, total, self)
         if empty == total:
-            raise UserError(f"{self} holds no text.")
+            raise UserError(f"{self} has no text.")
 
     def __str__(self) -> str:
         return "the embedded corpus" if self.path is None else f"{self.key}.path={self.path}"
 
     def signature(self) -> str:
-        """A hash that changes when a file does: of names, sizes and modification times, so nothing is read."""
+        """A hash of file names, sizes and modification times, which changes when a file does; no file is read."""
         if self.embedded:
             files = [file for _, file in self._embedded_files()]
             versions = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -80,7 +84,11 @@ class Corpus:
         return hashlib.sha256(json.dumps([versions, options]).encode()).hexdigest()
 
     def files(self) -> list[TextFile]:
-        """The user's files, each folder's sorted by name. Raises UserError where there are none."""
+        """The user's files, sorted by name within each folder.
+
+        Raises:
+            UserError: There are no files.
+        """
         paths = [self.path] if isinstance(self.path, str) else self.path or []
         if not paths:
             raise UserError(f"{self.key}.path is an empty list; name a file or folder, or leave it out (null).")
@@ -89,28 +97,26 @@ class Corpus:
     def warn_of_skipped(self) -> None:
         """Log a warning for each folder with files that are not read."""
         for path in [] if self.embedded else [self.path] if isinstance(self.path, str) else self.path or []:
-            found = find_files(path, f"{self.key}.path")
-            if skipped := found.skipped.total():
-                total = skipped + len(found.files)
-                which = (
-                    f"of {total} files in {path} {skipped} {'is' if skipped == 1 else 'are'} not read: {found.told()}"
-                )
-                log.warning("%s.path: %s (read are %s).", self.key, which, READ)
+            listing = find_files(path, f"{self.key}.path")
+            if skipped := listing.skipped.total():
+                total, verb = skipped + len(listing.files), "is" if skipped == 1 else "are"
+                counts = f"of {total} files in {path} {skipped} {verb} not read: {listing.summary()}"
+                log.warning("%s.path: %s (supported: %s).", self.key, counts, READ)
 
     def _texts(self) -> Iterator[str]:
         readers = {".txt": self._text_file, ".md": self._text_file, ".parquet": self._parquet}
         readers |= {".jsonl": self._json_lines, ".json": self._json}
         for file in self.files():
             try:
-                yield from readers[file.kind](file)
+                yield from readers[file.suffix](file)
             except UserError:
                 raise
             except Exception as error:
                 if file.filesystem is None and not isinstance(error, (OSError, *DAMAGED)):
                     raise
-                # Remote file systems have errors of their own.
-                why = getattr(error, "strerror", None) or first_line(error)
-                raise UserError(f"{self.key}.path: {file} cannot be read ({why}).") from error
+                # remote file systems raise exceptions of any type
+                reason = getattr(error, "strerror", None) or first_line(error)
+                raise UserError(f"{self.key}.path: {file} cannot be read ({reason}).") from error
 
     def _text_file(self, file: TextFile) -> Iterator[str]:
         with file.open() as content:
@@ -126,7 +132,7 @@ class Corpus:
                 yield self._text_of(self._parsed(text, where), where)
 
     def _json(self, file: TextFile) -> Iterator[str]:
-        """JSON lines, if the first line is an object; else the whole file is one object or an array."""
+        """JSON lines, if the first line is an object; otherwise the whole file is one object or an array."""
         with file.open() as content:
             first = next((line for line in content if line.strip()), b"")
             try:
@@ -160,7 +166,7 @@ class Corpus:
         return self._checked(record[self.text_field], where)
 
     def _parquet(self, file: TextFile) -> Iterator[str]:
-        import pyarrow  # heavy, and only some users have such files
+        import pyarrow  # slow to import, and rarely needed
         from pyarrow import parquet
 
         try:
@@ -188,7 +194,7 @@ class Corpus:
             )
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
             raise UserError(f"{self.key}.path: {where} is not valid Unicode ({error.reason}).") from None
         return text
 
@@ -214,7 +220,7 @@ class Corpus:
     def _embedded_files(self) -> list[tuple[str, Path]]:
         if self.path is not None and self.path not in EMBEDDED:
             raise UserError(
-                f"{self.key}.path: {self.path!r} is no part of the embedded corpus"
+                f"{self.key}.path: {self.path!r} is not a part of the embedded corpus"
                 f"{did_you_mean(str(self.path), list(EMBEDDED))} (parts: {', '.join(EMBEDDED)})"
             )
         files = _library_files()
@@ -226,11 +232,11 @@ class Corpus:
 
 
 def _library_files() -> list[tuple[str, Path]]:
-    """Names and files of the embedded corpus, in the order of a hash of the name: any head of it is a mixture."""
+    """Names and files of the embedded corpus, ordered by a hash of the name, so that any prefix is a mixture."""
     root = Path(sysconfig.get_paths()["stdlib"])
     named = []
     for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in _LEFT_OUT and not name.startswith("config-")]
+        inside[:] = [name for name in inside if name not in _EXCLUDED and not name.startswith("config-")]
         files = [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
         named += [(file.relative_to(root).as_posix(), file) for file in files]
     topics = importlib.util.find_spec("pydoc_data.topics") if importlib.util.find_spec("pydoc_data") else None
@@ -242,7 +248,7 @@ def _library_files() -> list[tuple[str, Path]]:
 def _library_texts(files: list[tuple[str, Path]]) -> Iterator[str]:
     for name, file in files:
         if name == _TOPICS:
-            from pydoc_data.topics import topics  # 0.5 MB that few programs need
+            from pydoc_data.topics import topics  # 0.5 MB, rarely needed
 
             yield from (topics[key] for key in sorted(topics))
             continue
@@ -250,4 +256,4 @@ def _library_texts(files: list[tuple[str, Path]]) -> Iterator[str]:
             with tokenize.open(file) as source:  # honours a coding line
                 yield source.read()
         except (SyntaxError, UnicodeDecodeError):
-            log.info("Left %s out of the embedded corpus: it cannot be decoded.", file)
+            log.info("Skipped %s of the embedded corpus: it cannot be decoded.", file)

@@ -1,4 +1,4 @@
-"""Documents to token ids, by several processes, in order and with little of them in memory at a time."""
+"""Encoding documents to token ids in several processes, in order and in bounded memory."""
 
 import multiprocessing
 import os
@@ -16,25 +16,25 @@ from zoo.data.text.split import Split
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.data.workers import end_with
 
-# What a process encodes at once (some 100 bytes a character); longer documents are cut where that changes no token.
+# Encoded at once by a process (at some 100 bytes per character); longer documents are cut where no token changes.
 PIECE_CHARACTERS = 250_000
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that is encoded at once: a document, or a part of a long one."""
+    """Text to encode at once: a document, or a part of a long one."""
 
     split: Split
     text: str
-    first: bool  # of its document
+    first: bool  # whether it is the first of its document
     last: bool
 
 
 def pieces(split: Split, text: str, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Pieces of a document, cut after a line where the pieces' tokens are the whole's, so that it can be shared out."""
+    """Divide a document among processes: cut it after lines, where that does not change its tokens."""
     start = 0
     while len(text) - start > 2 * PIECE_CHARACTERS:
-        end = _harmless_cut(text, start + PIECE_CHARACTERS, tokenizer)
+        end = _safe_cut(text, start + PIECE_CHARACTERS, tokenizer)
         if end is None:
             break
         yield Piece(split, text[start:end], start == 0, False)
@@ -42,20 +42,21 @@ def pieces(split: Split, text: str, tokenizer: Tokenizer) -> Iterator[Piece]:
     yield Piece(split, text[start:], start == 0, True)
 
 
-def _harmless_cut(text: str, start: int, tokenizer: Tokenizer) -> int | None:
+def _safe_cut(text: str, start: int, tokenizer: Tokenizer) -> int | None:
+    """A position from `start` on at which a cut does not change the tokens; None if there is none."""
     for attempt, line_end in enumerate(re.compile(r"\S\n(?=\S)").finditer(text, start, start + PIECE_CHARACTERS)):
         cut = line_end.end()
         before, after = text[max(cut - 200, 0) : cut], text[cut : cut + 200]
         whole, head, tail = tokenizer.encode_batch([before + after, before, after])
         if whole == head + tail:
             return cut
-        if attempt == 9:  # this tokenizer marks the start of a text, so no cut is harmless
+        if attempt == 9:  # the tokenizer marks the start of a text, so any cut changes tokens
             return None
     return None
 
 
 def bundles(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Groups of pieces with about as many characters as one long piece."""
+    """Group pieces into bundles with about as many characters as one long piece."""
     bundle: list[Piece] = []
     characters = 0
     for piece in pieces:
@@ -72,8 +73,17 @@ Encoded = tuple[list[Piece], list[np.ndarray]]
 
 
 def encode_all(bundles: Iterator[list[Piece]], tokenizer: Tokenizer, workers: int) -> Iterator[Encoded]:
-    """Bundles with their token ids `[n]` uint32, in order, and few of them in memory at a time."""
-    # Elsewhere a new process would import everything again, and the tokenizer's own threads are nearly as good.
+    """Encode bundles in order, with few of them in memory at a time.
+
+    Args:
+        bundles: Bundles of pieces.
+        tokenizer: The tokenizer.
+        workers: Number of processes.
+
+    Yields:
+        Each bundle with the token ids of its pieces, `[n]` uint32.
+    """
+    # On other systems a new process would import everything again, and the tokenizer's threads are nearly as fast.
     if workers == 1 or sys.platform != "linux":
         for bundle in bundles:
             yield bundle, [np.array(ids, np.uint32) for ids in tokenizer.encode_batch([p.text for p in bundle])]
@@ -98,8 +108,8 @@ _worker_tokenizer: Tokenizer | None = None
 def _start_worker(tokenizer: Tokenizer, parent: int) -> None:
     global _worker_tokenizer
     end_with(parent)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and stops us
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive the fork
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and stops this process
     _worker_tokenizer = tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Text from several sources, mixed by weight, as the data of a run."""
+"""Text data from several sources, mixed by weight."""
 
 import logging
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 from kernels.errors import UserError
 from zoo.data.loader import ValidationLoader
-from zoo.data.resumable import check_least
+from zoo.data.resumable import check_minimum
 from zoo.data.text.blend import Blend, BlendedText
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.packing import Packing, Windows
@@ -18,7 +18,7 @@ from zoo.data.text.tokenised_text import TokenisedText
 
 log = logging.getLogger(__name__)
 
-_MANY_PASSES = 4  # more of the same text teaches less and less (arXiv 2305.16264)
+_MANY_PASSES = 4  # returns diminish beyond (arXiv 2305.16264)
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Source:
     Args:
         path: As `TextData.path`: files, folders or URLs. Null: the embedded corpus, of which "embedded:library" and
             "embedded:documentation" are parts.
-        weight: Its share of the training samples, in proportion to the other weights.
-        text_field: Field or column of JSON and Parquet files that holds the text.
-        max_characters: Where the embedded corpus or a part of it ends; null: all of it.
+        weight: Its relative share of the training samples.
+        text_field: Field or column of JSON and Parquet files with the text.
+        max_characters: Size of the embedded corpus or of the named part; null: all of it.
     """
 
     path: str | list[str] | None = None
@@ -42,35 +42,34 @@ class Source:
 class MixedText(TokenisedText):
     """Text from several sources, mixed by weight, that can be resumed at any step with any number of devices.
 
-    The share of a source in any long stretch of the training samples is its weight's, whatever its size: a small one
-    comes round more often, shuffled anew for each pass. Which sample of which source comes when is a function of the
-    seed and of one integer, the number of samples seen; checkpoints hold that integer. Each source is validated on its
-    own, and all of them together.
+    In any long stretch of training, a source's share of the samples is given by its weight, whatever its size: a small
+    source is repeated more often, reshuffled for each pass. The order is a function of the seed and of one integer, the
+    number of samples seen, which checkpoints hold. Validation covers each source separately, and all of them together.
 
     Args:
-        sources: Name → path and weight. The names stand in the names of the metrics.
+        sources: Name → path and weight. Metrics are named after the names.
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the sources' text, mixed
             by weight.
-        eos_token: The tokenizer's token that ends every document. Null: what a run or export says with which it was
-            saved, else the first that it has of `<eos>`, `</s>`, `<|endoftext|>` and `<|end_of_text|>`.
-        bos_token: The tokenizer's token that is put before every document, also when text is generated. Null: what a
-            run or export says, else none.
+        eos_token: The token that ends every document. Null: the one recorded in a tokenizer saved by a run or export,
+            or else the first that it has of `<eos>`, `</s>`, `<|endoftext|>` and `<|end_of_text|>`.
+        bos_token: The token at the start of every document, also when generating text. Null: the one recorded in a
+            tokenizer saved by a run or export, or else none.
         vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
         sequence_length: Tokens in a sequence.
-        batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
-        packing: "windows": sequences go on over the ends of documents. "documents": each batch is one row, in which
-            windows and documents are separate sequences (`cu_seqlens`), without loss from one to the next.
-        validation_fraction: Expected share of each source's documents that is kept for validation, between 0 and 1.
-        num_workers: Processes that read batches ahead, on each device; 0: none.
-        preprocessing_workers: Processes that tokenise. Null: one per CPU.
-        shards: A folder or URL (`s3://bucket/tokens/`) for the tokens, which all machines may share. Behind a URL they
-            are read in place, a request for each window: let `num_workers` read ahead. Null: the cache of this machine.
-        verify: Whether all shards are compared with their checksums before training, a second for each GB. Null: if a
-            split has less than 1 GB and is not behind a URL. Sizes are always compared.
-        seed: Of the order of the training sequences.
+        batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
+        packing: "windows": sequences continue across document boundaries. "documents": each batch is one row, in which
+            windows and documents are separate sequences (`cu_seqlens`), with no loss from one to the next.
+        validation_fraction: Expected fraction of each source's documents kept for validation, between 0 and 1.
+        num_workers: Worker processes per device that prefetch batches; 0: none.
+        preprocessing_workers: Number of processes for tokenising. Null: one per CPU.
+        shards: A folder or URL (`s3://bucket/tokens/`) for the token shards, which all machines may share. From a URL
+            they are read in place, one request per window, so prefetch with `num_workers`. Null: this machine's cache.
+        verify: Whether to verify the checksums of all token shards before training, at a second per GB. Null: if a
+            split has less than 1 GB and is local. Sizes are always compared.
+        seed: Seed of the order of the training sequences.
 
     Raises:
-        UserError: an argument or a file cannot be used, or a checkpoint is of other data.
+        UserError: An argument is out of range, a file cannot be used, or a checkpoint is of other data.
     """
 
     overfit_hint = "set data.sources to small files"
@@ -114,7 +113,7 @@ class MixedText(TokenisedText):
 
     @property
     def corpora(self) -> list[Corpus]:
-        """One for each source."""
+        """The corpus of each source."""
         return [
             Corpus(source.path, source.text_field, source.max_characters, f"data.sources.{name}")
             for name, source in self.sources.items()
@@ -131,12 +130,12 @@ class MixedText(TokenisedText):
         return list(self.sources)
 
     def setup(self, stage: str | None = None) -> None:
-        """Open and check the shards; training starts at the first sample unless a checkpoint says otherwise."""
+        """Open and check the token shards, and start training at the first sample until a checkpoint is loaded."""
         super().setup(stage)
         if self._train is None:
             opened = []
             for name, corpus in zip(self.sources, self.corpora, strict=True):
-                with _about(name):
+                with _errors_name(name):
                     opened.append(self.windows(corpus))
             self._train = Blend([train for train, _ in opened], self._weights())
             self._validation = [validation for _, validation in opened]
@@ -160,7 +159,7 @@ class MixedText(TokenisedText):
 
     def val_dataloader(self) -> list[ValidationLoader]:
         """A loader for each source: batches of this rank, each sample once."""
-        return [self.evaluation_loader(each) for each in self.validation]
+        return [self.evaluation_loader(windows) for windows in self.validation]
 
     def test_dataloader(self) -> list[ValidationLoader]:
         """The validation splits."""
@@ -171,16 +170,16 @@ class MixedText(TokenisedText):
         return self.val_dataloader()
 
     def identity(self) -> dict[str, Any]:
-        """The sources in their order, their weights and text, and how it is cut and shuffled."""
-        own: dict[str, Any] = {"seed": self.seed, "sources": list(self.sources)}
-        own |= {f"sources.{name}.weight": float(source.weight) for name, source in self.sources.items()}
-        own |= {"sequence_length": self.sequence_length, "packing": self.packing}
-        # Last: a tokenizer that was trained with other weights gives other hashes.
+        """The sources in order, their weights and text, and how it is cut and shuffled."""
+        identity: dict[str, Any] = {"seed": self.seed, "sources": list(self.sources)}
+        identity |= {f"sources.{name}.weight": float(source.weight) for name, source in self.sources.items()}
+        identity |= {"sequence_length": self.sequence_length, "packing": self.packing}
+        # last, since a tokenizer trained with other weights changes all hashes
         pairs = zip(self.sources, self.train.sources, strict=True)
-        return own | {f"sources.{name}.data_hash": windows.shards.data_hash for name, windows in pairs}
+        return identity | {f"sources.{name}.data_hash": windows.shards.data_hash for name, windows in pairs}
 
     def what(self, name: str) -> str:
-        """How a message calls a part of the `identity`."""
+        """The beginning of a message about an entry of the `identity`."""
         source = name.removesuffix(".data_hash")
         return super().what(name) if source == name else f"data.{source} has the data hash"
 
@@ -200,8 +199,8 @@ class MixedText(TokenisedText):
 
 
 @contextmanager
-def _about(name: str) -> Iterator[None]:
-    """Say of which source an error is."""
+def _errors_name(name: str) -> Iterator[None]:
+    """Prefix a UserError with the source it is about."""
     try:
         yield
     except UserError as error:
@@ -217,4 +216,4 @@ def _check_sources(sources: Mapping[str, Source]) -> None:
             raise UserError(f"data.sources: the name {name!r} may have letters, digits, '_' and '-' only.")
         if not 0 < source.weight < math.inf:
             raise UserError(f"data.sources.{name}.weight is {source.weight}; it must be above 0, and finite.")
-        check_least(**{f"sources.{name}.max_characters": (source.max_characters, 1)})
+        check_minimum(**{f"sources.{name}.max_characters": (source.max_characters, 1)})

@@ -1,4 +1,4 @@
-"""Windows of tokens as samples, and samples as a batch."""
+"""Windows of tokens as samples, and batches of samples."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ Packing = Literal["windows", "documents"]
 
 
 class Sample(NamedTuple):
-    """One window: tokens `[T]` int64, labels `[T]` int64, and where in it a sequence starts (0 first) `[n]` int64."""
+    """A window: tokens `[T]` int64, labels `[T]` int64, and the starts of its sequences (0 first) `[n]` int64."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -24,18 +24,18 @@ class Sample(NamedTuple):
 
 
 class Windows(Dataset):
-    """Sample i holds the tokens [i·T, (i + 1)·T) of a split; each label is the token that follows.
+    """The samples of a split: sample i has the tokens [i·T, (i + 1)·T); each label is the next token.
 
-    With "windows", text goes on over the ends of documents. With "documents" no loss is taken at a document's last
-    token, and documents within a window are sequences of their own. The last, incomplete window is not used.
+    With "windows", sequences continue across document boundaries. With "documents", a document's last token has no
+    loss, and documents within a window are separate sequences. The last, incomplete window is not used.
 
     Args:
-        shards: the split.
+        shards: The token shards of the split.
         sequence_length: T, in tokens.
         packing: "windows" or "documents".
 
     Raises:
-        UserError: the split is shorter than one window and its last label, or an argument is out of range.
+        UserError: The split is shorter than one window and its last label, or an argument is out of range.
     """
 
     def __init__(self, shards: Shards, sequence_length: int, packing: Packing = "windows") -> None:
@@ -48,7 +48,7 @@ class Windows(Dataset):
             hint = "" if shards.split == "train" else " or raise data.validation_fraction"
             raise UserError(
                 f"data.sequence_length is {sequence_length}, but the {shards.split} split has {len(shards)} tokens; "
-                f"one more than a sequence is needed: lower it, add text{hint}."
+                f"one more than the sequence length is needed: lower it, add text{hint}."
             )
 
     def __len__(self) -> int:
@@ -63,20 +63,20 @@ class Windows(Dataset):
         if self.packing == "documents":
             labels = labels.copy()
             next_starts = self.shards.starts_in(first + 1, end + 1) - first
-            labels[next_starts - 1] = NO_LOSS  # what follows belongs to another document
+            labels[next_starts - 1] = NO_LOSS  # the next token belongs to another document
             starts = np.concatenate([starts, next_starts[next_starts < self.sequence_length]])
         return Sample(tokens[:-1], labels, starts)
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """Which sample comes at each position of the shuffled, endless stream."""
+        """The sample at each position of the shuffled, endless stream: `[n]` → `[n]` int64."""
         return shuffled(positions, len(self), seed)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """The samples with these numbers, as `collate` puts them."""
+        """The samples with these numbers, collated."""
         return self.collate([self[index] for index in indices])
 
     def collate(self, samples: list[Sample]) -> Batch:
-        """B samples as a batch: `[B, T]`, or with "documents" one row `[1, B·T]` and `cu_seqlens`."""
+        """Collate B samples: `[B, T]`, or with "documents" one row `[1, B·T]` and `cu_seqlens`."""
         tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
         labels = torch.from_numpy(np.stack([sample.labels for sample in samples]))
         if self.packing == "windows":

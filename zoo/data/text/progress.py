@@ -1,4 +1,4 @@
-"""Shard files as they grow, and how far their tokenising is: whatever it left is checked before it goes on."""
+"""Writing token shards, with progress saved so that tokenising can continue after an interruption."""
 
 import hashlib
 import logging
@@ -18,30 +18,30 @@ log = logging.getLogger(__name__)
 
 PROGRESS = "progress.json"
 SHARD_TOKENS = 1 << 27
-SAVED_EVERY = 10.0  # seconds; as much is tokenised again after an interruption
-_ANEW = "its text is tokenised anew"
+SAVED_EVERY = 10.0  # seconds; an interruption costs this much, at most
+_AGAIN = "its text is tokenised again"
 
-Record = dict[str, Any]  # of a file: its size as "bytes", and their hash as "blake2b"
+Record = dict[str, Any]  # of a file: its size as "bytes", and its hash as "blake2b"
 
 
 def hash_of(content: Any, size: int | None = None) -> Any:
-    """The running hash of an open file, or of its first `size` bytes; what is missing of these is left out."""
-    found, left = hashlib.blake2b(digest_size=16), size
+    """The running hash of an open file, or of its first `size` bytes, or fewer if it is shorter."""
+    running, left = hashlib.blake2b(digest_size=16), size
     while block := content.read(1 << 20 if left is None else min(left, 1 << 20)):
-        found.update(block)
+        running.update(block)
         left = None if left is None else left - len(block)
-    return found
+    return running
 
 
 class AppendedFile:
-    """A file that only grows, with a running hash.
+    """A file to append to, with a running hash.
 
     Args:
         path: The file.
-        record: What `record` said at some time, to go on from there; None: it is new.
+        record: An earlier result of `record`, to continue from that point; None: a new file.
 
     Raises:
-        UserError: the file is no longer what it was at that time.
+        UserError: The file has changed since.
     """
 
     def __init__(self, path: Path, record: Record | None = None) -> None:
@@ -58,45 +58,54 @@ class AppendedFile:
         self._file.seek(self._size)
 
     def write(self, data: bytes) -> None:
-        """Append."""
+        """Append bytes."""
         self._file.write(data)
         self._hash.update(data)
         self._size += len(data)
 
     def record(self) -> Record:
-        """Size and hash of what was appended, all of which is on the disk."""
+        """Sync the file to disk, and return its size and hash."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return {"bytes": self._size, "blake2b": self._hash.hexdigest()}
 
     def close(self) -> Record:
-        """The last record."""
+        """Close the file, and return its final record."""
         record = self.record()
         self._file.close()
         return record
 
 
 def check(path: Path, record: Record, full: bool) -> None:
-    """Raise a UserError unless a file is what its record says, or starts with that if it is not full."""
+    """Check a file against its record.
+
+    Args:
+        path: The file.
+        record: Its record.
+        full: Whether the record covers the whole file, or else its beginning.
+
+    Raises:
+        UserError: The file is missing or differs.
+    """
     try:
         with path.open("rb") as content:
-            found = hash_of(content, None if full else record["bytes"])
+            actual = hash_of(content, None if full else record["bytes"])
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; {_ANEW}.") from None
-    if found.hexdigest() != record["blake2b"]:
-        raise UserError(f"{path} is damaged (it does not have the hash of what was written); {_ANEW}.")
+        raise UserError(f"{path} is missing; {_AGAIN}.") from None
+    if actual.hexdigest() != record["blake2b"]:
+        raise UserError(f"{path} is damaged (it does not match the hash of what was written); {_AGAIN}.")
 
 
 class Writer:
-    """Appends the documents of one split to its shard files.
+    """Appends the documents of one split to its token shards.
 
     Args:
-        folder: Where the files are made.
-        split: Their split.
-        dtype: Of a token.
-        state: What `state` said at some time, to go on from there.
-        records: Those of the files by then.
-        full: The names of the files that were full by then.
+        folder: The folder of the files.
+        split: The split.
+        dtype: The dtype of the tokens.
+        state: An earlier result of `state`, to continue from that point; None: a new split.
+        records: The records of the files at that point.
+        full: The names of the files that were full at that point.
     """
 
     def __init__(
@@ -113,13 +122,13 @@ class Writer:
         self.shards: list[str] = state["shards"]
         self.tokens, self.documents = state["tokens"], state["documents"]
         self.starts = f"{split}.starts.bin"
-        self.full: dict[str, Record] = {}  # those that were filled since then
+        self.full: dict[str, Record] = {}  # filled since then
         self._open = {self.starts: AppendedFile(folder / self.starts, records.get(self.starts))}
         if self.shards and self.shards[-1] not in full:
             self._open[self.shards[-1]] = AppendedFile(folder / self.shards[-1], records[self.shards[-1]])
 
     def state(self) -> dict:
-        """What was appended."""
+        """The shards, and the number of tokens and documents so far."""
         return {"shards": self.shards, "starts": self.starts, "tokens": self.tokens, "documents": self.documents}
 
     def open_files(self) -> dict[str, Record]:
@@ -127,12 +136,12 @@ class Writer:
         return {name: file.record() for name, file in self._open.items()}
 
     def start_document(self) -> None:
-        """What is appended next is another document."""
+        """Start a new document."""
         self._open[self.starts].write(np.int64(self.tokens).tobytes())
         self.documents += 1
 
     def append(self, ids: np.ndarray) -> None:
-        """More tokens of the document."""
+        """Append tokens `[n]` to the document."""
         while len(ids):
             room = -self.tokens % SHARD_TOKENS
             if room == 0:
@@ -149,7 +158,7 @@ class Writer:
         self._open[self.shards[-1]] = AppendedFile(self._folder / self.shards[-1])
 
     def close(self) -> None:
-        """Nothing more will be appended."""
+        """Close all files."""
         for name in list(self._open):
             self._close(name)
 
@@ -159,24 +168,24 @@ class Writer:
 
 
 class Progress:
-    """How far the tokenising of a corpus is, as it is written beside its files.
+    """The progress of tokenising a corpus, saved in the folder of its token shards.
 
-    What cannot be gone on with, because it is damaged or of another text, is named in a warning and deleted.
+    If earlier progress cannot be continued, because it is damaged or of other text, it is deleted with a warning.
 
     Args:
-        folder: Where the files are made.
-        digest: Of the corpus, whose text must be the same when the tokenising goes on.
-        dtype: Of a token.
-        place: Where full files are sent, to be deleted here; None: they stay.
+        folder: The folder of the files.
+        digest: Digest of the corpus, whose text must be the same to continue.
+        dtype: The dtype of the tokens.
+        place: Where to move full files; None: they stay.
     """
 
     def __init__(self, folder: Path, digest: str, dtype: str, place: Place | None) -> None:
         self._folder, self._place, self._of = folder, place, [digest, SHARD_TOKENS]
         self.pieces = self.characters = 0
-        self.files: dict[str, Record] = {}  # the full ones
+        self.files: dict[str, Record] = {}  # full files
         sent = place.sizes() if place else {}
         try:
-            self.writers = self._go_on(dtype, sent) if any(folder.iterdir()) else {}
+            self.writers = self._continued(dtype, sent) if any(folder.iterdir()) else {}
         except UserError as error:
             log.warning("%s", error)
             self.writers = {}
@@ -187,23 +196,23 @@ class Progress:
             self.writers = {split: Writer(folder, split, dtype) for split in SPLITS}
         self._saved = time.monotonic()
 
-    def _go_on(self, dtype: str, sent: dict[str, int]) -> dict[Split, Writer]:
-        state = read_sealed(self._folder / PROGRESS, advice=_ANEW)
+    def _continued(self, dtype: str, sent: dict[str, int]) -> dict[Split, Writer]:
+        state = read_sealed(self._folder / PROGRESS, advice=_AGAIN)
         if state["of"] != self._of:
-            raise UserError(f"{self._folder / PROGRESS} is of another text; {_ANEW}.")
+            raise UserError(f"{self._folder / PROGRESS} is of other text; {_AGAIN}.")
         self.pieces, self.characters, self.files = state["pieces"], state["characters"], state["files"]
         for name, record in self.files.items():
             if name not in sent:
                 check(self._folder / name, record, full=True)
             elif sent[name] != record["bytes"]:
-                raise UserError(f"{self._place}/{name} has {sent[name]} bytes, not {record['bytes']}; {_ANEW}.")
+                raise UserError(f"{self._place}/{name} has {sent[name]} bytes, not {record['bytes']}; {_AGAIN}.")
         records, splits = {**self.files, **state["open"]}, state["splits"]
         writers = {s: Writer(self._folder, s, dtype, splits[s], records, tuple(self.files)) for s in SPLITS}
         self._delete_sent()
         return writers
 
     def save(self) -> None:
-        """Write it, if that is due or a file is full."""
+        """Save the progress, if that is due or a file is full."""
         full = {name: record for writer in self.writers.values() for name, record in writer.full.items()}
         new = [name for name in full if name not in self.files]
         if not new and time.monotonic() < self._saved + SAVED_EVERY:
@@ -216,10 +225,10 @@ class Progress:
         state["splits"] = {split: writer.state() for split, writer in self.writers.items()}
         state["open"] = {name: r for writer in self.writers.values() for name, r in writer.open_files().items()}
         write_sealed(self._folder / PROGRESS, {**state, "files": self.files})
-        self._delete_sent()  # not before it is written that they are there
+        self._delete_sent()  # only after the record that they were sent is saved
         self._saved = time.monotonic()
 
     def _delete_sent(self) -> None:
         for name in self.files if self._place else ():
-            if not name.endswith(".starts.bin"):  # they are small, and wanted here as a whole
+            if not name.endswith(".starts.bin"):  # they are small, and needed locally
                 (self._folder / name).unlink(missing_ok=True)

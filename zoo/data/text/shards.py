@@ -1,8 +1,8 @@
-"""Token shards: the corpus tokenised once into memory-mapped files, split by document, with a manifest that is checked.
+"""Token shards: a corpus tokenised once into memory-mapped files, split by document, with a verified manifest.
 
-A folder holds, for each split, flat files of token ids (`train-00000.bin`, …), the positions where its documents start
-(`train.starts.bin`, int64), and `manifest.json` with the size and hash of every file. It may lie behind a URL: then
-each file is sent there as soon as it is full, and read in place.
+A folder has, for each split, flat files of token ids (`train-00000.bin`, …) and the positions where its documents start
+(`train.starts.bin`, int64), and `manifest.json` with the size and hash of every file. It may be at a URL: then each
+file is sent there as soon as it is full, and read in place.
 """
 
 import hashlib
@@ -32,23 +32,23 @@ from zoo.files.sealed_json import unsealed, write_sealed
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # of the tokens
+FORMAT = 1  # of the token files
 MANIFEST_FORMAT = 2  # 1 had no seal
-CHECKED_BYTES = 1_000_000_000  # hashing this much takes about a second; more only on request
+CHECKED_BYTES = 1_000_000_000  # hashing them takes about a second; more are hashed only on request
 MANIFEST = "manifest.json"
 
 
 @dataclass
 class Shards:
-    """One split, opened: a flat array of tokens over all shard files, and where its documents start.
+    """The token shards of one split, as a flat array of tokens and the starts of its documents.
 
     Attributes:
-        folder: what `prepare` returned: a folder, or a URL.
+        folder: The folder or URL that `prepare` returned.
         split: "train" or "validation".
-        verify: hash every file; None: if they have less than 1 GB and lie in a folder. Sizes are always compared.
+        verify: Whether to hash every file; None: if they have less than 1 GB and are local. Sizes are always compared.
 
     Raises:
-        UserError: a file is missing, truncated or altered; the message names it.
+        UserError: A file is missing, truncated or altered; the message names it.
     """
 
     folder: Path | str
@@ -59,26 +59,26 @@ class Shards:
     def __post_init__(self) -> None:
         self.folder = str(self.folder) if is_url(str(self.folder)) else Path(self.folder)
         self.manifest = read_manifest(self.folder)
-        own, place = self.manifest["splits"][self.split], Place(str(self.folder))
-        names = [*own["shards"], own["starts"]]
+        split, place = self.manifest["splits"][self.split], Place(str(self.folder))
+        names = [*split["shards"], split["starts"]]
         size = sum(self.manifest["files"][name]["bytes"] for name in names)
         check_hash = size < CHECKED_BYTES and not place.remote if self.verify is None else self.verify
-        found = place.sizes()
+        sizes = place.sizes()
         for name in names:
-            _check_size(place, name, found.get(name), self.manifest["files"][name])
+            _check_size(place, name, sizes.get(name), self.manifest["files"][name])
             if check_hash:
                 with place.open(name) as content:
                     _check_hash(place, name, content, self.manifest["files"][name])
         self._open()
 
     def _open(self) -> None:
-        own, dtype, place = self.manifest["splits"][self.split], self.manifest["dtype"], Place(str(self.folder))
-        counts = [self.manifest["files"][name]["bytes"] // np.dtype(dtype).itemsize for name in own["shards"]]
-        self._shards = [place.array(name, dtype, count) for name, count in zip(own["shards"], counts, strict=True)]
+        split, dtype, place = self.manifest["splits"][self.split], self.manifest["dtype"], Place(str(self.folder))
+        counts = [self.manifest["files"][name]["bytes"] // np.dtype(dtype).itemsize for name in split["shards"]]
+        self._shards = [place.array(name, dtype, count) for name, count in zip(split["shards"], counts, strict=True)]
         self._shard_tokens = counts[0]
         self._starts: np.memmap | None = None
 
-    def __getstate__(self) -> dict:  # a memory map would be pickled as its content
+    def __getstate__(self) -> dict:  # without memory maps, which would be pickled by content
         return {"folder": self.folder, "split": self.split, "verify": self.verify, "manifest": self.manifest}
 
     def __setstate__(self, state: dict) -> None:
@@ -87,11 +87,11 @@ class Shards:
 
     @property
     def document_starts(self) -> np.memmap:
-        """Positions of the first tokens of all documents, int64; from behind a URL they are fetched once."""
+        """Positions of the first tokens of all documents, int64; fetched once if they are remote."""
         if self._starts is None:
             folder, name = self.folder, self.manifest["splits"][self.split]["starts"]
             if not isinstance(folder, Path):
-                folder = build_once(_own_folder(folder), self._fetch_starts)
+                folder = build_once(_local_folder(folder), self._fetch_starts)
                 self._check_copy(folder / name, Place(str(folder)))
             self._starts = np.memmap(folder / name, np.int64, "r")
         return self._starts
@@ -105,7 +105,7 @@ class Shards:
             self._check_copy(folder / name, place)
 
     def _check_copy(self, file: Path, place: Place) -> None:
-        """Compare a file from behind the URL with the manifest; an error says that it lies in `place`."""
+        """Check the local copy of a remote file against the manifest; an error names the file in `place`."""
         expected = self.manifest["files"][file.name]
         _check_size(place, file.name, file.stat().st_size if file.is_file() else None, expected)
         with file.open("rb") as content:
@@ -121,7 +121,7 @@ class Shards:
 
     @property
     def data_hash(self) -> str:
-        """Equal for equal documents in equal order, tokenizer and split, wherever they lie."""
+        """A hash of the documents, their order, the tokenizer and the split, independent of the location."""
         return self.manifest["data_hash"]
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -149,22 +149,25 @@ def prepare(
     workers: int | None = None,
     shards: str | None = None,
 ) -> Path | str:
-    """Tokenise a corpus, unless that was done, and return the folder or URL for `Shards`.
+    """Tokenise a corpus, unless it is done already.
 
-    A document goes to validation by the hash of its text, so file names and order do not matter and equal documents
-    stay together; each split has at least one. A corpus of a single document is cut into a head and a tail. After an
-    interruption it goes on where it was; the text before is only read again.
+    A hash of a document's text decides whether it goes to validation, so file names and order do not matter and
+    duplicates stay together; each split has at least one document. A single document is cut into a head and a tail.
+    After an interruption, tokenising continues where it was; earlier text is only read again.
 
     Args:
-        corpus: the documents.
-        tokenizer: what encodes them; its end token closes each, and its start token, if it has one, opens it.
-        validation_fraction: the expected share of documents that are kept for validation, in (0, 1).
-        workers: number of processes; None: one per CPU.
-        shards: the folder or URL that holds the shards of each corpus in a folder of its own; None: the cache. Behind a
-            URL they take no room here but for one file of each split at a time.
+        corpus: The documents.
+        tokenizer: The tokenizer; its end token closes each document, and its start token, if it has one, opens it.
+        validation_fraction: The expected fraction of documents kept for validation, in (0, 1).
+        workers: Number of processes; None: one per CPU.
+        shards: The folder or URL in which each corpus has a subfolder; None: the cache. With a URL, only one file per
+            split is on the local disk at a time.
+
+    Returns:
+        The folder or URL for `Shards`.
 
     Raises:
-        UserError: the corpus cannot be read or split, or the shards cannot be written.
+        UserError: The corpus cannot be read or split, or the token shards cannot be written.
     """
     key = json.dumps([FORMAT, corpus.signature(), tokenizer.hash, validation_fraction])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -177,59 +180,63 @@ def prepare(
             key="ZOO_CACHE" if shards is None else "data.shards",
         )
     place = Place(f"{shards.rstrip('/')}/{name}")
-    own = _own_folder(place.where)
-    complete = own.is_dir()  # asked first: another process may complete it now
+    local = _local_folder(place.where)
+    complete = local.is_dir()  # checked first, since another process may complete it now
     if MANIFEST not in place.sizes():
-        if complete:  # and what it was made for has been deleted
-            shutil.rmtree(own)
+        if complete:  # the remote shards have been deleted since
+            shutil.rmtree(local)
         build_once(
-            own,
+            local,
             lambda new: _build(new, corpus, tokenizer, validation_fraction, workers, place),
             resumable=True,
         )
     return place.where
 
 
-def _own_folder(url: str) -> Path:
-    """Where something of the shards behind a URL is kept here."""
+def _local_folder(url: str) -> Path:
+    """The local folder for parts of remote token shards."""
     return cache_folder() / "shards" / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def read_manifest(folder: Path | str) -> dict:
-    """The manifest of a folder of shards. Raises UserError where it is missing, damaged or of another format."""
+    """The manifest of a folder of token shards.
+
+    Raises:
+        UserError: It is missing, damaged or of another format.
+    """
     place = Place(str(folder))
-    file, again = place.name_of(MANIFEST), f"delete {folder} to prepare it again"
+    file, advice = place.name_of(MANIFEST), f"delete {folder} to prepare it again"
     try:
         with place.open(MANIFEST) as content:
             data = content.read()
     except UserError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise UserError(f"{file} is missing; {again}.") from error
+            raise UserError(f"{file} is missing; {advice}.") from error
         raise
-    manifest = unsealed(data, file, required=False, advice=again)
-    found = manifest.get("format")
-    if found == MANIFEST_FORMAT:
-        unsealed(data, file, advice=again)
-    elif found != 1:
-        raise UserError(f"{file} has format {found}, this version reads 1 and {MANIFEST_FORMAT}; {again}.")
+    manifest = unsealed(data, file, required=False, advice=advice)
+    version = manifest.get("format")
+    if version == MANIFEST_FORMAT:
+        unsealed(data, file, advice=advice)
+    elif version != 1:
+        raise UserError(f"{file} has format {version}, this version reads 1 and {MANIFEST_FORMAT}; {advice}.")
     try:
-        whole = all(_is_consistent(manifest, split) for split in SPLITS) and isinstance(manifest["data_hash"], str)
+        consistent = all(_is_consistent(manifest, split) for split in SPLITS) and isinstance(manifest["data_hash"], str)
     except (LookupError, TypeError, AttributeError, ValueError) as error:  # only possible without a seal
-        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); {again}.") from error
-    if not whole:
-        raise UserError(f"{file} is damaged (its numbers contradict each other); {again}.")
+        raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); {advice}.") from error
+    if not consistent:
+        raise UserError(f"{file} is damaged (its numbers contradict each other); {advice}.")
     return manifest
 
 
 def _is_consistent(manifest: dict, split: Split) -> bool:
-    own, sizes = manifest["splits"][split], {name: file["bytes"] for name, file in manifest["files"].items()}
+    entry, sizes = manifest["splits"][split], {name: file["bytes"] for name, file in manifest["files"].items()}
     width = {"<u2": 2, "<u4": 4}[manifest["dtype"]]
-    tokens = [sizes[name] / width for name in own["shards"]]
+    tokens = [sizes[name] / width for name in entry["shards"]]
     return (
-        sum(tokens) == own["tokens"]
+        sum(tokens) == entry["tokens"]
         and all(count == tokens[0] for count in tokens[:-1])
         and tokens[-1] <= tokens[0]
-        and 8 * own["documents"] == sizes[own["starts"]]
+        and 8 * entry["documents"] == sizes[entry["starts"]]
         and all(isinstance(file["blake2b"], str) for file in manifest["files"].values())
     )
 
@@ -247,7 +254,7 @@ def _check_size(place: Place, name: str, size: int | None, expected: Record) -> 
 def _check_hash(place: Place, name: str, content: BinaryIO, expected: Record) -> None:
     if hash_of(content).hexdigest() != expected["blake2b"]:
         raise UserError(
-            f"the shard {place.name_of(name)} was altered: its content does not have its manifest's hash; "
+            f"the shard {place.name_of(name)} was altered: its content does not match the hash in its manifest; "
             f"delete {place} to prepare it again."
         )
 
@@ -268,11 +275,11 @@ def _build(
 
     left = itertools.islice(all_pieces(), progress.pieces, None)
     if progress.pieces:
-        log.info("%s: going on with the tokenising at character %d.", corpus, progress.characters)
+        log.info("%s: tokenising continues at character %d.", corpus, progress.characters)
     bar = tqdm(desc="Tokenising", total=sides.characters, initial=progress.characters, unit=" characters", disable=None)
     bar.unit_scale = True
     try:
-        with bar:  # disable=None: only on a terminal
+        with bar:  # disable=None shows it only on a terminal
             for bundle, ids in encode_all(bundles(left), tokenizer, workers or os.cpu_count() or 1):
                 for piece, tokens in zip(bundle, ids, strict=True):
                     writer = progress.writers[piece.split]
@@ -288,10 +295,10 @@ def _build(
                 progress.pieces += len(bundle)
                 progress.save()
     except KeyboardInterrupt:
-        log.warning("%s: tokenising was interrupted; the next run goes on with it.", corpus)
+        log.warning("%s: tokenising was interrupted; the next run continues it.", corpus)
         raise
     if read_again.digest() != sides.digest.digest():
-        raise UserError(f"{corpus} changed while it was read; start again when its files are at rest.")
+        raise UserError(f"{corpus} changed while it was read; start again when its files no longer change.")
     for writer in progress.writers.values():
         writer.close()
     progress.save()
@@ -309,5 +316,5 @@ def _build(
     }
     write_sealed(folder / MANIFEST, manifest)
     if place:
-        place.put(folder / MANIFEST)  # the last one: with it, the others are complete
+        place.put(folder / MANIFEST)  # last, since it marks the others as complete
     (folder / PROGRESS).unlink()

@@ -1,4 +1,4 @@
-"""Train and validation, split by document and by nothing but its text."""
+"""The split into training and validation, by document and by its text alone."""
 
 import hashlib
 import logging
@@ -15,7 +15,12 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 class SplitByContent:
-    """Which side a document is on: a threshold on the hash of its text, moved if a side would be empty."""
+    """Splits documents by a threshold on the hash of their text, moved if a split would be empty.
+
+    Args:
+        corpus: The documents, which are read once.
+        fraction: The expected fraction of documents for validation.
+    """
 
     def __init__(self, corpus: Corpus, fraction: float) -> None:
         smallest, largest, self.characters, self.digest = 1 << 64, -1, 0, hashlib.sha256()
@@ -25,27 +30,33 @@ class SplitByContent:
             self.characters += len(text)
             self.digest.update(number.to_bytes(8))
         self._corpus = corpus
-        self.single = smallest == largest  # one document, or copies of it
+        self.single = smallest == largest  # one document, possibly repeated
         self._fraction = fraction
-        # Below the threshold is validation: at least the smallest hash, never the largest.
+        # hashes below the threshold go to validation: at least the smallest, never the largest
         self._threshold = min(max(int(fraction * 2.0**64), smallest + 1), largest)
         if self.single:
-            log.info("%s is a single document: its head is for training, its tail for validation.", corpus)
+            log.info("%s is a single document: its head is used for training, its tail for validation.", corpus)
 
     def __call__(self, text: str) -> Iterator[tuple[Split, str]]:
-        """The document and its side; two parts of a single document."""
+        """Yield the document's split and the document; for a single document, its two parts.
+
+        Raises:
+            UserError: A single document is too short to cut.
+        """
         if not self.single:
             yield ("validation" if content_hash(text) < self._threshold else "train"), text
             return
         if len(text) < 2:
-            raise UserError(f"{self._corpus} is a single character; at least two are needed to train and to validate.")
+            raise UserError(
+                f"{self._corpus} is a single character; at least two are needed for training and validation."
+            )
         cut = min(max(round(len(text) * (1 - self._fraction)), 1), len(text) - 1)
-        line = text.rfind("\n", 0, cut) + 1  # a whole line is nicer, if one ends not far away
+        line = text.rfind("\n", 0, cut) + 1  # preferably at the end of a line, if one is near
         cut = line if line > cut - 1000 and line > 0 else cut
         yield "train", text[:cut]
         yield "validation", text[cut:]
 
 
 def content_hash(text: str) -> int:
-    """64 bits that decide about a document."""
+    """The 64-bit hash that decides the split of a document."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

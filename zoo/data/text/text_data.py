@@ -1,51 +1,51 @@
-"""Text as the data of a run: what `data:` means in a config unless it names another class."""
+"""Text data, the default class of `data:` in a config."""
 
 from typing import Any
 
 from zoo.data.loader import ValidationLoader
-from zoo.data.resumable import check_least
+from zoo.data.resumable import check_minimum
 from zoo.data.text.bigram import interpolated_bigram_loss
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.packing import Packing, Windows
 from zoo.data.text.tokenised_text import TokenisedText
 
-COUNTED = 20_000_000  # tokens of a split that the bigram model sees: corpora may be larger than memory
+COUNTED = 20_000_000  # tokens of each split used for the bigram model, since corpora may exceed memory
 
 
 class TextData(TokenisedText):
-    """Text, tokenised once and cached, as batches that can be resumed at any step with any number of devices.
+    """Text, tokenised once and cached, that can be resumed at any step with any number of devices.
 
-    The order is a function of the seed and of one integer, the number of samples seen; checkpoints hold that integer.
+    The order is a function of the seed and of one integer, the number of samples seen, which checkpoints hold.
 
     Args:
         path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), a `.json` file
             (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
-            `.bz2` or `.xz`; a folder that is searched for these (what else is in it is told, unless it is hidden), or
-            a list of all of that; each a path or a URL that fsspec knows, such as `s3://bucket/texts/`. Null: the
-            embedded corpus, Python's own library and documentation.
+            `.bz2` or `.xz`; a folder that is searched for these (other files in it are reported, unless hidden), or a
+            list of files and folders; each a path or a URL that fsspec knows, such as `s3://bucket/texts/`. Null: the
+            embedded corpus, Python's standard library and documentation.
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the corpus.
-        eos_token: The tokenizer's token that ends every document. Null: what a run or export says with which it was
-            saved, else the first that it has of `<eos>`, `</s>`, `<|endoftext|>` and `<|end_of_text|>`.
-        bos_token: The tokenizer's token that is put before every document, also when text is generated. Null: what a
-            run or export says, else none.
+        eos_token: The token that ends every document. Null: the one recorded in a tokenizer saved by a run or export,
+            or else the first that it has of `<eos>`, `</s>`, `<|endoftext|>` and `<|end_of_text|>`.
+        bos_token: The token at the start of every document, also when generating text. Null: the one recorded in a
+            tokenizer saved by a run or export, or else none.
         vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
         sequence_length: Tokens in a sequence.
-        batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
-        packing: "windows": sequences go on over the ends of documents. "documents": each batch is one row, in which
-            windows and documents are separate sequences (`cu_seqlens`), without loss from one to the next.
-        validation_fraction: Expected share of the documents that is kept for validation, between 0 and 1.
-        text_field: Field or column of JSON and Parquet files that holds the text.
-        max_characters: Where the embedded corpus ends; null: all of it. Files of your own are never cut.
-        num_workers: Processes that read batches ahead, on each device; 0: none.
-        preprocessing_workers: Processes that tokenise. Null: one per CPU.
-        shards: A folder or URL (`s3://bucket/tokens/`) for the tokens, which all machines may share. Behind a URL they
-            are read in place, a request for each window: let `num_workers` read ahead. Null: the cache of this machine.
-        verify: Whether all shards are compared with their checksums before training, a second for each GB. Null: if a
-            split has less than 1 GB and is not behind a URL. Sizes are always compared.
-        seed: Of the order of the training sequences.
+        batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
+        packing: "windows": sequences continue across document boundaries. "documents": each batch is one row, in which
+            windows and documents are separate sequences (`cu_seqlens`), with no loss from one to the next.
+        validation_fraction: Expected fraction of the documents kept for validation, between 0 and 1.
+        text_field: Field or column of JSON and Parquet files with the text.
+        max_characters: Size of the embedded corpus; null: all of it. Your own files are never cut.
+        num_workers: Worker processes per device that prefetch batches; 0: none.
+        preprocessing_workers: Number of processes for tokenising. Null: one per CPU.
+        shards: A folder or URL (`s3://bucket/tokens/`) for the token shards, which all machines may share. From a URL
+            they are read in place, one request per window, so prefetch with `num_workers`. Null: this machine's cache.
+        verify: Whether to verify the checksums of all token shards before training, at a second per GB. Null: if a
+            split has less than 1 GB and is local. Sizes are always compared.
+        seed: Seed of the order of the training sequences.
 
     Raises:
-        UserError: an argument or a file cannot be used, or a checkpoint is of other data.
+        UserError: An argument is out of range, a file cannot be used, or a checkpoint is of other data.
     """
 
     overfit_hint = "set data.path to a small file"
@@ -84,7 +84,7 @@ class TextData(TokenisedText):
             verify=verify,
             seed=seed,
         )
-        check_least(max_characters=(max_characters, 1))
+        check_minimum(max_characters=(max_characters, 1))
         self.corpus = Corpus(path, text_field, max_characters)
         self._train: Windows | None = None
         self._validation: Windows | None = None
@@ -100,7 +100,7 @@ class TextData(TokenisedText):
         return self.corpus
 
     def setup(self, stage: str | None = None) -> None:
-        """Open and check the shards; training starts at the first sample unless a checkpoint says otherwise."""
+        """Open and check the token shards, and start training at the first sample until a checkpoint is loaded."""
         super().setup(stage)
         if self._validation is not None:
             return
@@ -123,7 +123,7 @@ class TextData(TokenisedText):
         return self._validation
 
     def bigram_loss(self) -> float:
-        """Nats per token of an interpolated bigram model of the (first) training tokens on the validation tokens."""
+        """Loss in nats per token of an interpolated bigram model of the training tokens on the validation tokens."""
         splits = (self.train.shards, self.validation.shards)
         train, validation = (shards.read(0, min(len(shards), COUNTED)) for shards in splits)
         return interpolated_bigram_loss(train, validation, self.get_tokenizer().vocab_size)
@@ -142,9 +142,9 @@ class TextData(TokenisedText):
 
     def identity(self) -> dict[str, Any]:
         """The text, and how it is cut and shuffled."""
-        own = {"seed": self.seed, "data_hash": self.train.shards.data_hash}
-        return own | {"sequence_length": self.sequence_length, "packing": self.packing}
+        data = {"seed": self.seed, "data_hash": self.train.shards.data_hash}
+        return data | {"sequence_length": self.sequence_length, "packing": self.packing}
 
     def what(self, name: str) -> str:
-        """How a message calls a part of the `identity`."""
+        """The beginning of a message about an entry of the `identity`."""
         return f"{self.corpus} has the data hash" if name == "data_hash" else super().what(name)

@@ -1,9 +1,9 @@
-"""What data of text has in common: one tokenizer, documents tokenised once into shards, windows of them as samples."""
+"""The base class of text data: one tokenizer, documents tokenised once into token shards, windows as samples."""
 
 from pathlib import Path
 
 from kernels.errors import UserError
-from zoo.data.resumable import ResumableData, check_least
+from zoo.data.resumable import ResumableData, check_minimum
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.packing import Packing, Windows
 from zoo.data.text.shards import Shards, prepare
@@ -15,21 +15,21 @@ class TokenisedText(ResumableData):
 
     Args:
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on `training_text`.
-        eos_token: The tokenizer's token that ends every document. Null: the first of `END_TOKENS` that it has.
-        bos_token: The tokenizer's token that is put before every document. Null: none.
+        eos_token: The token that ends every document. Null: the first of `END_TOKENS` in the tokenizer.
+        bos_token: The token at the start of every document. Null: none.
         vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
         sequence_length: Tokens in a sequence.
-        batch_size: Sequences in a batch over all devices together; a multiple of the number of devices.
+        batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
         packing: "windows" or "documents", as in `Windows`.
-        validation_fraction: Expected share of the documents that is kept for validation, between 0 and 1.
-        num_workers: Processes that read batches ahead, on each device; 0: none.
-        preprocessing_workers: Processes that tokenise. Null: one per CPU.
-        shards: A folder or URL for the tokens. Null: the cache.
-        verify: Whether all shards are compared with their checksums before training. Null: those of less than 1 GB.
-        seed: Of the order of the training sequences.
+        validation_fraction: Expected fraction of the documents kept for validation, between 0 and 1.
+        num_workers: Worker processes per device that prefetch batches; 0: none.
+        preprocessing_workers: Number of processes for tokenising. Null: one per CPU.
+        shards: A folder or URL for the token shards. Null: the cache.
+        verify: Whether to verify the checksums of all token shards before training. Null: those of less than 1 GB.
+        seed: Seed of the order of the training sequences.
 
     Raises:
-        UserError: an argument cannot be used.
+        UserError: An argument is out of range.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TokenisedText(ResumableData):
         seed: int,
     ) -> None:
         super().__init__(batch_size, num_workers, seed)
-        check_least(sequence_length=(sequence_length, 1), preprocessing_workers=(preprocessing_workers, 1))
+        check_minimum(sequence_length=(sequence_length, 1), preprocessing_workers=(preprocessing_workers, 1))
         if not 0 < validation_fraction < 1:
             raise UserError(f"data.validation_fraction is {validation_fraction}; it must lie between 0 and 1.")
         if packing not in ("windows", "documents"):
@@ -64,16 +64,16 @@ class TokenisedText(ResumableData):
 
     @property
     def corpora(self) -> list[Corpus]:
-        """What is tokenised."""
+        """The corpora to tokenise."""
         raise NotImplementedError
 
     @property
     def training_text(self) -> Documents:
-        """What a tokenizer is trained on."""
+        """The documents on which a tokenizer is trained."""
         raise NotImplementedError
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer, loaded or trained at the first call; needs no `setup`."""
+        """The tokenizer, loaded or trained at the first call; it does not need `setup`."""
         if self._tokenizer is None:
             if self._tokenizer_path is None:
                 self._tokenizer = train_tokenizer(self.training_text, self.vocab_size, *self._special)
@@ -82,17 +82,17 @@ class TokenisedText(ResumableData):
         return self._tokenizer
 
     def prepare_data(self) -> None:
-        """Tokenise into the cache (once per machine)."""
+        """Tokenise all corpora (once per machine)."""
         for corpus in self.corpora:
             corpus.warn_of_skipped()
             self._prepare(corpus)
 
     def windows(self, corpus: Corpus) -> tuple[Windows, Windows]:
-        """A corpus's training and validation samples, out of shards that were checked."""
+        """The training and validation samples of a corpus, from verified token shards."""
         folder = self._prepare(corpus)
         train, validation = Shards(folder, "train", self.verify), Shards(folder, "validation", self.verify)
-        cut = (self.sequence_length, self.packing)
-        return Windows(train, *cut), Windows(validation, *cut)
+        settings = (self.sequence_length, self.packing)
+        return Windows(train, *settings), Windows(validation, *settings)
 
     def _prepare(self, corpus: Corpus) -> Path | str:
         tokenizer, fraction = self.get_tokenizer(), self.validation_fraction

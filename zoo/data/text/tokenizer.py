@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 EOS = "<eos>"
 END_TOKENS = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>")
-SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
-# More text does not change a vocabulary of this kind much, but training keeps all distinct words in memory.
+SMALLEST_VOCABULARY = 257  # all bytes, and the end of a document
+# More text hardly changes the vocabulary, but training keeps all distinct words in memory.
 TRAINING_CHARACTERS = 200_000_000
 TRAINING_PIECE = 20_000
 _FORMAT = 1
-_CHECKSUM = "checksum.json"  # beside a trained tokenizer
-# In the entry of an added token, where the library and other programs pass over what they do not know: what it is here.
+_CHECKSUM = "checksum.json"  # in the folder of a trained tokenizer
+# Key in the entry of an added token (where other programs ignore unknown keys) for its role in documents.
 _ROLES = "document_roles"
 
 
 class Documents(Protocol):
-    """What a tokenizer is trained on."""
+    """Documents on which a tokenizer is trained."""
 
     def __iter__(self) -> Iterator[str]:
         """Yield the documents, the same each time."""
@@ -43,22 +43,22 @@ class Documents(Protocol):
 
 
 class Tokenizer:
-    """Text to token ids and back, exactly: text that spells a special token is read as plain text.
+    """Converts text to token ids and back without loss: text that spells a special token is encoded as plain text.
 
     Args:
-        tokenizer: The library's own.
-        name: What errors call it.
+        tokenizer: The tokenizer of the `tokenizers` library.
+        name: Its name in error messages.
         eos_token: The token that ends every document; None: the first of `END_TOKENS` that it has.
-        bos_token: A token before every document; None: there is none.
+        bos_token: The token at the start of every document; None: no such token.
 
     Attributes:
-        vocab_size: the largest id + 1.
-        eos_id: the id that ends every document.
-        bos_id: the id that comes before every document, or None.
+        vocab_size: The largest id + 1.
+        eos_id: The id that ends every document.
+        bos_id: The id at the start of every document, or None.
         hash: SHA-256 of the tokenizer's JSON; equal hashes mean equal tokenizers.
 
     Raises:
-        UserError: it does not have these tokens.
+        UserError: It does not have these tokens.
     """
 
     def __init__(
@@ -68,23 +68,23 @@ class Tokenizer:
         eos_token: str | None = None,
         bos_token: str | None = None,
     ) -> None:
-        tokenizer.no_truncation()  # a setting of some published files that would lose text
+        tokenizer.no_truncation()  # some published files set it, which would lose text
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # "<eos>" inside a document must not end it
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        usual = next((token for token in END_TOKENS if token in vocabulary), None)
-        end = eos_token or usual
+        default = next((token for token in END_TOKENS if token in vocabulary), None)
+        end = eos_token or default
         if end is None:
             raise UserError(
                 f"{name} has no end-of-document token; one of {', '.join(END_TOKENS)} is needed, "
-                "or another that data.eos_token names."
+                "or another one named by data.eos_token."
             )
         for key, token in (("eos_token", end), ("bos_token", bos_token)):
             if token is not None and token not in vocabulary:
                 special = [str(added) for added in tokenizer.get_added_tokens_decoder().values()]
                 hint = did_you_mean(token, special) or f"; its special tokens are {', '.join(special[:20]) or 'none'}."
                 raise UserError(f"{name} has no token {token!r} (data.{key}){hint}")
-        roles = {"eos": end} if end != usual else {}
+        roles = {"eos": end} if end != default else {}
         roles |= {} if bos_token is None else {"bos": bos_token}
         if roles:
             tokenizer.add_special_tokens(list(roles.values()))  # they keep their ids
@@ -100,7 +100,7 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, on several threads where the process may use them."""
+        """Token ids of each text, in several threads if the process may use them."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -108,7 +108,7 @@ class Tokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
-        """Write `tokenizer.json`'s content to a file, or to that name in an existing folder."""
+        """Write the tokenizer to a file, or to `tokenizer.json` in an existing folder."""
         path = Path(path)
         (path / "tokenizer.json" if path.is_dir() else path).write_text(self._json, encoding="utf-8")
 
@@ -120,11 +120,11 @@ class Tokenizer:
 
         Args:
             path: The file or folder.
-            eos_token, bos_token: As above; None: also what `save` wrote of a tokenizer that had them.
-            name: What errors call it; None: by its path.
+            eos_token, bos_token: As above, except that None takes the tokens that `save` recorded, if any.
+            name: Its name in error messages; None: its path.
 
         Raises:
-            UserError: the file is missing, is no tokenizer, or does not have these tokens.
+            UserError: The file is missing, is not a tokenizer, or does not have these tokens.
         """
         file = Path(path).expanduser()
         file = file / "tokenizer.json" if file.is_dir() else file
@@ -139,12 +139,12 @@ class Tokenizer:
         return cls(tokenizer, name, eos_token or roles.get("eos"), bos_token or roles.get("bos"))
 
     def to_json(self) -> str:
-        """All of the tokenizer as the text of a `tokenizer.json`."""
+        """The content of `tokenizer.json`."""
         return self._json
 
     @classmethod
     def from_json(cls, text: str) -> "Tokenizer":
-        """The tokenizer that `to_json` described."""
+        """The tokenizer of a `to_json`."""
         roles = _roles(text)
         return cls(tokenizers.Tokenizer.from_str(text), "tokenizer", roles.get("eos"), roles.get("bos"))
 
@@ -153,19 +153,19 @@ class Tokenizer:
 
 
 def _with_roles(text: str, roles: dict[str, str]) -> str:
-    """A `tokenizer.json` in which the added tokens say what they are here: role → token."""
+    """The text of a `tokenizer.json` with roles (role → token) recorded in its added tokens."""
     if not roles:
         return text
     content = json.loads(text)
     for token in content["added_tokens"]:
-        if own := [role for role, name in roles.items() if name == token["content"]]:
-            token[_ROLES] = own
+        if token_roles := [role for role, name in roles.items() if name == token["content"]]:
+            token[_ROLES] = token_roles
     return json.dumps(content, ensure_ascii=False)
 
 
 def _roles(text: str) -> dict[str, str]:
-    """Role → token, as `_with_roles` wrote it."""
-    if _ROLES not in text:  # many are of several MB
+    """Role → token, as recorded by `_with_roles`."""
+    if _ROLES not in text:  # avoids parsing files of several MB
         return {}
     return {role: token["content"] for token in json.loads(text)["added_tokens"] for role in token.get(_ROLES, [])}
 
@@ -173,14 +173,14 @@ def _roles(text: str) -> dict[str, str]:
 def train_tokenizer(
     corpus: Documents, vocab_size: int, eos_token: str | None = None, bos_token: str | None = None
 ) -> Tokenizer:
-    """Train byte-level BPE on a corpus, or take it from the cache. The same text gives the same tokenizer.
+    """Train byte-level BPE on a corpus, or take it from the cache. Equal text gives equal tokenizers.
 
-    Its one special token is `<eos>`, which may also be put before every document (`bos_token`).
+    Its only special token is `<eos>`, which may also serve as `bos_token`.
 
-    A small corpus may hold too few different pairs for `vocab_size` tokens: then there are fewer, and a log line.
+    A small corpus may have too few distinct pairs for `vocab_size` tokens: then there are fewer, which is logged.
 
     Raises:
-        UserError: `vocab_size` is below 257, there is no such token, or the corpus or the cache cannot be used.
+        UserError: `vocab_size` is below 257, a token does not exist, or the corpus or the cache cannot be used.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
@@ -190,7 +190,7 @@ def train_tokenizer(
     folder = cache_folder() / "tokenizers" / key
     build_once(folder, lambda new: _save(_train(corpus, vocab_size), new))
     _check_saved(folder)
-    return Tokenizer.from_file(folder, eos_token, bos_token, "data.tokenizer: null, the trained one,")
+    return Tokenizer.from_file(folder, eos_token, bos_token, "data.tokenizer: the trained tokenizer (null)")
 
 
 def _save(tokenizer: Tokenizer, folder: Path) -> None:
@@ -199,12 +199,12 @@ def _save(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _check_saved(folder: Path) -> None:
-    file, again = folder / "tokenizer.json", f"delete {folder} to train it again"
-    if (folder / _CHECKSUM).exists():  # earlier versions wrote none
-        expected = read_sealed(folder / _CHECKSUM, advice=again).get("tokenizer")
+    file, advice = folder / "tokenizer.json", f"delete {folder} to train it again"
+    if (folder / _CHECKSUM).exists():  # earlier versions did not write it
+        expected = read_sealed(folder / _CHECKSUM, advice=advice).get("tokenizer")
         if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != expected:
             raise UserError(
-                f"{file} is missing or was altered: it does not have the hash of what was trained; {again}."
+                f"{file} is missing or was altered: it does not match the hash of the trained tokenizer; {advice}."
             )
 
 
@@ -236,9 +236,9 @@ def _head(corpus: Documents) -> Iterator[str]:
 
 
 def training_pieces(text: str) -> Iterator[str]:
-    """A document in pieces of some 20,000 characters, cut after a line.
+    """Cut a document into pieces of about 20,000 characters, after lines.
 
-    The library keeps hundreds of texts in memory at once, at 100 bytes a character.
+    The library keeps hundreds of texts in memory at once, at 100 bytes per character.
     """
     start = 0
     while start < len(text):

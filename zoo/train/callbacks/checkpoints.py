@@ -257,9 +257,8 @@ class Checkpoints(RunCallback, Checkpoint):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Save the last step of an interrupted run unless a step is in progress, and print how to continue."""
         stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException | Diverged)
-        signalled = (
-            self._signals is not None and self._signals.wish is not None
-        )  # then an exception may be due to the signal
+        # after a signal, any exception may be due to it
+        signalled = self._signals is not None and self._signals.wish is not None
         if trainer.state.fn != "fit" or not (stopped or signalled):
             try:
                 self._wait()

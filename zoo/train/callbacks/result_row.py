@@ -100,9 +100,8 @@ class ResultRow(RunCallback):
             row = None
         if row is None or (row["status"], row.get("steps")) != ("complete", trainer.global_step):
             self._finishing = True
-            trainer.fit_loop.epoch_loop._batches_that_stepped = (
-                trainer.global_step - 1
-            )  # so that its metrics go into the row of the last step
+            # so that the metrics of the validation go into the row of the last step
+            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step - 1
             trainer.validate(pl_module, datamodule=datamodule, verbose=False)
             for callback in trainer.callbacks:
                 if isinstance(callback, Completes):

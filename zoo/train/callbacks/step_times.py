@@ -60,9 +60,8 @@ def when_computed(loss: Tensor, do: Callable[[], None]) -> None:
     """
 
     def queue(gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(
-            do
-        )  # callbacks run in order; DDP queues its wait at the last gradient
+        # callbacks run in order, and DDP queues its wait at the last gradient
+        Variable._execution_engine.queue_callback(do)
 
     loss.register_hook(queue)
 

@@ -82,14 +82,14 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
         ("a.json", b'{\n"text": "x"\n', "a.json is not JSON"),
         ("a.json", b"3", "a.json has no field 'text' (data.text_field); it has: int."),
         ("a.json", b"[" * 100_000, "a.json is not JSON"),
-        ("a.json", b"[]", "a.json holds no text."),
+        ("a.json", b"[]", "a.json has no text."),
         ("a.txt", b"a\0b", "a.txt is binary (it has NUL bytes); UTF-8 text is needed."),
         ("a.txt", b"ab\xff", "a.txt is not UTF-8 text (invalid start byte at byte 2)."),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl, line 2, is not JSON"),
         ("a.jsonl", b'{"text": 3}', "a.jsonl, line 1, has int in the field 'text'; a string is needed."),
         ("a.jsonl", b"[1]", "a.jsonl, line 1, has no field 'text' (data.text_field); it has: list."),
         ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1, is not valid Unicode"),
-        ("a.jsonl", b'{"text": ""}', "a.jsonl holds no text."),
+        ("a.jsonl", b'{"text": ""}', "a.jsonl has no text."),
         ("a.parquet", b"not parquet", "a.parquet is not a readable Parquet file"),
     ],
 )
@@ -108,7 +108,7 @@ def test_parquet_without_the_column_or_a_value(tmp_path: Path):
 
 
 def test_nothing_to_read(tmp_path: Path):
-    assert "has no file in it that is read (.txt, .md, " in error_of(str(tmp_path))
+    assert "has no supported files (.txt, .md, " in error_of(str(tmp_path))
     (tmp_path / "a.py").write_text("x")
     assert error_of(str(tmp_path)).endswith("; it has 1 .py.")
     assert "data.path is an empty list" in error_of([])

@@ -135,7 +135,7 @@ def test_what_was_interrupted(
                 (partial / name).write_bytes(damaged)
             caplog.clear()
             assert content(prepare(corpus, tokenizer, 0.2, 1)) == right
-            warned = [line for line in caplog.messages if "is tokenised anew" in line]
+            warned = [line for line in caplog.messages if "is tokenised again" in line]
             if warned:
                 assert len(warned) == 1
                 assert f"{partial / name} " in warned[0]

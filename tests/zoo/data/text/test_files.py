@@ -79,7 +79,7 @@ def test_what_is_skipped_is_named_in_one_line(
         Corpus([str(all_kinds / "b.jsonl"), folder]).warn_of_skipped()
         (line,) = caplog.messages
         assert f"data.path: of 13 files in {folder} 8 are not read: 2 .py, " in line
-        assert "(read are .txt, .md, .jsonl, .json, .parquet, all but the last also with .gz, .zst" in line
+        assert "(supported: .txt, .md, .jsonl, .json, .parquet, all but the last also with .gz, .zst" in line
         told = line.partition("read: ")[2].partition(" (")[0].split(", ")
         assert sorted(told) == [
             "1 .bin",
@@ -166,7 +166,7 @@ def test_remote_text_is_tokenised_once(bucket: MemoryFileSystem, text_folder: st
         ("memory://bucket/nothing", "data.path: memory://bucket/nothing does not exist."),
         ("memory://bucket/empty.txt", "data.path: memory://bucket/empty.txt is empty."),
         ("memory://bucket/a.csv", "a.csv has the suffix '.csv'; a folder is needed, or one of .txt,"),
-        ("memory://bucket/others/", "data.path: the folder memory://bucket/others/ has no file in it that is read"),
+        ("memory://bucket/others/", "data.path: the folder memory://bucket/others/ has no supported files"),
         ("memory://bucket/bad.jsonl", "data.path: memory://bucket/bad.jsonl, line 2, is not JSON"),
         ("memory://bucket/bad.parquet", "memory://bucket/bad.parquet is not a readable Parquet file"),
         ("memry://bucket/a.txt", "fsspec cannot open memry://bucket/a.txt (Protocol not known: memry); did you mean"),

@@ -146,7 +146,7 @@ def test_ctrl_c_while_tokenising_ends_a_run(
     small = ("--data.vocab_size=300", "--data.preprocessing_workers=1", "--trainer.accelerator=cpu")
     with pytest.raises(KeyboardInterrupt):
         cli.run(["fit", "--config", "gdn_h2.yaml", f"--data.path={text_folder}", *small, "--run", "a"])
-    assert "tokenising was interrupted; the next run goes on with it" in caplog.text
+    assert "tokenising was interrupted; the next run continues it" in caplog.text
     assert [folder.suffix for folder in (cache / "shards").iterdir() if folder.is_dir()] == [".partial"]
 
 

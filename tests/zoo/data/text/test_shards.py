@@ -71,7 +71,7 @@ def test_single_document_is_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert head + tail == text
     assert head.endswith("\n")
     assert 0.15 < len(tail) / len(text) < 0.25
-    assert "is a single document: its head is for training, its tail for validation." in caplog.text
+    assert "is a single document: its head is used for training, its tail for validation." in caplog.text
 
 
 def test_long_document_is_shared_out_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -79,7 +79,7 @@ def test_a_trained_tokenizer_has_one_token_for_both(text_folder: str):
     plain, both = TextData(text_folder, **sizes), TextData(text_folder, bos_token="<eos>", **sizes)
     assert all(ids[0] == ids[-1] == 0 and 0 not in ids[1:-1] for ids in documents(both.train.shards))
     assert plain.identity()["data_hash"] != both.identity()["data_hash"]
-    with pytest.raises(UserError, match=r"null, the trained one, has no token '</s>' \(data\.eos_token\)"):
+    with pytest.raises(UserError, match=r"the trained tokenizer \(null\) has no token '</s>' \(data\.eos_token\)"):
         TextData(text_folder, eos_token="</s>", **sizes).get_tokenizer()
 
 
