@@ -120,6 +120,14 @@ def test_a_failed_start_does_not_use_up_the_name(command: Command):
     assert command(*FIT, "--run", "x", "--trainer.max_steps=1").code == 0
 
 
+@pytest.mark.parametrize(("value", "said"), [("1", "1 of"), ("1.0", "all"), ("3", "3 of")])
+def test_a_number_of_batches_is_no_fraction(command: Command, finished: Path, value: str, said: str) -> None:
+    """`typing` may have turned Lightning's `Union[int, float]` round, by which 1 would be 1.0: all batches."""
+    done = command("validate", "--checkpoint", str(finished / "runs" / "done"), f"--trainer.limit_val_batches={value}")
+    assert done.code == 0, done.err
+    assert f"validated on {said}" in done.out
+
+
 def test_evaluation_of_a_run(command: Command, finished: Path):
     run = str(finished / "runs" / "done")
     validated = command("validate", "--checkpoint", run, "--trainer.limit_val_batches=2")

@@ -9,7 +9,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 
 from kernels import UserError
-from zoo.config.parser import CLASSES, cause_of, read
+from zoo.config.parser import CLASSES, cause_of, read, try_int_before_float
 from zoo.lm.model import LanguageModel
 
 
@@ -24,6 +24,7 @@ def instantiate(key: str, config: Namespace) -> Any:
         parser.add_subclass_arguments(L.LightningDataModule, "data", fail_untyped=False)
     else:
         parser.add_class_arguments(CLASSES[key], key, fail_untyped=False, instantiate=key != "trainer")
+    try_int_before_float(parser)
     try:
         return parser.instantiate(Namespace({key: config[key]}))[key]
     except Exception as error:

@@ -4,13 +4,15 @@ Four keys define a run: `model` is LanguageModel's constructor, `optim` the opti
 module, `trainer` Lightning's Trainer; smaller ones configure the callbacks. Files and overrides merge in order.
 """
 
+import functools
 import inspect
 import logging
+import operator
 import pydoc
 from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 from jsonargparse import ActionConfigFile, Namespace
@@ -124,6 +126,7 @@ def add_arguments(parser: LightningArgumentParser) -> None:
     parser.add_class_arguments(Optimisation, "optim")
     parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=True)
     parser.add_lightning_class_args(L.Trainer, "trainer")
+    try_int_before_float(parser)
     for key, callback in CALLBACKS.items():
         parser.add_lightning_class_args(callback, key)
     parser.set_defaults(
@@ -135,6 +138,18 @@ def add_arguments(parser: LightningArgumentParser) -> None:
             "trainer.log_every_n_steps": 10,
         }
     )
+
+
+def try_int_before_float(parser: LightningArgumentParser) -> None:
+    """Have the parser try `int` before `float` where an option takes both: 1 batch is not 1.0, all batches.
+
+    Lightning says so, but `typing` gives `Optional[Union[int, float]]` the order in which any package first asked for
+    an equal type. (Tried with jsonargparse 4.53, whose `_typehint` this is.)
+    """
+    for action in parser._actions:
+        types = get_args(getattr(action, "_typehint", None))
+        if int in types and float in types:
+            action._typehint = functools.reduce(operator.or_, sorted(types, key=lambda each: each is float))
 
 
 def read(*configs_and_overrides: Item) -> Namespace:

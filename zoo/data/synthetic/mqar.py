@@ -70,7 +70,7 @@ class MQAR(ResumableData):
 
     @property
     def validation_names(self) -> list[str]:
-        """The name of each validation task: `pairs_8`, or `length_64_pairs_8` if the former is ambiguous."""
+        """Names of the validation tasks, `pairs_8`, or `length_64_pairs_8` if the former is ambiguous."""
         pairs = Counter(task.pairs for task in self.validation_tasks)
         clash = max(pairs.values()) > 1
         return [(f"length_{task.length}_" if clash else "") + f"pairs_{task.pairs}" for task in self.validation_tasks]
