@@ -81,5 +81,5 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 def first_name(items: Iterable[Item]) -> str | None:
     """The name of the first config file, without folder and suffix; None without one."""
-    names = (Path(item).stem for item in items if not isinstance(item, Mapping) and not is_override(item))
-    return next(names, None)
+    files = (item for item in items if not isinstance(item, Mapping) and not is_override(item))
+    return next((Path(file).stem for file in files if not str(file).startswith("{")), None)

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from kernels import UserError
+from zoo.config.moved import up_to_date
 from zoo.config.serialise import differences, to_dict
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.runs.folder import LOCK, has_checkpoint
@@ -169,7 +170,7 @@ class Runner:
             config = recorded.setdefault(run.name, plain)
             if not isinstance(config, dict):
                 raise UserError(f"{file} is damaged ({run.name} has no config); {advice}.")
-            old = {**plain, **config}
+            old = {**plain, **up_to_date(config)}
             if old != plain and (self.folder / run.name).exists():
                 key, before, now = next(differences(old, plain))
                 raise UserError(

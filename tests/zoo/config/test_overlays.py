@@ -1,0 +1,43 @@
+"""Configs and overrides as they are given."""
+
+from pathlib import Path
+
+import pytest
+
+from zoo import config as configs
+from zoo.config.overlays import first_name, is_override, load_items
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        ("trainer.max_steps=3", True),
+        ("--trainer.callbacks+=my.Callback", True),
+        ("gdn_h2.yaml", False),
+        ("runs/factor=1,seed=0/config.yaml", False),  # a path may have an equals sign
+        ('{"data": {"path": "a=b"}}', False),
+        (Path("a=b.yaml"), False),
+    ],
+)
+def test_what_is_an_override(item, expected: bool) -> None:
+    assert is_override(item) is expected
+
+
+def test_a_run_is_named_after_its_first_file() -> None:
+    assert first_name(['{"model": {}}', {"trainer": {}}, "optim.eps=1", "size/400m.yaml", "gla.yaml"]) == "400m"
+    assert first_name(["trainer.max_steps=3"]) is None
+
+
+def test_later_ones_count_whatever_their_form(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("trainer: {max_steps: 2}\noptim: {weight_decay: 0.5}\n")
+    config = configs.read(
+        "gla.yaml", {"trainer": {"max_steps": 1}}, file, '{"optim": {"eps": 1}}', "--trainer.max_steps=3"
+    )
+    assert (config.trainer.max_steps, config.optim.weight_decay, config.optim.eps) == (3, 0.5, 1)
+    assert load_items([file]) == [{"trainer": {"max_steps": 2}, "optim": {"weight_decay": 0.5}}]
+
+
+def test_null_deep_in_a_component() -> None:
+    config = configs.read("gdn_h2.yaml", "model.mlp=null")
+    assert config.model.mlp is None
