@@ -1,6 +1,7 @@
 """From a parsed config to Lightning objects: the module, its data, and a trainer with this project's callbacks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,6 +110,15 @@ def evaluating_trainer(config: Namespace, callbacks: Sequence[Callback]) -> L.Tr
     arguments["logger"] = _loggers(arguments)
     arguments["callbacks"] = [*_listed(arguments["callbacks"]), *callbacks, Progress()]
     return _trainer(arguments)
+
+
+@contextmanager
+def misconfiguration_explained() -> Iterator[None]:
+    """Turn Lightning's complaints about a config, such as a missing `test_dataloader`, into a UserError."""
+    try:
+        yield
+    except MisconfigurationException as error:
+        raise UserError(f"trainer: {' '.join(str(error).split())}") from None
 
 
 def _run_callbacks(config: Namespace) -> list[Callback]:

@@ -17,7 +17,7 @@ from zoo.config.overlays import Item, first_name, load_items
 from zoo.config.trust import user_input, vet_run
 from zoo.lm.model import LanguageModel
 from zoo.loading.load import checkpoint_of, saved
-from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, parts
+from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, misconfiguration_explained, parts
 from zoo.runs.folder import claimed, find_run, new_run
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
@@ -79,7 +79,7 @@ def fit(
             folder = new_run(run, first_name(configs_and_overrides) or "run")
         stack.enter_context(claimed(folder, new=checkpoint is None))
         trainer = fitting_trainer(config, folder, callbacks)
-        with interruptible():
+        with interruptible(), misconfiguration_explained():
             trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))
             row = next(callback for callback in trainer.callbacks if isinstance(callback, ResultRow))
             row.finish(trainer, module, datamodule)  # completes a run that was killed after its last step
@@ -150,7 +150,7 @@ def predict(
     file, config = _checkpoint_and_config("predict", configs_and_overrides, checkpoint, trust)
     _, module, datamodule = parts(config)
     trainer = evaluating_trainer(config, [*callbacks, Predictions(output)])
-    with interruptible():
+    with interruptible(), misconfiguration_explained():
         trainer.predict(module, datamodule=datamodule, ckpt_path=str(file), return_predictions=False)
     return Path(output)
 
@@ -166,7 +166,7 @@ def _evaluate(
     file, config = _checkpoint_and_config(verb, items, checkpoint, trust)
     _, module, datamodule = parts(config)
     trainer = evaluating_trainer(config, callbacks)
-    with interruptible():
+    with interruptible(), misconfiguration_explained():
         rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=verbose)
     return {name: value for row in rows for name, value in row.items()}
 

@@ -5,6 +5,7 @@ import sys
 import torch
 
 # Dense bf16 FLOP/s of the tensor cores, from the data sheets; the first key contained in the device's name applies.
+# (Lightning's `get_available_flops` looks for an H200 under names that no device has, and does not know the B200.)
 PEAK_FLOPS = {
     "B200": 2.25e15,
     "H200": 989e12,

@@ -125,3 +125,30 @@ def test_a_benchmark_gives_its_report(desk: Path) -> None:
     assert (Path("timed") / "bench.json").is_file()
     with pytest.raises(zoo.UserError, match="bench: 'lenght' is not an option of training; did you mean 'length'"):
         zoo.bench("training", *TINY, lenght=16)
+
+
+def test_data_without_a_test_set_is_told_in_one_sentence(desk: Path) -> None:
+    (desk / "counting.py").write_text(
+        """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+from zoo.data import Batch
+
+class Counting(L.LightningDataModule):
+    vocab_size, sequence_length = 16, 8
+
+    def get_tokenizer(self):
+        return None
+
+    def train_dataloader(self):
+        tokens = torch.arange(9).remainder(16).expand(2, -1)
+        return DataLoader([Batch(tokens[:, :-1], tokens[:, 1:], None)] * 9, batch_size=None)
+
+    val_dataloader = train_dataloader
+"""
+    )
+    result = zoo.fit(*TINY, "data=counting.Counting", run="counting")
+    assert result.row["status"] == "complete"
+    with pytest.raises(zoo.UserError, match="trainer: `test_dataloader` must be implemented"):
+        zoo.test(checkpoint=result.folder)
