@@ -1,7 +1,8 @@
 """Sharded checkpoints: the tensors are ZeRO shards, written by DeepSpeed, one per process, to a folder beside the file.
 
 The `.ckpt` is a small file whose entry `shards` names that folder. It is written last and atomically, so that it always
-names a complete folder; several files (`last.ckpt`, `best.ckpt`) may name the same one.
+names a complete folder; several files (`last.ckpt`, `best.ckpt`) may name the same one. DeepSpeed's converters, which
+read the shards, are called here alone; tried with DeepSpeed 0.19.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Checkpoints of whole optimiser steps: a resumed run reads the batches of an unfinished step again.
 
 A checkpoint has no partially accumulated gradients, so nothing else in it may be ahead of the last whole step.
+This counts on the progress trackers of Lightning's loops; tried with Lightning 2.6.
 """
 
 from typing import Any
