@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO as a strategy of this project, on GPUs and on CPUs.
 
-It overrides private parts of Lightning's strategy and of DeepSpeed's engine; tried with Lightning 2.6 and DeepSpeed 0.19.
-`tests/test_deepspeed.py` fails if they change.
+It overrides private parts of Lightning's strategy and of DeepSpeed's engine; tried with Lightning 2.6 and DeepSpeed
+0.19. `tests/test_deepspeed.py` fails if they change.
 """
 
 import argparse
