@@ -14,7 +14,7 @@ def short_conv(
     return_history: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """y_t = bias + Σ_j weight_j · x_{t−W+1+j}, each channel by itself.
+    """y_t = bias + Σ_j weight_j · x_{t−W+1+j}, for each channel separately.
 
     Args:
         x: Inputs [B,T,C].
@@ -25,7 +25,7 @@ def short_conv(
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
 
     Returns:
-        y [B,T,C] in the dtype of x, and the history to continue with, in the dtype of the one given, or None.
+        y [B,T,C] in the dtype of x, and the history for the next call, in the dtype of `history` (else of x), or None.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
