@@ -19,7 +19,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         for t in range(start, stop):
             if decay is not None:
                 S = decay[:, t, :, :, None] * S
-            seen = (k[:, t, :, :, None] * S).sum(-2)  # what the state answers to this key
+            seen = (k[:, t, :, :, None] * S).sum(-2)  # the value that the state holds for this key
             u = beta[:, t, :, None] * (v[:, t] - seen)
             S = S + k[:, t, :, :, None] * u[:, :, None, :]
             o = (q[:, t, :, :, None] * S).sum(-2)
