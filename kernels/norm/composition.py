@@ -27,7 +27,7 @@ def forward(
 
 
 class _Norm(torch.autograd.Function):
-    """x / √(mean x² + eps) · weight: that of PyTorch passes over memory twice as often on a processor."""
+    """x / √(mean x² + eps) · weight: PyTorch's version passes over memory twice as often on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
