@@ -92,7 +92,7 @@ _memo = WeakTensorKeyDictionary()
 
 
 def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1, device: torch.device | None = None) -> Documents:
-    """The memoised, checked documents of `cu_seqlens` for a row of `length` tokens.
+    """The checked documents of `cu_seqlens` for a row of `length` tokens, cached per tensor object.
 
     Raises:
         ValueError: `cu_seqlens` is not an integer vector, does not run from 0 to `length`, decreases or is not on

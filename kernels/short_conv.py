@@ -18,7 +18,7 @@ def short_conv(
 
     Args:
         x: Inputs [B,T,C].
-        weight: Kernels [C,1,W]; the last tap meets the current token.
+        weight: Taps [C,1,W]; the last one applies to the current token.
         bias: [C], or None.
         history: The W − 1 inputs before x [B,W−1,C], or [N,W−1,C] with `cu_seqlens`; zeros by default.
         return_history: Whether to return the last W − 1 inputs.

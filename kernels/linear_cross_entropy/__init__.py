@@ -23,8 +23,8 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_in
     On a GPU, only the logits of a few thousand tokens exist at a time, and the gradients are computed along with the
     loss if `x` or `weight` needs them: the backward pass only multiplies.
 
-    Under autocast the product is computed in its dtype, as in a linear layer, but the gradient of `weight` is summed in
-    fp32.
+    Under autocast the product is computed in the autocast dtype, as in a linear layer, but the gradient of `weight` is
+    summed in fp32.
 
     Args:
         x: Inputs of the head [N,D].

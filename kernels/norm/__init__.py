@@ -34,7 +34,7 @@ def separately(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple
 
 
 def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Both in one launch."""
+    """The sum and its norm in one launch."""
     from .triton_op import Added
 
     kind = _dtype(x)

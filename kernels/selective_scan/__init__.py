@@ -40,7 +40,7 @@ def selective_scan(
         c: Output weights [B,T,N], or [D,N] if they are constant over time, or None for ones.
         initial_state: h_0 [S,D,N]; zeros by default.
         return_state: Whether to return the final states.
-        cu_seqlens: Boundaries of documents packed into one row (B = 1), from 0 to T; documents may be empty.
+        cu_seqlens: Boundaries [S+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
 
     Returns:
         y [B,T,D] in the dtype of x, and the final states (at least fp32) or None.

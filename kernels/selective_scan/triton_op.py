@@ -20,7 +20,7 @@ from .arguments import Scan
 from .triton_chunks import combine, local, outputs
 from .triton_gradients import gradients
 
-SHORT, LONG = 64, 256  # tokens of a chunk
+SHORT, LONG = 64, 256  # tokens per chunk
 FROM = 8192  # tokens from which even long chunks are enough to fill a device, and short ones are slow to combine
 PART = 16  # tokens whose states are in memory at once while their gradients are computed
 CHANNELS = 64  # most channels whose states one warp holds
@@ -52,7 +52,7 @@ class SelectiveScan(Plan):
         (self.B, self.T, self.D), self.N, self.read = shape, states, read
         self.length = chunk_length(self.T)
         self.per_row = -(-self.T // self.length)
-        self.whole = documents is None and self.per_row == 1  # every sequence is one chunk
+        self.whole = documents is None and self.per_row == 1  # every sequence is a single chunk
         self.S = self.B if documents is None else documents
         self.slots = self.B * self.per_row if documents is None else self.T // self.length + documents
 
