@@ -1,7 +1,7 @@
 """Tensors in, tensors out: the recurrences, attention, and the small ops around them.
 
-Knows no module, no layer and no YAML. Every op has an obvious fp32 loop (``reference``) and a chunkwise PyTorch form
-(``torch``), some have Triton kernels (``triton``); :func:`backend` chooses between them.
+This package knows nothing of modules, layers or YAML. Every op has a plain fp32 loop (``reference``) and a chunkwise
+PyTorch form (``torch``); some also have Triton kernels (``triton``). :func:`backend` chooses between them.
 """
 
 from .arguments import at_least_fp32
@@ -22,7 +22,7 @@ from .selective_scan import selective_scan
 from .short_conv import short_conv
 from .window_attention import window_attention
 
-# `transformers` asks any importable `kernels` for its version and, from 0.18 to 0.19, takes it for another package
+# `transformers` reads the version of any importable `kernels`, and takes 0.18 to 0.19 for a different package
 __version__ = "0.1.0"
 
 __all__ = [

@@ -10,15 +10,15 @@ from .documents import Documents, documents
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` in fp32, or in fp64 if it is that already."""
+    """`x` in fp32, or unchanged if it is in fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-@dataclass  # a frozen one takes five times as long to make
+@dataclass  # not frozen: that takes five times as long to construct
 class Recurrences:
     """Checked arguments of a recurrence over B rows.
 
-    Letters: G key heads, R value heads per key head (H = G·R), E subheads; there are H·E recurrences, and number
+    Letters: G key heads, R value heads per key head (H = G·R), E subheads. There are H·E recurrences; recurrence
     h·E + e reads key head (h // R)·E + e and value head h.
     """
 
@@ -31,7 +31,7 @@ class Recurrences:
     scale: float
     initial_state: Tensor | None  # [N,H·E,K,V]
     cu_seqlens: Tensor | None  # [N+1]
-    consume_state: bool = False  # whether what `first_state` gives may be overwritten; never where autograd may need it
+    consume_state: bool = False  # whether `first_state()` may be overwritten; never if autograd may need it
 
     @property
     def documents(self) -> Documents | None:
@@ -56,13 +56,13 @@ class Recurrences:
         return (self.sequences, self.v.shape[2] * self.subheads, self.q.shape[3], self.v.shape[3])
 
     def first_state(self) -> Tensor:
-        """The given state, or zeros: [N,H·E,K,V], at least fp32."""
+        """The initial state, or zeros: [N,H·E,K,V], at least fp32."""
         if self.initial_state is not None:
             return at_least_fp32(self.initial_state)
         return self.v.new_zeros(self.state_shape, dtype=torch.promote_types(self.v.dtype, torch.float32))
 
     def own_state(self) -> Tensor:
-        """The first state, contiguous, to be overwritten: the given one if it may be, else a copy."""
+        """A contiguous initial state to overwrite: the given one if `consume_state` allows it, else a copy."""
         first = self.first_state().contiguous()
         return first.clone() if first is self.initial_state and not self.consume_state else first
 
@@ -114,7 +114,7 @@ def check(
     scale = K**-0.5 if scale is None else scale
     consume_state = consume_state and _may_change(q, k, v, log_decay, beta, initial_state)
     result = Recurrences(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens, consume_state)
-    if cu_seqlens is not None and not torch.compiler.is_compiling():  # a graph knows no values
+    if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
         documents(cu_seqlens, T, B, q.device)
     if initial_state is not None and tuple(initial_state.shape) != result.state_shape:
         raise ValueError(f"initial_state: expected {result.state_shape}, got shape {tuple(initial_state.shape)}")
@@ -135,18 +135,18 @@ def check(
 
 
 def _may_change(*tensors: Tensor | None) -> bool:
-    """Whether the last tensor can be written to while the others are used."""
+    """Whether the state, which is the last tensor, may be overwritten in a call with the other tensors."""
     state = tensors[-1]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return False
     if state is None:
         return True
-    # outside of inference mode its tensors are for reading; compiled code cannot ask
+    # inference tensors are read-only outside inference mode; compiled code cannot query the mode
     inside = torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not state.is_inference()
     return inside and state.is_contiguous()
 
 
-# Values are read once per tensor object, not with a device synchronisation on every call.
+# Values are read once per tensor object, to avoid a device synchronisation on every call.
 _checked = WeakTensorKeyDictionary()
 
 

@@ -1,21 +1,21 @@
 """Which implementation runs: ``auto``, ``triton``, ``torch`` (chunkwise PyTorch) or ``reference`` (fp32 loops).
 
-``auto`` takes the fastest implementation for the tensor's device; if that is PyTorch on a GPU because the Triton
-kernels cannot take the arguments, it logs so. An explicit choice that an op cannot honour is an error, never a
+``auto`` picks the fastest implementation for the tensor's device. Where the Triton kernels cannot take the arguments,
+it runs PyTorch on the GPU and logs a warning. An explicit choice that an op cannot honour is an error, never a
 fallback. Each op lists its implementations in a dict and calls :func:`choose`.
 
 The scope of a choice:
 
-- ``ZOO_BACKEND``, an environment variable, holds for the whole process, in all threads.
-- ``with backend(name):`` takes precedence for ops that are called inside the block, by the thread that entered it.
-  Other threads are not affected, and those of autograd are others.
+- The environment variable ``ZOO_BACKEND`` applies to the whole process, in all threads.
+- ``with backend(name):`` takes precedence for ops called inside the block by the thread that entered it. Other
+  threads, including those of autograd, are not affected.
 - An op chooses once, when it is called. Its backward pass follows that choice, wherever and in whatever thread
   ``backward()`` is called.
-- ``torch.utils.checkpoint`` calls ops again in the backward pass, on a GPU in a thread of autograd, and they would
-  choose again. With ``context_fn=kernels.same_backend`` they get the backend of the first call. Activation
+- ``torch.utils.checkpoint`` calls ops again in the backward pass, on a GPU from an autograd thread, where they would
+  choose again. With ``context_fn=kernels.same_backend`` they use the backend of the first call. Activation
   checkpointing in ``zoo`` passes it; pass it in your own checkpoints, or PyTorch raises a ``CheckpointError`` if the
   backends differ.
-- Compiled code keeps the backend under which it was traced.
+- Compiled code keeps the backend that it was traced with.
 """
 
 import logging
@@ -44,7 +44,7 @@ def backend(name: str) -> Iterator[None]:
     """Run the ops inside the ``with`` block on the named backend.
 
     Raises:
-        UserError: The name is none of ``auto``, ``triton``, ``torch``, ``reference``.
+        UserError: The name is not one of ``auto``, ``triton``, ``torch``, ``reference``.
     """
     if name not in BACKENDS:
         raise UserError(f"backend: {name!r} is not one of {', '.join(BACKENDS)}")
@@ -56,12 +56,12 @@ def backend(name: str) -> Iterator[None]:
 
 
 def same_backend() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """A `context_fn` for `torch.utils.checkpoint`: recomputation uses the backend that is chosen now."""
+    """A `context_fn` for `torch.utils.checkpoint`: recompute with the backend that is chosen now."""
     return nullcontext(), _Again(_chosen.get())
 
 
 class _Again(AbstractContextManager[None]):
-    """`backend(name)` that can be entered more than once, as every backward pass through a checkpoint does."""
+    """`backend(name)` as a reentrant context manager: every backward pass through a checkpoint enters it again."""
 
     def __init__(self, name: str):
         self.name = name
@@ -82,13 +82,14 @@ def choose(
     """The implementation of `op` that runs on the device of `x` under the chosen backend.
 
     Args:
-        op: Its name.
-        implementations: By name.
-        x: One of its arguments.
-        limits: Which limits of the Triton kernels the arguments exceed, as the rest of a sentence ("which takes …").
+        op: Name of the op.
+        implementations: Implementations by backend.
+        x: One of the op's arguments, for its device and dtype.
+        limits: Why the Triton kernels cannot take the arguments, as a relative clause ("which takes …"); None if they
+            can.
 
     Raises:
-        UserError: The chosen backend cannot run it.
+        UserError: The chosen backend cannot run the op.
     """
     fp64 = x.dtype == torch.float64
     name = _name(op, tuple(implementations), x.device.type, fp64, limits)
@@ -99,7 +100,7 @@ def choose(
     return implementations[name]
 
 
-@lru_cache(maxsize=1024)  # once for each shape, as long as there are no more of them
+@lru_cache(maxsize=1024)  # warn once per shape
 def _say(op: str, shape: tuple[int, ...], reason: str) -> None:
     log.warning("%s of %s runs in PyTorch, not on 'triton', %s", op, list(shape), reason)
 
@@ -119,13 +120,13 @@ def _name(op: str, known: tuple[str, ...], device: str, fp64: bool, limits: str 
     return name
 
 
-# What torch.compiler.assume_constant_result sets, without importing the compiler: it cannot look into context
-# variables.
+# The attribute that torch.compiler.assume_constant_result sets, without importing the compiler, which cannot trace
+# context variables.
 _name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _no_triton(device: str, fp64: bool, limits: str | None) -> str | None:
-    """Why Triton kernels cannot run, if they cannot."""
+    """Why the Triton kernels cannot run; None if they can."""
     if fp64:
         return "which computes in fp32, with tensors in fp64"
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

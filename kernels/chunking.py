@@ -1,10 +1,10 @@
 """Cutting time into chunks, for the chunkwise PyTorch implementations.
 
-Inside a chunk everything is a matrix product; a loop carries the state from chunk to chunk. Packed documents are padded
-one by one, so that no chunk ever holds tokens of two.
+Inside a chunk everything is a matrix product; a loop carries the state from chunk to chunk. Each packed document is
+padded separately, so that no chunk holds tokens of two documents.
 
 Layout of the chunked tensors, N chunks of C tokens: q, k [N,B,G,E,C,K]; v [N,B,G,R,C,V]; gates [N,B,G,R,E,C]. The
-chunk comes first, so that what the loop takes of one is contiguous.
+chunk axis comes first, so that the slice of one chunk, which the loop reads, is contiguous.
 """
 
 import math
@@ -19,11 +19,11 @@ from .arguments import Recurrences, at_least_fp32
 CHUNK = 64
 
 
-Run = tuple[slice, range]  # a sequence of the states, and the chunks that it passes one by one
+Run = tuple[slice, range]  # a slice of the sequences, and the chunks that they pass through in order
 
 
 class Chunking:
-    """How the T tokens of `a` lie in N chunks of C, which is at most `size`."""
+    """The T tokens of `a` as N chunks of C tokens, where C is at most `size`."""
 
     def __init__(self, a: Recurrences, size: int = CHUNK):
         self.a, self.length = a, a.v.shape[1]
@@ -33,7 +33,7 @@ class Chunking:
         self.padded = self.count * self.size != self.length
 
     def split(self, x: Tensor) -> Tensor:
-        """[B,T,…] → [N,B,C,…], zeros where there is no token."""
+        """[B,T,…] → [N,B,C,…], padded with zeros."""
         if self.chunks:
             x = x[:, self.chunks.token]
             if self.padded:
@@ -58,7 +58,7 @@ class Chunking:
         return _heads_first(self.split(at_least_fp32(x)).unflatten(3, (self.a.groups, self.a.repeats)))
 
     def by_group(self, x: Tensor) -> Tensor:
-        """[B,T,G·R,X] → [B,N,G,C,R,X], contiguous: the heads of a group lie side by side. No copy of a single group."""
+        """[B,T,G·R,X] → [B,N,G,C,R,X], contiguous, with the heads of a group side by side. One group is not copied."""
         x = self.split(at_least_fp32(x)).transpose(0, 1).unflatten(3, (self.a.groups, -1))
         return x.transpose(2, 3).contiguous()
 
@@ -74,14 +74,14 @@ class Chunking:
     def log_decay(self) -> Tensor | None:
         """log_decay summed from the start of its chunk, inclusive: [N,B,G,R,E,C] or […,C,K], in fp64.
 
-        Differences of these sums are what counts, and their sums reach thousands: fp32 would leave four digits. Where
-        the device has no fp64, fp32 must do. N and B are 1 for a constant decay without padding.
+        Only differences of these sums are used, and the sums reach thousands: fp32 would leave four digits. Devices
+        without fp64 have to make do with fp32. N and B are 1 for a constant decay without padding.
         """
         g = self.a.log_decay
         if g is None:
             return None
         if g.dim() == 1:
-            # padding must not decay, so only a full grid can share one chunk of constants
+            # padding must not decay, so the chunks can share one row of sums only if there is no padding
             full = (1, self.size) if not self.padded else self.a.v.shape[:2]
             g = g.expand(*full, -1)
             if not self.padded:
@@ -95,23 +95,23 @@ class Chunking:
         return torch.float32 if self.a.v.device.type == "mps" else torch.float64
 
     def first_state(self) -> Tensor:
-        """The state before each sequence [sequences,G,R,E,K,V]."""
+        """The state before each sequence [sequences,G,R,E,K,V], at least fp32."""
         return self.a.first_state().unflatten(1, (self.a.groups, self.a.repeats, self.a.subheads))
 
     def runs(self) -> list[Run]:
-        """All sequences; no chunks where a document is empty."""
+        """All sequences and their chunks; an empty document has no chunks."""
         if not self.chunks:
             return [(slice(None), range(self.count))]
         return [(slice(d, d + 1), chunks) for d, chunks in enumerate(self.chunks.of)]
 
 
 def scan(runs: list[Run], first: Tensor, step: Callable[[int, Tensor], Tensor], *, back: bool = False) -> Tensor:
-    """Carry the states [sequences,…] through the chunks: `step(n, S)` gives the state after chunk n.
+    """Carry the states [sequences,…] through the chunks: `step(n, S)` returns the state after chunk n.
 
-    `back` carries gradients from the last chunk to the first.
+    With `back`, the loop runs from the last chunk to the first, as gradients do.
 
     Returns:
-        The last ones [sequences,…].
+        The final states [sequences,…].
     """
     last = []
     for rows, chunks in reversed(runs) if back else runs:
@@ -123,7 +123,7 @@ def scan(runs: list[Run], first: Tensor, step: Callable[[int, Tensor], Tensor], 
 
 
 def scan_stacked(runs: list[Run], first: Tensor, step: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The state before each chunk [N,B,…], and the last ones [sequences,…]."""
+    """Like `scan`: the state before each chunk [N,B,…], and the final states [sequences,…]."""
     before = []
 
     def noted(n: int, S: Tensor) -> Tensor:
@@ -135,13 +135,13 @@ def scan_stacked(runs: list[Run], first: Tensor, step: Callable[[int, Tensor], T
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[N,B,C,I,J,X] → [N,B,I,J,C,X], contiguous: else each product copies it again."""
+    """[N,B,C,I,J,X] → [N,B,I,J,C,X], contiguous: otherwise every product would copy it again."""
     return x.permute(0, 1, 3, 4, 2, 5).contiguous()
 
 
 def causal_decay(b: Tensor, dtype: torch.dtype) -> Tensor:
-    """D_ij = exp(b_i − b_j) for j ≤ i and 0 above: [...,C] → [...,C,C]. Never the exponential of a positive number."""
-    # to the base of 2: PyTorch's exp takes three times as long on a processor, and ten times more where it underflows
+    """D_ij = exp(b_i − b_j) for j ≤ i and 0 above: [...,C] → [...,C,C]. It never exponentiates a positive number."""
+    # in base 2: on a CPU, PyTorch's exp takes three times as long, and ten times more where it underflows
     b = b / math.log(2)
-    # The diagonal is cut out before the exponential: its gradients would only cancel, and drown small ones in rounding.
+    # The diagonal is zeroed before the exponential: its gradients would only cancel, and drown small ones in rounding.
     return (b.unsqueeze(-1) - b.unsqueeze(-2)).to(dtype).tril_(-1).exp2().tril()

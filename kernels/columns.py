@@ -1,8 +1,8 @@
-"""Columns of one tensor, whose gradients are written side by side where they are made.
+"""Split a tensor by columns, so that the gradients of the parts are written side by side into one tensor.
 
-A fused projection is cut into the inputs of several ops. Each of them makes the gradient of its own columns, and
-autograd then copies all of them into one tensor. Here the first op that makes such a gradient allocates that tensor,
-and each gets its columns of it to write to.
+A fused projection is split into the inputs of several ops. Each op computes the gradient of its columns, and autograd
+would then copy all of these into one tensor. Here the first op that computes such a gradient allocates that tensor,
+and each op writes to its columns of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .op import plain
 
-# the gradient passes them as it is: they change nothing but the shape
+# nodes that change nothing but the shape: a gradient passes through them unchanged
 VIEWS = ("ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0")
 
 
@@ -25,14 +25,14 @@ class _Whole:
         self.free = set(range(len(sizes)))
 
     def take(self, i: int) -> Tensor | None:
-        """The columns i: once, as a second gradient of them is added to the first."""
+        """The memory of part i; None the second time, because autograd adds a second gradient to the first."""
         if i not in self.free:
             return None
         self.free.remove(i)
         return self.places[i]
 
     def complete(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
-        """All columns. None if the gradient of some that were taken lies elsewhere: another may read what is there."""
+        """The whole gradient; None if a part was handed out but its gradient lies elsewhere: others may read it."""
         missing = [i for i, (g, place) in enumerate(zip(gradients, self.places, strict=True)) if not _same(g, place)]
         if not self.free.issuperset(missing):
             return None
@@ -43,23 +43,23 @@ class _Whole:
 
 
 def _same(x: Tensor | None, place: Tensor) -> bool:
-    """Whether x is that place in memory, which is not free while it is asked for."""
+    """Whether x is exactly that memory, which `place` keeps allocated, so that comparing addresses is safe."""
     if x is None or x.data_ptr() != place.data_ptr() or (x.shape, x.dtype) != (place.shape, place.dtype):
         return False
     return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), place.stride(), strict=True))
 
 
 def _key(device: torch.device) -> tuple[int, int]:
-    """This backward pass (the same graph may see several, even at once), and the stream that what is written waits in.
+    """Identifies this backward pass (a graph may see several, even at once), and the stream of the writes.
 
-    No public function tells passes apart; `torch.utils.checkpoint` asks for the same number.
+    No public function tells passes apart; `torch.utils.checkpoint` uses the same private one.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     return torch._C._current_graph_task_id(), stream
 
 
 class _Split(torch.autograd.Function):
-    """The record of a gradient hangs on the node that will receive it: it lives no longer, and is never another's."""
+    """Splits x. The record of its gradient is stored on the node that will receive it, and dropped with that node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -73,7 +73,7 @@ class _Split(torch.autograd.Function):
         like = next((g for g in gradients if g is not None), None)
         if like is None:
             return None, None
-        # a gradient that is differentiated itself is no place to write to
+        # a gradient that will itself be differentiated must not be written in place
         if whole is not None and whole.key == _key(like.device) and not torch.is_grad_enabled():
             found = whole.complete(gradients)
             if found is not None:
@@ -87,14 +87,14 @@ class _Split(torch.autograd.Function):
 
 
 def split_columns(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """x.split(sizes, -1), for parts whose users make their gradients in the place that `gradient_for` gives them.
+    """x.split(sizes, -1), for parts whose gradients are written to the memory that `gradient_for` returns.
 
     Args:
         x: Any shape […,C].
-        sizes: Sizes of the parts, C together.
+        sizes: Sizes of the parts, which add up to C.
 
     Returns:
-        Views […,size] of x. Their gradients are the same whoever made them, and whether in their place or not.
+        Views […,size] of x. Their gradients are the same whichever op computes them, in that memory or elsewhere.
     """
     ours = plain((x,)) and x.requires_grad and torch.is_grad_enabled() and x.is_contiguous() and x.numel()
     if ours and not torch._C._are_functorch_transforms_active():
@@ -103,17 +103,17 @@ def split_columns(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def gradient_for(x: Tensor, new: Callable[..., Tensor]) -> Tensor:
-    """Where the backward pass of an op, and nobody else, is to write the gradient of x; to be asked within that pass.
+    """Memory for the gradient of x, which only the backward pass that calls this may write.
 
     Args:
-        x: An input of the op, as it was kept.
-        new: new(x, *shape) allocates a tensor.
+        x: An input of the op, as saved for backward.
+        new: `new(x, *shape)` allocates a tensor.
 
     Returns:
-        A tensor of the shape and dtype of x without content. It is contiguous unless x is a reshaped part of
-        `split_columns`: then its last axis is, and the others may have gaps.
+        An uninitialised tensor of the shape and dtype of x. It is contiguous unless x is a reshaped part of
+        `split_columns`: then its last axis is contiguous, and the others may have gaps.
     """
-    # Whatever became of the memory of x, as in a checkpoint: its gradient goes to its node.
+    # The node of x decides, not its memory, which a checkpoint may have replaced.
     node: Any = x.grad_fn
     i = x.output_nr
     while node is not None and node.name() in VIEWS:

@@ -1,7 +1,8 @@
 """Packed documents: several sequences in one row, told apart by `cu_seqlens`.
 
-`cu_seqlens` [N+1] int holds the start of every document and, last, the length of the row. Its values are read once per
-tensor object, so that an op costs no device synchronisation per call; everything derived from them hangs on that memo.
+`cu_seqlens` [N+1] int holds the start of every document and, as its last entry, the length of the row. Its values are
+read once per tensor object, so that ops do not synchronise with the device on every call; everything derived from them
+is cached with them.
 """
 
 from collections.abc import Callable, Hashable
@@ -16,7 +17,7 @@ Made = TypeVar("Made")
 
 
 class Documents:
-    """The boundaries of N documents in a row of T tokens, on the host, and the index tensors made from them."""
+    """The boundaries of N documents in a row of T tokens, on the host, and the index tensors derived from them."""
 
     def __init__(self, cu_seqlens: Tensor):
         self.device = cu_seqlens.device
@@ -25,12 +26,12 @@ class Documents:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Start and stop of each document; they may be empty."""
+        """Start and stop of each document; documents may be empty."""
         return list(zip(self.bounds, self.bounds[1:], strict=False))
 
     @cached_property
     def owner(self) -> Tensor:
-        """Number of the document of each token [T]."""
+        """Index of the document that each token belongs to [T]."""
         lengths = torch.tensor(self.bounds).diff()
         return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(self.device)
 
@@ -41,11 +42,11 @@ class Documents:
         return torch.arange(self.bounds[-1], device=self.device) - bounds[self.owner]
 
     def chunks(self, size: int) -> "Chunks":
-        """The documents cut into chunks of `size` tokens, each document padded by itself (memoised)."""
+        """The documents cut into chunks of `size` tokens, each document padded separately (cached)."""
         return self.once(Chunks, size)
 
     def once(self, make: Callable[..., Made], *arguments: Any) -> Made:
-        """make(self, *arguments), which is remembered by all of its arguments as long as the documents are."""
+        """make(self, *arguments), cached by function and arguments for the lifetime of the documents."""
         key = (make, *arguments)
         found = self._made.get(key)
         if found is None:
@@ -57,10 +58,10 @@ class Chunks:
     """Documents as padded chunks.
 
     Attributes:
-        of: For every document, the numbers of its chunks; none where it is empty.
-        count: How many chunks these are.
-        token: Index of the token at each padded place [chunks·size]; padding points at token 0.
-        valid: Which padded places hold a token [chunks·size].
+        of: For each document, the indices of its chunks; none for an empty document.
+        count: Number of chunks.
+        token: Index of the token at each padded place [chunks·size]; 0 for padding.
+        valid: Whether each padded place holds a token [chunks·size].
         place: Padded place of each token [T].
     """
 
@@ -78,7 +79,7 @@ class Chunks:
 
 
 def places(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The document of each token [T] and the token's position in it [T], without the host where code is compiled."""
+    """The document of each token [T] and the token's position in it [T]; compiled code stays on the device."""
     if not torch.compiler.is_compiling():
         found = documents(cu_seqlens, length)
         return found.owner, found.positions
@@ -91,10 +92,11 @@ _memo = WeakTensorKeyDictionary()
 
 
 def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1, device: torch.device | None = None) -> Documents:
-    """The memoised, checked documents of `cu_seqlens` for a row of `length` tokens.
+    """The checked documents of `cu_seqlens` for a row of `length` tokens, cached per tensor object.
 
     Raises:
-        ValueError: Not an integer vector, more than one row, not from 0 to `length`, decreasing, or not on `device`.
+        ValueError: `cu_seqlens` is not an integer vector, does not run from 0 to `length`, decreases or is not on
+            `device`, or there is more than one row.
     """
     if device is not None and cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens: is on {cu_seqlens.device}, but the tokens are on {device}")

@@ -1,7 +1,7 @@
-"""Forward FLOPs of the ops for one sequence, as the chunkwise algorithms execute them: products only, full squares.
+"""Forward FLOPs of the ops for one sequence, as the chunkwise algorithms run: products only, masked squares in full.
 
-These are the numbers that `torch.utils.flop_counter` sees on the ``torch`` backend (test: mixers' conformance), except
-for the small triangular solves of the delta rule, which it does not count and we do.
+These are the counts of `torch.utils.flop_counter` on the ``torch`` backend (the mixers' conformance tests check that),
+plus the small triangular solves of the delta rule, which it does not count.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,17 @@ def recurrence_flops(
     """FLOPs of `kernels.linear_recurrence` or `kernels.delta_rule` over `length` tokens.
 
     Args:
-        op: The op itself.
-        length: Tokens.
+        op: `kernels.linear_recurrence` or `kernels.delta_rule`.
+        length: Number of tokens.
         heads: Value heads H.
         key_heads: Key heads G, before subheads.
-        subheads: E.
-        key_size: K of one recurrence.
-        value_size: V.
+        subheads: Subheads E.
+        key_size: Key size K of one recurrence.
+        value_size: Value size V.
         per_channel: Whether the decay has a key axis.
+
+    Raises:
+        ValueError: `op` is neither of the two.
     """
     C, E = min(CHUNK, length), subheads
     scores = key_heads * E * C * key_size  # Q Kᵀ
@@ -51,7 +54,7 @@ def recurrence_flops(
 
 
 def _inverse(size: int) -> int:
-    """Multiplications in `unit_lower_inverse` of one triangle."""
+    """Multiplications in `unit_lower_inverse` of one [size,size] matrix."""
     if size <= SOLVED or size % 2:
         return size**3 // 2
     return 2 * _inverse(size // 2) + 2 * (size // 2) ** 3

@@ -1,7 +1,7 @@
-"""The one place that spells autograd: an op with a hand-written backward, known to `torch.library`.
+"""Ops with a hand-written backward pass, registered with `torch.library` and autograd.
 
-`torch.compile` then sees one node forward and one backward, never a graph break, and nothing of what they launch. Where
-nothing is compiled, the same functions are called without the dispatcher in between.
+`torch.compile` sees one node forward and one backward, never a graph break, and nothing of the launches inside. In
+eager mode the same functions are called directly, without the dispatcher.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,22 +29,22 @@ def register(
     """Register an op and its gradient.
 
     Args:
-        name: Of the op; its gradient is `<name>_backward`.
-        forward: Plain function of positional arguments, annotated with `Tensor`, `Tensor | None`, `int`, `float`,
-            `bool` …, the tensors first. It returns a tuple of fresh contiguous tensors. The annotations become the
-            schema.
-        backward: `backward(gradients, residuals, needed, *arguments)`: the gradients of the results (None where none
-            arrives), the outputs of `forward` that are no results, and for each argument whether its gradient is
-            wanted. It returns, for each *tensor* argument, a gradient of its shape and dtype, contiguous unless
-            `gradient_for` (`columns.py`) gave it a place, or None; several may be parts of one tensor. None if the op
-            has no gradient.
-        fake: `forward` with empty tensors: shapes and dtypes only.
-        results: How many of the outputs are results; the others are kept for `backward` and nobody else sees them.
-        unread: Given the arguments of a call, which of them are tensors whose numbers `backward` does not read: their
+        name: Name of the op; its gradient is `<name>_backward`.
+        forward: Function of positional arguments, tensors first, annotated with `Tensor`, `Tensor | None`, `int`,
+            `float`, `bool` …; the annotations become the schema. It returns a tuple of fresh contiguous tensors.
+        backward: `backward(gradients, residuals, needed, *arguments)`. It receives the gradients of the results (None
+            for a result without one), the outputs of `forward` that are not results, and for each argument whether its
+            gradient is needed. It returns, for each *tensor* argument, None or a gradient of its shape and dtype,
+            contiguous unless `gradient_for` (`columns.py`) allocated it; several may be parts of one tensor. None if
+            the op has no gradient.
+        fake: `forward` for fake tensors: it returns empty tensors of the right shapes and dtypes.
+        results: How many of the outputs are results. The others are residuals: saved for `backward`, and hidden from
+            the caller.
+        unread: Given the arguments of a call, the indices of the tensors whose values `backward` does not read; their
             memory is not kept.
 
     Returns:
-        A function like `forward` that returns the results only, with gradients.
+        A function like `forward` that returns only the results, with gradients.
     """
     schema = torch.library.infer_schema(forward, mutates_args=())
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, mutates_args=(), schema=schema)
@@ -54,9 +54,9 @@ def register(
     derive: Backward = backward
     arguments, outputs = schema[1:].split(") -> (")
     kinds = [argument.startswith("Tensor") for argument in arguments.split(", ")]
-    count = sum(kinds)  # of tensors
+    count = sum(kinds)  # number of tensor arguments
     assert all(kinds[:count])
-    first = len(outputs.split(","))  # before it the gradient takes gradients and kept outputs, from it on the arguments
+    first = len(outputs.split(","))  # index of `needed`: gradients and residuals come before it, arguments after it
     given_first = [f"Tensor? gradient{i}" for i in range(results)] + [f"Tensor kept{i}" for i in range(first - results)]
     signature = f"({', '.join([*given_first, 'bool[] needed', arguments])}) -> ({', '.join(['Tensor'] * count)})"
 
@@ -64,9 +64,9 @@ def register(
         needed, *given = values[first:]
         found = derive(values[:results], values[results:first], needed, *given)
         wanted = zip(found, needed[:count], strict=True)
-        # a schema has no optional results: nothing is an empty tensor
+        # a schema has no optional results: an empty tensor stands for None
         every = [g if g is not None and want else given[0].new_empty(0) for g, want in wanted]
-        # nor may two of them share memory
+        # nor may two results share memory
         memory = [g.untyped_storage().data_ptr() for g in every]
         return tuple(g.clone() if memory[i] in memory[:i] else g for i, g in enumerate(every))
 
@@ -104,7 +104,7 @@ def register(
     op.register_autograd(partial(differentiate, dispatched), setup_context=setup_context)
 
     class Direct(torch.autograd.Function):
-        """The same past the dispatcher, which takes as long as some kernels."""
+        """The same op without the dispatcher, which takes as long as some kernels."""
 
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
@@ -118,7 +118,7 @@ def register(
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable`, without its guard where nobody differentiates the gradient."""
+    """`once_differentiable`, without the cost of its guard where gradients are not themselves differentiated."""
     guarded = once_differentiable(backward)
 
     def run(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -127,10 +127,10 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# types that need no second look
+# types that need no subclass check
 KNOWN = frozenset({Tensor, torch.nn.Parameter, torch.dtype, str, int, float, bool, type(None)})
 
 
 def plain(given: Sequence[Any]) -> bool:
-    """Whether these are tensors with numbers in them, and nobody compiles or traces what happens to them."""
+    """Whether all tensors are ordinary ones that hold data, and nothing is being compiled or traced."""
     return not torch.compiler.is_compiling() and not any(issubclass(x, Tensor) for x in {*map(type, given)} - KNOWN)

@@ -1,8 +1,8 @@
-"""What is cheap to compute again is not kept for the backward pass.
+"""Cheap results are recomputed in the backward pass instead of saved for it.
 
-The result of a norm is as large as its input, and both would be kept: the input by the norm, the result by the product
-that follows. Inside `recomputing()` such an op notes how its result is made; whoever saves that result for its backward
-pass then saves the note instead.
+The result of a norm is as large as its input, and autograd would save both: the input for the norm, and the result for
+the product that follows. Inside `recomputing()`, such an op notes how to recompute its result, and the op that would
+save that result for its backward pass saves the note instead.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,17 +15,17 @@ from torch import Tensor
 
 
 class _Note:
-    """One result that can be made again."""
+    """One result that can be recomputed."""
 
     def __init__(self, y: Tensor, make: Callable[[], Tensor]):
-        # held, as long as results are noted, so that no other tensor comes to lie at its address
+        # held until `recomputing()` exits, so that no other tensor can get its address
         self.y: Tensor | None = y
         self.version, self.make = y._version, make
         self.users = self.waiting = 0
         self.value: Tensor | None = None
 
     def is_of(self, x: Tensor) -> bool:
-        """Whether x is the result, or a view of all of it."""
+        """Whether x is the result, or a view of the whole result."""
         y = self.y
         return (
             y is not None
@@ -34,7 +34,7 @@ class _Note:
         )
 
     def again(self) -> Tensor:
-        """The result; made once for all users, and forgotten when each has had it."""
+        """The result, recomputed once for all users and dropped when the last of them has received it."""
         if self.value is None:
             self.value, self.waiting = self.make(), self.users
         value, self.waiting = self.value, self.waiting - 1
@@ -49,11 +49,12 @@ _allowed: ContextVar[bool] = ContextVar("allowed", default=True)
 
 @contextmanager
 def recomputing(allowed: bool = True) -> Iterator[None]:
-    """Inside the ``with`` block, results of norms are computed again in the backward pass. Gradients stay bitwise.
+    """Inside the ``with`` block, results of norms are recomputed in the backward pass. Gradients stay bitwise equal.
 
     Args:
-        allowed: False for what is computed again as a whole. Nothing inside is noted then, whoever asks: autograd
-            offers a tensor to the innermost of those who would keep it, and they would keep all of them.
+        allowed: False for a block that is recomputed as a whole. Nothing is noted inside it then, not even under a
+            nested `recomputing()`: autograd offers a tensor only to the innermost saved-tensor hooks, and these would
+            keep every tensor that has no note.
     """
     if not (allowed and _allowed.get()):
         before = _allowed.set(False)
@@ -88,7 +89,7 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
 
 
 def remake(y: Tensor, make: Callable[..., Tensor], *given: Any) -> Tensor:
-    """y, after a note that make(*given) gives the same bits; `given` is no more than what is kept anyway."""
+    """Return y, noting that `make(*given)` recomputes it to the bit. Tensors in `given` must be saved anyway."""
     notes = None if torch.compiler.is_compiling() else _notes.get()
     if notes is not None and y.requires_grad and y.is_contiguous() and y.numel():
         kept = [x.detach() if isinstance(x, Tensor) else x for x in given]

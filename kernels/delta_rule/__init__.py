@@ -8,14 +8,14 @@ from . import chunk, reference, step
 
 
 def triton(a: Recurrences) -> tuple[Tensor, Tensor]:
-    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    """The Triton implementation, imported on first use: not every platform has Triton."""
     from . import triton_op
 
     return triton_op.forward(a)
 
 
 IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": reference.forward}
-LARGEST = 256  # the kernels hold K by a block of V in registers
+LARGEST = 256  # the kernels hold a tile [K, block of V] in registers
 LIMITS = f"which takes keys and values of at most {LARGEST} channels"
 
 
@@ -35,26 +35,27 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Run S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ and read o_t = scale · S_tᵀ q_t (arXiv 2412.06464).
 
-    Letters: B batch, T time, H value heads, G key heads (H is a multiple), E subheads, K key size, V value size,
-    N documents. There are H·E recurrences: number h·E + e reads key head (h // (H/G))·E + e and value head h, and the
-    outputs of the E subheads of a head are summed. The recurrence is stable for keys of length one and β in [0, 2].
+    Letters: B batch, T time, H value heads, G key heads (a divisor of H), E subheads, K key size, V value size,
+    N documents. There are H·E recurrences: recurrence h·E + e reads key head (h // (H/G))·E + e and value head h, and
+    the outputs of the E subheads of a head are summed. The recurrence is stable for keys of unit length and β in
+    [0, 2].
 
     Args:
         q: Queries [B,T,G·E,K].
-        k: Keys, as q.
+        k: Keys, shaped as q.
         v: Values [B,T,H,V].
-        beta: How much of the old answer is replaced [B,T,H·E].
+        beta: How much of what the state holds for the key is replaced by the value [B,T,H·E].
         log_decay: None (no decay), a constant [H·E], or per step [B,T,H·E]; ≤ 0.
-        subheads: E.
-        scale: Factor of the output, by default K^-½.
+        subheads: Subheads E per head.
+        scale: Factor on the output; K^-½ by default.
         initial_state: S_0 [B,H·E,K,V], or [N,…] with `cu_seqlens`; zeros by default.
         return_state: Whether to return the final states.
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
         consume_state: Whether a single step (T = 1) may write the final states into `initial_state`, which saves a
-            copy; what that holds afterwards is then undefined. Ignored where a gradient is wanted.
+            copy; the contents of `initial_state` are undefined afterwards. Ignored if a gradient is needed.
 
     Returns:
-        o [B,T,H,V] in the dtype of v, and the final states (as `initial_state`, at least fp32) or None.
+        o [B,T,H,V] in the dtype of v, and the final states (shaped as `initial_state`, at least fp32) or None.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.

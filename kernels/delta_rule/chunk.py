@@ -1,13 +1,13 @@
 """The (gated) delta rule chunk by chunk in plain PyTorch: the CPU path.
 
 With b the log decays summed inside a chunk, D_ij = exp(b_i − b_j) for j ≤ i and N the strict lower part of D ⊙ K Kᵀ,
-the tokens of a chunk are untangled by one triangular system (the WY form of arXiv 2412.06464, section 3):
+one triangular system decouples the tokens of a chunk (the WY form of arXiv 2412.06464, section 3):
 
     (I + βN) U = β (V − e^b K S)
     O = e^b ⊙ (Q S) + (Q Kᵀ ⊙ D) U         S ← e^{b_C} S + (e^{b_C − b} K)ᵀ U
 
-Keys and queries lie on top of each other, so that one product serves both: with L = [βD; D] ⊙ [K; Q] Kᵀ and
-R = [βe^b; e^b] ⊙ [K; Q], the first two lines are U + L₀ U = βV − R₀ S and O = R₁ S + L₁ U.
+Keys and queries are stacked, so that one product serves both: with L = [βD; D] ⊙ [K; Q] Kᵀ and
+R = [βe^b; e^b] ⊙ [K; Q], the first two lines become U + L₀ U = βV − R₀ S and O = R₁ S + L₁ U.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from ..arguments import Recurrences
 from ..chunking import CHUNK, Chunking, Run, causal_decay, scan, scan_stacked
 
-MANY = 16  # so many heads of all sequences make a step worth its calls: shorter chunks then do less work
-SOLVED = 8  # larger triangles are inverted by products
+MANY = 16  # heads, over all sequences, from which a step outweighs its overhead: shorter chunks then do less work
+SOLVED = 8  # the largest triangle that is inverted by solving; larger ones are inverted by products
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ class _Chunks(torch.autograd.Function):
             k, beta = kq[..., :C, :], beta[..., None]
             shrink, fade, decay = _decays(b, kq)
             kept, do = k.unsqueeze(3) * fade, do.unsqueeze(4)
-            # of [−β(V − …); O], through which both triangles and both rows of readings get their gradients
+            # gradients of [−β(V − …); O], from which those of both halves of L and of R follow
             Z = U.new_empty(*U.shape[:-2], 2, C, U.shape[-1])
             Z[..., 1, :, :] = do
             dU, both = L[..., 1, :, :].mT @ do, Z.flatten(-3, -2)
@@ -95,7 +95,7 @@ class _Chunks(torch.autograd.Function):
             dlater = torch.stack(after[::-1]).unflatten(1, U.shape[1:5])
             dL, dR = _split(both @ U.mT) * D, _split(both @ before.mT) * shrink
             dL[..., 0, :, :].diagonal(dim1=-2, dim2=-1).zero_()
-            # a decay raises its row and lowers its column; on the diagonal that cancels, and would drown small ones
+            # b_i adds to its row and subtracts from its column: the diagonal cancels, and would drown small gradients
             moved = dL * products
             moved[..., 1, :, :].diagonal(dim1=-2, dim2=-1).zero_()
             read = (dR * _halves(kq)).sum(-1, dtype=b.dtype)  # [N,B,G,R,E,2,C]
@@ -104,7 +104,7 @@ class _Chunks(torch.autograd.Function):
                 x[..., 0, :, :].mul_(beta)
             dkept = (U @ dlater.mT) * fade
             faded = (dkept * k.unsqueeze(3)).sum(-1, dtype=b.dtype)
-            # what cancels are the same numbers, summed in fp64
+            # the terms that cancel are the same numbers, summed in fp64
             db = moved.sum((-3, -1), dtype=b.dtype) - moved.sum((-3, -2), dtype=b.dtype)
             db += beta[..., 0] * read[..., 0, :] + read[..., 1, :] - faded
             db[..., -1] += faded.sum(-1) + ((before * dlater).sum((-2, -1)) * decay[..., 0, 0])
@@ -123,12 +123,12 @@ def _decays(b: Tensor, kq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _each(x: Tensor) -> tuple[Tensor, ...]:
-    """[N,B,G,R,E,X,Y] → for each chunk [B·G·R·E,X,Y], as products take it without looking for what to broadcast."""
+    """[N,B,G,R,E,X,Y] → one [B·G·R·E,X,Y] per chunk, as batched products take it without broadcasting."""
     return x.flatten(1, 4).unbind()
 
 
 def _flat(runs: list[Run], states: Tensor) -> list[Run]:
-    """The runs where the matrices of the states [sequences,G,R,E,K,V] are counted one by one."""
+    """The runs as slices of the states flattened from [sequences,G,R,E,K,V] to [sequences·G·R·E,K,V]."""
     count = states.shape[1:4].numel()
     return [(slice(*(None if i is None else i * count for i in (r.start, r.stop))), chunks) for r, chunks in runs]
 
@@ -144,15 +144,15 @@ def _split(x: Tensor) -> Tensor:
 
 
 def _summed(x: Tensor, dim: int) -> Tensor:
-    """x.sum(dim), which is no copy where there is nothing to sum."""
+    """x.sum(dim), without a copy if that axis has size 1."""
     return x.squeeze(dim) if x.shape[dim] == 1 else x.sum(dim)
 
 
 def unit_lower_inverse(x: Tensor) -> Tensor:
-    """The inverse of I + the strict lower part of x [...,C,C]; nothing else of x is read.
+    """The inverse of I + the strict lower part of x [...,C,C]; the rest of x is not read.
 
-    The halves of the diagonal are inverted together, and so on, and what is below them is a product. As exact as
-    solving row by row, and several times faster on a processor.
+    Both diagonal halves are inverted together, recursively; the block below them is a product. It is as accurate as
+    solving row by row, and several times faster on a CPU.
     """
     C = x.shape[-1]
     if C <= SOLVED or C % 2:

@@ -1,4 +1,4 @@
-"""The (gated) delta rule as a loop over time, to be checked against the papers by eye."""
+"""The (gated) delta rule as a loop over time, easy to check against the papers by eye."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         for t in range(start, stop):
             if decay is not None:
                 S = decay[:, t, :, :, None] * S
-            seen = (k[:, t, :, :, None] * S).sum(-2)  # what the state answers to this key
+            seen = (k[:, t, :, :, None] * S).sum(-2)  # the value that the state holds for this key
             u = beta[:, t, :, None] * (v[:, t] - seen)
             S = S + k[:, t, :, :, None] * u[:, :, None, :]
             o = (q[:, t, :, :, None] * S).sum(-2)

@@ -1,4 +1,4 @@
-"""One token of the (gated) delta rule: what decoding does."""
+"""One token of the (gated) delta rule, as in decoding."""
 
 import torch
 from torch import Tensor

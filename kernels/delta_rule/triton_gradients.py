@@ -1,4 +1,4 @@
-"""Gradients of q, k, β and the log decay of the (gated) delta rule: every chunk by itself, once all states are known.
+"""Gradients of q, k, β and the log decay of the (gated) delta rule: all chunks in parallel, once all states are known.
 
 Letters as in `triton_scan.py`; S is the state before the chunk, dS the gradient of the state after it:
 
@@ -6,14 +6,14 @@ Letters as in `triton_scan.py`; S is the state before the chunk, dS the gradient
     dQ = X K + scale · e^b ⊙ dO Sᵀ            dK = Xᵀ Q + (M + Mᵀ) K + e^{b_C − b} ⊙ U dSᵀ − e^b ⊙ dV Sᵀ
     dβ = Σ_v dV ⊙ U / β²
 
-A log decay g_t scales whatever goes past t: pairs j < t ≤ i inside the chunk (what row i has of X K and M K along q and
-k, minus what column j has of Xᵀ Q and Mᵀ K along k, from t on), what tokens i ≥ t read from S, what tokens j < t left
-for dS, and the way from S to dS. None of the four is a difference of large numbers, so gradients stay right when a
-decay erases nearly everything; the diagonal of X, which no decay scales, is kept apart for that reason. The part of M
-is summed over M ⊙ K Kᵀ before M is rounded: at β = 2, U alternates, little of these sums is left, and the rounding of M
-alone would be an error of .01. The sums over t have a kernel of their own: on Hopper with triton 3.6, a draft that took
-them beside the products was wrong. X and M pass from the first kernel to the second through memory for the same reason:
-that compiler multiplies a transposed product wrongly, and a transposed tile that was just loaded rightly.
+A log decay g_t scales whatever crosses t: pairs j < t ≤ i inside the chunk (from t on, the part of row i in X K and M K
+along q and k, minus the part of column j in Xᵀ Q and Mᵀ K along k), what tokens i ≥ t read from S, what tokens j < t
+leave for dS, and the path from S to dS. None of the four is a difference of large numbers, so gradients stay accurate
+when a decay erases nearly everything; for that reason the diagonal of X, which no decay scales, is kept separate. The
+part of M is summed over M ⊙ K Kᵀ before M is rounded: at β = 2, U alternates and little of these sums is left, so that
+rounding M alone would be an error of .01. The sums over t have a separate kernel: on Hopper with Triton 3.6, a draft
+that computed them next to the products was wrong. X and M pass from the first kernel to the second through memory for
+the same reason: that compiler gets products of a transposed tile wrong, unless the tile was just loaded.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -44,7 +44,7 @@ def gradient_of_queries(
     states,
     dq,
     dbeta,
-    reads,  # X below its diagonal, as `writes` M; what passes to the gradient of the keys
+    reads,  # X below its diagonal (`writes`: M), for `gradient_of_keys`
     writes,
     diagonal,  # of X
     from_t,

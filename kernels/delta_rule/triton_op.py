@@ -1,9 +1,9 @@
-"""The (gated) delta rule in Triton, forward and backward: what is launched, in which order, on which tensors.
+"""The (gated) delta rule in Triton, forward and backward: which kernels run, in which order, on which tensors.
 
 Forward: `prepare` for all chunks at once, then `scan_forward` along time. Backward: `scan_backward` along time, then
-the gradients of all chunks at once. Each of the H·E recurrences is computed by itself: subheads read the values of
-their head, and value heads the keys of their group, in place. What several recurrences contribute to is summed
-afterwards, in a fixed order: equal inputs give equal bits.
+the gradients of all chunks at once. Each of the H·E recurrences is computed separately: subheads read the values of
+their head, and value heads the keys of their group, without copies. Contributions of several recurrences to one tensor
+are summed afterwards, in a fixed order: equal inputs give equal bits.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from ..triton.layout import CHUNK
 from . import triton_step
 from .triton_plan import DeltaRule
 
-SHORT = 16  # keys of so few channels are computed in fp32
-GATES = {1: "constant", 3: "per step"}  # by the axes of the log decays
+SHORT = 16  # up to this key size, everything is computed in fp32
+GATES = {1: "constant", 3: "per step"}  # by the number of axes of the log decay
 
 
 def plan(q: Tensor, v: Tensor, subheads: int, scale: float, cu_seqlens: Tensor | None) -> DeltaRule:
-    """The plan of a call; nothing is read or kept of the tensors but their shapes."""
+    """The plan of a call, for which only the shapes, dtype and device of q and v matter."""
     documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return DeltaRule.of(cu_seqlens, q.shape[1], q.shape, v.shape, subheads, scale, q.dtype, q.device, documents)
 
@@ -38,7 +38,7 @@ def prepared(to: DeltaRule, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tenso
 
 
 def cuts(to: DeltaRule, transition: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool) -> Tensor:
-    """The states before all segments, or their gradients after them, from those at that end of the sequences."""
+    """The states before all segments (with `reverse`, the gradients after them), from those at that end."""
     states = to.states()
     to.combine(reverse)(transition, local, end, states, to.layout.sequences)
     return states
@@ -47,9 +47,9 @@ def cuts(to: DeltaRule, transition: Tensor, local: Tensor, end: Tensor | None, *
 def run_forward(
     to: DeltaRule, q: Tensor, k: Tensor, v: Tensor, chunks: tuple[Tensor, ...], initial: Tensor | None, *, save: bool
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """o of every recurrence [B,T,H·E,V], the final states, and (if `save`) what the gradients need of it.
+    """o of every recurrence [B,T,H·E,V], the final states, and what the gradients need.
 
-    That is U, the states before all chunks, and what becomes of a state from one end of a segment to the other.
+    That is, with `save`, U and the states before all chunks, and in any case the transition of every segment.
     """
     table = to.layout.segments
     initial = None if initial is None else initial.contiguous()
@@ -100,7 +100,7 @@ def compute(
     scale: float,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final states, and (if `keep`) what `differentiate` would otherwise have to compute again."""
+    """o, the final states, and what `differentiate` would otherwise recompute (empty tensors without `keep`)."""
     to = plan(q, v, subheads, scale, cu_seqlens)
     q, k, v, beta = q.contiguous(), k.contiguous(), v.contiguous(), beta.contiguous()
     chunks = prepared(to, q, k, beta, log_decay)
@@ -126,7 +126,7 @@ def differentiate(
     scale: float,
     keep: bool,
 ) -> list[Tensor | None]:
-    """The gradients of all tensors; there is none for `cu_seqlens`."""
+    """The gradients of all tensors; None for `cu_seqlens`."""
     to = plan(q, v, subheads, scale, cu_seqlens)
     q, k, beta = q.contiguous(), k.contiguous(), beta.contiguous()
     if not keep:
@@ -181,14 +181,14 @@ def fake(
     scale: float,
     keep: bool,
 ) -> tuple[Tensor, ...]:
-    """The shapes of `compute`."""
+    """Empty tensors of the shapes and dtypes that `compute` returns."""
     documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     to = DeltaRule(q.shape, v.shape, subheads, scale, q.dtype, q.device, documents)
     return tuple(to.new(*shape, dtype=dtype) for shape, dtype in to.shapes(keep))
 
 
 def unread(*given: Any) -> Sequence[int]:
-    """The values: where U is kept, the gradients need nothing else of them."""
+    """The values: if U is saved, the gradients do not read them."""
     keep, values = given[-1], 2
     return (values,) if keep else ()
 
@@ -203,11 +203,11 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     if a.v.shape[1] == 1 and a.documents is None and not wanted:
         return triton_step.forward(a)
-    # With subheads, the states of all chunks are E times as large as at E = 1: there, time is cheaper than memory.
+    # With subheads, the states of all chunks take E times the memory: they are recomputed instead of saved.
     keep = wanted and a.subheads == 1
-    # fp16 has not the range for a state, nor for what a small β multiplies. And two cases would pass the error that
-    # bf16 is allowed: a chunk of tokens far more than its keys can tell apart, and the gradient of a constant decay, a
-    # sum of what all steps contribute, of either sign.
+    # fp16 lacks the range for a state, and for what a small β multiplies. Two more cases would exceed the error that
+    # bf16 is allowed: a chunk of far more tokens than its keys can tell apart, and the gradient of a constant decay, a
+    # sum of contributions of either sign from all steps.
     learned_constant = wanted and a.log_decay is not None and a.log_decay.dim() == 1 and a.log_decay.requires_grad
     exact = a.q.dtype == torch.float16 or a.q.shape[3] <= SHORT or learned_constant
     q, k, v = (x.float() if exact else x for x in (a.q, a.k, a.v))

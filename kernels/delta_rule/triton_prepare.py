@@ -1,12 +1,12 @@
-"""What a chunk of the (gated) delta rule needs before any state is known: one program per chunk and recurrence.
+"""The part of a chunk of the (gated) delta rule that needs no state: one program per chunk and recurrence.
 
-With b the summed log decays, D_ij = exp(b_i − b_j) for j ≤ i and N the strict lower part of D ⊙ K Kᵀ, it writes
+With b the summed log decays, D_ij = exp(b_i − b_j) for j ≤ i and N the strict lower part of D ⊙ K Kᵀ, it stores
 
     inverse = (I + βN)⁻¹ diag(β)      gates = e^b, e^{b_C − b}, and b in two fp32 parts
     scores = (scale · D ⊙ Q Kᵀ, j ≤ i) inverse
 
-The scores are for what enters the system, V − e^b K S, not for its solution U: at β = 2, U is large and alternates, and
-what rounding takes from it, and from scores that read it, would not cancel in the sum.
+The scores apply to what enters the system, V − e^b K S, not to its solution U: at β = 2, U is large and alternates, and
+the rounding errors of U, and of scores that read U, would not cancel in the sum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,16 +16,16 @@ import triton.language as tl
 
 from ..triton.tiles import CHUNK, LOG2E, chunk_at, exp2, load_tokens, store_pairs
 
-# A gradient of β is found from what β multiplied, by dividing by β²: it must not be zero. This changes no result.
+# The gradient of β is computed by dividing by β², so that β must not be zero. This changes no result.
 LEAST_BETA: tl.constexpr = tl.constexpr(2.0**-50)
 
 
 @triton.jit
 def pair_decay(high, low):
-    """exp of minus the decay between two tokens of a chunk, symmetric [64, 64]; high + low [64] is the summed log2.
+    """The decay factor between any two tokens of a chunk, symmetric [64, 64]; high + low [64] is the summed log2 decay.
 
-    A sum of two fp32 numbers: so the difference of two sums of thousands keeps its digits, and it is never the
-    exponential of a positive number.
+    As sums of two fp32 numbers, the differences of sums in the thousands keep their digits. No positive number is
+    exponentiated.
     """
     difference = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
     return exp2(-tl.abs(difference))
@@ -40,15 +40,15 @@ def nonzero(beta):
 def unit_lower_inverse(lower, PRECISION: tl.constexpr):
     """(I + lower)⁻¹ for a strictly lower matrix [64, 64].
 
-    Substitution inside the four diagonal blocks of 16, in fp32, then two rounds of merging neighbours. A product of
-    powers, (I − L)(I + L²)(I + L⁴)…, would be all matrix products, but its terms reach 1e9 where keys are correlated.
+    Substitution inside the four diagonal blocks of 16, in fp32, then two rounds of merging neighbours. The product
+    (I − L)(I + L²)(I + L⁴)… would need nothing but matrix products, but its terms reach 1e9 where keys are correlated.
     """
     block, r = tl.arange(0, 4), tl.arange(0, 16)
     diagonal = (block[:, None] == block[None, :])[:, None, :, None]
     blocks = tl.sum(tl.where(diagonal, tl.reshape(lower, (4, 16, 4, 16)), 0.0), 2)
     inverse = tl.where((r[:, None] == r[None, :])[None, :, :], 1.0, tl.zeros([4, 16, 16], tl.float32))
     for j in range(15):
-        # row j is final: take it out of the rows below
+        # row j is final: eliminate it from the rows below
         row = tl.sum(tl.where((r == j)[None, :, None], inverse, 0.0), 1)
         column = tl.sum(tl.where((r == j)[None, None, :], blocks, 0.0), 2)
         inverse -= column[:, :, None] * row[:, None, :]

@@ -5,10 +5,10 @@ Letters as in `chunk.py` and `triton_prepare.py`. From chunk to chunk, forward a
     W = V − e^b ⊙ K S      U = inverse W      O = scale · e^b ⊙ Q S + scores W      S ← e^{b_C} S + (e^{b_C − b} K)ᵀ U
     dV = scoresᵀ dO + inverseᵀ (e^{b_C − b} ⊙ K dS)      dS ← e^{b_C} dS + (e^b Q)ᵀ dO · scale − (e^b K)ᵀ dV
 
-Where recurrences are too few to fill the device, a sequence is cut into segments that run side by side. A segment maps
-the state before it to transition · S + local. Both come from the same pass without outputs, the local part from S = 0,
-the transition from S = 1 and no values; `combine` then finds the states at the cuts. Backward in time it is the same
-with the transition transposed.
+Where there are too few recurrences to fill the device, a sequence is cut into segments that run in parallel. A segment
+maps the state before it to transition · S + local. Both come from the same pass without outputs: the local part from
+S = 0, the transition from S = I and no values; `combine` then computes the states at the cuts. Backward in time it is
+the same with the transition transposed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -76,8 +76,8 @@ def scan_forward(
     if states is not None:
         if chunks > 0:
             store_state(states + (first.to(tl.int64) * M + m) * (K * V), 0, column, K, V, BK, BV, before)
-    # Registers are what three stages lack, and spills make them slower than two. What a chunk leaves in memory is
-    # written at its end, when little else is alive, and numbers of heads are constants, so that addresses need few.
+    # Three stages are short of registers, and spills would make them slower than two. So what a chunk leaves in memory
+    # is stored at its end, when few values are live, and head counts are constants, so that addresses take few.
     for c in tl.range(0, chunks, num_stages=STAGES):
         token = start + c * CHUNK
         tile = (first + c).to(tl.int64) * M + m
@@ -194,7 +194,7 @@ def combine(
     REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The states before all segments, or in reverse after them, from the one at that end of the sequence."""
+    """The states before all segments, or in reverse the gradients after them, from the one at that end."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     column = (tl.program_id(0) % BLOCKS) * BV
     recurrence = tl.program_id(0) // BLOCKS
@@ -209,7 +209,7 @@ def combine(
             S = tl.zeros([BK, BV], tl.float32)
         store_state(states + known_at * (K * V), row, column, K, V, BK, BV, S)
     for i in tl.range(0, count - 1):
-        tl.debug_barrier()  # other threads wrote what is read here
+        tl.debug_barrier()  # other threads wrote what is read next
         here = (first + (count - 1 - i if REVERSE else i)).to(tl.int64) * M + m
         there = here - M if REVERSE else here + M
         for row in tl.static_range(0, K, BK):

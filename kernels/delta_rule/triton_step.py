@@ -1,4 +1,4 @@
-"""One token of the (gated) delta rule in one launch, the state in place: what decoding does. There is no gradient."""
+"""One token of the (gated) delta rule in one launch, with the state in place, as in decoding. It has no gradient."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -11,7 +11,7 @@ from ..arguments import Recurrences
 from ..op import NAMESPACE
 from ..triton.enqueue import cdiv, enqueue, next_power_of_2
 
-VALUES = 32  # by a block of so many columns, the state streams through registers
+VALUES = 32  # columns of the blocks in which the state streams through registers
 
 
 @triton.jit(do_not_specialize=["q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "H", "E", "R"])
@@ -69,7 +69,7 @@ def advance(
 def step(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor, subheads: int, scale: float
 ) -> Tensor:
-    """o [B,1,H,V]; `state` [B,H·E,K,V], fp32 and contiguous, becomes the next one."""
+    """o [B,1,H,V]; `state` [B,H·E,K,V], fp32 and contiguous, is updated in place."""
     (B, _, heads, K), (H, V) = q.shape, v.shape[2:]
     o = v.new_empty(B, 1, H, V)
     gate = "none" if log_decay is None else "constant" if log_decay.dim() == 1 else "per step"
@@ -85,7 +85,7 @@ def step(
 def fake(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor, subheads: int, scale: float
 ) -> Tensor:
-    """The shape of `step`."""
+    """An empty tensor of the shape and dtype that `step` returns."""
     return v.new_empty(v.shape)
 
 

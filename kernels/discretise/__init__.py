@@ -1,4 +1,4 @@
-"""What a decay is made of: dt = softplus(a + dt_bias) and log_decay = −exp(A_log) · dt."""
+"""The discretisation of a decay: dt = softplus(a + dt_bias) and log_decay = −exp(A_log) · dt."""
 
 import torch
 import torch.nn.functional as F
@@ -9,20 +9,20 @@ from ..backend import choose
 
 
 def triton(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    """The Triton implementation, imported on first use: not every platform has Triton."""
     from . import triton_op
 
     return triton_op.forward(a, A_log, dt_bias)
 
 
 def composed(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """As it is written."""
+    """The formula in PyTorch."""
     dt = F.softplus(at_least_fp32(a) + at_least_fp32(dt_bias))
     return -at_least_fp32(A_log).exp() * dt, dt
 
 
 def reference(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """By the definition of softplus."""
+    """The formula, with softplus by its definition."""
     x = at_least_fp32(a) + at_least_fp32(dt_bias)
     dt = torch.log1p(torch.exp(-x.abs())) + x.clamp(min=0)
     return -torch.exp(at_least_fp32(A_log)) * dt, dt
@@ -35,12 +35,12 @@ def discretise(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tenso
     """log_decay = −exp(A_log) · dt and dt = softplus(a + dt_bias), in at least fp32 (Mamba2, arXiv 2405.21060).
 
     Args:
-        a: […,M], one number for each of M recurrences.
-        A_log: [M].
-        dt_bias: [M].
+        a: Inputs […,M], one for each of M recurrences.
+        A_log: Log of the decay rates [M].
+        dt_bias: Bias of the inputs [M].
 
     Returns:
-        log_decay and dt, both of the shape of a, at least fp32.
+        log_decay and dt, both in the shape of a and at least fp32.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.

@@ -1,4 +1,4 @@
-"""The decay of every step in one launch, and its gradients in another."""
+"""The decays of all steps in one launch, and their gradients in another."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -16,13 +16,13 @@ from ..triton.enqueue import cdiv, enqueue, next_power_of_2
 from ..triton.launches import multiprocessors
 from ..triton.parts import add_parts
 
-ELEMENTS = 1024  # of a tile of rows
-PROGRAMS = 4  # backward, on each multiprocessor; each leaves a part of the parameters' gradients
+ELEMENTS = 1024  # per tile of rows
+PROGRAMS = 4  # per multiprocessor in the backward pass; each stores its part of the parameters' gradients
 
 
 @triton.jit
 def tile_of(first, rows, a_row, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Places of the rows from `first` on: in a, in dense tensors; and which exist."""
+    """Offsets of the rows from `first` on, in `a` and in dense tensors, and the mask of those that exist."""
     r, m = (first + tl.arange(0, ROWS))[:, None].to(tl.int64), tl.arange(0, BLOCK)[None, :]
     return r * a_row + m, r * M + m, (r < rows) & (m < M)
 
@@ -88,13 +88,13 @@ def discretise_backward(
 
 
 def tile(size: int) -> dict[str, int]:
-    """Rows and columns of a tile."""
+    """The constants of both kernels: recurrences, and rows and columns of a tile."""
     block = next_power_of_2(size)
     return {"M": size, "ROWS": max(1, ELEMENTS // block), "BLOCK": block}
 
 
 def rows_of(a: Tensor) -> tuple[Tensor, int, int]:
-    """a […,M], in which recurrences lie side by side, how many rows it has, and how far apart these are."""
+    """a […,M] with the recurrences of a row contiguous, the number of rows, and their stride."""
     rows, size = a.numel() // max(a.shape[-1], 1), a.shape[-1]
     if not a.is_contiguous():
         a = a.flatten(0, -2)
@@ -104,7 +104,7 @@ def rows_of(a: Tensor) -> tuple[Tensor, int, int]:
 
 
 def compute(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """log_decay and dt, of the shape of a […,M]."""
+    """log_decay and dt, in the shape of a […,M]."""
     (log_decay, dt), sizes = (new(a, dtype=torch.float32) for _ in range(2)), tile(a.shape[-1])
     a, rows, a_row = rows_of(a)
     enqueue(discretise_forward, (cdiv(rows, sizes["ROWS"]),), a, A_log, dt_bias, log_decay, dt, rows, a_row, **sizes)
@@ -112,7 +112,7 @@ def compute(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fake(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The shapes of `compute`."""
+    """Empty tensors of the shapes and dtypes that `compute` returns."""
     return a.new_empty(a.shape, dtype=torch.float32), a.new_empty(a.shape, dtype=torch.float32)
 
 
@@ -124,9 +124,9 @@ def differentiate(
     A_log: Tensor,
     dt_bias: Tensor,
 ) -> list[Tensor | None]:
-    """The gradients of all three."""
+    """The gradients of a, A_log and dt_bias."""
     dlog_decay, ddt = (None if g is None else g.contiguous() for g in gradients)
-    sizes, found = tile(a.shape[-1]), gradient_for(a, new) if a.dim() <= 3 else new(a)  # rows at equal distances
+    sizes, found = tile(a.shape[-1]), gradient_for(a, new) if a.dim() <= 3 else new(a)  # rows have one stride
     (da, _, da_row), (a, rows, a_row) = rows_of(found), rows_of(a)
     programs = min(cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
     parts = new(a, programs, sizes["M"], 2, dtype=torch.float32)
@@ -140,6 +140,6 @@ discretise = op.register("discretise", compute, differentiate, fake, results=2)
 
 
 def forward(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """log_decay and dt, of the shape of a."""
+    """log_decay and dt, in the shape of a."""
     log_decay, dt = discretise(a, A_log.contiguous(), dt_bias.contiguous())
     return log_decay, dt

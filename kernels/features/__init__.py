@@ -1,4 +1,4 @@
-"""Short causal depthwise convolution → activation → norm, of every head of a stream."""
+"""Short causal depthwise convolution → activation → norm, for every head of a stream."""
 
 from typing import Literal
 
@@ -13,14 +13,14 @@ __all__ = ["ACTIVATIONS", "NORMS", "features"]
 
 
 def triton(stream: Stream) -> tuple[Tensor, Tensor | None]:
-    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    """The Triton implementation, imported on first use: not every platform has Triton."""
     from . import triton_op
 
     return triton_op.forward(stream)
 
 
 IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": reference.forward}
-LARGEST, MOST_TAPS = 256, 8  # the kernels hold heads, and their last inputs, in the registers of one warp
+LARGEST, MOST_TAPS = 256, 8  # heads and their last inputs have to fit in the registers of one warp
 LIMITS = f"which takes at most {MOST_TAPS} taps, and norms of heads of at most {LARGEST} channels"
 
 
@@ -35,14 +35,14 @@ def features(
     return_history: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """norm(activation(bias + Σ_j weight_j · x_{t−W+1+j})): the convolution by channel, the norm over each head.
+    """norm(activation(bias + Σ_j weight_j · x_{t−W+1+j})): the convolution per channel, the norm per head.
 
     l2 is z / √(Σ z² + 1e-6) and l1 is z / (Σ |z| + 1e-6).
 
     Args:
         x: Inputs [B,T,heads,size].
-        weight: Taps [heads·size,1,W]; the last meets the current token. None for no convolution (W = 1).
-        bias: [heads·size], or None.
+        weight: Taps [heads·size,1,W]; the last one applies to the current token. None for no convolution (W = 1).
+        bias: Bias [heads·size], or None.
         activation: identity, silu, relu or elu1 (1 + ELU).
         norm: none, l2 or l1.
         history: The W − 1 inputs before x [B,W−1,heads·size], or [N,…] with `cu_seqlens`; zeros by default.
@@ -50,7 +50,8 @@ def features(
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
 
     Returns:
-        y [B,T,heads,size] in the dtype of x, and the history to continue with, in the dtype of the one given, or None.
+        y [B,T,heads,size] in the dtype of x, and the history for the next call, in the dtype of `history` (else of x),
+        or None.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.

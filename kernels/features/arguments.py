@@ -9,9 +9,9 @@ from ..documents import documents
 from .stages import ACTIVATIONS, NORMS
 
 
-@dataclass  # a frozen one takes five times as long to make
+@dataclass  # not frozen: that takes five times as long to construct
 class Stream:
-    """Checked arguments: a stream of heads, and what is done to it."""
+    """Checked arguments: a stream of heads, and the operations on it."""
 
     x: Tensor  # [B,T,heads,size]
     weight: Tensor | None  # [C,1,W], C = heads·size
@@ -67,7 +67,7 @@ def check(
     for name, value, known in (("activation", activation, ACTIVATIONS), ("norm", norm, NORMS)):
         if value not in known:
             raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
-    if cu_seqlens is not None and not torch.compiler.is_compiling():  # a graph knows no values
+    if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
         documents(cu_seqlens, x.shape[1], x.shape[0], x.device)
     wanted = (stream.sequences, stream.taps - 1, C)
     if history is not None and tuple(history.shape) != wanted:

@@ -1,4 +1,4 @@
-"""The short causal depthwise convolution in PyTorch, and the history that it leaves behind."""
+"""The short causal depthwise convolution in PyTorch, and the history for the next call."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def convolve(stream: Stream) -> Tensor:
     x, past, W = stream.x.flatten(2), stream.past(), stream.taps
     if stream.cu_seqlens is None:
         return _slide(torch.cat([past, x], 1), stream)
-    # one line of all documents, each behind its own history, so that no tap reaches into another
+    # all documents in one line, each preceded by its history, so that no tap reaches into another document
     packed = documents(stream.cu_seqlens, x.shape[1], x.shape[0], x.device)
     rows, starts = stream.sequences, torch.tensor(packed.bounds[:-1], device=x.device)
     ahead = torch.arange(rows, device=x.device) * (W - 1)
@@ -30,20 +30,20 @@ def convolve(stream: Stream) -> Tensor:
 
 
 def _slide(line: Tensor, stream: Stream) -> Tensor:
-    """[B,W−1+T,C] → [B,T,C]. As a picture of one row with channels last: three times faster on CPUs than conv1d."""
+    """[B,W−1+T,C] → [B,T,C], as an image of one row with channels last: three times faster on CPUs than conv1d."""
     assert stream.weight is not None
     if by_hand := line.is_cpu and plain((line, stream.weight)):
         line = at_least_fp32(line)  # in half precision the gradient takes twice as long
     weight, bias = stream.weight.to(line.dtype), None if stream.bias is None else stream.bias.to(line.dtype)
     if line.dtype == torch.float64 and not line.is_cuda:
-        # PyTorch opens a parallel region per channel here: seconds on a busy machine
+        # PyTorch would open a parallel region per channel here: seconds on a busy machine
         T = line.shape[1] - weight.shape[2] + 1
         y = sum((line[:, j : j + T] * weight[:, 0, j] for j in range(weight.shape[2])), line.new_zeros(()))
     elif by_hand:
         return _Depthwise.apply(line, weight, bias)
     else:
         y = _depthwise(line, weight)
-    # by itself: with a bias, the gradient of the convolution takes twice as long on CPUs
+    # added separately: with a bias, the gradient of the convolution takes twice as long on CPUs
     return y if bias is None else y + bias
 
 
@@ -52,7 +52,7 @@ def _depthwise(line: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 class _Depthwise(torch.autograd.Function):
-    """The same, whatever autocast is for, with the gradient of the taps by hand: oneDNN takes twice as long for it."""
+    """The same, whatever autocast says, with the gradient of the taps written by hand: oneDNN takes twice as long."""
 
     @staticmethod
     def forward(ctx: Any, line: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -78,7 +78,7 @@ class _Depthwise(torch.autograd.Function):
 
 
 def continued(stream: Stream) -> Tensor:
-    """The last W − 1 inputs of every sequence [N,W−1,C], in the dtype of the history given, or of x."""
+    """The last W − 1 inputs of every sequence [N,W−1,C], in the dtype of `history`, else of x."""
     x, past, keep = stream.x.flatten(2), stream.past(), stream.taps - 1
     if not keep:
         return past if stream.history is None else stream.history
@@ -86,7 +86,7 @@ def continued(stream: Stream) -> Tensor:
         tail = torch.cat([past, x[:, max(x.shape[1] - keep, 0) :]], 1)
         tail = tail[:, tail.shape[1] - keep :]
     else:
-        # place −W+1+j of a document, counted from its end: one of its tokens, or of the history before them
+        # the places −W+1 … −1 of a document, counted from its end: its tokens, or the history before them
         lengths, places = stream.cu_seqlens.diff()[:, None], torch.arange(keep, device=x.device) - keep
         token = (stream.cu_seqlens[1:, None] + places).clamp(min=0)
         older = (lengths + places + keep).clamp(max=keep - 1)

@@ -10,7 +10,7 @@ from .stages import ACTIVATIONS, NORMS
 
 
 def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
-    """y [B,T,heads,size], and the continued history if it is wanted."""
+    """y [B,T,heads,size], and the history for the next call if it is to be returned."""
     x, T = at_least_fp32(stream.x.flatten(2)), stream.x.shape[1]
     spans = [(b, 0, T) for b in range(len(x))]
     if stream.cu_seqlens is not None:

@@ -1,4 +1,4 @@
-"""The activations and norms that features are made of, in PyTorch."""
+"""The activations and norms of `features`, in PyTorch."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "elu1": lambda x: 1 + F.elu(x),
 }
-# that of l2 stands inside the root, as in the published models
+# l2 adds EPS inside the root, as the published models do
 NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
     "l2": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS),

@@ -1,10 +1,10 @@
 """Short convolution, activation and norm in one pass over the tokens, and their gradient in another.
 
-A program owns a run of consecutive tokens of one row, and a few heads. It walks along the run token by token with the
-last inputs (and, backward, the unfinished gradients of the last inputs) in registers: every number is read once, and
-computed once but for the W − 1 tokens before or after a run. An iteration is a few tokens, and the next ones are on
-their way meanwhile; with four of them and four taps no input has to move from register to register. A document that
-begins in the run begins with its own history.
+A program handles a run of consecutive tokens of one row, and a few heads. It walks along the run token by token with
+the last inputs (and, backward, the unfinished gradients of the last inputs) in registers: every number is read once,
+and computed once except for the W − 1 tokens before or after a run. An iteration is a few tokens, while the next ones
+are being loaded; with four tokens and four taps, no input has to move between registers. A document that begins in the
+run begins with its history.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -38,7 +38,7 @@ def document_at(t, row, cu_seqlens, documents, T):
 
 @triton.jit
 def channels(block, C: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Channels [HEADS, BLOCK] of a block of heads, and which of them exist."""
+    """Channels [HEADS, BLOCK] of a block of heads, and the mask of those that exist."""
     within = tl.arange(0, BLOCK)[None, :]
     c = (block * HEADS + tl.arange(0, HEADS)[:, None]) * SIZE + within
     return c, (within < SIZE) & (c < C)
@@ -46,7 +46,7 @@ def channels(block, C: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BL
 
 @triton.jit
 def taps_of(weight, c, inside, W: tl.constexpr):
-    """The taps of the convolution, the one that meets the current token last."""
+    """The taps of the convolution; the last one applies to the current token."""
     taps = ()
     for j in tl.static_range(W):
         taps = taps + (tl.load(weight + c * W + j, mask=inside, other=0.0).to(tl.float32),)
@@ -55,13 +55,13 @@ def taps_of(weight, c, inside, W: tl.constexpr):
 
 @triton.jit
 def input_at(x, t, T, x_row, c, inside):
-    """A token; zeros behind the last."""
+    """The inputs of token t; zeros past the last token."""
     return tl.load(x + t.to(tl.int64) * x_row + c, mask=inside & (t < T), other=0.0)
 
 
 @triton.jit
 def inputs_from(x, t, T, x_row, c, inside, TOKENS: tl.constexpr):
-    """The tokens of the iteration that begins with t."""
+    """The inputs of the iteration that begins with token t."""
     coming = ()
     for m in tl.static_range(TOKENS):
         coming = coming + (input_at(x, t + m, T, x_row, c, inside),)
@@ -70,7 +70,7 @@ def inputs_from(x, t, T, x_row, c, inside, TOKENS: tl.constexpr):
 
 @triton.jit
 def inputs_before(x, history, t, n, start, x_row, c, inside, C: tl.constexpr, W: tl.constexpr):
-    """The W − 1 inputs before token t of sequence n: tokens, and before its start the history, or zeros."""
+    """The W − 1 inputs before token t of sequence n: tokens and, before the first of them, the history or zeros."""
     past = ()
     for m in tl.static_range(W - 1, 0, -1):
         known = t - m >= start
@@ -120,7 +120,7 @@ def slope(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def normalise(a, NORM: tl.constexpr, EPS: tl.constexpr):
-    """Over the heads [HEADS, BLOCK]."""
+    """Normalise each head, a row of `a` [HEADS, BLOCK]."""
     if NORM == "l2":
         a = a * tl.rsqrt(tl.sum(a * a, 1) + EPS)[:, None]
     elif NORM == "l1":
@@ -142,7 +142,7 @@ def normalise_gradient(a, dy, NORM: tl.constexpr, EPS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "length", "documents"])
 def forward(
-    x,  # [B,T,C], rows and tokens anywhere
+    x,  # [B,T,C], with any strides of rows and tokens
     weight,  # [C,1,W]
     bias,  # [C]
     history,  # [N,W−1,C]
@@ -159,7 +159,7 @@ def forward(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,  # of an iteration; as many are on their way for the next one
+    TOKENS: tl.constexpr,  # per iteration; as many are being loaded for the next one
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -209,7 +209,7 @@ def forward(
 
 @triton.jit(do_not_specialize=["T", "length", "documents"])
 def backward(
-    x,  # [B,T,C], rows and tokens anywhere, as dy and dx
+    x,  # [B,T,C], with any strides of rows and tokens; so are dy and dx
     weight,  # [C,1,W]
     bias,  # [C]
     history,  # [N,W−1,C]
@@ -217,7 +217,7 @@ def backward(
     dy,
     dx,
     dtaps,  # [runs,W (+1 for the bias),C]: to be summed over the runs
-    dhistory,  # [N,W−1,W−1,C] of zeros: to be summed over the second axis, the tokens that met the history
+    dhistory,  # [N,W−1,W−1,C] zeroed: to be summed over the second axis, the tokens that read the history
     T,
     length,
     documents,
@@ -232,7 +232,7 @@ def backward(
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,  # of an iteration; as many are on their way for the next one
+    TOKENS: tl.constexpr,  # per iteration; as many are being loaded for the next one
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -250,7 +250,7 @@ def backward(
     if bias is not None:
         added = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
     pending = ()  # gradients of the last W − 1 inputs, to which later tokens will add
-    totals = (nothing,)  # of the bias, then of the taps
+    totals = (nothing,)  # gradients of the bias, then of the taps
     if weight is not None:
         taps = taps_of(weight, c, inside, W)
         for _ in tl.static_range(W - 1):

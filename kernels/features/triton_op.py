@@ -1,4 +1,4 @@
-"""Features in Triton: one launch forward, one backward, which keeps nothing but the arguments and repeats bitwise."""
+"""Features in Triton: one launch forward and one backward, which saves only the arguments and is bitwise repeatable."""
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -18,12 +18,12 @@ from .arguments import Stream
 from .convolution import continued
 from .stages import EPS
 
-LOAD = 512  # bytes that a warp reads at once: 16 for each of its threads
-# so many warps run side by side on a multiprocessor; backward, where gradients are on their way too, they have
-# twice the registers
+LOAD = 512  # bytes that a warp reads at once: 16 per thread
+# warps that run side by side on a multiprocessor; in the backward pass, which loads gradients too, each has twice the
+# registers
 WARPS, WARPS_BACKWARD = 16, 8
-TOKENS = 4  # of an iteration
-SHORTEST = 16  # run of tokens: the W − 1 before or after it are read as well
+TOKENS = 4  # per iteration
+SHORTEST = 16  # tokens of a run: the W − 1 before or after it are read as well
 
 
 class Cut(NamedTuple):
@@ -35,17 +35,17 @@ class Cut(NamedTuple):
     length: int
     runs: int
     programs: int
-    warps: int  # of a program
+    warps: int  # per program
 
 
 @cache
 def cut(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: int, beyond: int = 0) -> Cut:
-    """Cut x [B,T,heads,size] for so many warps of so many channels each, if there is enough to do.
+    """Cut x [B,T,heads,size] for `warps` warps of `channels` channels each, if there is enough work.
 
-    A run with the `beyond` tokens that are read after it is a number of whole iterations.
+    A run together with the `beyond` tokens that are read after it takes a whole number of iterations.
     """
     C = heads * size
-    if norm == "none":  # then nothing knows of heads
+    if norm == "none":  # then heads do not matter
         together, size = 1, min(channels, next_power_of_2(C))
     else:
         together = max(1, min(channels // next_power_of_2(size), next_power_of_2(heads)))
@@ -58,7 +58,7 @@ def cut(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: 
 
 
 def strided(x: Tensor) -> tuple[Tensor, int, int]:
-    """x [B,T,heads,size] with the channels of a token side by side, and the strides of rows and tokens."""
+    """x [B,T,heads,size] with the channels of a token contiguous, and the strides of rows and tokens."""
     heads, size = x.shape[2:]
     _, _, head, channel = x.stride()
     if (channel != 1 and size > 1) or (head != size and heads > 1):
@@ -76,9 +76,9 @@ def launch(
     norm: str,
     *numbers: int,
 ) -> Prepared:
-    """The launch for x of a shape.
+    """The launch for an x of this shape.
 
-    Numbers are how many documents there are, and the strides of the rows and tokens of all streams.
+    `numbers` are the number of documents, and the strides of the rows and tokens of all streams.
     """
     return Prepared(
         triton_kernels.backward if backward else triton_kernels.forward,
@@ -102,7 +102,7 @@ def launch(
 def parameters(
     weight: Tensor | None, bias: Tensor | None, history: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The same, dense; a convolution of one tap has no history."""
+    """The parameters, contiguous; a convolution of one tap has no history."""
     weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
     return weight, bias, None if history is None or not history.shape[1] else history.contiguous()
 
@@ -117,7 +117,7 @@ def run(
     activation: str,
     norm: str,
 ) -> Tensor:
-    """y, as x [B,T,heads,size]; writes the last W − 1 inputs into `tail` [B,W−1,C]."""
+    """y, shaped as x [B,T,heads,size]; writes the last W − 1 inputs into `tail` [B,W−1,C]."""
     weight, bias, history = parameters(weight, bias, history)
     x, *strides = strided(x)
     pieces = cut(*x.shape, norm, LOAD // x.element_size(), WARPS * multiprocessors(x.device))
@@ -138,7 +138,7 @@ def compute(
     activation: str,
     norm: str,
 ) -> tuple[Tensor]:
-    """y, as x [B,T,heads,size]."""
+    """y, shaped as x [B,T,heads,size]."""
     return (run(x, weight, bias, history, cu_seqlens, None, activation, norm),)
 
 
@@ -151,7 +151,7 @@ def fake(
     activation: str,
     norm: str,
 ) -> tuple[Tensor]:
-    """The shape of `compute`."""
+    """An empty tensor of the shape and dtype that `compute` returns."""
     return (x.new_empty(x.shape),)
 
 
@@ -167,7 +167,7 @@ def differentiate(
     activation: str,
     norm: str,
 ) -> list[Tensor | None]:
-    """The gradients of all tensors; there is none for `cu_seqlens`."""
+    """The gradients of all tensors; None for `cu_seqlens`."""
     assert gradients[0] is not None
     given = history
     weight, bias, history = parameters(weight, bias, history)
@@ -179,7 +179,7 @@ def differentiate(
     if weight is not None:
         dtaps = new(x, B * pieces.runs, W + (bias is not None), C, dtype=torch.float32)
     if history is not None and needed[3]:
-        # only so many tokens meet it, fewer in short documents
+        # at most W − 1 tokens of a document read the history, fewer in short documents
         dhistory = torch.zeros(len(history), W - 1, W - 1, C, dtype=torch.float32, device=x.device)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tensors, strides = (weight, bias, history, cu_seqlens), [*strides, *dy_strides, *dx_strides]
@@ -188,7 +188,7 @@ def differentiate(
     dweight = dbias = None
     if weight is not None and dtaps is not None:
         total = add_parts(dtaps, weight.dtype if bias is None else torch.float32)
-        # copies where there is a bias, which lies between the taps
+        # copies if there is a bias, whose gradients lie between those of the taps
         dweight = total[:, None, :W].to(weight.dtype).contiguous()
         dbias = None if bias is None else total[:, W].to(bias.dtype, copy=True)
     past = None
@@ -208,7 +208,7 @@ def compute_step(
     activation: str,
     norm: str,
 ) -> tuple[Tensor, Tensor]:
-    """y, as x [B,T,heads,size], and the last W − 1 inputs [B,W−1,C], in one launch."""
+    """y, shaped as x [B,T,heads,size], and the last W − 1 inputs [B,W−1,C], in one launch."""
     kind = x.dtype if history is None else history.dtype
     tail = new(x, x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=kind)
     return run(x, weight, bias, history, None, tail, activation, norm), tail
@@ -222,7 +222,7 @@ def fake_step(
     activation: str,
     norm: str,
 ) -> tuple[Tensor, Tensor]:
-    """The shapes of `compute_step`."""
+    """Empty tensors of the shapes and dtypes that `compute_step` returns."""
     kind = x.dtype if history is None else history.dtype
     return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=kind)
 
@@ -231,7 +231,7 @@ step = op.register("features_step", compute_step, None, fake_step, results=2)
 
 
 def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
-    """y [B,T,heads,size], and the continued history if it is wanted."""
+    """y [B,T,heads,size], and the history for the next call if it is to be returned."""
     x, weight, bias, history = stream.x, stream.weight, stream.bias, stream.history
     if weight is None and stream.activation == "identity" and stream.norm == "none":
         return x, continued(stream) if stream.return_history else None

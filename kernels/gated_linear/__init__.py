@@ -1,4 +1,4 @@
-"""The second half of a gated MLP: (activation(gate) ⊙ up) Wᵀ, without keeping the product for the backward pass."""
+"""The second half of a gated MLP: (activation(gate) ⊙ up) Wᵀ, without saving the product for the backward pass."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from . import composition
 
 
 def triton(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    """The Triton implementation, imported on first use: not every platform has Triton."""
     from . import triton_op
 
     return triton_op.forward(gate_up, weight, activation)
@@ -21,15 +21,15 @@ IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": 
 def gated_linear(gate_up: Tensor, weight: Tensor, *, activation: Literal["identity", "silu"] = "silu") -> Tensor:
     """(activation(gate) ⊙ up) Wᵀ (arXiv 2002.05202; 2406.16690 with the identity).
 
-    On a GPU the elementwise product is one launch, and is computed again in the backward pass instead of kept.
+    On a GPU the elementwise product is one launch, and is recomputed in the backward pass instead of saved.
 
     Args:
-        gate_up: gate and up side by side […,2·I], as one projection makes them.
+        gate_up: gate and up side by side […,2·I], as one projection returns them.
         weight: W [O,I], in the dtype of gate_up unless autocast is on.
-        activation: What the gate passes through: silu or identity.
+        activation: Activation of the gate: silu or identity.
 
     Returns:
-        […,O].
+        y […,O].
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.

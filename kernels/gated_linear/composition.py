@@ -1,4 +1,4 @@
-"""The gated product and its linear map in PyTorch: as they are written, and in fp32."""
+"""The gated product and its linear map in PyTorch: the formula as written, and in at least fp32."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """SiLU(gate) ⊙ up, whose two gradients are written where they belong instead of put together."""
+    """SiLU(gate) ⊙ up, whose two gradients are written into one tensor instead of concatenated."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:

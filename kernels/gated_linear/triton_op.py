@@ -26,7 +26,7 @@ def load(x, at, inside):
 
 @triton.jit
 def places(SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a program's part of a row lies among rows of SIZE, and of two times SIZE."""
+    """Offsets of a program's part of a row, in rows of SIZE and in rows of 2·SIZE, and its mask."""
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row, c = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     return row.to(tl.int64) * SIZE + c, row.to(tl.int64) * (2 * SIZE) + c, c < SIZE
@@ -43,7 +43,7 @@ def multiply(gate_up, h, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def differentiate_product(gate_up, dh, h, dgate_up, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradients of gate and up, and the product once more."""
+    """The gradients of gate and up, and the product, recomputed."""
     at, at_gate, inside = places(SIZE, BLOCK)
     gate, up, d = load(gate_up, at_gate, inside), load(gate_up, at_gate + SIZE, inside), load(dh, at, inside)
     opened, dgate = gate, d * up
@@ -57,7 +57,7 @@ def differentiate_product(gate_up, dh, h, dgate_up, SIZE: tl.constexpr, SILU: tl
 
 
 def as_given(device: str) -> AbstractContextManager[Any]:
-    """Products in the dtype of what is given: without autocast, which takes long to switch off where it is not on."""
+    """Products in the dtype of their inputs: autocast is disabled, but only if it is on, since disabling it is slow."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
@@ -72,7 +72,7 @@ def compute(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
 
 
 def fake(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
-    """The shape of `compute`."""
+    """An empty tensor of the shape and dtype that `compute` returns."""
     return (gate_up.new_empty(*gate_up.shape[:-1], weight.shape[0]),)
 
 
@@ -84,7 +84,7 @@ def differentiate(
     weight: Tensor,
     activation: str,
 ) -> list[Tensor | None]:
-    """The gradients of gate and up, and of the weight."""
+    """The gradients of `gate_up` and of the weight."""
     assert gradients[0] is not None
     dy, size = gradients[0].reshape(-1, weight.shape[0]), weight.shape[1]
     with as_given(gate_up.device.type):

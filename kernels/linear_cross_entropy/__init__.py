@@ -1,4 +1,4 @@
-"""The loss of a vocabulary: −log softmax(x Wᵀ) at the labels, without the logits of all tokens in memory."""
+"""The cross-entropy of a linear head: −log softmax(x Wᵀ) at the labels, without the logits of all tokens in memory."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from . import logits, reference
 
 
 def triton(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    """The Triton implementation, imported on first use: not every platform has Triton."""
     from . import triton_op
 
     return triton_op.forward(x, weight, labels, ignore_index)
@@ -20,25 +20,25 @@ IMPLEMENTATIONS = {"triton": triton, "torch": logits.forward, "reference": refer
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
     """Sum over tokens of −log softmax(x_n Wᵀ) at label n, in nats.
 
-    On a GPU, the logits live for some thousand tokens at a time, and the gradients are computed along with the loss,
-    if `x` or `weight` asks for them: the backward pass only multiplies.
+    On a GPU, only the logits of a few thousand tokens exist at a time, and the gradients are computed along with the
+    loss if `x` or `weight` needs them: the backward pass only multiplies.
 
-    Under autocast the product is computed in its dtype, as in a linear layer, but the gradient of `weight` is summed in
-    fp32.
+    Under autocast the product is computed in the autocast dtype, as in a linear layer, but the gradient of `weight` is
+    summed in fp32.
 
     Args:
-        x: What the head sees [N,D].
-        weight: The head [V,D], in the dtype of x unless autocast is on.
-        labels: [N] int64; each is in [0, V), or `ignore_index`. Any other is an error on the CPU; on a GPU, which would
-            have to be waited for, it makes the loss and the gradients nan.
-        ignore_index: The label of tokens without a loss.
+        x: Inputs of the head [N,D].
+        weight: Weight of the head [V,D], in the dtype of x unless autocast is on.
+        labels: [N] int64; each is in [0, V), or `ignore_index`. Any other is an error on the CPU; on a GPU, where an
+            error would cost a synchronisation, it makes the loss and the gradients nan.
+        ignore_index: Label of the tokens without a loss.
 
     Returns:
         The sum, a scalar in fp32 (fp64 for fp64).
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
-        IndexError: A label is outside of the vocabulary (CPU).
+        IndexError: A label is outside the vocabulary (on the CPU).
     """
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x: expected a floating [N,D], got {x.dtype} {tuple(x.shape)}")
@@ -52,7 +52,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_in
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"weight: is {weight.dtype}, but x is {x.dtype}")
     kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    # fp16 has not the range for the probabilities of rare tokens, unless a scaled loss lifts them
+    # fp16 lacks the range for the probabilities of rare tokens, unless the loss is scaled
     limits = "which does not take fp16" if kind == torch.float16 else None
     run = choose("linear_cross_entropy", IMPLEMENTATIONS, x, limits)
     return run(x, weight, labels, ignore_index)

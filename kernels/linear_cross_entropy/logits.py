@@ -1,4 +1,4 @@
-"""The loss of a vocabulary from the logits of all tokens: the CPU path."""
+"""The cross-entropy of a linear head from the logits of all tokens: the CPU path."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The loss of a vocabulary from its definition, in fp32."""
+"""The cross-entropy of a linear head by its definition, in at least fp32."""
 
 import torch
 from torch import Tensor

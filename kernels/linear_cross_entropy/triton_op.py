@@ -1,4 +1,4 @@
-"""The loss of a vocabulary and its gradients, some thousand tokens at a time."""
+"""The cross-entropy of a linear head and its gradients, a few thousand tokens at a time."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from ..allocation import new
 from ..triton.enqueue import cdiv, enqueue, next_power_of_2
 from .triton_rows import BLOCK, WARPS, softmax_loss
 
-LOGITS = 2**28  # so many live at once, 0.5 GB in bf16: those of 8192 tokens at 32,000 words, products of full speed
-ALIGNED = 64  # rows of logits begin at multiples of so many elements
+LOGITS = 2**28  # in memory at once, 0.5 GB in bf16: 8192 tokens at a vocabulary of 32,000, enough for fast products
+ALIGNED = 64  # rows of logits begin at multiples of this many elements
 
 
 def compute(
     x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, x_learns: bool, weight_learns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses, and the gradients of x and of the weight that are wanted; the others are empty."""
+    """The sum of the losses, and the gradients of x and of the weight; those that are not needed are empty."""
     with torch.autocast(x.device.type, enabled=False):
         return _compute(x.contiguous(), weight, labels.contiguous(), ignore_index, x_learns, weight_learns)
 
@@ -53,9 +53,9 @@ def _compute(
 
 
 def add_product(total: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
-    """`total` [V,D] in fp32 becomes dlogitsᵀ x, or that is added to it; nothing is rounded to the dtype of x."""
+    """Write dlogitsᵀ x to `total` [V,D] in fp32, or add it there; nothing is rounded to the dtype of x."""
     left = dlogits.T
-    if x.dtype != torch.float32 and x.device.type != "cuda":  # the CPU has no product of such an output
+    if x.dtype != torch.float32 and x.device.type != "cuda":  # the CPU has no product with an fp32 output
         left, x = left.float(), x.float()
     if x.dtype == torch.float32:
         torch.addmm(total, left, x, beta=int(add), out=total)
@@ -76,7 +76,7 @@ def differentiate(
     x_learns: bool,
     weight_learns: bool,
 ) -> list[Tensor | None]:
-    """What `compute` has found, times the gradient of the sum."""
+    """The gradients that `compute` returned, times the gradient of the sum."""
     (gradient,) = gradients
     if gradient is None:
         return [None, None, None]
@@ -87,7 +87,7 @@ def differentiate(
 def fake(
     x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, x_learns: bool, weight_learns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The shapes of `compute`."""
+    """Empty tensors of the shapes and dtypes that `compute` returns."""
     dx, dweight = (y.new_empty(y.shape if learns else 0) for y, learns in ((x, x_learns), (weight, weight_learns)))
     return x.new_empty((), dtype=torch.float32), dx, dweight
 

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-BLOCK, WARPS = 4096, 8  # logits that one program holds, in registers; it reads them twice, the second time from L2
+BLOCK, WARPS = 4096, 8  # logits that one program holds in registers; it reads them twice, the second time from L2
 
 
 @triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["labels", "losses"])
@@ -28,12 +28,12 @@ def softmax_loss(logits, labels, losses, ignore_index, stride, V, BLOCK: tl.cons
             total = total * tl.exp(largest - new) + tl.sum(tl.exp(z - new), 0)
             largest = new
         lse = largest + tl.log(total)
-        # what is no label is not a number, in the loss and in the gradient
+        # a label outside the vocabulary gives nan, in the loss and in the gradient
         known = (label >= 0) & (label < V)
         loss = lse - tl.load(at + label, mask=known, other=float("nan")).to(tl.float32)
         tl.store(losses + row, loss)
         if GRADIENT:
-            tl.debug_barrier()  # no warp overwrites what another has still to read
+            tl.debug_barrier()  # no warp overwrites what another still has to read
             lse = tl.where(known, lse, float("nan"))
             for first in tl.range(0, V, BLOCK):
                 z = tl.load(at + first + c, mask=first + c < V, other=0.0).to(tl.float32)

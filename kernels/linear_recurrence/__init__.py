@@ -8,7 +8,7 @@ from . import chunk, reference, step
 
 
 def triton(a: Recurrences) -> tuple[Tensor, Tensor]:
-    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    """The Triton implementation, imported on first use: not every platform has Triton."""
     if a.consume_state and a.v.shape[1] == 1 and a.cu_seqlens is None:
         from .triton_step import forward
     else:
@@ -35,26 +35,26 @@ def linear_recurrence(
 ) -> tuple[Tensor, Tensor | None]:
     """Run S_t = diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ and read o_t = scale · S_tᵀ q_t.
 
-    Letters: B batch, T time, H value heads, G key heads (H is a multiple), E subheads, K key size, V value size,
-    N documents. There are H·E recurrences: number h·E + e reads key head (h // (H/G))·E + e and value head h, and the
-    outputs of the E subheads of a head are summed.
+    Letters: B batch, T time, H value heads, G key heads (a divisor of H), E subheads, K key size, V value size,
+    N documents. There are H·E recurrences: recurrence h·E + e reads key head (h // (H/G))·E + e and value head h, and
+    the outputs of the E subheads of a head are summed.
 
     Args:
         q: Queries [B,T,G·E,K].
-        k: Keys, as q.
+        k: Keys, shaped as q.
         v: Values [B,T,H,V].
         log_decay: None (no decay), a constant [H·E], per step [B,T,H·E], or per step and key channel [B,T,H·E,K]; ≤ 0.
-        beta: Input gate [B,T,H·E], or None for one.
-        subheads: E.
-        scale: Factor of the output, by default K^-½.
+        beta: Input gates [B,T,H·E]; None for ones.
+        subheads: Subheads E per head.
+        scale: Factor on the output; K^-½ by default.
         initial_state: S_0 [B,H·E,K,V], or [N,…] with `cu_seqlens`; zeros by default.
         return_state: Whether to return the final states.
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
         consume_state: Whether a single step (T = 1) may write the final states into `initial_state`, which saves a
-            copy; what that holds afterwards is then undefined. Ignored where a gradient is wanted.
+            copy; the contents of `initial_state` are undefined afterwards. Ignored if a gradient is needed.
 
     Returns:
-        o [B,T,H,V] in the dtype of v, and the final states (as `initial_state`, at least fp32) or None.
+        o [B,T,H,V] in the dtype of v, and the final states (shaped as `initial_state`, at least fp32) or None.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.

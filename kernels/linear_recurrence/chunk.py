@@ -4,8 +4,8 @@ With b the log decays summed inside a chunk and D_ij = exp(b_i − b_j), j ≤ i
 
     P = (Q Kᵀ ⊙ D) diag(β)      O = P V + e^b ⊙ (Q S)      S ← e^{b_C} S + (β e^{b_C − b} K)ᵀ V
 
-Keys are never repeated for the value heads of a group, and values never for the subheads of a head: gates are applied
-to scores, values and outputs instead. A decay per key channel has to enter q and k themselves.
+Keys are never repeated for the value heads of a group, nor values for the subheads of a head: gates are applied to
+scores, values and outputs instead. A decay per key channel has to be applied to q and k themselves.
 """
 
 import torch
@@ -15,7 +15,7 @@ from ..arguments import Recurrences
 from ..chunking import Chunking, causal_decay, scan_stacked
 from . import shared_scores
 
-# exp(±half of this) still multiplies to a finite fp32 product
+# products of exp(±half of this) are still finite in fp32
 SAFE_RANGE = 80.0
 BLOCK = 16
 
@@ -80,9 +80,9 @@ def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
     """A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk) for j ≤ i, else 0: q, k, b [...,C,K] → [...,C,C].
 
     The exponential does not factor into q and k without a reference point. Where the decay over a chunk is moderate,
-    one point in its middle serves all pairs. Else rows are taken in blocks: against earlier blocks the reference is
-    the row before the block, so that both factors are ≤ 1, and inside the block the difference itself is taken.
-    Compiled code, which knows no values, always does the latter.
+    one point in its middle serves all pairs. Otherwise rows are taken in blocks: against earlier blocks the reference
+    is the row before the block, so that both factors are ≤ 1, and inside the block the differences themselves are
+    exponentiated. Compiled code, in which values are unknown, always does the latter.
     """
     dtype = q.dtype
     if not torch.compiler.is_compiling() and (b.is_meta or float(-b.detach()[..., -1, :].min()) <= SAFE_RANGE):

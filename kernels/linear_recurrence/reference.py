@@ -1,4 +1,4 @@
-"""The linear recurrence as a loop over time, to be checked against the papers by eye."""
+"""The linear recurrence as a loop over time, easy to check against the papers by eye."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from ..arguments import Recurrences, at_least_fp32
 
 
 def per_recurrence(a: Recurrences) -> tuple[Tensor, Tensor, Tensor]:
-    """q (scaled), k [B,T,H·E,K] and v [B,T,H·E,V], repeated so that each of the H·E recurrences has its own."""
+    """q (scaled) and k [B,T,H·E,K], and v [B,T,H·E,V], repeated to one head per recurrence."""
     B, T, _, K = a.q.shape
     G, R, E = a.groups, a.repeats, a.subheads
 
@@ -28,7 +28,7 @@ def per_step_decay(a: Recurrences) -> Tensor | None:
 
 
 def spans(a: Recurrences) -> list[tuple[slice, int, int]]:
-    """Rows of the state and the stretch of time, for each document (or once for the whole batch)."""
+    """Rows of the state and the span of time, for each document (or once for the whole batch)."""
     if a.documents is None:
         return [(slice(None), 0, a.v.shape[1])]
     return [(slice(n, n + 1), start, stop) for n, (start, stop) in enumerate(a.documents.spans)]

@@ -1,11 +1,11 @@
 """The chunkwise linear recurrence where decays are moderate: all value heads of a group share one matrix of scores.
 
-With m = b_C/2, half of what a chunk decays by, the decay between two tokens factors: exp(b_i − b_j) is exp(b_i − m)
+With m = b_C/2, half the decay of a chunk, the decay between two tokens factors: exp(b_i − b_j) is exp(b_i − m)
 times exp(m − b_j). With f = exp(b − m), w = exp(m), A = Q Kᵀ, and values u = β/f ⊙ V of all heads side by side [C,R·V]:
 
     O = f ⊙ (tril(A) u + Q (w S))      S ← w ((w S) + Kᵀ u)
 
-Nothing is as large as a matrix of scores for each head, as it would be with decays inside of them.
+No tensor is as large as one matrix of scores per head, which decays inside the scores would take.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ from ..arguments import Recurrences
 from ..chunking import Chunking, Run, scan
 from ..op import plain
 
-# the factors stay within exp(±half of this), and their products with much else below the largest fp32 of exp(88)
+# the factors stay within exp(±half of this), and their products with other numbers below exp(88), the limit of fp32
 RANGE = 120.0
 
 
 def serves(a: Recurrences, b: Tensor | None) -> bool:
-    """Whether this is a call for here; b are the log decays summed inside chunks."""
-    if a.subheads > 1 or not a.v.is_cpu or not plain((a.q, a.k, a.v)):  # the decays must be looked at
+    """Whether this module can compute the call; b are the log decays summed inside chunks."""
+    if a.subheads > 1 or not a.v.is_cpu or not plain((a.q, a.k, a.v)):  # the values of the decays must be known
         return False
     return b is None or (b.dim() == 6 and float(b.detach().abs().max()) <= RANGE)
 
@@ -51,7 +51,7 @@ class _SharedScores(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, b: Tensor, first: Tensor, runs: list[Run]
     ) -> tuple[Tensor, Tensor]:
         A = q @ k.mT
-        # a token's own value does not decay: kept apart, it does not drown the others' share in the decay's gradient
+        # a token's own value does not decay: kept separate, it cannot drown the others in the gradient of the decay
         own = A.diagonal(dim1=-2, dim2=-1).clone()[..., None, None]
         A.tril_(-1)
         f, f_inverse, w = _factors(b, v)

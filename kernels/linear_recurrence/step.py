@@ -1,4 +1,4 @@
-"""One token of the linear recurrence: what decoding does."""
+"""One token of the linear recurrence, as in decoding."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
 
 
 def decayed(a: Recurrences) -> Tensor:
-    """The first state after the decay of this step."""
+    """The initial state after the decay of this step."""
     S, g = a.first_state(), a.log_decay
     if g is None:
         return S
@@ -29,7 +29,7 @@ def decayed(a: Recurrences) -> Tensor:
 
 
 def reused(a: Recurrences, S: Tensor) -> Tensor | None:
-    """The state itself where the next one may overwrite it."""
+    """The state itself if the next one may overwrite it, else None."""
     return S if a.consume_state else None
 
 

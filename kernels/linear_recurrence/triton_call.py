@@ -1,4 +1,4 @@
-"""One call of the linear recurrence in Triton: its tensors, and what is launched on them."""
+"""One call of the linear recurrence in Triton: its tensors, and the launches on them."""
 
 import torch
 from torch import Tensor
@@ -14,15 +14,15 @@ class Call:
 
     Args:
         q: Queries [B,T,G·E,K].
-        k: Keys, as q.
+        k: Keys, shaped as q.
         v: Values [B,T,H,V].
         log_decay: None, [H·E], [B,T,H·E] or [B,T,H·E,K], in fp32, contiguous.
         beta: None or [B,T,H·E], in fp32, contiguous.
-        cu_seqlens: Boundaries of packed documents.
-        scale: Factor of the output.
-        subheads: E.
-        grad: In the backward, the gradient of the output, contiguous.
-        gates: In the backward, whether log_decay or beta needs a gradient.
+        cu_seqlens: Boundaries [N+1] of packed documents, or None.
+        scale: Factor on the output.
+        subheads: Subheads E per head.
+        grad: In the backward pass, the gradient of the output, contiguous.
+        gates: In the backward pass, whether log_decay or beta needs a gradient.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Call:
         return to.new(to.sequences, to.heads, to.K, to.V, dtype=FP32)
 
     def starts(self, mode: str, first: Tensor | None, last: Tensor | None) -> Tensor | None:
-        """The states that segments start from, in forward order (mode o) or in reverse (dv); fills `last`."""
+        """The states that segments start from, forward (mode o) or in reverse (dv); fills `last` if there are cuts."""
         to = self.plan
         if not to.segmented:
             return first
@@ -114,7 +114,7 @@ class Call:
         """One sequential pass, for the output or, without `out`, for the last state of each segment."""
         to = self.plan
         if out is not None and to.segmented:
-            last = None  # that was the scan
+            last = None  # the scan has filled it
         x, y, z, other = map(self.streams.__getitem__, PASSES[mode])
         scores = self.score_grads if mode in ("dq", "dk") else self.scores
         launch = to.carry(mode, out is not None, checkpoints is not None, plain)
@@ -130,7 +130,7 @@ class Call:
         decay_grad: bool,
         beta_grad: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Fills dq and dk; returns the gradients of the gates, which are per head."""
+        """Fill dq and dk; return the gradients of log_decay and beta, which are per head."""
         to = self.plan
         if not to.gates:
             self.carry("dq", dq, first)
@@ -157,7 +157,7 @@ class Call:
         decay_grad: bool,
         beta_grad: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Fills dq and dk; returns the gradients of the gates, of which the decay is per channel."""
+        """Fill dq and dk; return the gradients of log_decay, which is per channel, and of beta."""
         to, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
         read, written = self.per_token(to.K), self.per_token(to.K)
         checkpoints = to.new(to.chunks, to.heads, to.K, to.V) if decay_grad else None
@@ -176,7 +176,7 @@ class Call:
 
     def per_head(self, x: Tensor) -> Tensor:
         """[B,T,H·E,·] summed over subheads: [B,T,H,·]."""
-        # with a dtype, or autocast would change it
+        # with an explicit dtype, which autocast would change otherwise
         to = self.plan
         return x if to.subheads == 1 else x.unflatten(2, (to.H, to.subheads)).sum(3, dtype=x.dtype)
 

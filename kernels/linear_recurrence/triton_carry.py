@@ -1,6 +1,6 @@
 """The sequential part of every linear recurrence: one kernel for outputs and for the gradients of q, k and v.
 
-All four are the same pass over the chunks of a sequence, with a state that gathers y ⊗ z and is read by x:
+All four are the same pass over the chunks of a sequence, with a state that accumulates y ⊗ z and is read by x:
 
     out = enter ⊙ (X S) + P Z        S ← total · S + Yᵀ (leave ⊙ Z)
 
@@ -11,16 +11,16 @@ All four are the same pass over the chunks of a sequence, with a state that gath
 | dk  | v, do, q  | reverse | … transposed     | dSᵀ [V,K] |
 | dv  | k, q, do  | reverse | scores, transp.  | dS [K,V]  |
 
-In reverse order `enter` and `leave` change places. P is X Yᵀ with the decays between its tokens, and made on the way
-where nothing else needs it and few programs have to make the same one. With a decay per channel, q and k come with
-their decays already inside, `total` is a vector over K, and dq, dk are what the state contributes: the rest is done
-chunk by chunk.
+In reverse order `enter` and `leave` swap places. P is X Yᵀ with the decays between its tokens; the pass computes it
+where nothing else needs it and only a few programs would compute the same one. With a decay per channel, q and k
+already contain their decays, `total` is a vector over K, and dq and dk are the contributions of the state alone: the
+rest is computed chunk by chunk.
 
-No chunk state is kept, but for the gradient of a decay per channel. Sequences are cut into segments where there are too
-few programs to fill the device: the states at the cuts come from the same kernel without an output, and a scan.
+No chunk state is saved, except for the gradient of a decay per channel. Where there are too few programs to fill the
+device, sequences are cut into segments: the states at the cuts come from the same kernel without an output, and a scan.
 """
 
-# kernels: what looks like a function is a program, and branches are taken when it is compiled
+# Triton kernels: untyped, with branches that are resolved at compile time
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # ruff: noqa: SIM108
 
@@ -29,14 +29,14 @@ import triton.language as tl
 
 from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile, store_tile
 
-# 2^-100 is nothing in fp32 already, and a sum of 64 of them still has digits left for its differences
+# 2^-100 is negligible in fp32, and a sum of 64 such exponents still has digits left for its differences
 LEAST = tl.constexpr(-100.0)
-# what the gates of a chunk come to, as vectors over its tokens: b are log decays summed from its start, in log2 units
+# the gates of a chunk, as vectors over its tokens; b are the log decays summed from its start, in log2 units
 ENTER = tl.constexpr(0)  # scale · e^b
 LEAVE = tl.constexpr(1)  # β e^{b_C − b}
 TOTAL = tl.constexpr(2)  # e^{b_C}, once
-SUMS = tl.constexpr(3)  # where passes make the scores: b,
-REST_OF_SUMS = tl.constexpr(4)  # and what fp32 leaves of it
+SUMS = tl.constexpr(3)  # where passes compute the scores: b,
+REST_OF_SUMS = tl.constexpr(4)  # and what is lost of it in fp32
 SURVIVES = tl.constexpr(3)  # where gates have gradients: e^{b_C − b},
 ROWS = tl.constexpr(4)  # row sums of dO Vᵀ ⊙ P,
 COLUMNS = tl.constexpr(5)  # and its column sums, without β
@@ -44,28 +44,28 @@ COLUMNS = tl.constexpr(5)  # and its column sums, without β
 
 @triton.jit
 def part_at(gates, chunk, PART: tl.constexpr, PARTS: tl.constexpr):
-    """Where a part of what the gates of a chunk come to begins."""
+    """Pointer to one part of the gates of a chunk."""
     return gates + chunk * (PARTS * CHUNK) + PART * CHUNK
 
 
 @triton.jit
 def state_at(states, row, n, heads, SIZE: tl.constexpr):
-    """Where a state of states [·,heads,SIZE] begins."""
+    """Pointer to one of the states [·,heads,SIZE]."""
     return states + (row.to(tl.int64) * heads + n) * SIZE
 
 
 @triton.jit
 def constant_decay(log_decay, n, DECAY: tl.constexpr):
-    """Of a step, in log2 units."""
+    """The log decay of a step, in log2 units."""
     if DECAY:
-        # volatile: else all that follows from it is moved out of the loop that asks for it, into scarce registers
+        # volatile: otherwise everything derived from it is hoisted out of the loop, into scarce registers
         return tl.maximum(tl.load(log_decay + n, volatile=True) * LOG2E, LEAST)
     return 0.0
 
 
 @triton.jit
 def constant_factors(g, here, scale, beta, at, valid):
-    """scale · e^b and β e^{b_C − b} [64] of a chunk of `here` tokens, whose β are at `at`, that all decay by g."""
+    """scale · e^b and β e^{b_C − b} [64] of a chunk of `here` tokens that all decay by g; their β are at `at`."""
     r = tl.arange(0, CHUNK)
     entering = exp2((r + 1).to(tl.float32) * g) * scale
     leaving = exp2(tl.maximum(here - 1 - r, 0).to(tl.float32) * g)
@@ -76,14 +76,14 @@ def constant_factors(g, here, scale, beta, at, valid):
 
 @triton.jit
 def constant_decay_inside(g):
-    """[64,64]: what the tokens of a chunk have decayed by between each other, in either direction."""
+    """[64,64]: the decay between any two tokens of a chunk, in either direction."""
     r = tl.arange(0, CHUNK)
     return exp2(tl.abs(r[:, None] - r[None, :]).to(tl.float32) * g)
 
 
 @triton.jit
 def decay_inside(gates, WIDE: tl.constexpr):
-    """The same where tokens decay each by its own."""
+    """The same where each token has a different decay."""
     r = tl.arange(0, CHUNK)
     b = tl.load(gates + SUMS * CHUNK + r)
     between = b[:, None] - b[None, :]
@@ -95,7 +95,7 @@ def decay_inside(gates, WIDE: tl.constexpr):
 
 @triton.jit
 def gated_scores(P, beta, at, valid, REVERSE: tl.constexpr):
-    """Scores times β; zeros where the token of the key comes later. Rows are queries, or in reverse keys."""
+    """Scores times β, zero where the key comes after the query. Rows are queries, or in reverse keys."""
     r = tl.arange(0, CHUNK)
     if beta is not None:
         write = tl.load(beta + at, mask=valid, other=0.0)
@@ -106,18 +106,18 @@ def gated_scores(P, beta, at, valid, REVERSE: tl.constexpr):
 
 @triton.jit
 def load_scores(scores, t, REVERSE: tl.constexpr):
-    """Scores that were made before."""
+    """Scores that were computed before the pass."""
     P = tl.load(scores + t[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :])
     return tl.trans(P) if REVERSE else P
 
 
 @triton.jit
 def store_products(products, t, W, O, into, DTYPE: tl.constexpr, PLAIN: tl.constexpr):
-    """Σ W · O with the factor of what O is multiplied with, and if PLAIN, without it."""
-    # nothing is added, but W gets the layout of O: else `into` would be fetched in two layouts, and two programs would
-    # no longer fit on a multiprocessor
+    """Store Σ W · O with the factor that O is multiplied by, and if PLAIN, without it as well."""
+    # nothing is added, but W gets the layout of O: otherwise `into` would be loaded in two layouts, and two programs
+    # would no longer fit on a multiprocessor
     W = W.to(tl.float32) + O * 0.0
-    # rounded as the state of the other pass gathers it: what should cancel does
+    # rounded as the state of the other pass accumulates it, so that what should cancel does
     product = tl.sum(O * (W * into[:, None]).to(DTYPE).to(tl.float32), 1)
     if PLAIN:
         both = tl.join(product, tl.sum(O * W, 1))
@@ -128,19 +128,19 @@ def store_products(products, t, W, O, into, DTYPE: tl.constexpr, PLAIN: tl.const
 
 @triton.jit(do_not_specialize=["chunks", "blocks", "per_block", "groups"])
 def carry(
-    x,  # [tokens,·,DX], as y
+    x,  # [tokens,·,DX], like y
     y,
-    z,  # [tokens,·,DZ], as other
+    z,  # [tokens,·,DZ], like other
     other,
-    out,  # [tokens,heads,DZ], or None where only the state is wanted
-    scores,  # [heads,chunks,64,64], or None where they are made here
-    beta,  # [tokens,heads], if the scores that are made here know one
+    out,  # [tokens,heads,DZ], or None if only the state is needed
+    scores,  # [heads,chunks,64,64], or None if they are computed here
+    beta,  # [tokens,heads], if the scores are computed here and have one
     gates,  # [heads,chunks,PARTS,64]: ENTER …; per channel [heads,chunks,K]: e^{b_C}; CONSTANT: log decays [heads]
-    products,  # [blocks of DZ,heads,chunks,64], PLAIN […,64,2]: Σ other · (what out has from the state)
+    products,  # [blocks of DZ,heads,chunks,64], PLAIN […,64,2]: Σ other · (the state's part of out)
     checkpoints,  # [blocks or chunks,heads,K,V], where gates have gradients
     anchors,  # [blocks of DZ,heads,blocks]: <S,dS> at the end of a block; per channel [heads,chunks,K]
     first,  # [segments or sequences,heads,K,V], or None for zeros
-    last,  # the same, if it is wanted
+    last,  # likewise, if needed
     shrunk,  # [segments,heads]: how much of a state survives the segment; per channel [segments,heads,K]
     segments,  # [segments,5]: first token, tokens, first chunk, first block, row of `first` and `last`
     x_head,
@@ -166,9 +166,9 @@ def carry(
     MODE: tl.constexpr,  # o, dq, dk, dv
     CHANNEL: tl.constexpr,  # decay per channel
     DECAY: tl.constexpr,
-    CONSTANT: tl.constexpr,  # scores are made here, and all tokens decay alike, or not at all
-    WIDE: tl.constexpr,  # decays between tokens are differences of what fp64 has summed
-    PLAIN: tl.constexpr,  # the same product without the factor of `enter` or `leave` beside it, for the gradient of β
+    CONSTANT: tl.constexpr,  # scores are computed here, and all tokens decay alike or not at all
+    WIDE: tl.constexpr,  # decays between tokens are differences of sums in fp64
+    PLAIN: tl.constexpr,  # also the product without the factor `enter` or `leave`, for the gradient of β
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -194,7 +194,7 @@ def carry(
         x_row, z_row = value_head, key_head
     else:
         x_row, z_row = key_head, value_head
-    # 64-bit offsets up to the segment; inside it 32 bits suffice, segments are cut that short
+    # 64-bit offsets up to the segment; inside it 32 bits suffice, because segments are cut short enough
     x += start * x_token + x_row.to(tl.int64) * x_head
     y += start * y_token + x_row.to(tl.int64) * y_head
     z += start * z_token + z_row.to(tl.int64) * z_head
@@ -244,7 +244,7 @@ def carry(
             anchor = tl.sum(tl.sum(S * checkpoint, 1), 0)
             tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
         if DECAY and not CHANNEL and not CONSTANT:
-            # one chunk ahead: a scalar that is needed at once would stall every step
+            # loaded one chunk ahead: a scalar that is needed at once would stall every step
             next_ = block_start + block_count - 1 if REVERSE else block_start
             following = tl.load(part_at(gates, next_, TOTAL, PARTS))
         for i in tl.range(0, block_count, num_stages=STAGES):
@@ -323,9 +323,9 @@ def carry(
 
 @triton.jit(do_not_specialize=["heads"])
 def scan(
-    local,  # [segments,heads,K,V]: what each segment adds to the state; becomes the state before it (in its order)
+    local,  # [segments,heads,K,V]: what each segment adds to the state; becomes the state before it (in scan order)
     shrunk,
-    first,  # [sequences,heads,K,V], or None for zeros; as last, if it is wanted
+    first,  # [sequences,heads,K,V], or None for zeros; like last, if needed
     last,
     sequences,  # [sequences,2]: first segment, segments
     heads,

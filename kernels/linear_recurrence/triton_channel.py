@@ -1,15 +1,15 @@
-"""Decays per key channel: what can be done chunk by chunk, before and after the sequential passes.
+"""Decays per key channel: the work that is done chunk by chunk, before and after the sequential passes.
 
 A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk), j ≤ i, does not factor into q and k without a reference point r. Where the decay
 inside a chunk is moderate (the fast way), r is its middle row and A = (Q e^{b − r})(K e^{r − b})ᵀ; what overflows lies
-above the diagonal and is cut. Else rows and columns are taken apart in blocks of 16: between blocks, r is the last
-row of the earlier one and no factor exceeds 1; inside a block every pair is taken by its own distance. Both are exact.
+above the diagonal and is masked. Otherwise rows and columns are split into blocks of 16: between blocks, r is the last
+row of the earlier one and no factor exceeds 1; inside a block every pair uses its own difference. Both are exact.
 
-Each way is a kernel of its own, or the registers of the slow one would slow down the fast one: the fast one does all
-chunks and marks those that it got wrong, the slow one does these again.
+Each way is a separate kernel, because the registers of the slow one would slow down the fast one: the fast one computes
+all chunks and marks those that it got wrong, the slow one recomputes these.
 """
 
-# kernels: what looks like a function is a program, and branches are taken when it is compiled
+# Triton kernels: untyped, with branches that are resolved at compile time
 # mypy: allow-untyped-defs, allow-incomplete-defs
 # ruff: noqa: SIM102
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile, store_tile
 from .triton_carry import LEAST
 
-# factors up to 2^±115 (e^±80) stay finite in fp32 and bf16, and their products exact enough below the diagonal
+# factors up to 2^±115 (e^±80) stay finite in fp32 and bf16, and their products accurate enough below the diagonal
 SAFE = tl.constexpr(115.0)
 BLOCK = tl.constexpr(16)
 
@@ -31,7 +31,7 @@ def decays(log_decay, t, stride, columns, valid, K: tl.constexpr, BK: tl.constex
 
 @triton.jit
 def row(x, i):
-    """One row of a tile that lies in registers."""
+    """Row i of a tile in registers."""
     r = tl.arange(0, CHUNK)
     return tl.sum(tl.where(r[:, None] == i, x, 0.0), 0)
 
@@ -47,7 +47,7 @@ def span(b, middle):
 
 @triton.jit(do_not_specialize=["chunks", "groups"])
 def channel_scores(
-    q,  # [tokens,·,K], as k
+    q,  # [tokens,·,K], like k
     k,
     log_decay,  # [tokens,heads,K]
     beta,  # [tokens,heads]
@@ -70,7 +70,7 @@ def channel_scores(
     BK: tl.constexpr,
     SLOW: tl.constexpr,
     WIDE: tl.constexpr,
-    DOT: tl.constexpr,  # dtype of the factors: with the range of fp32
+    DOT: tl.constexpr,  # dtype of the factors, which need the range of fp32
     PRECISION: tl.constexpr,
 ):
     c, n = tl.program_id(0), tl.program_id(1)
@@ -84,7 +84,7 @@ def channel_scores(
             return
     q += start * q_token + key_head.to(tl.int64) * q_head
     k += start * k_token + key_head.to(tl.int64) * k_head
-    own = (start * heads + n) * K  # of tensors [tokens,heads,K]
+    own = (start * heads + n) * K  # offset in tensors [tokens,heads,K]
     r = tl.arange(0, CHUNK)
     valid = r < count
     distance = r[:, None] - r[None, :]
@@ -140,10 +140,10 @@ def channel_scores(
 
 @triton.jit(do_not_specialize=["chunks"])
 def channel_score_grads(
-    v,  # [tokens,heads,V], as grad
+    v,  # [tokens,heads,V], like grad
     grad,
     score_grads,  # [heads,chunks,64,64]: scale · dO Vᵀ below the diagonal
-    diagonal,  # [heads,chunks,64]: … and on it
+    diagonal,  # [heads,chunks,64]: … and on the diagonal
     table,
     scale,
     v_head,
@@ -165,7 +165,7 @@ def channel_score_grads(
     Vv = load_tile(v + start * v_token + h.to(tl.int64) * v_head, r, v_token, cv, valid, V, BV)
     D = tl.dot(dO, tl.trans(Vv), input_precision=PRECISION) * scale
     distance = r[:, None] - r[None, :]
-    # pairs of a token with itself know no decay: they stay out of what has to cancel
+    # a token paired with itself does not decay: these pairs stay out of the terms that have to cancel
     tl.store(diagonal + place * CHUNK + r, tl.sum(tl.where(distance == 0, D, 0.0), 1))
     tile = place * (CHUNK * CHUNK) + r[:, None] * CHUNK + r[None, :]
     tl.store(score_grads + tile, tl.where(distance > 0, D, 0.0).to(score_grads.dtype.element_ty))
@@ -182,7 +182,7 @@ def channel_grads(
     read,  # [tokens,heads,K]: dO Sᵀ
     written,  # V dSᵀ
     anchors,  # [heads,chunks,K]: rows of S before the chunk ⊙ its gradient after the chunk
-    q_grad,  # [tokens,heads,K], as k_grad, log_decay_grad
+    q_grad,  # [tokens,heads,K], like k_grad and log_decay_grad
     k_grad,
     log_decay_grad,
     beta_grad,  # [key slices,tokens,heads]
@@ -251,7 +251,7 @@ def channel_grads(
             dQ += tl.dot(D, (gated * down).to(DOT), input_precision=PRECISION) * up
             dK += tl.dot(tl.trans(D), (Q * up).to(DOT), input_precision=PRECISION) * down
         at_row = of_head * (CHUNK * CHUNK) + r * CHUNK
-        # two loops: one would hold too much in registers
+        # two loops: one would need too many registers
         between = tl.zeros([CHUNK, BK], tl.float32)
         for s in range(1, BLOCK):
             inside = valid & (r % BLOCK >= s)
@@ -279,7 +279,7 @@ def channel_grads(
     from_state = from_state * exp2(b.to(tl.float32)) * scale
     to_state = to_state * exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0))
     if log_decay_grad is not None:
-        # what lies after a token flows back through it, what lies before it flows on: sums of one sign, no difference
+        # later tokens reach back past this one, earlier ones forward: sums of one sign, not differences
         after = Q * (from_state + dQ) - gated * dK
         before = gated * to_state
         through = tl.load(anchors + place * K + ck, mask=ck < K, other=0.0) * exp2(last.to(tl.float32))

@@ -4,11 +4,11 @@ With b the log decays summed inside a chunk, D_ij = exp(b_i − b_j) for j ≤ i
 
     P = scale · Q Kᵀ ⊙ D · diag(β)        dP = scale · dO Vᵀ ⊙ D · diag(β)
 
-The gradient of b_i inside a chunk is the i-th row sum minus the i-th column sum of dO Vᵀ ⊙ P in fp32, so that what has
-to cancel cancels; between chunks it is q·dq − k·dk of the parts that go through the state.
+The gradient of b_i inside a chunk is the i-th row sum minus the i-th column sum of dO Vᵀ ⊙ P in fp32, so that terms
+that should cancel do; between chunks it is q·dq − k·dk of the parts that go through the state.
 """
 
-# kernels: what looks like a function is a program, and branches are taken when it is compiled
+# Triton kernels: untyped, with branches that are resolved at compile time
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import triton
@@ -20,7 +20,7 @@ from .triton_carry import COLUMNS, ENTER, LEAST, LEAVE, REST_OF_SUMS, ROWS, SUMS
 
 @triton.jit
 def log2_decay(log_decay, n, tokens, heads, valid, GATE: tl.constexpr):
-    """Decays of a chunk in log2 units, 0 (no decay) where there is no token."""
+    """Log decays of a chunk in log2 units; 0 (no decay) for padding."""
     if GATE == "constant":
         g = tl.load(log_decay + n + tokens * 0, mask=valid, other=0.0)
     else:
@@ -30,7 +30,7 @@ def log2_decay(log_decay, n, tokens, heads, valid, GATE: tl.constexpr):
 
 @triton.jit
 def chunk_decays(log_decay, n, tokens, heads, valid, GATE: tl.constexpr, WIDE: tl.constexpr):
-    """Summed decays of a chunk, in log2 units, and what is left at its end of what enters at each token."""
+    """Summed log2 decays of a chunk, the decay factor over it, and the factors from each token to its end."""
     g = log2_decay(log_decay, n, tokens, heads, valid, GATE)
     if WIDE:
         g = g.to(tl.float64)
@@ -51,7 +51,7 @@ def head_gates(
     PARTS: tl.constexpr,
     WIDE: tl.constexpr,  # sum decays in fp64
 ):
-    """All that the passes need to know of the gates where they make the scores themselves."""
+    """Everything that the passes need from the gates if they compute the scores themselves."""
     c, n = tl.program_id(0), tl.program_id(1)
     start = tl.load(table + c * 2).to(tl.int64)
     count = tl.load(table + c * 2 + 1)
@@ -71,14 +71,14 @@ def head_gates(
 
 @triton.jit(do_not_specialize=["chunks", "groups"])
 def head_scores(
-    q,  # [tokens,·,K], as k
+    q,  # [tokens,·,K], like k
     k,
-    v,  # [tokens,·,V], as grad
-    grad,  # of o
+    v,  # [tokens,·,V], like grad
+    grad,  # gradient of o
     log_decay,  # [heads] or [tokens,heads]
     beta,  # [tokens,heads]
     scores,  # [heads,chunks,64,64]
-    score_grads,  # as scores, if they are wanted
+    score_grads,  # like scores, if needed
     gates,  # [heads,chunks,PARTS,64]: ENTER, LEAVE, TOTAL, and with GATES also SURVIVES, ROWS, COLUMNS
     table,  # [chunks,2]: first token, tokens
     scale,
@@ -153,11 +153,11 @@ def head_scores(
 @triton.jit(do_not_specialize=["heads", "chunks", "blocks"])
 def head_gate_grads(
     read,  # [key slices,heads,chunks,64]: Σ enter q · (what q reads from the state)
-    written,  # Σ leave k · (what the gradient of the state reads); for `beta_grad` […,64,2]: and Σ k · (the same)
+    written,  # Σ leave k · (what k reads from the gradient of the state); for `beta_grad` […,64,2]: also without leave
     gates,  # [heads,chunks,PARTS,64]: SURVIVES, ROWS, COLUMNS
     anchors,  # [key slices,heads,blocks]
     beta,
-    log_decay_grad,  # [tokens,heads], if it is wanted; as beta_grad
+    log_decay_grad,  # [tokens,heads], if needed; like beta_grad
     beta_grad,
     table,  # [blocks,3]: first token, tokens, first chunk
     heads,

@@ -1,10 +1,10 @@
 """The linear recurrence in Triton, forward and backward.
 
-Forward: what the gates come to in every chunk (and the scores inside it, unless the pass makes them itself), then one
-pass. Backward: the same, with the gradients of the scores, then three passes, and one kernel for the gradients of the
-gates. Kept for the backward are the arguments and, where the rows of a batch are cut into segments, the states that
-these start from. How often documents are cut is not known from shapes, and there the states are computed again. There
-are no atomics: results repeat bitwise.
+Forward: the gates of every chunk (and the scores inside it, unless the pass computes them itself), then one pass.
+Backward: the same, with the gradients of the scores, then three passes, and one kernel for the gradients of the gates.
+Saved for backward are the arguments and, if the rows of a batch are cut into segments, the states that these start
+from. How often packed documents are cut does not follow from shapes; their states are recomputed. There are no atomics:
+results are bitwise repeatable.
 
 Results per recurrence are summed over the subheads of a head (o, dv) or the value heads of a key head (dq, dk) at the
 end, in tensors of the inputs' dtype.
@@ -96,7 +96,7 @@ _op = register("linear_recurrence", _forward, _backward, _fake, results=2)
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     q, k, v, E = a.q, a.k, a.v, a.subheads
-    if not q.is_cuda:  # bf16 arithmetic is garbage under the interpreter
+    if not q.is_cuda:  # Triton's interpreter gets bf16 arithmetic wrong
         q, k, v = q.float(), k.float(), v.float()
     g = None if a.log_decay is None else a.log_decay.float().contiguous()
     beta = None if a.beta is None else a.beta.float().contiguous()
@@ -106,13 +106,13 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         return o.to(a.v.dtype), final
     most = largest("linear_recurrence", q.dtype, q.device)
     keys, values = _parts(q.shape[3], most), _parts(v.shape[3], most)
-    if keys > 1:  # blocks of a long key are subheads under one gate
+    if keys > 1:  # blocks of a long key become subheads under one gate
         q, k = (x.unflatten(3, (keys, -1)).flatten(2, 3) for x in (q, k))
         if g is not None:
             g = g.unflatten(3, (keys, -1)).flatten(2, 3) if g.dim() == 4 else g.repeat_interleave(keys, -1)
         beta = None if beta is None else beta.repeat_interleave(keys, -1)
         state = None if state is None else state.unflatten(2, (keys, -1)).flatten(1, 2)
-    if values > 1:  # blocks of a long value are heads under one gate
+    if values > 1:  # blocks of a long value become heads under one gate
         v = v.unflatten(3, (values, -1)).flatten(2, 3)
         g, beta = (None if x is None else _repeat_heads(x, E * keys, values) for x in (g, beta))
         if state is not None:
@@ -132,7 +132,7 @@ def _differentiated(*tensors: Tensor | None) -> bool:
 
 
 def _parts(size: int, largest: int) -> int:
-    """Into how many equal parts of at most `largest` a head is cut."""
+    """How many equal parts, of at most `largest` channels each, a head is cut into."""
     parts = -(-size // largest)
     while size % parts:
         parts += 1
@@ -140,6 +140,6 @@ def _parts(size: int, largest: int) -> int:
 
 
 def _repeat_heads(x: Tensor, subheads: int, times: int) -> Tensor:
-    """Gates [H·E] or [B,T,H·E,…] with every head, its subheads together, repeated."""
+    """Gates [H·E] or [B,T,H·E,…] with every head repeated, its subheads kept together."""
     dim = 0 if x.dim() == 1 else 2
     return x.unflatten(dim, (-1, subheads)).repeat_interleave(times, dim).flatten(dim, dim + 1)

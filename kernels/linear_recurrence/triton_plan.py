@@ -1,4 +1,4 @@
-"""The linear recurrence in Triton: what follows from the sizes of a call, and all of its launches."""
+"""The linear recurrence in Triton: the sizes, the layout and the launches of a call."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ from .triton_head import head_gate_grads, head_gates, head_scores
 
 BLOCK = 512  # tokens between two anchors of the gradients of the gates; segments are whole blocks
 SCAN_BLOCK = 1024
-LARGEST = 1 << 31  # 32 bits count the elements of a segment
+LARGEST = 1 << 31  # elements of a segment, which are indexed with 32 bits
 RESIDENT = 2  # programs of the sequential pass that run at once on one multiprocessor
-GATES = {1: "constant", 3: "head", 4: "channel"}  # by the axes of the log decays
-FEW = 2  # slices: each makes the scores of a chunk for itself, where nothing else needs them
-# x, y and z of the sequential passes (`triton_carry.py`), and what the gradients of the gates need beside z
+GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
+FEW = 2  # slices: up to this many, each computes the scores of a chunk for itself, where nothing else needs them
+# x, y and z of the sequential passes (`triton_carry.py`), and `other`, for the gradients of the gates
 PASSES = {
     "o": ("queries", "keys", "v", "v"),
     "dq": ("grad", "v", "keys", "queries"),
@@ -32,7 +32,7 @@ PASSES = {
 
 
 class Stream(NamedTuple):
-    """A tensor [B,T,heads,size] as the kernels see it: tokens of all rows one after another, and two strides."""
+    """A tensor [B,T,heads,size] as the kernels see it: the tokens of all rows in sequence, and two strides."""
 
     token: int
     head: int
@@ -43,17 +43,17 @@ class LinearRecurrence(Plan):
     """The plan of a call, forward or backward.
 
     Args:
-        q_shape: [B,T,G·E,K].
-        q_stride: As of `Tensor.stride()`.
-        k_stride: The same.
-        v_shape: [B,T,H,V].
-        v_stride: The same.
-        dtype: Of q, k and v.
-        device: Where they lie.
-        gate: none, constant, head or channel: the decays.
-        beta: Whether there is one.
-        scale: Factor of the output.
-        subheads: E.
+        q_shape: Shape of q [B,T,G·E,K].
+        q_stride: Strides of q, as from `Tensor.stride()`.
+        k_stride: Strides of k.
+        v_shape: Shape of v [B,T,H,V].
+        v_stride: Strides of v.
+        dtype: Dtype of q, k and v.
+        device: Device of q, k and v.
+        gate: Form of the decays: none, constant, head or channel.
+        beta: Whether there are input gates.
+        scale: Factor on the output.
+        subheads: Subheads E per head.
         backward: Whether this is the backward pass.
         gates: In the backward pass, whether log_decay or beta needs a gradient.
     """
@@ -89,14 +89,14 @@ class LinearRecurrence(Plan):
         self.given = ((q_shape, q_stride), (q_shape, k_stride), (v_shape, v_stride))
 
     def place(self, packed: Documents | None) -> None:
-        """Cut the sequences into segments, and find out how q, k and v can be read within these."""
+        """Cut the sequences into segments, and choose how to read q, k and v within them."""
         (shape, _), _, (v_shape, _) = self.given
         segment = 1 if packed else segment_length(shape, v_shape, self.subheads, self.dtype, self.device)
         streams = [stream(*of, min(segment, self.T)) for of in self.given]
         self.copied = [x is None for x in streams]
         q, k, v = (x or dense(*shape[2:]) for x, (shape, _) in zip(streams, self.given, strict=True))
         self.streams = {"q": q, "k": k, "v": v, "grad": dense(self.H, self.V), "queries": q, "keys": k}
-        if self.channel:  # then these come with their decays inside
+        if self.channel:  # these then contain their decays
             self.streams["queries"] = self.streams["keys"] = dense(self.heads, self.K)
         if packed:
             widest = max(self.heads * max(self.K, self.V, CHUNK), q.token, k.token, v.token)
@@ -109,7 +109,7 @@ class LinearRecurrence(Plan):
         self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
 
     def entry(self, kernel: str) -> Launch:
-        """How a kernel is launched."""
+        """The launch configuration of a kernel."""
         return launch(f"linear_recurrence.{kernel}", max(self.K, self.V), self.dtype, self.device)
 
     def slices(self, size: int, entry: Launch) -> tuple[int, int]:
@@ -118,32 +118,32 @@ class LinearRecurrence(Plan):
         return width, -(-size // width)
 
     def strides(self, **streams: str) -> tuple[list[int], dict[str, Any]]:
-        """Arguments of a kernel: how far the heads of each stream lie apart; and by name, how far its tokens do.
+        """Arguments of a kernel: the head strides of its streams, and by name their token strides.
 
-        Kernels are compiled for the latter: as the heads, it is the same at each length.
+        Kernels are compiled for the token strides: like the number of heads, these do not depend on the length.
         """
         known = {name: self.streams[of] for name, of in streams.items()}
         return [x.head for x in known.values()], {f"{name}_token": x.token for name, x in known.items()}
 
     @property
     def sums(self) -> Mapping[str, Any]:
-        """How decays are summed, and the dtype of factors that know a reference point: with the range of fp32."""
+        """Whether decays are summed in fp64, and the dtype, with the range of fp32, of factors around a reference."""
         return {"WIDE": self.wide, "DOT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32}
 
     def options(self, entry: Launch) -> Mapping[str, Any]:
-        """What all kernels with products are prepared with."""
+        """The options that all kernels with matrix products share."""
         precision = "tf32x3" if self.wide else "tf32"
         return {"PRECISION": precision, "num_warps": entry.warps, "num_stages": entry.stages, "checked": True}
 
     @prepared
     def head_gates(self) -> Prepared:
-        """What the gates come to, where passes make the scores."""
+        """The gates, where passes compute the scores."""
         numbers, grid = (self.scale, self.heads, self.chunks), (self.chunks, self.heads)
         return Prepared(head_gates, grid, *numbers, PARTS=self.parts, WIDE=self.wide, num_warps=1, checked=True)
 
     @prepared
     def head_scores(self) -> Prepared:
-        """The same and the scores, and backward the gradients of the scores."""
+        """The gates and the scores, and in the backward pass the gradients of the scores."""
         heads, tokens = self.strides(q="q", k="k", v="v", grad="grad" if self.backward else "v")
         return Prepared(
             head_scores,
@@ -168,7 +168,7 @@ class LinearRecurrence(Plan):
 
     @prepared
     def channel_scores(self, slow: bool) -> Prepared:
-        """The scores, and queries and keys with their decays inside."""
+        """The scores, and queries and keys with their decays applied."""
         (heads, tokens), entry = self.strides(q="q", k="k"), self.entry("channel_scores")
         return Prepared(
             channel_scores,
@@ -193,9 +193,9 @@ class LinearRecurrence(Plan):
 
         Args:
             mode: A key of `PASSES`.
-            output: Whether there is an output, or the state alone is wanted.
-            gates: Whether it leaves what the gradients of the gates need.
-            plain: Whether that is what the gradient of β needs, too.
+            output: Whether there is an output, or only the state is needed.
+            gates: Whether it stores what the gradients of the gates need.
+            plain: Whether it also stores what the gradient of β needs.
         """
         x, y, z, other = PASSES[mode]
         heads, tokens = self.strides(x=x, y=y, z=z, other=other if gates and not self.channel else z)
@@ -231,7 +231,7 @@ class LinearRecurrence(Plan):
 
     @prepared
     def scan(self, reverse: bool) -> Prepared:
-        """From what segments add to the state to the states that they start from."""
+        """From what each segment adds to the state to the states that segments start from."""
         return Prepared(
             scan,
             (-(-self.K * self.V // SCAN_BLOCK), self.heads, self.sequences),
@@ -248,7 +248,7 @@ class LinearRecurrence(Plan):
 
     @prepared
     def head_gate_grads(self) -> Prepared:
-        """The gradients of the gates, which are per head."""
+        """The gradients of the gates, if they are per head."""
         return Prepared(
             head_gate_grads,
             (self.blocks, self.heads),
@@ -273,7 +273,7 @@ class LinearRecurrence(Plan):
 
     @prepared
     def channel_grads(self, slow: bool) -> Prepared:
-        """The gradients of q, k and the gates, of which the decay is per channel."""
+        """The gradients of q, k and the gates, if the decay is per channel."""
         (heads, tokens), entry = self.strides(q="q", k="k"), self.entry("channel_grads")
         width, slices = self.slices(self.K, entry)
         return Prepared(
@@ -313,19 +313,19 @@ def segment_length(
 
 
 def kept_states(q: Tensor, v: Tensor, subheads: int) -> tuple[int, int, int, int]:
-    """Shape [segments,H·E,K,V] of the states that segments start from; no segments where rows are not cut."""
+    """Shape [segments,H·E,K,V] of the states that segments start from; no segments if rows are not cut."""
     (B, T, _, K), (H, V) = q.shape, v.shape[2:]
     segments = B * -(-T // segment_length(q.shape, v.shape, subheads, v.dtype, v.device))
     return segments if segments > B else 0, H * subheads, K, V
 
 
 def stream(shape: Sequence[int], stride: Sequence[int], segment: int) -> Stream | None:
-    """A tensor [B,T,heads,D] whose rows lie one after another; None if it has to be copied.
+    """The strides of a tensor [B,T,heads,D] whose rows follow each other in memory; None if it has to be copied.
 
     Args:
-        shape: Of the tensor.
-        stride: Of the tensor.
-        segment: How many tokens 32 bits have to reach over.
+        shape: Shape of the tensor.
+        stride: Strides of the tensor.
+        segment: Tokens that 32-bit offsets have to reach over.
     """
     B, T, _, size = shape
     row, token, head, channel = stride
@@ -336,10 +336,10 @@ def stream(shape: Sequence[int], stride: Sequence[int], segment: int) -> Stream 
 
 
 def dense(heads: int, size: int) -> Stream:
-    """The same of a contiguous tensor."""
+    """The strides of a contiguous tensor."""
     return Stream(heads * size, size, size)
 
 
 def padded(size: int) -> int:
-    """The power of two that a tile has for `size`: products need 16."""
+    """The tile size that holds `size`: a power of two, at least 16 for matrix products."""
     return max(16, next_power_of_2(size))

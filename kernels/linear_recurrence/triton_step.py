@@ -1,6 +1,6 @@
-"""One token of the linear recurrence in one launch: every state is read once, and written where it was."""
+"""One token of the linear recurrence in one launch: every state is read once, and updated in place."""
 
-# kernels: what looks like a function is a program, and branches are taken when it is compiled
+# Triton kernels: untyped, with branches that are resolved at compile time
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch
@@ -16,7 +16,7 @@ from ..triton.launches import launch
 
 @triton.jit(do_not_specialize=["H", "groups"])
 def advance(
-    q,  # [B,·,K], as k
+    q,  # [B,·,K], like k
     k,
     v,  # [B,H,V]
     log_decay,  # [heads], [B,heads] or [B,heads,K]
@@ -47,7 +47,7 @@ def advance(
     o = tl.zeros([BV], tl.float32)
     for e in range(0, SUBHEADS):
         n = h * SUBHEADS + e
-        own = (b * H * SUBHEADS + n).to(tl.int64)  # of tensors [B,heads,…]
+        own = (b * H * SUBHEADS + n).to(tl.int64)  # index in tensors [B,heads,…]
         key_head = (h // groups) * SUBHEADS + e
         written = Vv
         if BETA:
@@ -84,7 +84,7 @@ def advanced(
     scale: float,
     subheads: int,
 ) -> Tensor:
-    """o [B,1,H,V]; `state` [B,H·E,K,V], fp32 and contiguous, becomes the next one. Gates are fp32 and contiguous."""
+    """o [B,1,H,V]; `state` [B,H·E,K,V], fp32 and contiguous, is updated in place. Gates are fp32 and contiguous."""
     B, _, H, V = v.shape
     K, heads = q.shape[3], H * subheads
     o = torch.empty((B, 1, H, V), device=v.device, dtype=v.dtype)
@@ -134,7 +134,7 @@ def fake(
     scale: float,
     subheads: int,
 ) -> Tensor:
-    """The shape of `advanced`."""
+    """An empty tensor of the shape and dtype that `advanced` returns."""
     return v.new_empty(v.shape)
 
 
@@ -148,7 +148,7 @@ def step(
     scale: float,
     subheads: int,
 ) -> tuple[Tensor, Tensor]:
-    """o [B,1,H,V] and the next states, in a tensor of their own."""
+    """o [B,1,H,V] and the next states, in a new tensor."""
     if initial_state is None:
         shape = (v.shape[0], v.shape[2] * subheads, q.shape[3], v.shape[3])
         state = v.new_zeros(shape, dtype=torch.float32)
@@ -158,9 +158,9 @@ def step(
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
-    """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents; the given ones in place."""
+    """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents; overwrites the given states."""
     q, k, v = a.q, a.k, a.v
-    if not q.is_cuda:  # bf16 arithmetic is garbage under the interpreter
+    if not q.is_cuda:  # Triton's interpreter gets bf16 arithmetic wrong
         q, k, v = q.float(), k.float(), v.float()
     log_decay, beta = (None if x is None else x.float().contiguous() for x in (a.log_decay, a.beta))
     state = a.own_state()

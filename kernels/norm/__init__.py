@@ -14,7 +14,7 @@ from . import composition, reference
 def triton(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    """The Triton implementation, imported on first use: not every platform has Triton."""
     from . import triton_op
 
     return triton_op.rms_norm(x, gate, weight, eps, gate_first, dtype)[0]
@@ -28,13 +28,13 @@ IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def separately(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum, and then its norm."""
+    """The sum, then its norm."""
     total = x + y
     return total, rms_norm(total, weight, eps)
 
 
 def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """Both in one launch."""
+    """The sum and its norm in one launch."""
     from .triton_op import Added
 
     kind = _dtype(x)
@@ -51,12 +51,12 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     """x / √(mean x² + eps) · weight over the last axis, computed in at least fp32.
 
     Args:
-        x: Any shape […,D].
-        weight: [D], or None for no scale.
+        x: Input of any shape […,D].
+        weight: Scale [D], or None.
         eps: Added inside the root.
 
     Returns:
-        The shape and dtype of x; under autocast that of its products, in which the next layer would cast it anyway.
+        The norm in the shape and dtype of x; under autocast in the dtype that the next layer would cast it to anyway.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
@@ -65,16 +65,16 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """x + y and rms_norm(x + y, weight, eps): the residual stream, and what the next layer reads of it.
+    """x + y and rms_norm(x + y, weight, eps): the residual stream, and the input of the next layer.
 
     Args:
-        x: Any shape […,D].
-        y: The shape of x; its dtype may be lower.
-        weight: [D], or None for no scale.
+        x: Input of any shape […,D].
+        y: Input in the shape of x; its dtype may be lower.
+        weight: Scale [D], or None.
         eps: Added inside the root.
 
     Returns:
-        The sum in the dtype of x, and its norm as of `rms_norm`.
+        The sum in the dtype of x, and its norm as from `rms_norm`.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
@@ -93,14 +93,14 @@ def gated_rms_norm(
     """rms_norm(x) · SiLU(gate), or rms_norm(x · SiLU(gate)) with `gate_first` (Mamba2).
 
     Args:
-        x: Any shape […,D].
-        gate: The shape of x, before the activation.
-        weight: [D], or None for no scale.
+        x: Input of any shape […,D].
+        gate: Gate before its activation, in the shape of x.
+        weight: Scale [D], or None.
         eps: Added inside the root.
-        gate_first: Whether the gate enters before the norm.
+        gate_first: Whether the gate is applied before the norm.
 
     Returns:
-        The shape and dtype of x; under autocast that of its products, in which the next layer would cast it anyway.
+        The norm in the shape and dtype of x; under autocast in the dtype that the next layer would cast it to anyway.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
@@ -123,6 +123,6 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    """Of the norm of x."""
+    """The dtype of the norm of x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else x.dtype

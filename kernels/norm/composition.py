@@ -13,7 +13,7 @@ from ..op import plain
 def forward(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The shape of x; see `gated_rms_norm`."""
+    """The norm in the shape of x; see `gated_rms_norm`."""
     kind = torch.promote_types(x.dtype, torch.float32)
     given, opened = x.to(kind), None if gate is None else F.silu(gate.to(kind))
     if opened is not None and gate_first:
@@ -27,7 +27,7 @@ def forward(
 
 
 class _Norm(torch.autograd.Function):
-    """x / √(mean x² + eps) · weight: that of PyTorch passes over memory twice as often on a processor."""
+    """x / √(mean x² + eps) · weight: PyTorch's version passes over memory twice as often on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

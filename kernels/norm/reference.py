@@ -9,7 +9,7 @@ from ..arguments import at_least_fp32
 def forward(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The shape of x; see `gated_rms_norm`."""
+    """The norm in the shape of x; see `gated_rms_norm`."""
     y, opened = at_least_fp32(x), None if gate is None else at_least_fp32(gate) * at_least_fp32(gate).sigmoid()
     if opened is not None and gate_first:
         y = y * opened

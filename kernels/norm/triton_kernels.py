@@ -10,7 +10,7 @@ from ..triton.tiles import sigmoid
 
 @triton.jit
 def tile_of(first, rows, INNER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The rows [ROWS, BLOCK] from `first` on: their outer index, places within that and in dense tensors, existence."""
+    """The rows [ROWS, BLOCK] from `first` on: outer index, offsets within it, offsets in dense tensors, and mask."""
     r, c = (first + tl.arange(0, ROWS))[:, None].to(tl.int64), tl.arange(0, BLOCK)[None, :]
     return r // INNER, r % INNER * D + c, r * D + c, (r < rows) & (c < D)
 
@@ -28,7 +28,7 @@ def inverse_root(u, eps, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def forward(
-    x,  # [outer, INNER, D], as the gate: rows of INNER · D numbers side by side
+    x,  # [outer, INNER, D], like gate: rows of INNER · D contiguous numbers
     gate,
     weight,  # [D]
     added,  # [rows, D]
@@ -42,14 +42,14 @@ def forward(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    GATE: tl.constexpr,  # none, first or last: where it enters
+    GATE: tl.constexpr,  # none, first or last: where it is applied
 ):
     outer, within, dense, inside = tile_of(tl.program_id(0) * ROWS, rows, INNER, D, ROWS, BLOCK)
     u = load(x, outer * x_outer + within, inside)
     if added is not None:
         both = (u + load(added, dense, inside)).to(total.dtype.element_ty)
         tl.store(total + dense, both, mask=inside)
-        u = both.to(tl.float32)  # as if the sum were read again
+        u = both.to(tl.float32)  # as if the sum were read back
     if GATE != "none":
         g = load(gate, outer * gate_outer + within, inside)
         opened = g * sigmoid(g)
@@ -66,12 +66,12 @@ def forward(
 
 @triton.jit(do_not_specialize=["rows"])
 def backward(
-    x,  # [outer, INNER, D], as the gate and dgate
+    x,  # [outer, INNER, D], like gate and dgate
     gate,
     weight,
     dy,  # [rows, D]
-    dtotal,  # [rows, D]: what else arrives at x
-    dx,  # [rows, D]: dense, as nothing normalises a part of a projection, and strides take registers
+    dtotal,  # [rows, D]: another gradient of x, to be added
+    dx,  # [rows, D], dense: nothing normalises a part of a projection, and strides take registers
     dgate,
     dweight,  # [programs, D]: to be summed over the programs
     rows,
@@ -83,7 +83,7 @@ def backward(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    GATE: tl.constexpr,  # none, first or last: where it enters
+    GATE: tl.constexpr,  # none, first or last: where it is applied
 ):
     c = tl.arange(0, BLOCK)
     if weight is not None:

@@ -1,4 +1,4 @@
-"""RMS normalisation in Triton: one launch forward, one backward, which keeps nothing but the arguments."""
+"""RMS normalisation in Triton: one launch forward and one backward, which saves only the arguments."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
@@ -15,20 +15,20 @@ from ..triton.launches import multiprocessors
 from ..triton.parts import add_parts
 from . import triton_kernels
 
-ELEMENTS = 1024  # of a tile of short rows
+ELEMENTS = 1024  # per tile of short rows
 PER_WARP, MOST_WARPS = 512, 16
-# Backward, each program walks over many rows, as it leaves a part of the weight's gradient: so many on a multiprocessor
-# are done at about the same time.
+# Programs per multiprocessor in the backward pass, all of which finish at about the same time: each walks over many
+# rows, because it stores a part of the weight's gradient.
 PROGRAMS, PROGRAMS_GATED = 12, 8
 
 
 def inner(x: Tensor) -> int:
-    """How many rows of x […,D] lie side by side: the heads of a token."""
+    """How many rows of x […,D] are contiguous: the heads of a token."""
     return x.shape[-2] if x.dim() > 3 else 1
 
 
 def strided(x: Tensor) -> tuple[Tensor, int]:
-    """x […,D], where only the outer axes may have gaps, as of heads of a view of a projection; and their stride."""
+    """x […,D], contiguous except for its outer axes (as the heads of a part of a projection are), and their stride."""
     if not x.is_contiguous() and x.dim() > 1:
         flat = x.flatten(0, -3) if x.dim() > 3 else x.flatten(0, -2).unsqueeze(1)
         if flat.stride(2) == 1 and (flat.shape[1] == 1 or flat.stride(1) == flat.shape[2]):
@@ -37,13 +37,13 @@ def strided(x: Tensor) -> tuple[Tensor, int]:
 
 
 def order(gate: Tensor | None, gate_first: bool) -> str:
-    """Where the gate enters."""
+    """Where the gate is applied."""
     return "none" if gate is None else "first" if gate_first else "last"
 
 
 @cache
 def constants(inner: int, size: int, gate: str) -> Mapping[str, Any]:
-    """What both kernels are compiled for: among others the rows and columns of a tile, and its warps."""
+    """The constants of both kernels, among them the rows and columns of a tile, and its warps."""
     block = next_power_of_2(size)
     rows = max(1, ELEMENTS // block)
     warps = max(1, min(rows * block // PER_WARP, MOST_WARPS))
@@ -53,14 +53,14 @@ def constants(inner: int, size: int, gate: str) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=1024)
 def forward(rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepared:
-    """The launch for so many rows; numbers are the strides of x and of the gate, and eps."""
+    """The launch for `rows` rows; `numbers` are the strides of x and of the gate, and eps."""
     fixed = constants(inner, size, gate)
     return Prepared(triton_kernels.forward, (cdiv(rows, fixed["ROWS"]),), rows, *numbers, **fixed)
 
 
 @lru_cache(maxsize=1024)
 def backward(programs: int, rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepared:
-    """The launch of so many programs over so many rows; numbers are the strides of x, gate and dgate, and eps."""
+    """The launch of `programs` programs over `rows` rows; `numbers` are the strides of x, gate and dgate, and eps."""
     fixed = constants(inner, size, gate)
     return Prepared(triton_kernels.backward, (programs,), rows, *numbers, **fixed)
 
@@ -68,7 +68,7 @@ def backward(programs: int, rows: int, inner: int, size: int, gate: str, *number
 def compute(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
 ) -> tuple[Tensor]:
-    """y of the shape of x."""
+    """y in the shape of x."""
     y, rows = new(x, dtype=dtype), x.numel() // max(x.shape[-1], 1)
     weight = None if weight is None else weight.contiguous()
     kind = (rows, inner(x), x.shape[-1], order(gate, gate_first))
@@ -80,7 +80,7 @@ def compute(
 def fake(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
 ) -> tuple[Tensor]:
-    """The shape of `compute`."""
+    """An empty tensor of the shape and dtype that `compute` returns."""
     return (x.new_empty(x.shape, dtype=dtype),)
 
 
@@ -93,7 +93,7 @@ def differentiate_rows(
     eps: float,
     gate_first: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x, to which `dtotal` is added, of the gate and of the weight."""
+    """The gradients of x (with `dtotal` added), of the gate and of the weight."""
     dy, rows = dy.contiguous(), x.numel() // max(x.shape[-1], 1)
     dtotal = None if dtotal is None else dtotal.contiguous()
     weight = None if weight is None else weight.contiguous()
@@ -129,9 +129,9 @@ rms_norm = op.register("rms_norm", compute, differentiate, fake, results=1)
 
 
 class Added(torch.autograd.Function):
-    """x + y and its norm, in one launch each way. The sum alone is kept; its gradient is that of both its terms.
+    """x + y and its norm, in one launch each way. Only the sum is saved; its gradient is that of both terms.
 
-    It is for calls that nobody traces: a compiler finds the sum and the norm by itself.
+    For eager calls only: a compiler fuses the sum and the norm by itself.
     """
 
     @staticmethod

@@ -8,7 +8,7 @@ from .arguments import Scan, check
 
 
 def triton(a: Scan) -> tuple[Tensor, Tensor]:
-    """The Triton implementation, imported when it is first needed: not every platform has Triton."""
+    """The Triton implementation, imported on first use: not every platform has Triton."""
     from . import triton_op
 
     return triton_op.forward(a)
@@ -35,12 +35,12 @@ def selective_scan(
     Args:
         x: Inputs [B,T,D].
         log_decay: Log decay of each channel [B,T,D]; ≤ 0. (Mamba's −dt.)
-        rate: How much faster each state decays [D,N]; ≥ 0. None for one state that decays as its channel does.
+        rate: How much faster than its channel each state decays [D,N]; ≥ 0. None for one state, at rate 1.
         b: Input weights [B,T,N], or None for ones.
-        c: Output weights [B,T,N], or [D,N] the same at all times, or None for ones.
+        c: Output weights [B,T,N], or [D,N] if they are constant over time, or None for ones.
         initial_state: h_0 [S,D,N]; zeros by default.
         return_state: Whether to return the final states.
-        cu_seqlens: Boundaries of documents packed into one row (B = 1), from 0 to T; documents may be empty.
+        cu_seqlens: Boundaries [S+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
 
     Returns:
         y [B,T,D] in the dtype of x, and the final states (at least fp32) or None.

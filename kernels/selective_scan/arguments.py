@@ -29,7 +29,7 @@ class Scan:
 
     @property
     def others(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """All floating tensors but x."""
+        """All floating-point tensors except x."""
         return self.log_decay, self.rate, self.b, self.c, self.initial_state
 
     @property
@@ -38,7 +38,7 @@ class Scan:
         return (sequences, *self.rate.shape)
 
     def first_state(self) -> Tensor:
-        """The given state, or zeros: [S,D,N], at least fp32."""
+        """The initial state, or zeros: [S,D,N], at least fp32."""
         if self.initial_state is not None:
             return at_least_fp32(self.initial_state)
         return self.x.new_zeros(self.state_shape, dtype=torch.promote_types(self.x.dtype, torch.float32))
@@ -88,7 +88,7 @@ def check(
             raise ValueError(f"{name}: expected a floating dtype, got {tensor.dtype}")
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{name}: is on {tensor.device}, but x is on {x.device}")
-    if cu_seqlens is not None and not torch.compiler.is_compiling():  # a graph knows no values
+    if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
         documents(cu_seqlens, T, B, x.device)
     scan = Scan(x, log_decay, rate, b, c, initial_state, cu_seqlens)
     if initial_state is not None and tuple(initial_state.shape) != scan.state_shape:

@@ -1,4 +1,4 @@
-"""The selective scan as a loop over time, to be checked against the papers by eye."""
+"""The selective scan as a loop over time, easy to check against the papers by eye."""
 
 import torch
 from torch import Tensor

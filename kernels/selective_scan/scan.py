@@ -1,7 +1,7 @@
 """The selective scan in plain PyTorch, with autograd: the CPU path.
 
-One step of all rows, channels and states at a time. Its operands fit into a cache, which the [B,T,D,N] tensors of a
-chunkwise form do not: that one was five to ten times slower.
+It steps through time, with all rows, channels and states at once. The operands of a step fit into the cache, which the
+[B,T,D,N] tensors of a chunkwise form do not: that form was five to ten times slower.
 """
 
 import itertools
@@ -19,7 +19,7 @@ def forward(a: Scan) -> tuple[Tensor, Tensor]:
     with torch.autocast(a.x.device.type, enabled=False):
         rate = at_least_fp32(a.rate)
         constant = at_least_fp32(a.c) if a.c is not None and a.c.dim() == 2 else None
-        # unbound, not indexed: the gradient of an index is a tensor of the full size, for each step
+        # unbound, not indexed: the gradient of every index would be a tensor of the full size
         steps = zip(
             at_least_fp32(a.x).unbind(1),
             at_least_fp32(a.log_decay).unbind(1),

@@ -1,10 +1,10 @@
 """The forward pass of the selective scan in Triton, and what both directions share.
 
-Time is cut into chunks, sequence by sequence, which run side by side, a program for each chunk and block of channels.
+Sequences are cut into chunks, which run in parallel: one program per chunk and block of channels.
 
-`local` runs through each chunk from a state of zero, `combine` finds the states at the cuts (over a chunk a state
+`local` runs through each chunk from a state of zero, `combine` computes the states at the cuts (over a chunk a state
 decays by exp(rate · Σ log_decay), whatever the inputs), and `outputs` runs through each chunk again from there. States
-are tiles [states, channels] with a channel per thread, so that the read-out is a sum inside a thread.
+are tiles [states, channels] with one channel per thread, so that the read-out is a sum inside a thread.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,7 +18,7 @@ from ..triton.tiles import chunk_at, segment_at
 
 @triton.jit
 def load_token(x, token, at, SIZE: tl.constexpr):
-    """Some numbers of a token of x [tokens, SIZE], in fp32."""
+    """The numbers `at` of a token of x [tokens, SIZE], in fp32."""
     return tl.load(x + token.to(tl.int64) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
 
 
@@ -42,7 +42,7 @@ def store_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr, value):
 
 @triton.jit
 def advance(h, x, decay, b, token, n, N: tl.constexpr):
-    """The next state: x [channels] of this token enters the decayed one."""
+    """The next state: the decayed state plus the input x [channels] of this token."""
     if b is not None:
         return h * decay + load_token(b, token, n, N)[:, None] * x[None, :]
     return h * decay + x[None, :]
@@ -67,7 +67,7 @@ def local(
 ):
     """What each chunk adds to the state after it, and its summed log decay.
 
-    REVERSE: x is the gradient of the output, and what is found is the chunk's part of the gradient of the state before.
+    REVERSE: x is the gradient of the output, and the result is the chunk's part of the gradient of the state before it.
     """
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     chunk = tl.program_id(0) // BLOCKS
@@ -110,7 +110,7 @@ def combine(
     BN: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """In place of what each chunk adds: the state before it, or in reverse the gradient of the state after it."""
+    """Replace what each chunk adds by the state before it, or in reverse by the gradient of the state after it."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     row = tl.program_id(0) // BLOCKS
     d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
@@ -147,7 +147,7 @@ def outputs(
     BN: tl.constexpr,
     READ: tl.constexpr,
 ):
-    """y from the state before each chunk, and (if it is wanted) the state after it."""
+    """y from the state before each chunk, and (if needed) the state after it."""
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     chunk = tl.program_id(0) // BLOCKS
     d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)

@@ -1,14 +1,14 @@
 """The gradients of the selective scan in Triton, chunk by chunk, from the states and their gradients at the cuts.
 
-Running backward in time needs the states of a chunk in reverse, and undoing a decay would amplify rounding. So a chunk
-is run through forward first, which leaves the state before every `PART` tokens in memory; then, part by part from the
-last, forward again, which leaves all states of the part, and backward:
+Running backward in time needs the states of a chunk in reverse, and undoing a decay would amplify rounding errors. So a
+program first runs forward through its chunk and stores the state before every `PART` tokens; then, part by part from
+the last, it runs forward again, storing all states of the part, and then backward:
 
     dh_t += c_t dy_t      dc_t = Σ_d dy_t h_t      dx_t = Σ_n dh_t b_t      db_t = Σ_d dh_t x_t
     s_t = dh_t ⊙ e^{log_decay_t rate} h_{t−1}      dlog_decay_t = Σ_n s_t rate      drate = Σ_t s_t log_decay_t
     dh_{t−1} = dh_t ⊙ e^{log_decay_t rate}
 
-What blocks of channels or chunks add up to leaves as parts, to be summed in a fixed order.
+Sums over blocks of channels, or over chunks, are stored as partial sums, which are added in a fixed order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -60,7 +60,7 @@ def gradients(
         h = load_states(states, chunk, d, n, D, N)
     else:
         h = tl.zeros([BN, BD], tl.float32)
-    # the states of a part, then the first ones of all parts
+    # the states of one part, then the first state of every part
     tile = n[:, None] * BD + tl.arange(0, BD)[None, :]
     kept += tl.program_id(0).to(tl.int64) * ((PART + marks) * (BN * BD))
     parts = tl.cdiv(stop - start, PART)

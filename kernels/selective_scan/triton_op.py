@@ -1,7 +1,7 @@
-"""The selective scan in Triton: what is launched, in which order, on which tensors.
+"""The selective scan in Triton: which kernels run, in which order, on which tensors.
 
-Forward: the states at the cuts between chunks, which are all that is kept, then all chunks at once. Backward: the
-gradients of these states, then all chunks at once. A sequence that is one chunk, as a decoded token is, takes one
+Forward: the states at the cuts between chunks, which are all that is saved, then all chunks at once. Backward: the
+gradients of these states, then all chunks at once. A sequence of a single chunk, such as a decoded token, takes one
 launch. There are no atomics: equal inputs give equal bits.
 """
 
@@ -20,23 +20,23 @@ from .arguments import Scan
 from .triton_chunks import combine, local, outputs
 from .triton_gradients import gradients
 
-SHORT, LONG = 64, 256  # tokens of a chunk
-FROM = 8192  # tokens, from which on even long chunks are enough to fill a device, and short ones are many to combine
-PART = 16  # tokens whose states lie in memory at once, as their gradients are computed
-CHANNELS = 64  # at most, that one warp holds the states of
-ELEMENTS, GRADIENT_ELEMENTS = 1024, 512  # of such a tile; the gradients need several at once
+SHORT, LONG = 64, 256  # tokens per chunk
+FROM = 8192  # tokens from which even long chunks are enough to fill a device, and short ones are slow to combine
+PART = 16  # tokens whose states are in memory at once while their gradients are computed
+CHANNELS = 64  # most channels whose states one warp holds
+ELEMENTS, GRADIENT_ELEMENTS = 1024, 512  # per tile of states; the gradients need several tiles at once
 
 
 class SelectiveScan(Plan):
-    """The plan of a call over S sequences, whose chunks take at most `slots` places.
+    """The plan of a call over S sequences, which have at most `slots` chunks.
 
     Args:
-        shape: [B,T,D] of x.
-        states: N of a channel.
-        read: ones, constant or each: what c is.
-        dtype: Of x.
-        device: Where it lies.
-        documents: How many are packed into one row, if any are.
+        shape: Shape of x [B,T,D].
+        states: States N per channel.
+        read: What c is: ones, constant or each (one per token).
+        dtype: Dtype of x.
+        device: Device of x.
+        documents: Number of documents packed into one row; None without packing.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SelectiveScan(Plan):
         (self.B, self.T, self.D), self.N, self.read = shape, states, read
         self.length = chunk_length(self.T)
         self.per_row = -(-self.T // self.length)
-        self.whole = documents is None and self.per_row == 1  # every sequence is one chunk
+        self.whole = documents is None and self.per_row == 1  # every sequence is a single chunk
         self.S = self.B if documents is None else documents
         self.slots = self.B * self.per_row if documents is None else self.T // self.length + documents
 
@@ -63,33 +63,33 @@ class SelectiveScan(Plan):
         self.chunks = self.layout.chunks.shape[0]
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
-        """y, the final states, and the states before all chunks where these are not the given ones."""
+        """Uninitialised y, final states, and states before all chunks (none if every sequence is one chunk)."""
         y, final = self.new(self.B, self.T, self.D), self.states(self.S)
         return y, final, self.states(0 if self.whole else self.slots)
 
     def states(self, count: int) -> Tensor:
-        """States [count,D,N]."""
+        """Uninitialised states [count,D,N]."""
         return self.new(count, self.D, self.N, dtype=torch.float32)
 
     def tile(self, elements: int) -> tuple[int, int]:
-        """Channels and states of a tile."""
+        """Channels and states per tile."""
         states = next_power_of_2(self.N)
         return max(1, min(CHANNELS, elements // states)), states
 
     def _prepared(self, kernel: Any, rows: int, elements: int, *numbers: int, **constants: Any) -> Prepared:
-        """A program for each row of states and block of channels."""
+        """One program per row of states and block of channels."""
         BD, BN = self.tile(elements)
         sizes: dict[str, Any] = {"D": self.D, "N": self.N, "BD": BD, "BN": BN}
         return Prepared(kernel, (rows * cdiv(self.D, BD),), *numbers, **sizes, **constants, num_warps=1)
 
     @prepared
     def local(self, reverse: bool) -> Prepared:
-        """What each chunk adds to the state after it, or the gradient before it."""
+        """What each chunk adds to the state after it, or in reverse to the gradient of the state before it."""
         return self._prepared(local, self.chunks, ELEMENTS, READ=self.read, REVERSE=reverse)
 
     @prepared
     def combine(self, reverse: bool) -> Prepared:
-        """From that to the states before all chunks, or the gradients after them."""
+        """From the results of `local` to the states before all chunks, or in reverse the gradients after them."""
         return self._prepared(combine, self.S, ELEMENTS, self.length, REVERSE=reverse)
 
     @prepared
@@ -99,23 +99,23 @@ class SelectiveScan(Plan):
 
     @property
     def marks(self) -> int:
-        """Parts of a chunk."""
+        """Number of parts in a chunk."""
         return cdiv(self.length, PART)
 
     @prepared
     def gradients(self) -> Prepared:
-        """Of everything, from the states before all chunks and the gradients after them."""
+        """The gradients of all tensors, from the states before all chunks and the gradients after them."""
         numbers = self.B * self.T, self.marks
         return self._prepared(gradients, self.chunks, GRADIENT_ELEMENTS, *numbers, PART=PART, READ=self.read)
 
 
 def chunk_length(tokens: int) -> int:
-    """Tokens of a chunk, in a row of `tokens`."""
+    """Tokens per chunk, in a row of `tokens` tokens."""
     return SHORT if tokens < FROM else LONG
 
 
 def sizes(x: Tensor, rate: Tensor, c: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Any, ...]:
-    """What the plan of a call is made of."""
+    """The arguments of a call's plan."""
     read = "ones" if c is None else "constant" if c.dim() == 2 else "each"
     documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return x.shape, rate.shape[1], read, x.dtype, x.device, documents
@@ -131,7 +131,7 @@ def cuts(
     *,
     reverse: bool,
 ) -> None:
-    """Fills the states before all chunks and the final ones, or in reverse the gradients after and of the first."""
+    """Fill the states before all chunks and the final states, or in reverse the gradients after chunks and of h_0."""
     totals = to.new(to.chunks, to.D, dtype=torch.float32)
     to.local(reverse)(x, *arguments, states, totals, to.layout.chunks)
     rate = arguments[1]
@@ -140,7 +140,7 @@ def cuts(
 
 
 def dense(*tensors: Tensor | None) -> list[Any]:
-    """The tensors without gaps."""
+    """The tensors, contiguous."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 
@@ -174,7 +174,7 @@ def fake(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The shapes of `compute`."""
+    """Empty tensors of the shapes and dtypes that `compute` returns."""
     return SelectiveScan(*sizes(x, rate, c, cu_seqlens)).results()
 
 
@@ -190,7 +190,7 @@ def differentiate(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> list[Tensor | None]:
-    """The gradients of all tensors; there is none for `cu_seqlens`."""
+    """The gradients of all tensors; None for `cu_seqlens`."""
     to = SelectiveScan.of(cu_seqlens, x.shape[1], *sizes(x, rate, c, cu_seqlens))
     x, *arguments, initial, dy, dfinal = dense(x, log_decay, rate, b, c, initial_state, *arriving)
     dy = torch.zeros_like(x) if dy is None else dy
@@ -219,7 +219,7 @@ selective_scan = op.register("selective_scan", compute, differentiate, fake, res
 
 def forward(a: Scan) -> tuple[Tensor, Tensor]:
     """y [B,T,D] and the final states [S,D,N]."""
-    # fp64 beside an x of less: the kernels compute in fp32
+    # fp64 arguments with an x of lower precision: the kernels compute in fp32
     rest = (None if z is None else z.float() if z.dtype == torch.float64 else z for z in a.others)
     y, final = selective_scan(a.x, *rest, a.cu_seqlens)
     return y, final

@@ -1,1 +1,1 @@
-"""What all Triton kernels share: their launches, where chunks and documents lie, and tiles. Nothing here is an op."""
+"""What all Triton kernels share: launches, the layout of chunks and documents, and tiles. Nothing here is an op."""

@@ -1,8 +1,8 @@
-"""Kernels are queued here: on the device of their tensors, and past most of what Triton's launcher does on the host.
+"""Kernels are enqueued on the device of their tensors, without most of the host work of Triton's launcher.
 
-Each launch, Triton writes down what its compiler would know of all arguments, and looks that text up among what it has
-compiled. On the host that takes as long as some kernels take on the device. Here a launch that the compiler could not
-tell from an earlier one calls what was compiled then.
+On every launch, Triton spells out what its compiler would know of all arguments, and looks that text up among the
+kernels it has compiled. On the host that takes as long as some kernels take on the device. Here a launch that the
+compiler could not tell from an earlier one calls the kernel that was compiled then.
 """
 
 from typing import Any
@@ -14,26 +14,26 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-PLAIN = torch.version.hip is not None  # its compiler also looks at the size of a tensor's memory
-DIRECT = triton.__version__.startswith(("3.6.", "3.7."))  # whose `CompiledKernel.run` takes what it is given below
-Found = tuple[CompiledKernel, tuple[Any, ...]]  # what was compiled, and the constants in the order of its arguments
-_compiled: dict[tuple[Any, ...], Found] = {}  # for launches that look alike
+PLAIN = torch.version.hip is not None  # the ROCm compiler also looks at the size of a tensor's memory
+DIRECT = triton.__version__.startswith(("3.6.", "3.7."))  # their `CompiledKernel.run` takes the arguments below
+Found = tuple[CompiledKernel, tuple[Any, ...]]  # a compiled kernel, and its constants in order
+_compiled: dict[tuple[Any, ...], Found] = {}  # by what the compiler knows of a launch
 
 
 def enqueue(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> Found | None:
     """Launch a kernel on the current stream of the device of its first tensor.
 
     Args:
-        kernel: A function under `triton.jit`, whose constants follow all other arguments.
-        grid: Its programs, along one to three axes.
+        kernel: A `triton.jit` function whose constants follow all other arguments.
+        grid: Number of programs along one to three axes.
         given: The arguments up to the constants, or some of these as well; the first one is a tensor.
-        constants: The others by name, and `num_warps`, `num_stages`, `maxnreg`.
+        constants: The other constants by name, and `num_warps`, `num_stages`, `maxnreg`.
 
     Returns:
-        What serves launches that look alike, if anything does.
+        What later launches of the same form reuse; None if nothing can be reused.
     """
     device = given[0].get_device()
-    if device < 0 or PLAIN:  # on the CPU it is interpreted
+    if device < 0 or PLAIN:  # on the CPU, Triton interprets the kernel
         kernel[grid](*given, **constants)
         return None
     if device == torch.accelerator.current_device_index():
@@ -43,15 +43,15 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -
 
 
 class Prepared:
-    """A launch of which all but the tensors is known. To be kept for sizes that come again: it takes half the time.
+    """A launch with everything fixed but its tensors. Kept for sizes that recur, it takes half the time.
 
     Args:
-        kernel: As of `enqueue`; its tensors precede all other arguments.
-        grid: As of `enqueue`.
+        kernel: As for `enqueue`; its tensors precede all other arguments.
+        grid: As for `enqueue`.
         numbers: The arguments between the tensors and the constants.
-        checked: Whether the caller has seen to it that a tensor, if it is there, has the same dtype each time, and lies
-            where the first one does. Then nobody looks again.
-        constants: As of `enqueue`.
+        checked: Whether the caller guarantees that each tensor, if present, always has the same dtype and is on the
+            device of the first one. They are not checked again then.
+        constants: As for `enqueue`.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, checked: bool = False, **constants: Any):
@@ -62,9 +62,9 @@ class Prepared:
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
         """Launch it on the current stream of the device of the first tensor."""
         device, tensors = first.get_device(), (first, *others)
-        values: list[Any] = []  # see below
+        values: list[Any] = []  # as in `_enqueue`
         if self.checked:
-            bits = missing = 0  # which tensors are: a digit each
+            bits = missing = 0  # which tensors are None: a bit each
             for x in tensors:
                 missing += missing
                 if x is None:
@@ -96,12 +96,12 @@ class Prepared:
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many blocks of `size` hold n. (Triton's own function is one for kernels, and slow outside of them.)"""
+    """How many blocks of `size` hold n. (Triton's function is meant for kernels, and slow outside them.)"""
     return -(-n // size)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest that is not less than n."""
+    """The smallest power of two that is not less than n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -110,17 +110,17 @@ def _enqueue(
 ) -> Found | None:
     first = kernel.constexprs[0] if kernel.constexprs else len(kernel.params)
     known: list[Any] = [id(kernel), device, len(given)]  # and what the compiler knows of each argument
-    values: list[Any] = []  # the arguments, tensors by address: the launcher would ask each, and then the driver
+    values: list[Any] = []  # the arguments, tensors by address: the launcher would query each, and then the driver
     for x in given[:first]:
         if type(x) is int:
             bits = 32 if -(2**31) <= x < 2**31 else 64 if x < 2**63 else 65
-            known.append(1 if x == 1 else -bits if x & 15 else bits)  # a one is a constant
+            known.append(1 if x == 1 else -bits if x & 15 else bits)  # Triton treats 1 as a constant
         elif isinstance(x, Tensor):
             at, kind = x.data_ptr(), x.dtype
             known.append((kind,) if at & 15 else kind)
-            if x.is_cuda:  # what is elsewhere the launcher refuses
+            if x.is_cuda:  # the launcher rejects tensors elsewhere
                 x = at
-        else:  # nothing is known of other numbers but their kind
+        else:  # of other values, the compiler knows only the type
             known.append(x if x is None else type(x))
         values.append(x)
     alike = (*known, *given[first:], *constants, *constants.values())
@@ -143,7 +143,7 @@ def _start(
     values: list[Any],
     rest: tuple[Any, ...],
 ) -> None:
-    """Launch what was compiled on what is given and the rest, or on the values of what is given and the rest."""
+    """Launch a compiled kernel on the given arguments (or on their values, past the launcher) and the rest."""
     grid = (*grid, 1, 1)[:3]
     if _observed() or not DIRECT:
         compiled[grid](*given, *rest)
@@ -154,6 +154,6 @@ def _start(
 
 
 def _observed() -> bool:
-    """Whether somebody wants to hear of launches, as profilers do."""
+    """Whether a hook observes launches, as those of profilers do."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

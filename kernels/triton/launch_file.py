@@ -1,13 +1,13 @@
-"""Launch entries from a file, as `cli.py tune` writes it, that go before the built-in ones on the GPU they are for.
+"""Launch entries from a file, as `cli.py tune` writes it. On its GPU they take precedence over the built-in ones.
 
-The environment variable ``ZOO_LAUNCH`` names the file for a whole process; :func:`launch_file` inside it goes first.
+The environment variable ``ZOO_LAUNCH`` names the file for a whole process; :func:`launch_file` takes precedence.
 
     {"capability": [8, 0], "entries": [
       {"kernel": "linear_recurrence.carry", "size": 128, "itemsize": 2, "block": 32, "warps": 4, "stages": 2},
       {"kernel": "delta_rule.dq", "size": 128, "itemsize": 2, "keys": 64, "values": 32, "warps": 4, "stages": 2}]}
 
-`size` is the largest head that an entry serves. Where there are entries of several sizes, built-in or not, the smallest
-that serves a head is taken.
+`size` is the largest head that an entry serves. Among the entries for a kernel, built-in or not, the smallest size that
+serves a head is used.
 """
 
 import json
@@ -34,7 +34,7 @@ NUMBERS = {
     "linear_recurrence": ("block", "warps", "stages"),
     "delta_rule": ("keys", "values", "warps", "stages"),
 }
-# what an entry of a kernel consists of
+# the numbers in an entry, by kernel
 KERNELS = {f"{op}.{name}": NUMBERS[op] for op, names in NAMES.items() for name in names}
 # a kernel that does not cut an axis has a block of 0 there
 ALLOWED: dict[str, tuple[int, ...]] = {
@@ -49,24 +49,24 @@ Entries = dict[tuple[str, int], dict[int, dict[str, int]]]
 
 
 class LaunchFile(NamedTuple):
-    """What is in a file: the GPU it is for, and by kernel and bytes per element its launches by head size."""
+    """The contents of a file: its GPU, and the launches by kernel and bytes per element, then by head size."""
 
     capability: tuple[int, int]
     entries: Entries
 
 
-# not a context variable: gradients are computed in threads that do not see those
+# not a context variable: gradients are computed in threads that do not inherit those
 _current: str | None = os.environ.get(VARIABLE) or None
 
 
 def current() -> str | None:
-    """The path of the file that is in force, if there is one."""
+    """The path of the file in force, or None."""
     return _current
 
 
 @contextmanager
 def launch_file(path: str | Path | None) -> Iterator[None]:
-    """Take launches from this file inside the ``with`` block; None for the built-in ones alone."""
+    """Use the launches in this file inside the ``with`` block; None for the built-in ones alone."""
     global _current
     before, _current = _current, None if path is None else str(path)
     try:
@@ -77,15 +77,15 @@ def launch_file(path: str | Path | None) -> Iterator[None]:
 
 @cache
 def version(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of a GPU; None for anything else."""
+    """The compute capability of a GPU; None for any other device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def given(path: str | None, kernel: str, itemsize: int, gpu: tuple[int, int] | None) -> Mapping[int, dict[str, int]]:
-    """What a file has for a kernel on a GPU: its launches by head size.
+    """The launches of a kernel in a file, by head size; none if the file is for another GPU.
 
     Raises:
-        UserError: The file cannot be read.
+        UserError: The file cannot be read, or something in it is wrong.
     """
     if path is None or gpu is None or not _for(path, gpu):
         return {}
@@ -106,7 +106,7 @@ def read(path: str) -> LaunchFile:
     """Read and check a file.
 
     Raises:
-        UserError: There is no such file, or something in it is wrong.
+        UserError: The file cannot be read, or something in it is wrong.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -129,7 +129,7 @@ def read(path: str) -> LaunchFile:
 
 
 def _mistake(entry: Any) -> str | None:
-    """What is wrong with an entry, if anything is."""
+    """What is wrong with an entry; None if nothing is."""
     if not isinstance(entry, dict):
         return f"expected an object, got {entry!r}"
     if (kernel := entry.get("kernel")) not in KERNELS:

@@ -1,10 +1,10 @@
-"""How the Triton kernels are launched: block sizes, warps and stages, by architecture, head size and dtype.
+"""Launch configurations of the Triton kernels: block sizes, warps and stages, by architecture, head size and dtype.
 
-A table and no autotuning: the first call costs one compilation, and nothing ever depends on the length. Every entry was
-compiled ahead of time without large spills, and is tested on a device in outputs *and* gradients. Some that look
-harmless compute nonsense on Hopper with Triton 3.6. In the linear recurrence, blocks of 32 with 4 warps and 1 stage are
-silently wrong, and with 8 warps an illegal access. In the delta rule, so are 32 values with 4 warps and 1 stage, and 16
-values with 3 stages. Entries of a file go before these (`launch_file.py`).
+They come from a table, not from autotuning: the first call costs one compilation, and no launch depends on the length.
+Every entry was compiled ahead of time without large spills, and is tested on a device in outputs *and* gradients. Some
+that look harmless compute nonsense on Hopper with Triton 3.6. In the linear recurrence, blocks of 32 with 4 warps and 1
+stage are silently wrong, and with 8 warps they access memory illegally. In the delta rule, 32 values with 4 warps and 1
+stage are wrong, and so are 16 values with 3 stages. Entries of a file take precedence (`launch_file.py`).
 """
 
 import logging
@@ -23,7 +23,7 @@ HALF, SINGLE = 2, 4  # bytes per element
 
 
 class Launch(NamedTuple):
-    """One entry. A block is 0 where the kernel does not cut that axis."""
+    """One entry. A block is 0 if the kernel does not cut that axis."""
 
     warps: int
     stages: int
@@ -131,14 +131,14 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
 
 def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch:
     """The entry for a head size (the larger of K and V)."""
-    # a compiler may not know the size yet
+    # the size may be symbolic while tracing
     entry = _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
     assert entry, f"{kernel} has no launch for heads of {size}"
     return entry
 
 
 def optional(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch | None:
-    """The same of a kernel that not every head size has; None where it has not."""
+    """Like `launch`, for a kernel that has no entry for some head sizes; None for those."""
     return _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
 
 
@@ -147,12 +147,12 @@ def largest(op: str, dtype: torch.dtype, device: torch.device) -> int:
     return _largest(op, dtype.itemsize, capability(device), launch_file.current(), device)
 
 
-# as in `backend.py`: the compiler need not look into files
+# as in `backend.py`: the compiler need not trace the reading of files
 largest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def entries(kernel: str, itemsize: int, architecture: int, file: str | None, device: torch.device) -> dict[int, Launch]:
-    """The entries of a kernel by the largest head that they serve, those of a file before the built-in ones."""
+    """The entries of a kernel by the largest head that they serve; those of a file override the built-in ones."""
     known = {key[1]: entry for key, entry in TABLE[kernel].items() if (key[0], key[2]) == (architecture, itemsize)}
     given = launch_file.given(file, kernel, itemsize, launch_file.version(device))
     return {**known, **{size: Launch(**entry) for size, entry in given.items()}}
@@ -175,8 +175,8 @@ def _entry(
 
 @cache
 def capability(device: torch.device) -> int:
-    """The architecture that the table knows, or OTHER."""
-    if device.type != "cuda":  # the interpreter runs what is tested on the device
+    """The architecture that the table has, or OTHER."""
+    if device.type != "cuda":  # the interpreter runs the entries that are tested on the device
         return HOPPER
     major, minor = torch.cuda.get_device_capability(device)
     if major == HOPPER:
@@ -187,5 +187,5 @@ def capability(device: torch.device) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """How many programs can run side by side."""
+    """The number of multiprocessors; 1 without a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,7 +1,7 @@
-"""Where the chunks of all sequences lie: small index tables that the kernels read, made once per shape or packing.
+"""Where the chunks of all sequences lie: small index tables that the kernels read, built once per shape or packing.
 
-Sequences are the rows of a batch, or the documents packed into one row; tokens are counted through the whole batch.
-Nothing here is a size that a kernel is compiled for.
+Sequences are the rows of a batch, or the documents packed into one row; tokens are numbered across the whole batch.
+No kernel is compiled for a size in these tables.
 """
 
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from torch import Tensor
 
 from ..documents import Documents
 
-CHUNK = 64  # tokens of a chunk of the two matrix-state recurrences
+CHUNK = 64  # tokens per chunk of the two matrix-state recurrences
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Int32 tables.
+    """Int32 index tables.
 
     Attributes:
-        chunks: First token, tokens.
-        blocks: First token, tokens, first chunk.
-        segments: First token, tokens, first chunk, first block, row of its first state. Those of sequences that are cut
-            come first.
-        sequences: First segment, segments.
-        cut: How many segments are less than a sequence. If none is, segments are the sequences in their order, empty
-            ones included, and their states are those of the sequences.
+        chunks: First token, number of tokens.
+        blocks: First token, number of tokens, first chunk.
+        segments: First token, number of tokens, first chunk, first block, row of the first state. Segments of sequences
+            that are cut come first.
+        sequences: First segment, number of segments.
+        cut: Number of segments that are shorter than their sequence. If it is 0, segments are the sequences in order,
+            including empty ones, and their states are those of the sequences.
     """
 
     chunks: Tensor
@@ -39,23 +39,23 @@ class Layout:
 def layout(
     packed: Documents | None, batch: int, length: int, chunk: int, block: int, segment: int, device: torch.device
 ) -> Layout:
-    """The tables of `batch` rows of `length` tokens, or of the documents that are packed into one.
+    """The tables of `batch` rows of `length` tokens, or of the documents that are packed into one row.
 
     Args:
-        packed: The documents.
-        batch: Rows.
-        length: Tokens of a row.
-        chunk: Tokens of a chunk.
-        block: Tokens of a block, a multiple of the chunk.
-        segment: The most tokens of a segment, a multiple of the block.
-        device: Where the tables lie.
+        packed: The packed documents; None for rows.
+        batch: Number of rows.
+        length: Tokens per row.
+        chunk: Tokens per chunk.
+        block: Tokens per block, a multiple of the chunk.
+        segment: Most tokens per segment, a multiple of the block.
+        device: Device of the tables.
     """
     if packed is None:
         return _of_rows(batch, length, chunk, block, segment, device)
     return packed.once(_of_documents, chunk, block, segment, device)
 
 
-@cache  # for good: a CUDA graph that read them would not keep them
+@cache  # never evicted: a CUDA graph that reads the tables does not keep them alive
 def _of_rows(batch: int, length: int, chunk: int, block: int, segment: int, device: torch.device) -> Layout:
     return _tables(torch.arange(batch + 1) * length, chunk, block, segment, device)
 
@@ -68,7 +68,7 @@ def _tables(bounds: Tensor, chunk: int, block: int, segment: int, device: torch.
     begin, lengths = bounds[:-1], bounds.diff()
 
     def pieces(counts: Tensor, first: Tensor, size: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of all sequences, in this order, cut into pieces: owner, number in the sequence, first token, tokens."""
+        """All sequences, in this order, cut into pieces: owner, index in the sequence, first token, tokens."""
         owner = torch.repeat_interleave(order, counts[order])
         number = torch.arange(len(owner)) - first[owner]
         return owner, number, begin[owner] + number * size, (lengths[owner] - number * size).clamp(max=size)
@@ -94,5 +94,5 @@ def _tables(bounds: Tensor, chunk: int, block: int, segment: int, device: torch.
 
 
 def _before(counts: Tensor) -> Tensor:
-    """How many of them come before each."""
+    """The sum of all counts before each."""
     return counts.cumsum(0) - counts

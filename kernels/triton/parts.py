@@ -1,4 +1,4 @@
-"""The gradient of what all programs share: the part that each of them leaves is added up in one launch."""
+"""Gradients of parameters that all programs share: the parts that programs store are added up in one launch."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..allocation import new
 from .enqueue import cdiv, enqueue
 
-# A program's columns are one sector of memory; with so many rows at a time few steps wait for it, one after another.
+# A program's columns are one sector of memory; with this many rows at a time, few loads wait for one another.
 COLUMNS, ROWS, WARPS = 8, 512, 4
 
 

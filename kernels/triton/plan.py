@@ -1,4 +1,4 @@
-"""What follows from the sizes of a call alone: made once for calls that are alike, so that the host is quick."""
+"""What follows from the sizes of a call alone, computed once for all calls of these sizes to save time on the host."""
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
@@ -17,14 +17,14 @@ Options = TypeVarTuple("Options")
 
 
 class Plan:
-    """Sizes, the layout of chunks and segments, and launches of which only the tensors are missing.
+    """Sizes, the layout of chunks and segments, and launches that lack only their tensors.
 
-    Plans and launches are remembered by all of the arguments that they are made of, and are made of nothing else: no
-    key is listed by hand, and none can be forgotten.
+    Plans and launches are cached by all of their arguments, and depend on nothing else: no key is listed by hand, so
+    that none can be forgotten.
 
     Args:
-        dtype: Of new tensors.
-        device: Where they lie.
+        dtype: Dtype of new tensors.
+        device: Device of new tensors.
     """
 
     layout: Layout
@@ -34,16 +34,16 @@ class Plan:
         self.launches: dict[Hashable, Prepared] = {}
 
     def place(self, packed: Documents | None) -> None:
-        """Set the layout: of rows, or of these documents, of which nothing else is kept. Compiled code does without."""
+        """Set the layout: of rows, or of these documents, which must not be kept. Fake tensors need no layout."""
         raise NotImplementedError
 
     @classmethod
     def of(cls, cu_seqlens: Tensor | None, length: int, *sizes: Hashable) -> Self:
-        """The plan of these sizes, which are hashable; documents keep those of their packing.
+        """The plan of these sizes, which are hashable; plans of packed documents are cached with the documents.
 
         Args:
-            cu_seqlens: Boundaries of packed documents.
-            length: Tokens of a row.
+            cu_seqlens: Boundaries [N+1] of packed documents, or None.
+            length: Tokens per row.
             sizes: The arguments of the plan.
         """
         plan: Callable[..., Self] = cls
@@ -52,13 +52,13 @@ class Plan:
         return documents(cu_seqlens, length).once(of_documents, launch_file.current(), plan, sizes)
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor that a kernel will fill."""
+        """An uninitialised tensor for a kernel to fill."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
 
 @lru_cache(maxsize=256)
 def of_rows(file: str | None, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]) -> SomePlan:
-    """The plan of rows of a batch, while launches come from this file."""
+    """The plan of the rows of a batch, with launches from this file."""
     made = plan(*sizes)
     made.place(None)
     return made
@@ -67,17 +67,17 @@ def of_rows(file: str | None, plan: Callable[..., SomePlan], sizes: tuple[Any, .
 def of_documents(
     packed: Documents, file: str | None, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]
 ) -> SomePlan:
-    """The same of packed documents."""
+    """The same for packed documents."""
     made = plan(*sizes)
     made.place(packed)
     return made
 
 
 def prepared(make: Callable[[SomePlan, *Options], Prepared]) -> Callable[[SomePlan, *Options], Prepared]:
-    """A launch of a plan, prepared the first time that it is wanted with these arguments.
+    """Cache a launch of a plan, which is prepared on the first call with these arguments.
 
-    All that the kernel is compiled for comes from the plan, which does not change, and from the arguments. Which
-    tensors are missing is what a prepared launch sees for itself.
+    Everything that the kernel is compiled for comes from the plan, which does not change, and from the arguments. Which
+    tensors are missing is left to the prepared launch.
     """
 
     @wraps(make)

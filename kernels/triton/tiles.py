@@ -1,11 +1,11 @@
-"""What kernels are made of: tiles of memory, places in the tables of a layout, powers of two and the logistic function.
+"""Building blocks of kernels: tiles of memory, entries of a layout's tables, powers of two and the logistic function.
 
-Triton's own exponentials take care of results and divisors that are too small for fp32's exponent, with two or three
-instructions more for each of them. Here such results are zeros. It pays where memory alone is not what a kernel waits
+Triton's own exponentials handle results and divisors that are too small for the exponent of fp32, at two or three more
+instructions each. Here such results are zeros. That pays off where memory is not the only thing that a kernel waits
 for.
 """
 
-# kernels: what looks like a function is a program, and branches are taken when it is compiled
+# Triton kernels: untyped, with branches that are resolved at compile time
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch
@@ -16,13 +16,13 @@ from . import layout
 
 CHUNK = tl.constexpr(layout.CHUNK)
 LOG2E = tl.constexpr(1.4426950408889634)
-# other devices, and the interpreter, have no such instructions
+# other devices, and the interpreter, lack these instructions
 PTX: tl.constexpr = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def exp2(x):
-    """2^x in fp32, to its last bit or two."""
+    """2^x in fp32, accurate to the last bit or two."""
     if PTX:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     return tl.exp2(x)
@@ -30,7 +30,7 @@ def exp2(x):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e^−x) in fp32; of a large x, as in Triton's own, the product with log2 e has fewer bits."""
+    """1 / (1 + e^−x) in fp32; as in Triton's version, the product with log2 e loses bits for large x."""
     if PTX:
         divisor = 1 + exp2(x * -1.4426950408889634)
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], tl.float32, True, 1)
@@ -72,7 +72,7 @@ def segment_at(segments, segment):
 def tokens_at(x, token, stop, stride, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers and mask of the tile [64, BLOCK] that starts at a token and a column.
 
-    As of `load_tile`, but offsets are added up first: the backward pass of the delta rule then has fewer instructions.
+    Like `load_tile`, but offsets are added up first, which saves instructions in the backward pass of the delta rule.
     """
     r, c = tl.arange(0, CHUNK), column + tl.arange(0, BLOCK)
     mask = (r < stop - token)[:, None]
@@ -116,7 +116,7 @@ def store_state(x, row, column, K: tl.constexpr, V: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def load_pairs(x, DTYPE: tl.constexpr):
-    """A tile [64, 64] of numbers for pairs of tokens."""
+    """A tile [64, 64] of values for pairs of tokens."""
     r = tl.arange(0, CHUNK)
     return tl.load(x + r[:, None] * CHUNK + r[None, :]).to(DTYPE)
 

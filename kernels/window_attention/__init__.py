@@ -22,22 +22,22 @@ def window_attention(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Causal softmax attention of T queries over S ≥ T keys, the last query standing at the last key.
+    """Causal softmax attention of T queries over S ≥ T keys, with the last query aligned to the last key.
 
-    More keys than queries continue a cache: its keys come first, in chronological order. H query heads share Hkv
+    More keys than queries mean a cache, whose keys come first, in chronological order. H query heads share Hkv
     key-value heads in order (grouped-query attention).
 
     Args:
         q: Queries [B,T,H,D].
         k: Keys [B,S,Hkv,D].
         v: Values [B,S,Hkv,D].
-        window_size: How many keys a query sees, its own included; None for all.
-        first_key: Number [B] of the first valid key of each row, for caches that are not full yet.
-        scale: Factor of the scores, by default D^-½.
+        window_size: How many keys a query sees, including its own; None for all.
+        first_key: Index [B] of the first valid key of each row, for caches that are not full yet.
+        scale: Factor on the scores; D^-½ by default.
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1, S = T), from 0 to T.
 
     Returns:
-        o [B,T,H,D]; a query without any valid key gives 0.
+        o [B,T,H,D]; 0 for a query without a valid key.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.

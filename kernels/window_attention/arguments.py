@@ -10,7 +10,7 @@ from ..documents import Documents, documents
 
 @dataclass(frozen=True)
 class Attention:
-    """Checked arguments: T queries against S ≥ T keys, the last query standing at the last key."""
+    """Checked arguments: T queries over S ≥ T keys, with the last query aligned to the last key."""
 
     q: Tensor  # [B,T,H,D]
     k: Tensor  # [B,S,Hkv,D]

@@ -1,4 +1,4 @@
-"""Which of several ways computes an attention: the choice inside the backend `torch`."""
+"""Which of several implementations computes attention: the choice within the backend `torch`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from .arguments import Attention
 
 
 class Candidate(NamedTuple):
-    """One way."""
+    """One implementation."""
 
     forward: Callable[[Attention], Tensor]
     serves: Callable[[Attention], bool]  # whether it can compute a call, on a GPU
@@ -26,20 +26,20 @@ CANDIDATES = {
 }
 
 
-# On a GPU in half precision, for calls with packed documents or not, and a window shorter than the keys or not: from
-# the fastest on, the first one that serves the call runs. FlashAttention's gradient of q is not bitwise repeatable,
-# unless PyTorch is told to use deterministic algorithms; all the others are.
+# On a GPU in half precision, by whether documents are packed and whether the window is shorter than the keys: from the
+# fastest on, the first candidate that serves the call runs. FlashAttention's gradient of q is not bitwise repeatable
+# unless PyTorch is set to use deterministic algorithms; all the others are.
 RULES = {
     (False, False): ("sdpa", "chunk"),
     (False, True): ("flex", "flash", "chunk"),
     (True, False): ("flash", "flex", "chunk"),
     (True, True): ("flex", "flash", "chunk"),
 }
-EXACT: tuple[str, ...] = ("sdpa", "chunk")  # in fp32, on a processor, and for more keys than queries
+EXACT: tuple[str, ...] = ("sdpa", "chunk")  # in fp32, on a CPU, and for more keys than queries
 
 
 def chosen(a: Attention) -> str:
-    """The name of the candidate for a call."""
+    """The name of the candidate that computes a call."""
     if step.serves(a):
         return "step"
     T, S = a.q.shape[1], a.k.shape[1]

@@ -1,6 +1,6 @@
 """Window attention through PyTorch's scaled dot product attention: the CPU path, which serves every call.
 
-A window shorter than the sequence is cut into blocks of queries, each against its own stretch of keys, so that the
+With a window shorter than the sequence, queries are cut into blocks, each against the keys that it sees, so that the
 work grows with T · window and not with T².
 """
 
@@ -15,7 +15,7 @@ from .arguments import Attention
 from .sdpa import dot_product
 
 BLOCK = 64
-SHORT = 256  # the longest window whose scores are kept
+SHORT = 256  # the longest window whose scores are saved for backward
 
 
 def forward(a: Attention) -> Tensor:
@@ -63,14 +63,14 @@ def _blocks(a: Attention, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tenso
 
 
 def _stretches(x: Tensor, mask: Tensor) -> Tensor:
-    """The keys that blocks of queries are masked from [N,BLOCK,keys]: x [B,T,…] → [B,N,keys,…]."""
+    """x [B,T,…] → the keys of each block of queries [B,N,keys,…], for a mask [N,BLOCK,keys]."""
     count, before = len(mask), mask.shape[2] - BLOCK
     x = F.pad(x, [0, 0] * (x.dim() - 2) + [before, count * BLOCK - x.shape[1]]).unflatten(1, (-1, BLOCK))
     return _Overlapping.apply(x, count)
 
 
 class _Overlapping(torch.autograd.Function):
-    """Blocks [B,N+n,BLOCK,…] → [B,N,(n+1)·BLOCK,…], each with the n after it. Autograd would fill zeros n + 1 times."""
+    """Blocks [B,N+n,BLOCK,…] → [B,N,(n+1)·BLOCK,…], each with the next n. Autograd would fill zeros n + 1 times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
@@ -86,12 +86,12 @@ class _Overlapping(torch.autograd.Function):
 
 
 def _products(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """o [B,T,H,D]: two products around a softmax, which keeps the scores, but is faster on a processor."""
+    """o [B,T,H,D]: two products around a softmax, which saves the scores for backward, but is faster on a CPU."""
     with torch.autocast(q.device.type, enabled=False):
         (B, T, _, _), heads = q.shape, k.shape[2]
         kind, (count, _, keys) = v.dtype, mask.shape
         before, after = keys - BLOCK, count * BLOCK - T
-        # heads first, so that nothing is copied for a product
+        # heads first, so that products need no copies
         q = (at_least_fp32(q) * a.scale).transpose(1, 2)
         q = F.pad(q, (0, 0, 0, after)) if after else q
         q = q.unflatten(1, (heads, -1)).unflatten(3, (-1, BLOCK)).transpose(2, 3).flatten(3, 4)  # [B,Hkv,N,R·BLOCK,D]

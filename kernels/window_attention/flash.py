@@ -1,4 +1,4 @@
-"""FlashAttention-2 as PyTorch has it, which knows windows and packed documents: nothing outside of them is computed."""
+"""PyTorch's FlashAttention-2, which supports windows and packed documents, and computes nothing outside them."""
 
 import inspect
 from functools import cache
@@ -11,39 +11,39 @@ from .arguments import Attention
 
 
 def serves(a: Attention) -> bool:
-    """Whether the kernel knows the dtype and the size of the heads, and queries and keys are the same tokens."""
+    """Whether the kernel supports the dtype and the head size, and queries and keys are the same tokens."""
     size = a.q.shape[3]
     known = a.q.dtype in (torch.bfloat16, torch.float16) and size <= 256 and size % 8 == 0
     return known and a.first_key is None and a.q.shape[1] == a.k.shape[1] and has("window_size")
 
 
 def forward(a: Attention) -> Tensor:
-    """o [B,T,H,D]. Without packed documents, the rows are the documents."""
+    """o [B,T,H,D]. Without packed documents, every row is a document."""
     B, T = a.q.shape[:2]
     if a.documents is None or a.cu_seqlens is None:
         bounds, longest = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=a.q.device), T
     else:
         bounds, longest = a.cu_seqlens.to(torch.int32), max(stop - start for start, stop in a.documents.spans)
     options: dict[str, Any] = {"scale": a.scale, "window_size": (-1 if a.window_size is None else a.window_size - 1, 0)}
-    if a.q.shape[2] != a.k.shape[2] and has("enable_gqa"):  # where there is no such switch it is always on
+    if a.q.shape[2] != a.k.shape[2] and has("enable_gqa"):  # versions without this option always allow it
         options["enable_gqa"] = True
     q, k, v = (x.flatten(0, 1) for x in (a.q, a.k, a.v))
     return attention()(q, k, v, bounds, bounds, longest, longest, **options).unflatten(0, (B, T))
 
 
 def attention() -> Any:
-    """PyTorch's function, imported when it is first needed."""
+    """PyTorch's function, imported on first use."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
 
 
 def has(option: str) -> bool:
-    """Whether PyTorch's function has an option: they came with its versions."""
+    """Whether PyTorch's function has an option, which depends on the version."""
     return option in _options()
 
 
-has._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in `kernels.backend`: nothing to trace there
+has._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in `kernels.backend`: nothing to trace
 
 
 @cache

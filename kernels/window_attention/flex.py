@@ -9,11 +9,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .arguments import Attention
 
-BLOCK = 128  # queries and keys of a block
+BLOCK = 128  # queries and keys per block
 
 
 def serves(a: Attention) -> bool:
-    """Whether queries and keys are the same tokens, in heads of a size that is a power of two."""
+    """Whether queries and keys are the same tokens, and the head size is a power of two, at least 16."""
     size = a.q.shape[3]
     return a.first_key is None and a.q.shape[1] == a.k.shape[1] and size >= 16 and size & (size - 1) == 0
 
@@ -24,7 +24,7 @@ def forward(a: Attention) -> Tensor:
 
     q, k, v = (x.transpose(1, 2) for x in (a.q, a.k, a.v))
     grouped = q.shape[1] != k.shape[1]
-    # what is not compiled, by us or by whoever compiles us, has all scores in memory
+    # uncompiled, FlexAttention has all scores in memory; code that is being compiled compiles it as well
     attention = _compiled() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
     o = attention(q, k, v, block_mask=mask(a), scale=a.scale, enable_gqa=grouped)
     return o.transpose(1, 2)
@@ -41,12 +41,12 @@ _of_documents = WeakTensorKeyDictionary()  # cu_seqlens → {window: mask}
 
 
 def mask(a: Attention) -> Any:
-    """The remembered `BlockMask` of a call; it is the same for all rows and heads."""
+    """The cached `BlockMask` of a call; it is the same for all rows and heads."""
     if a.cu_seqlens is None or a.documents is None:
         return _of_row(a.q.shape[1], a.window_size, a.q.device)
     masks = _of_documents.setdefault(a.cu_seqlens, {})
     if a.window_size not in masks:
-        with torch.inference_mode(False):  # it may be remembered until the next training step
+        with torch.inference_mode(False):  # the cached mask may serve the next training step
             token = torch.arange(a.q.shape[1], device=a.q.device)
             masks[a.window_size] = _mask(token - a.documents.positions, a.window_size)
     return masks[a.window_size]
@@ -59,19 +59,19 @@ def _of_row(length: int, window: int | None, device: torch.device) -> Any:
 
 
 def _mask(document: Tensor, window: int | None) -> Any:
-    """The mask of tokens whose documents start at `document` [T]."""
+    """The mask for tokens whose documents start at `document` [T]."""
     from torch.nn.attention.flex_attention import BlockMask
 
     T = len(document)
-    first = document  # key that a query sees; it never decreases
+    first = document  # the first key that each query sees; it never decreases
     if window is not None:
         first = torch.maximum(document, torch.arange(1 - window, T + 1 - window, device=document.device))
-    start = torch.arange(0, T, BLOCK, device=document.device)  # of a block, of queries or of keys
+    start = torch.arange(0, T, BLOCK, device=document.device)  # of each block, of queries or of keys
     last = (start + BLOCK).clamp(max=T) - 1
-    # together, the queries of a block see everything from the first key of its first one to its last one
+    # together, the queries of a block see everything from the first key of its first query to its last query
     some = (last >= first[start][:, None]) & (start <= last[:, None])
     every = (start >= first[last][:, None]) & (last <= start[:, None])
-    every &= (start + BLOCK <= T)[:, None]  # a last block that is not full has to look where it ends
+    every &= (start + BLOCK <= T)[:, None]  # a last block that is not full needs the mask at its end
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= first[query])
@@ -81,6 +81,6 @@ def _mask(document: Tensor, window: int | None) -> Any:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, and which: those first [1,1,…]."""
+    """How many blocks of keys each block of queries sees, and their indices, which come first [1,1,…]."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).to(torch.int32)[None, None], order.to(torch.int32)[None, None]

@@ -1,4 +1,4 @@
-"""Causal softmax attention with a window, one query at a time, to be checked by eye."""
+"""Causal softmax attention with a window, one query at a time, easy to check by eye."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Causal attention over everything: PyTorch's scaled dot product attention, which takes its fastest kernel."""
+"""Causal attention over all keys: PyTorch's scaled dot product attention, which picks its fastest kernel."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,7 +7,7 @@ from .arguments import Attention
 
 
 def serves(a: Attention) -> bool:
-    """Whether nothing is masked but the future."""
+    """Whether nothing but the future is masked."""
     whole = a.documents is None and a.window_size is None and a.first_key is None
     return whole and a.q.shape[1] == a.k.shape[1]
 
@@ -18,7 +18,7 @@ def forward(a: Attention) -> Tensor:
 
 
 def dot_product(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-    """o [B,T,H,D] of q [B,T,H,D] and k, v [B,S,Hkv,D] under a mask that fits [B,H,T,S], True where it is seen."""
+    """o [B,T,H,D] of q [B,T,H,D] and k, v [B,S,Hkv,D]; the mask broadcasts to [B,H,T,S], True where a key is seen."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=a.scale, enable_gqa=grouped)

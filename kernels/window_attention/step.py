@@ -1,4 +1,4 @@
-"""One query per row against a cache: what decoding does."""
+"""One query per row against a cache, as in decoding."""
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +8,12 @@ from .arguments import Attention
 
 
 def serves(a: Attention) -> bool:
-    """Whether there is one query."""
+    """Whether there is one query per row."""
     return a.q.shape[1] == 1 and a.documents is None
 
 
 def forward(a: Attention) -> Tensor:
-    """o [B,1,H,D]; the query heads that share keys are so many queries of one head."""
+    """o [B,1,H,D]; the query heads that share keys become queries of one head."""
     k, v, first = a.k, a.v, a.first_key
     if a.window_size is not None:
         before = k.shape[1] - a.window_size
@@ -23,7 +23,7 @@ def forward(a: Attention) -> Tensor:
     q, k, v = a.q[:, 0].unflatten(1, (shared, -1)), k.transpose(1, 2), v.transpose(1, 2)
     mask = None
     if first is not None:
-        # the last key is seen in any case: softmax over nothing would be NaN
+        # the last key is always seen: softmax over nothing would be NaN
         seen = torch.arange(S, device=k.device) >= first.clamp(max=S - 1)[:, None]
         mask = seen[:, None, None]
     o = F.scaled_dot_product_attention(q, k, v, mask, scale=a.scale).flatten(1, 2)[:, None]
