@@ -190,6 +190,7 @@ sys.stdout.write("trained")
     assert run(code) == "trained"
 
 
+@pytest.mark.slow
 def test_kernels_import_light():
     heavy = run("import sys, kernels; sys.stdout.write(' '.join(sys.modules))").split()
     assert not {"lightning", "transformers", "deepspeed", "jsonargparse", "mixers", "zoo", "matplotlib"} & {*heavy}
@@ -223,6 +224,7 @@ def test_a_namesake_that_hides_our_kernels_is_told_in_one_sentence(tmp_path: Pat
     )
 
 
+@pytest.mark.slow
 def test_a_namesake_that_our_kernels_hide_is_told_in_one_sentence(tmp_path: Path):
     (tmp_path / "kernels-9.9.dist-info").mkdir()
     (tmp_path / "kernels-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 9.9\n")

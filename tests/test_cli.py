@@ -82,6 +82,7 @@ def test_a_file_comes_before_a_shipped_config_of_its_name(command: Command, desk
 # --- runs
 
 
+@pytest.mark.slow
 def test_fit_leaves_a_run(finished: Path):
     run = finished / "runs" / "done"
     assert {"config.yaml", "tokenizer.json", "metrics.jsonl", "results.json", "loss.png", "samples.txt"} <= {
@@ -96,6 +97,7 @@ def test_fit_leaves_a_run(finished: Path):
     assert (results["parameters"], results["state_size"]) == (model.num_parameters(), model.state_size(32))
 
 
+@pytest.mark.slow
 def test_fit_says_what_it_does(command: Command):
     done = command(*FIT, "--run", "talk", "--trainer.val_check_interval=2")
     assert done.code == 0, done.err
@@ -105,6 +107,7 @@ def test_fit_says_what_it_does(command: Command):
     assert "Warning" not in done.err  # library authors' business
 
 
+@pytest.mark.slow
 def test_runs_of_the_same_second_have_folders_of_their_own(command: Command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("time.strftime", lambda _: "20300101-120000")
     for _ in range(2):
@@ -115,11 +118,13 @@ def test_runs_of_the_same_second_have_folders_of_their_own(command: Command, mon
     ]
 
 
+@pytest.mark.slow
 def test_a_failed_start_does_not_use_up_the_name(command: Command):
     assert command(*FIT, "--run", "x", "--optim.initial_weights=typo").code == 2
     assert command(*FIT, "--run", "x", "--trainer.max_steps=1").code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "said"), [("1", "1 of"), ("1.0", "all"), ("3", "3 of")])
 def test_a_number_of_batches_is_no_fraction(command: Command, finished: Path, value: str, said: str) -> None:
     """`typing` may have turned Lightning's `Union[int, float]` round, by which 1 would be 1.0: all batches."""
@@ -128,6 +133,7 @@ def test_a_number_of_batches_is_no_fraction(command: Command, finished: Path, va
     assert f"validated on {said}" in done.out
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_run(command: Command, finished: Path):
     run = str(finished / "runs" / "done")
     validated = command("validate", "--checkpoint", run, "--trainer.limit_val_batches=2")
@@ -148,6 +154,7 @@ def test_evaluation_of_a_run(command: Command, finished: Path):
     assert mean == pytest.approx(results["val_loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_generate(command: Command, finished: Path):
     ask = ("generate", "--checkpoint", str(finished / "runs" / "done"), "--max_new_tokens", "5", "--prompt", "def ")
     first = command(*ask, "--seed=1")
@@ -239,6 +246,7 @@ class Forgetful(LinearMixer):
 '''
 
 
+@pytest.mark.slow
 def test_a_mixer_in_a_file_of_ones_own(command: Command, desk: Path):
     assert len(OWN.strip().splitlines()) < 40
     (desk / "my_mixers.py").write_text(OWN)
@@ -392,6 +400,7 @@ MISTAKES = {
 VERBS = ("fit", "fti", "train", "validate", "predict", "generate", "mixers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
 def test_a_mistake_is_one_sentence(
     arguments: tuple[str, ...], command: Command, messy: Path, monkeypatch: pytest.MonkeyPatch
@@ -418,6 +427,7 @@ def test_a_folder_that_cannot_be_written(command: Command, desk: Path):
     assert "runs/x cannot be created: Permission denied" in failed.err
 
 
+@pytest.mark.slow
 def test_exit_code_and_stream_of_a_process(desk: Path, shared_cache: Path):
     process = start(desk, shared_cache, "fit", "--config", "gdn_h3.yaml")
     out, err = process.communicate(timeout=120)
@@ -428,6 +438,7 @@ def test_exit_code_and_stream_of_a_process(desk: Path, shared_cache: Path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, TypeError])
 @pytest.mark.parametrize("place", ["mixers.GatedDeltaNet", "zoo.LanguageModel", "zoo.data.TextData", "zoo.lm.stack.H2"])
 def test_a_bug_of_ours_keeps_its_traceback(

@@ -322,6 +322,7 @@ def test_printed_configs_can_be_read_back(name: str, command: Command, desk: Pat
         assert shown_value == value or key == "tasks", key  # a task shows its weight too
 
 
+@pytest.mark.slow
 def test_a_written_config_can_be_read_back(tmp_path: Path):
     """What a run keeps of itself, nulls included: `mlp: null` must not turn into the default."""
     config = configs.read("mamba2.yaml", "model.stack.mixer.factor=2")
@@ -349,6 +350,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", PUBLISHED, ids=str)
 def test_published_sizes(key: tuple[str, str, int | None]):
     config, size, factor = key
@@ -356,6 +358,7 @@ def test_published_sizes(key: tuple[str, str, int | None]):
     assert zoo.build(config, size, *overrides, device="meta").num_parameters() == PUBLISHED[key]
 
 
+@pytest.mark.slow
 def test_the_sizes_of_gated_delta_networks():
     """H·K is ¾ of the width and V = 2K, with 9 heads; attention has heads of 128."""
     for name, size in SIZES:

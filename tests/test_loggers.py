@@ -56,6 +56,7 @@ def logger_config(desk: Path) -> Path:
     return desk
 
 
+@pytest.mark.slow
 def test_a_logger_lies_in_the_run_and_is_continued(logger_config: Path, command: Command):
     shown = command(*FIT, "--config", "logger.yaml", "--run", "one", "--trainer.max_steps=2")
     assert shown.code == 0, shown.err
@@ -85,7 +86,7 @@ def test_a_missing_package_is_one_sentence(logger_config: Path, command: Command
     wrong = "--trainer.logger.class_path=stand_in_logger.NeedsMore"
     shown = command(*FIT, "--config", "logger.yaml", wrong, "--run", "one")
     assert shown.code == 2
-    assert "trainer.logger: Requirement 'more>=1' not met; install what the loggers need with pip" in shown.err
+    assert "trainer.logger: Requirement 'more>=1' not met; install the loggers' packages with pip" in shown.err
     assert len(shown.err.strip().splitlines()) == 1
 
 

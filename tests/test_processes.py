@@ -49,6 +49,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(desk: Path, finished: Path) -> None:
     two, one = (
         json.loads((folder / "results.json").read_text()) for folder in (desk / "runs/two", finished / "runs/done")
@@ -63,6 +64,7 @@ def test_two_processes_train_as_one(desk: Path, finished: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_no_sample_is_lost_or_repeated_when_one_process_continues_two(desk: Path, shared_cache: Path) -> None:
     two, one, fewer = (desk / "runs" / name for name in ("two", "one", "fewer"))
     shutil.copytree(two, fewer, ignore=shutil.ignore_patterns("seen-*"))

@@ -120,6 +120,7 @@ def test_resume_with_more_steps(desks: Path, shared_cache: Path):
     assert "max_steps: 11" in kept
 
 
+@pytest.mark.slow
 def test_a_run_can_be_moved_and_a_complete_one_has_nothing_to_do(
     desks: Path, tmp_path: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -132,6 +133,7 @@ def test_a_run_can_be_moved_and_a_complete_one_has_nothing_to_do(
     assert f"elsewhere is complete; --trainer.max_steps above {STEPS} trains it further" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_its_last_step_is_completed(desks: Path, tmp_path: Path, shared_cache: Path):
     """Its last checkpoint is there, its results are not; nothing is trained again."""
     shutil.copytree(desks / "runs" / "whole", tmp_path / "killed")

@@ -54,6 +54,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return read_checkpoint(run / "checkpoints" / "last.ckpt")["state_dict"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_config_resumes_bitwise(name: str, tmp_path: Path, shared_cache: Path):
     (tmp_path / "setting.yaml").write_text(SETTING)

@@ -61,6 +61,7 @@ def test_what_a_run_has_not_made_is_kept(command: Command, desk: Path):
     assert "mine/gated_deltanet exists already and holds notes/thesis.tex, which is not a run's file" in log
 
 
+@pytest.mark.slow
 def test_a_run_with_any_checkpoint_is_never_new(command: Command, copied: Path):
     for name in ("last.ckpt", "best.ckpt"):
         if name == "last.ckpt":
@@ -76,6 +77,7 @@ def test_a_run_with_any_checkpoint_is_never_new(command: Command, copied: Path):
 # no dead end
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(command: Command, copied: Path):
     shutil.rmtree(copied / "checkpoints")
     with (copied / "metrics.jsonl").open("a") as file:

@@ -29,6 +29,7 @@ def test_a_dry_run_lists_runs_and_sizes(command, small) -> None:
     assert not (small / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_and_the_same_again(command, small) -> None:
     first = command("sweep", "--config", "small.yaml", "--trainer.max_steps=2", "--trainer.val_check_interval=2")
     assert first.code == 0, first.err

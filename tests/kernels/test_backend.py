@@ -160,6 +160,7 @@ def test_a_checkpoint_on_a_gpu_is_computed_again_on_the_same_backend(name: str, 
     computed_again("cuda", name, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "said"), [("reference", "the loop ran"), ("tritn", "ZOO_BACKEND: 'tritn' is not one of auto")]
 )

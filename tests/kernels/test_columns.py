@@ -308,6 +308,7 @@ def written_in_place(x: Tensor, heads: int, size: int, gate_first: bool, again: 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")

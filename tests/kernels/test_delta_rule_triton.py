@@ -50,6 +50,7 @@ def test_lengths(length: int, gate: str):
     agree(small(length, gate=gate))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("gate", ["constant", "head"])
 def test_subheads_and_shared_keys(gate: str):
@@ -62,6 +63,7 @@ def test_rows():
     agree(small(65, B=3))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(("gate", "state"), [("none", True), ("constant", False), ("head", True)])
 def test_packed_documents(gate: str, state: bool):
@@ -106,6 +108,7 @@ def test_one_key_repeated():
     agree(a)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(("K", "V"), [(8, 6), (24, 40), (144, 16), (16, 130)])
 def test_sizes(K: int, V: int):
@@ -119,6 +122,7 @@ def test_gradient_through_one_result(through: str):
     assert bool(found["gradient of q"].any()) == (through == "o")
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 1e-3)])
 def test_half_precision(dtype: torch.dtype, tolerance: float):
@@ -133,6 +137,7 @@ def test_everything_in_bf16():
     agree(small(66, dtype=torch.bfloat16), tolerance=3e-2)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(("gate", "state"), [("head", True), ("none", False)])
 def test_segments(gate: str, state: bool, monkeypatch: pytest.MonkeyPatch):
@@ -142,6 +147,7 @@ def test_segments(gate: str, state: bool, monkeypatch: pytest.MonkeyPatch):
     agree(a)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     ("documents", "gate", "state"),
@@ -205,6 +211,7 @@ def test_one_token_without_gradient(gate: str):
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("length", [1, 66])
 def test_views_of_one_projection(length: int):
@@ -245,6 +252,7 @@ def test_the_ops_are_registered_properly():
     torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule_step, (*one, 1, 0.25))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("documents", [None, PACKED])
 def test_compiles_as_one_graph(documents: list[int] | None):

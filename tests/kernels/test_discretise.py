@@ -55,6 +55,7 @@ def test_by_the_formula(backend: str):
     assert kernels.discretise(a["a"].double(), a["A_log"], a["dt_bias"])[0].dtype == torch.float64
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("through", ["both", "log_decay", "dt"])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 70, 5), (3, 1000, 8), (40, 100)])

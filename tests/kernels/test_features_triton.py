@@ -41,6 +41,7 @@ def test_stages(activation: str, norm: str):
     agree(single(5, B=1), "triton", activation=activation, norm=norm)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize(("T", "W"), [(1, 4), (2, 4), (11, 1), (11, 2), (9, 8), (6, 0)])
@@ -55,6 +56,7 @@ def test_without_bias_or_history(bias: bool, history: bool):
     agree(single(10, bias=bias, history=history), "triton", activation="silu", norm="l2")
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("W", [1, 2, 4])
@@ -110,6 +112,7 @@ def test_a_history_keeps_its_dtype(wanted: bool):
     assert torch.equal(found[0][1], found[1][1].float())
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize("norm", ["none", "l2"])
@@ -209,12 +212,14 @@ def registered(a: Arguments) -> None:
     torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, *how))
 
 
+@pytest.mark.slow
 @interpreted
 def test_the_ops_are_registered_properly(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()  # opcheck runs them on tensors without values
     registered(single(2))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("documents", [None, [0, 0, 3, 6]])
 def test_compiles_as_one_graph(documents: list[int] | None):

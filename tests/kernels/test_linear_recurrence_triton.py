@@ -60,6 +60,7 @@ def compare(a: dict[str, Tensor], tolerance: float = 1e-5, reference: str = "ref
         assert error <= tolerance * scale, f"{name}: error {error:.2g} at norm {norm:.2g}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("length", "E"), [(1, 2), (63, 2), (65, 1), (130, 1)])
 def test_subheads_and_shared_keys(length: int, E: int, gate: str):
@@ -68,12 +69,14 @@ def test_subheads_and_shared_keys(length: int, E: int, gate: str):
     compare(a, subheads=E)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", ["mild", "zero", "strong"])
 @pytest.mark.parametrize("gate", GATES[1:])
 def test_any_decay(gate: str, decay: str):
     compare(inputs(70, gate=gate, decay=decay, B=1, G=1, K=48, V=16, dtype=torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 def test_packed_documents(gate: str):
     a = inputs(200, gate=gate, decay="mixed", G=1, K=16, V=16, documents=PACKED, dtype=torch.float32)
@@ -92,6 +95,7 @@ def test_packed_documents_without_states(gate: str):
     compare(a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("gate", GATES)
 def test_segments(gate: str, packed: bool, short_segments: None):
@@ -105,6 +109,7 @@ def held(a: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {name: x for name, x in a.items() if name not in gates}, gates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [None, "random"])
 @pytest.mark.parametrize(("K", "V"), [(16, 16), (24, 17), (48, 16)])
 @pytest.mark.parametrize("gate", GATES[:3])
@@ -114,6 +119,7 @@ def test_gates_without_gradients(gate: str, K: int, V: int, beta: str | None):
     compare(a, **gates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("gate", GATES[:3])
 def test_segments_without_gradients_of_gates(gate: str, packed: bool, short_segments: None):
@@ -134,6 +140,7 @@ def test_a_gradient_of_one_result_alone(gate: str, through: str):
     compare(inputs(20, gate=gate, B=1, G=1, K=16, V=16, dtype=torch.float32), through=(through,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 def test_long_heads_are_cut(gate: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 16)
@@ -161,6 +168,7 @@ def test_only_what_is_needed_is_computed():
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("E", [1, 2])
 def test_token_by_token(gate: str, E: int):
@@ -177,6 +185,7 @@ def test_token_by_token(gate: str, E: int):
     torch.testing.assert_close(state, final, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 def test_registered_as_it_should_be(gate: str):
     a = inputs(3, gate=gate, B=1, G=1, K=16, V=16, dtype=torch.float32)
@@ -185,6 +194,7 @@ def test_registered_as_it_should_be(gate: str):
     torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "segments"), [(128, 0), (130, 4)])
 def test_segments_registered_as_they_should_be(length: int, segments: int, short_segments: None):
     a = inputs(length, gate="head", B=2, G=1, K=16, V=16, dtype=torch.float32)
@@ -194,6 +204,7 @@ def test_segments_registered_as_they_should_be(length: int, segments: int, short
     assert len(op(*arguments)[2]) == segments  # the states that are kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", [None, [0, 1, 3]])
 @pytest.mark.parametrize("gate", ["constant", "channel"])
 def test_one_graph(gate: str, documents: list[int] | None):

@@ -71,6 +71,7 @@ def test_gates(gate: str, weight: bool, eps: float):
     agree(inputs(2, 3, 7, gate=gate, weight=weight), gate=gate, eps=eps)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("shape", [(5,), (1, 2), (3, 64), (2, 5, 3, 24), (300, 128), (3, 2, 2050), (1, 8192)])
 def test_shapes(shape: tuple[int, ...]):
@@ -142,6 +143,7 @@ def registered(a: Arguments) -> None:
             torch.library.opcheck(torch.ops.token_mixer_zoo.rms_norm, (*given, 1e-5, gate_first, torch.float32))
 
 
+@pytest.mark.slow
 @interpreted
 def test_the_op_is_registered_properly(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()  # opcheck runs it on tensors without values
@@ -211,6 +213,7 @@ def added(dtype: torch.dtype, other: torch.dtype, *shape: int, through: str = "b
     return found
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("through", ["both", "sum", "norm"])
 @pytest.mark.parametrize("shape", [(3, 7), (2, 5, 64), (1, 3000)])

@@ -49,6 +49,7 @@ def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: objec
     return found
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(("length", "c", "N"), [(15, "each step", 16), (17, "constant", 1), (40, "each step", 3)])
 def test_lengths(length: int, c: str, N: int, short_chunks: None):
@@ -67,6 +68,7 @@ def test_chunks_and_parts_as_they_are():
     agree(small(67))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("c", ["each step", "constant"])
 def test_several_blocks_of_channels(c: str, short_chunks: None):
@@ -79,6 +81,7 @@ def test_what_is_left_out_is_one(b: bool, c: str, short_chunks: None):
     agree(small(18, rate=False, b=b, c=c, state=False))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(("state", "c"), [(True, "each step"), (False, "constant")])
 def test_packed_documents(state: bool, c: str, short_chunks: None):
@@ -88,6 +91,7 @@ def test_packed_documents(state: bool, c: str, short_chunks: None):
         assert torch.equal(found["state"][3], a["initial_state"][3])  # an empty document changes nothing
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("decay", ["zero", "mixed", "strong"])
 def test_any_decay(decay: str, short_chunks: None):
@@ -103,6 +107,7 @@ def test_gradient_through_one_result(through: str, short_chunks: None):
     assert bool(found["gradient of c"].any()) == (through == "o")
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
 def test_half_precision(dtype: torch.dtype, tolerance: float, short_chunks: None):
@@ -143,6 +148,7 @@ def test_whole_is_pieces(short_chunks: None):
     torch.testing.assert_close(state, final)
 
 
+@pytest.mark.slow
 @interpreted
 def test_views_of_one_projection(short_chunks: None):
     fused = torch.rand(2, 18, 14) / 4
@@ -173,6 +179,7 @@ def test_only_what_is_needed_is_computed():
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("length", [2, 18])
 def test_the_op_is_registered_properly(length: int, short_chunks: None):
@@ -181,6 +188,7 @@ def test_the_op_is_registered_properly(length: int, short_chunks: None):
     torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*given, None))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("documents", [None, [0, 1, 18]])
 def test_compiles_as_one_graph(documents: list[int] | None, short_chunks: None):

@@ -73,6 +73,7 @@ def test_a_state_that_cannot_be_written_to_is_only_read(op: str, backend: str, k
     assert torch.equal(a["initial_state"], before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("wanted", ["initial_state", "k"])

@@ -113,6 +113,7 @@ def test_entry_points_are_loaded_once(tmp_path: Path, monkeypatch: pytest.Monkey
     sys.modules.pop("visiting_plugin")
 
 
+@pytest.mark.slow
 def test_an_installed_plugin_is_found(tmp_path: Path):
     # what pip leaves behind: a module, and a folder of metadata with the entry point
     (tmp_path / "visiting_plugin.py").write_text(PLUGIN)

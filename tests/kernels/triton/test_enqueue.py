@@ -32,6 +32,7 @@ def scaled(x: torch.Tensor, bias: torch.Tensor | None, factor: float, block: int
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
 def test_every_launch_is_right_whatever_came_before(where: str):
     """Sizes (one, multiples of 16 or not), alignment, dtypes, constants, a missing tensor, options: twice, in turns."""
@@ -48,6 +49,7 @@ def test_every_launch_is_right_whatever_came_before(where: str):
                             torch.testing.assert_close(y, want.to(dtype), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [[torch.float32, torch.float16], [torch.float16]])
 @pytest.mark.parametrize("where", PLACES)
 def test_a_prepared_launch_looks_at_its_tensors(where: str, dtypes: list[torch.dtype]):

@@ -83,6 +83,7 @@ def test_packed_documents_keep_their_plans():
     assert made(1).bounds is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_documents_and_their_tables_go_with_the_boundaries(plan: type[Plan]):
     """At once: tables on a device that wait for a collection of cycles are memory that every step adds to."""
@@ -117,6 +118,7 @@ def test_launches_are_made_of_a_plan_and_their_arguments_alone(plan: type[Plan])
         assert kinds == {(inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 @pytest.mark.parametrize("op", [kernels.delta_rule, kernels.selective_scan])
 def test_boundaries_are_read_once(op: Callable, monkeypatch: pytest.MonkeyPatch):

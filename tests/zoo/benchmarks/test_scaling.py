@@ -124,6 +124,7 @@ def goes(desk: Path, **how: dict[str, Any]) -> None:
     (desk / "fake.json").write_text(json.dumps({names[name]: does for name, does in how.items()}))
 
 
+@pytest.mark.slow
 def test_speed_is_of_the_steps_after_the_first(fake: Path, command: Command):
     goes(fake, ddp_2={"slower": 0.1})
     done = command(*OPTIONS, "--ways=[ddp]", "--devices=[4,2]", "--steps=20")
@@ -150,6 +151,7 @@ def test_speed_is_of_the_steps_after_the_first(fake: Path, command: Command):
     assert not (fake / "runs/bench-scaling/fits/ddp-4").exists()
 
 
+@pytest.mark.slow
 def test_gpus_have_memory(fake: Path, command: Command, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
@@ -167,6 +169,7 @@ def test_gpus_have_memory(fake: Path, command: Command, monkeypatch: pytest.Monk
     assert "devices: 8 is more than the GPUs of this machine, 5" in command(*options, "--devices=[8]").err
 
 
+@pytest.mark.slow
 def test_other_losses_are_wrong(fake: Path, command: Command):
     goes(fake, ddp_2={"off": 1e-3}, context_parallel_2={"diverges": True})
     options = (*OPTIONS, "--ways=[ddp,context_parallel]", "--devices=[2]")
@@ -182,6 +185,7 @@ def test_other_losses_are_wrong(fake: Path, command: Command):
     assert command(*options, "--precision=bf16-mixed").code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("says", "note"),
     [
@@ -219,6 +223,7 @@ def test_without_a_base_there_is_no_efficiency(fake: Path, command: Command):
     assert "no reference for its losses" in done.out
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process(fake: Path):
     goes(fake, ddp_2={"hangs": True})
     code = (

@@ -103,6 +103,7 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[in
     return here, there, losses, slow
 
 
+@pytest.mark.slow
 def test_they_are_those_of_their_steps_although_training_went_on(alike):
     here, there, _, slow = alike
     assert max(slow.behind) >= 2
@@ -169,6 +170,7 @@ def test_a_full_disk_and_a_bug_are_both_told(tmp_path, monkeypatch, capfd):
     assert "cannot be written: No space left on device" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_stopped_run_says_what_is_saved_when_it_is(tmp_path, monkeypatch):
     class Stop(L.Callback):
         def on_before_backward(self, trainer, pl_module, loss):

@@ -136,6 +136,7 @@ def test_a_graph_is_for_longer_texts(tokens: int, capture: bool | None, monkeypa
     assert made == [capture]
 
 
+@pytest.mark.slow
 def test_no_state_is_shared_with_the_one_before():
     model = zoo.build("gated_deltanet.yaml", "model.vocab_size=11", "model.num_layers=2")
     prompt = torch.tensor([[1, 2, 3]])

@@ -24,6 +24,7 @@ class Counter(L.Callback):
         self.steps.append(trainer.global_step)
 
 
+@pytest.mark.slow
 def test_fit_gives_what_the_run_leaves(desk: Path) -> None:
     counter = Counter()
     result = zoo.fit(*TINY, {"trainer": {"max_steps": 3}}, "optim.warmup_steps=1", run="here", callbacks=[counter])
@@ -38,6 +39,7 @@ def test_fit_gives_what_the_run_leaves(desk: Path) -> None:
         assert weight.equal(loaded.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_evaluates_writes_and_is_exported(desk: Path) -> None:
     first = zoo.fit(*TINY, run="first")
     longer = zoo.fit("trainer.max_steps=6", resume="first")
@@ -59,6 +61,7 @@ def test_a_run_goes_on_evaluates_writes_and_is_exported(desk: Path) -> None:
     assert zoo.generate(exported, "def ", max_new_tokens=5, seed=1) == text
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_raised_and_heard_again_afterwards(desk: Path) -> None:
     class Impatient(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
@@ -87,6 +90,7 @@ def test_a_mistake_is_one_sentence(desk: Path, items, options, words) -> None:
         zoo.fit(*items, **options)
 
 
+@pytest.mark.slow
 def test_a_sweep_lists_its_runs(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = {"base": ["gated_deltanet.yaml", "tiny.yaml"], "axes": {"model.stack.mixer.factor": [1, 2]}}
     planned = zoo.sweep(base, "seeds=[0,1]", "trainer.max_steps=2", folder="swept", dry_run=True)

@@ -15,6 +15,7 @@ def names(**arguments: Any) -> list[str]:
     return [run.name for run in Sweep("gated_deltanet.yaml", **arguments).runs()]
 
 
+@pytest.mark.slow
 def test_all_combinations_are_named_by_what_differs():
     assert names(axes={FACTOR: [1, 2], QK: ["silu", "relu"]}) == [
         "factor=1,activation=silu,seed=0",
@@ -41,6 +42,7 @@ def test_keys_with_the_same_end_are_told_apart():
     assert runs[1].name == "second.factor=1,first.factor=2,seed=0"
 
 
+@pytest.mark.slow
 def test_values_reach_the_config():
     run = Sweep("gated_deltanet.yaml", axes={FACTOR: [1, 8]}, seeds=[3], learning_rates=[0.02]).runs()[1]
     config = run.read()

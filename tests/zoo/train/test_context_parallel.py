@@ -23,6 +23,7 @@ from zoo.lm import Uniform
 from zoo.train.module import Pretraining
 
 pytest_plugins = "tests.desk"
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,6 @@ def numbers(run: Path, *names: str) -> list[list[float]]:
         return [[float(row[name]) for name in names] for row in csv.DictReader(file)]
 
 
-@pytest.mark.slow
 def test_two_processes_train_as_one(shared: Path, finished: Path) -> None:
     names = ("train_loss", "gradient_norm", "tokens")
     together, alone = numbers(shared, *names), numbers(finished / "runs/done", *names)
@@ -119,7 +119,6 @@ def test_a_model_names_the_mixer_that_cannot_share() -> None:
             call(tokens, context_parallel=part)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("given", ["sequence_parallel=4", '{"sequence_parallel": 4}', "old.yaml"])
 def test_the_old_key_is_read_and_names_the_new_one(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -21,6 +21,8 @@ from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.step_times import StepTimes
 from zoo.train.metrics_file import read_metrics
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY, ACCUMULATED = 6, 2, 2
 OPTIONS: dict[str, Any] = {"log_every_n_steps": EVERY, "accumulate_grad_batches": ACCUMULATED, "max_steps": STEPS}
 
@@ -92,7 +94,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_the_training_loss_is_that_of_all_tokens(found: Path) -> None:
     """Of the step, in all of its batches and processes, wherever the labels are."""
     losses = []

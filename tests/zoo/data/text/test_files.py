@@ -111,6 +111,7 @@ def test_links_are_followed_once(all_kinds: Path, tmp_path: Path):
     assert "gone.txt cannot be read (No such file or directory)" in error_of(str(all_kinds))
 
 
+@pytest.mark.slow
 def test_a_web_server(all_kinds: Path):
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *arguments: object) -> None:

@@ -287,6 +287,7 @@ def test_the_command_line(command: Command, desk: Path, sources: dict[str, Sourc
         assert len(done.err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_example_is_a_mixture_of_both_parts():
     data = configs.instantiate("data", configs.read("gdn_h2.yaml", "data/mixture.yaml"))
     assert [source.weight for source in data.sources.values()] == [4, 1]

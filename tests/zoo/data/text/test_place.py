@@ -172,6 +172,7 @@ def arguments(text_folder: str) -> dict[str, Any]:
     return {"path": text_folder, "vocab_size": 300, "sequence_length": 16, "batch_size": 4, "num_workers": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["windows", "documents"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_from_behind_a_url_are_those_of_a_folder(

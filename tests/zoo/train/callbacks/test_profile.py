@@ -22,6 +22,7 @@ def recorded(folder):
     return sorted({event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}), events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_so_many_steps_are_recorded(accumulated, tmp_path):
     folder = fit(tmp_path / "with", Profile(steps=3, after=2), log := LossLog(), accumulate_grad_batches=accumulated)

@@ -51,6 +51,7 @@ def rows(folder):
     return [row for row in read_metrics(folder / "metrics.jsonl") if NAMES[0] in row]
 
 
+@pytest.mark.slow
 def test_each_part_has_its_time_and_validation_has_none(tmp_path):
     slow = Slow()
     trainer(tmp_path, [StepTimes(), slow], max_steps=8).fit(pretraining(), SlowLoader(40), validation_loader())

@@ -50,6 +50,7 @@ def test_a_run_that_hangs_ends_and_says_where(tmp_path: Path):
     assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Longer than the time, with no step longer than it."""
     ended = []
