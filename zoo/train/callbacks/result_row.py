@@ -80,8 +80,8 @@ class ResultRow(RunCallback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure the loss without mixers, and write the row."""
-        mixers = self._mixers_loss(trainer, pl_module)
-        self._write(trainer, pl_module, "complete", mixers)
+        self._measure(trainer, pl_module, "complete", self._mixers_loss(trainer, pl_module))
+        self._write(trainer)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the table, now that the progress bar is gone."""
@@ -106,21 +106,23 @@ class ResultRow(RunCallback):
             for callback in trainer.callbacks:
                 if isinstance(callback, Completes):
                     callback.complete(trainer, pl_module)
+            self._write(trainer)  # last: a run with complete results is not looked at again
             self.on_fit_end(trainer, pl_module)
         elif trainer.is_global_zero:
             Console().print(f"{folder} is complete; --trainer.max_steps above {trainer.max_steps} trains it further")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the row if `finish` ran the validation."""
+        """Measure what the row says if `finish` runs the validation."""
         if self._finishing:
-            self._write(trainer, pl_module, "complete", self._mixers_loss(trainer, pl_module))
+            self._measure(trainer, pl_module, "complete", self._mixers_loss(trainer, pl_module))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Write the results so far."""
         if trainer.state.fn == "fit" and trainer.global_step > 0:
             stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException) or trainer.received_sigterm
             with suppress(OSError):  # the disk may be full; the original exception is reported instead
-                self._write(trainer, pl_module, "interrupted" if stopped else "failed", {})
+                self._measure(trainer, pl_module, "interrupted" if stopped else "failed", {})
+                self._write(trainer)
 
     def _wall_seconds(self) -> float:
         return self._earlier_seconds + time.perf_counter() - self._start
@@ -144,9 +146,10 @@ class ResultRow(RunCallback):
             return {}
         return {"val_loss_same_batches": totals[0] / count, "val_loss_mixers_zeroed": totals[1] / count}
 
-    def _write(
+    def _measure(
         self, trainer: L.Trainer, pl_module: L.LightningModule, status: str, mixers: Mapping[str, float]
     ) -> None:
+        """Put the row together, in the first process."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         model, metrics = pl_module.model, trainer.callback_metrics
@@ -183,7 +186,10 @@ class ResultRow(RunCallback):
             "commit": _commit(),
         }
         self._row = {name: value if isinstance(value, list) else finite(value) for name, value in row.items()}
-        write_sealed(Path(trainer.default_root_dir) / "results.json", self._row)
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if self._row is not None:
+            write_sealed(Path(trainer.default_root_dir) / "results.json", self._row)
 
 
 def _first_loader(loaders: Any) -> Iterable[Batch]:
