@@ -58,3 +58,14 @@ def test_a_checkpoint_is_continued_by_any_strategy(begun: Path, shared_cache: Pa
     row, expected = (json.loads((runs / each / "results.json").read_text()) for each in (name, f"{name}-expected"))
     assert row["steps"] == 7
     assert row["val_loss"] == pytest.approx(expected["val_loss"], abs=1e-5)
+
+
+def test_best_is_linked_again_after_a_kill(begun: Path, shared_cache: Path) -> None:
+    """Strategies that restore after their setup know the checkpoint later than `on_fit_start`."""
+    run_folder = begun / "runs" / "killed"
+    shutil.copytree(begun / "runs" / "fsdp2", run_folder)
+    for name in ("checkpoints/best.ckpt", "results.json"):
+        (run_folder / name).unlink()
+    with sitting_at(begun, shared_cache):
+        run(begun, shared_cache, "fit", "--resume", "killed")
+    assert (run_folder / "checkpoints" / "best.ckpt").samefile(run_folder / "checkpoints" / "last.ckpt")

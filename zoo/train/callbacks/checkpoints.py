@@ -110,6 +110,7 @@ class Checkpoints(RunCallback, Checkpoint):
         install(trainer)
         if stage != "fit" or trainer.fast_dev_run:
             return
+        self._continued = Path()
         folder = self._folder(trainer)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +129,8 @@ class Checkpoints(RunCallback, Checkpoint):
             self._background = Background()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse to resume if the optimiser state is in ZeRO shards, which this strategy does not read."""
+        """Note the checkpoint; refuse it if the optimiser state is in ZeRO shards, which this strategy does not read."""
+        self._continued = Path(trainer.ckpt_path or "")  # some strategies read it only after `on_fit_start`
         unreadable = SHARDS in checkpoint and trainer.strategy.lightning_restore_optimizer
         if trainer.state.fn == "fit" and unreadable:
             raise UserError(
@@ -139,7 +141,6 @@ class Checkpoints(RunCallback, Checkpoint):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Set up the exchange of signals between processes."""
         self._stop_signal, self._between_steps = 0, False
-        self._continued = Path(trainer.ckpt_path or "")
         self._agreement = Agreement(trainer.strategy.root_device) if trainer.world_size > 1 else None
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
