@@ -462,7 +462,7 @@ def test_another_user_is_asked(command: Command, own: Path, tmp_path: Path, monk
     for arguments in (generate, validate):
         assert command(*arguments, "--trust").code == 0
     sys.modules.pop("my_mixer")
-    # who names everything is asked for nothing
+    # a user who names everything needs no --trust
     named = ("--model.stack.second=my_mixer.MyMixer", "--trainer.callbacks=null", "--data.path=my.txt")
     done = command(*validate, *named)
     assert done.code == 0, done.err

@@ -1,4 +1,4 @@
-"""Without a GPU, Triton kernels run under the interpreter. It has to be asked for before Triton is imported."""
+"""Without a GPU, Triton kernels run under the interpreter. It has to be chosen before Triton is imported."""
 
 import os
 

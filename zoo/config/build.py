@@ -6,10 +6,9 @@ from typing import Any
 import lightning as L
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.cli import LightningArgumentParser
 
 from kernels import UserError
-from zoo.config.parser import CLASSES, cause_of, read, try_int_before_float
+from zoo.config.parser import CLASSES, Parser, cause_of, read
 from zoo.lm.model import LanguageModel
 
 
@@ -19,12 +18,11 @@ def instantiate(key: str, config: Namespace) -> Any:
     Raises:
         UserError: The constructor rejects a value.
     """
-    parser = LightningArgumentParser()
+    parser = Parser()
     if key == "data":
         parser.add_subclass_arguments(L.LightningDataModule, "data", fail_untyped=False)
     else:
         parser.add_class_arguments(CLASSES[key], key, fail_untyped=False, instantiate=key != "trainer")
-    try_int_before_float(parser)
     try:
         return parser.instantiate(Namespace({key: config[key]}))[key]
     except Exception as error:

@@ -5,12 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kernels import UserError
 from zoo.config.find import find_config
 from zoo.config.moved import current_key, up_to_date, with_current_paths
-from zoo.files.safe_yaml import parse_yaml, read_yaml
+from zoo.files.safe_yaml import dump_yaml, parse_yaml, read_yaml
 
 _OVERRIDE = re.compile(r"-*[\w.]+\+?=")
 Item = str | Path | Mapping[str, Any]  # a config's name or path, an override `key=value`, or a config itself
@@ -70,7 +68,7 @@ def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:
             yield f"--{item}"
         else:
             yield "--config"
-            yield yaml.safe_dump(dict(item), default_flow_style=True, sort_keys=False, width=float("inf"))
+            yield dump_yaml(dict(item), one_line=True)
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:

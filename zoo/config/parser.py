@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from typing import Any, get_args
 
 import lightning as L
-from jsonargparse import ActionConfigFile, Namespace
+import yaml
+from jsonargparse import ActionConfigFile, Namespace, get_loader, set_dumper, set_loader
 from lightning.pytorch.cli import LightningArgumentParser
 
 import mixers
@@ -24,6 +25,7 @@ from zoo.config.explain import explain
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, as_arguments, load_config, load_items
 from zoo.data import TextData
+from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.model import LanguageModel
 from zoo.train.callbacks.run_callback import RunCallback, run_callbacks
 from zoo.train.optim import Optimisation
@@ -33,6 +35,12 @@ log = logging.getLogger(__name__)
 CALLBACKS: dict[str, type[RunCallback]] = {cls.key: cls for cls in run_callbacks() if cls.key is not None}
 CLASSES: dict[str, Any] = {"model": LanguageModel, "optim": Optimisation, "trainer": L.Trainer, **CALLBACKS}
 KEYS = ("seed_everything", "compile", "activation_checkpointing", "context_parallel", "data", *CLASSES)
+
+# Between its own steps, jsonargparse writes components to YAML and reads them again. Its dumper writes the text "1e5"
+# without quotes, and its loader reads that as a number.
+_MODE = "quoting_yaml"
+set_loader(_MODE, get_loader("yaml"), exceptions=(yaml.YAMLError,))
+set_dumper(_MODE, dump_yaml)
 
 
 class ConfigFile(ActionConfigFile):
@@ -68,10 +76,25 @@ def _drop_defaults(previous: Any, named: str) -> None:
 
 
 class Parser(LightningArgumentParser):
-    """A parser that raises instead of exiting."""
+    """A parser that raises instead of exiting, and quotes text that looks like a number."""
 
     def __init__(self, **settings: Any):
-        super().__init__(**{"dump_header": None, "exit_on_error": False, "allow_abbrev": False, **settings})
+        defaults = {"dump_header": None, "exit_on_error": False, "allow_abbrev": False, "parser_mode": _MODE}
+        super().__init__(**{**defaults, **settings})
+
+    def add_class_arguments(self, *arguments: Any, **settings: Any) -> Any:
+        """As the base class does, but `int` is tried before `float` where an option takes both.
+
+        For Lightning, 1 is one batch and 1.0 is all batches. Its annotations say so, but `typing` gives
+        `Optional[Union[int, float]]` the order in which any package first wrote an equal type. (Tried with jsonargparse
+        4.53, whose `_typehint` this is.)
+        """
+        added = super().add_class_arguments(*arguments, **settings)
+        for action in self._actions:
+            types = get_args(getattr(action, "_typehint", None))
+            if int in types and float in types:
+                action._typehint = functools.reduce(operator.or_, sorted(types, key=lambda each: each is float))
+        return added
 
     def options(self) -> list[str]:
         """The names of all options, without dashes."""
@@ -126,7 +149,6 @@ def add_arguments(parser: LightningArgumentParser) -> None:
     parser.add_class_arguments(Optimisation, "optim")
     parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=True)
     parser.add_lightning_class_args(L.Trainer, "trainer")
-    try_int_before_float(parser)
     for key, callback in CALLBACKS.items():
         parser.add_lightning_class_args(callback, key)
     parser.set_defaults(
@@ -138,18 +160,6 @@ def add_arguments(parser: LightningArgumentParser) -> None:
             "trainer.log_every_n_steps": 10,
         }
     )
-
-
-def try_int_before_float(parser: LightningArgumentParser) -> None:
-    """Have the parser try `int` before `float` where an option takes both: 1 batch is not 1.0, all batches.
-
-    Lightning says so, but `typing` gives `Optional[Union[int, float]]` the order in which any package first asked for
-    an equal type. (Tried with jsonargparse 4.53, whose `_typehint` this is.)
-    """
-    for action in parser._actions:
-        types = get_args(getattr(action, "_typehint", None))
-        if int in types and float in types:
-            action._typehint = functools.reduce(operator.or_, sorted(types, key=lambda each: each is float))
 
 
 def read(*configs_and_overrides: Item) -> Namespace:

@@ -10,11 +10,7 @@ import yaml
 from jsonargparse import Namespace
 
 from kernels import UserError
-from zoo.config.parser import (
-    KEYS,
-    parse,
-    run_parser,
-)
+from zoo.config.parser import KEYS, parse, run_parser
 
 
 def to_dict(config: Namespace) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Both are detected in the parser's events, before any object is built.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,20 @@ MOST_NODES = 100_000  # with aliases expanded; our largest config has a few hund
 DEEPEST = 100
 _OPENING = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSING = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 1e-3 as a number, as the config parser does; YAML 1.1 wants 1.0e-3."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a string that `_Loader` or the config parser would read as a number, such as '1e5'."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
 
 
 def read_yaml(path: str | os.PathLike[str], name: str = "config") -> Any:
@@ -39,10 +54,23 @@ def parse_yaml(text: str, name: str) -> Any:
     """As `read_yaml`, but from a string; error messages begin with `name`."""
     try:
         _check_events(text, name)
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_Loader)
     # not only YAML's errors: invalid dates and numbers and unhashable keys raise others
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def dump_yaml(value: Any, one_line: bool = False) -> str:
+    """Plain containers as YAML, which `parse_yaml` and the config parser read back as they were.
+
+    Args:
+        value: Plain containers.
+        one_line: Whether to write them in braces and brackets, without line breaks.
+    """
+    width = float("inf") if one_line else 80
+    return yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=one_line, sort_keys=False, allow_unicode=True, width=width
+    )
 
 
 def check_plain(value: Any, name: str) -> None:

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import yaml
 from safetensors.torch import save
 
 from kernels import UserError
 from zoo.files.atomic import atomic_write
+from zoo.files.safe_yaml import dump_yaml
 from zoo.loading.hashes import NAME, hashes
 from zoo.loading.load import checkpoint_of, load, saved
 
@@ -32,7 +32,7 @@ def export(checkpoint: str | Path, output: str | Path, trust: bool = False) -> P
     # cloned, since safetensors cannot represent tensors that share memory
     weights = {name: tensor.clone().contiguous() for name, tensor in load(file, trust=trust).state_dict().items()}
     files = {
-        "config.yaml": yaml.safe_dump(contents["config"], sort_keys=False, allow_unicode=True).encode(),
+        "config.yaml": dump_yaml(contents["config"]).encode(),
         "model.safetensors": save(weights),
     }
     if contents["tokenizer"] is not None:

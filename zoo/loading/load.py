@@ -9,6 +9,7 @@ from kernels import UserError
 from zoo.checkpoints.format import KEY, load_weights, read_checkpoint
 from zoo.checkpoints.signature import is_own
 from zoo.config.build import from_config
+from zoo.config.moved import with_current_paths
 from zoo.config.parser import parse
 from zoo.config.trust import vet_model
 from zoo.data.text.tokenizer import Tokenizer
@@ -62,9 +63,10 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
         config, signature = contents["config"], contents.get("signature")
     if not isinstance(config, dict) or "model" not in config:
         raise UserError(f"checkpoint: {source} has no config of a model")
+    model_config = with_current_paths(config["model"])
     if not (trust or is_own(config, signature)):
-        vet_model(config["model"], source)
-    model = from_config(parse({"model": config["model"]}))
+        vet_model(model_config, source)
+    model = from_config(parse({"model": model_config}))
     load_weights(model, weights)
     return model.to(device or "cpu").eval()
 

@@ -118,7 +118,12 @@ def misconfiguration_explained() -> Iterator[None]:
     try:
         yield
     except MisconfigurationException as error:
-        raise UserError(f"trainer: {' '.join(str(error).split())}") from None
+        raise _explained(error) from None
+
+
+def _explained(error: Exception) -> UserError:
+    """Lightning's message, which names the argument, as one sentence."""
+    return UserError(f"trainer: {' '.join(str(error).split())}")
 
 
 def _run_callbacks(config: Namespace) -> list[Callback]:
@@ -156,13 +161,8 @@ def _arguments(config: Namespace) -> dict[str, Any]:
 def _trainer(arguments: dict[str, Any]) -> L.Trainer:
     try:
         trainer = L.Trainer(**arguments)
-    except (
-        MisconfigurationException,
-        ValueError,
-        TypeError,
-        ImportError,
-    ) as error:  # Lightning's message names the key
-        raise UserError(f"trainer: {' '.join(str(error).split())}") from None
+    except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
+        raise _explained(error) from None
     if trainer.strategy.root_device.type == "cpu":
         use_processor()
     install(trainer)

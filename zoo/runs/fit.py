@@ -1,7 +1,6 @@
 """Training and evaluation from Python: the functions behind the verbs of the command line."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,10 +73,9 @@ def fit(
     if checkpoint is not None:
         config.optim.initial_weights = None  # the checkpoint's weights replace them
     model, module, datamodule = parts(config)
-    with ExitStack() as stack:
-        if folder is None:
-            folder = new_run(run, first_name(configs_and_overrides) or "run")
-        stack.enter_context(claimed(folder, new=checkpoint is None))
+    if folder is None:
+        folder = new_run(run, first_name(configs_and_overrides) or "run")
+    with claimed(folder, new=checkpoint is None):
         trainer = fitting_trainer(config, folder, callbacks)
         with interruptible(), misconfiguration_explained():
             trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))

@@ -6,6 +6,7 @@ import pytest
 
 from zoo import config as configs
 from zoo.config.overlays import first_name, is_override, load_items
+from zoo.files.safe_yaml import dump_yaml
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,15 @@ def test_later_ones_count_whatever_their_form(tmp_path: Path) -> None:
 def test_null_deep_in_a_component() -> None:
     config = configs.read("gdn_h2.yaml", "model.mlp=null")
     assert config.model.mlp is None
+
+
+def test_numbers_and_text_keep_their_types(tmp_path: Path) -> None:
+    """YAML 1.1 reads 1e-3 as text and writes the text "1e5" as a number; neither is what a config means."""
+    file = tmp_path / "quoted.yaml"
+    file.write_text('optim: {learning_rate: 1e-3}\ndata: {init_args: {text_field: "1e5", path: "007"}}\n')
+    config = configs.read("gla.yaml", file)
+    written = tmp_path / "written.yaml"
+    written.write_text(dump_yaml(configs.to_dict(config)))
+    for each in (config, configs.read(written), configs.read(configs.to_dict(config))):
+        data = each.data.init_args
+        assert (each.optim.learning_rate, data.text_field, data.path) == (0.001, "1e5", "007")

@@ -4,7 +4,7 @@ import pytest
 
 import zoo
 from kernels import UserError
-from zoo.scaling import conventions as paper003
+from zoo.scaling import conventions
 from zoo.scaling.conventions import Row
 
 # (architecture, size): layers, channels, heads, parameters, PFLOPs of a step; worked out by hand from A.1's formulas
@@ -41,7 +41,7 @@ DIFFERENT = {("cosformer2", size) for size in ("160m", "410m-25", "1b", "3b", "7
 
 @pytest.fixture(scope="module")
 def rows() -> dict[tuple[str, str], Row]:
-    return {(row.architecture, row.size): row for row in paper003.table()}
+    return {(row.architecture, row.size): row for row in conventions.table()}
 
 
 @pytest.mark.slow
@@ -83,31 +83,31 @@ def test_what_the_paper_leaves_out(key: tuple[str, str], rows: dict[tuple[str, s
 def test_executed_flops_are_other_flops(rows: dict[tuple[str, str], Row]):
     """GLUs have an inner size of their own, chunks a length of their own, and the head costs something."""
     for row in rows.values():
-        head = 3 * 2 * paper003.BATCH_SIZE * paper003.LENGTH * row.hidden_size * 100_280
+        head = 3 * 2 * conventions.BATCH_SIZE * conventions.LENGTH * row.hidden_size * 100_280
         assert row.all_flops > head
         assert (row.all_flops - head) / row.flops == pytest.approx(1, abs=0.06), row
 
 
 def test_the_formulas_of_another_step():
     model = zoo.build("scaling_laws/tnl.yaml", "scaling_laws/70m.yaml", device="meta")
-    step = paper003.flops_per_step(model, "tnl")
-    assert paper003.flops_per_step(model, "tnl", batch_size=48) == pytest.approx(step / 10)
-    assert paper003.flops_per_step(model, "tnl", length=4096) == pytest.approx(step / 2)  # linear in the length
-    quadratic = [paper003.flops_per_step(model, "llama", length=length) for length in (4096, 8192)]
+    step = conventions.flops_per_step(model, "tnl")
+    assert conventions.flops_per_step(model, "tnl", batch_size=48) == pytest.approx(step / 10)
+    assert conventions.flops_per_step(model, "tnl", length=4096) == pytest.approx(step / 2)  # linear in the length
+    quadratic = [conventions.flops_per_step(model, "llama", length=length) for length in (4096, 8192)]
     assert quadratic[1] > 2.5 * quadratic[0]
 
 
 def test_an_untied_head_is_not_counted_either():
     names = ("scaling_laws/hgrn2.yaml", "scaling_laws/70m.yaml")
     untied = zoo.build(*names, "model.tie_embeddings=false", device="meta")
-    assert paper003.parameters(untied, "hgrn2") == 20_450_304
+    assert conventions.parameters(untied, "hgrn2") == 20_450_304
 
 
 def test_mistakes():
     model = zoo.build("scaling_laws/llama.yaml", "scaling_laws/70m.yaml", device="meta")
     with pytest.raises(UserError, match=r"architecture: 'lama' is not one of llama, .*did you mean 'llama'"):
-        paper003.parameters(model, "lama")
+        conventions.parameters(model, "lama")
     for config in ("mamba1.yaml", "gdn_h2.yaml"):
         other = zoo.build(config, "model.vocab_size=9", device="meta")
         with pytest.raises(UserError, match="same number of heads"):
-            paper003.flops_per_step(other, "llama")
+            conventions.flops_per_step(other, "llama")

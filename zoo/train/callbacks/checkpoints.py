@@ -129,7 +129,7 @@ class Checkpoints(RunCallback, Checkpoint):
             self._background = Background()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Note the checkpoint; refuse it if the optimiser state is in ZeRO shards, which this strategy does not read."""
+        """Note the checkpoint; refuse it if its optimiser state is in ZeRO shards that this strategy does not read."""
         self._continued = Path(trainer.ckpt_path or "")  # some strategies read it only after `on_fit_start`
         unreadable = SHARDS in checkpoint and trainer.strategy.lightning_restore_optimizer
         if trainer.state.fn == "fit" and unreadable:

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import lightning as L
-import yaml
 
+from zoo.files.safe_yaml import dump_yaml
 from zoo.train.callbacks.run_callback import RunCallback
 
 HEADER = "# The complete config of this run; fit --config accepts it as is.\n"
@@ -28,7 +28,6 @@ class RunFiles(RunCallback):
         if not any((folder / "checkpoints").glob("*.ckpt")):
             for name in APPENDED:
                 (folder / name).unlink(missing_ok=True)
-        text = yaml.safe_dump(pl_module.config, sort_keys=False, allow_unicode=True)
-        (folder / "config.yaml").write_text(HEADER + text, encoding="utf-8")
+        (folder / "config.yaml").write_text(HEADER + dump_yaml(pl_module.config), encoding="utf-8")
         if pl_module.tokenizer is not None:
             pl_module.tokenizer.save(folder / "tokenizer.json")
