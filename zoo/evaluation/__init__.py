@@ -1,0 +1,1 @@
+"""What a trained model remembers: tasks, and the models that they are put to."""
