@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from zoo.data.synthetic.recall import number_of
 from zoo.data.text.needles import KEYS, NOISE, NUMBERS, PASSKEY, RECORDS, UUIDS, Needle, draw_needles, mentions
@@ -36,11 +37,11 @@ def _document(rng: random.Random, sentences: Sequence[str], longest: int) -> str
     wording = {"records": RECORDS, "passkey": PASSKEY}.get(style) or rng.choice((NUMBERS, NUMBERS, NUMBERS, UUIDS))
     packed = style in ("records", "needles")  # there is nothing but needles
     if packed:
-        (example,) = draw_needles(rng, 1, wording.kind, "training")
+        example = next(draw_needles(rng, wording.kind, "training"))
         count = min(max(size // len(wording.state(example)), 1), KEYS)
     else:
         count = 1 if style == "passkey" else rng.randint(1, _QUESTIONS)
-    needles = draw_needles(rng, count, wording.kind, "training")
+    needles = list(islice(draw_needles(rng, wording.kind, "training"), count))
     separator = " " if style == "text" else "\n"
     filler = [] if packed else _filler(rng, sentences if style == "text" else [NOISE], size, needles)
     for needle in needles:

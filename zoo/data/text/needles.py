@@ -6,8 +6,8 @@ The wording of `NUMBERS` and `UUIDS` is RULER's (arXiv 2404.06654) for one needl
 
 import random
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from zoo.data.synthetic.recall import number_of
@@ -72,26 +72,35 @@ PASSKEY = Wording(
     "The pass key is {value}. Remember it. {value} is the pass key.",
     "\nWhat is the pass key? The pass key is",
 )
+# The modes of "Scaling Laws for Linear Complexity Language Models", which does not print its sentences: in the haystack
+# are the question and the answer, or the answer alone.
+EASY = Wording(
+    "number",
+    "",
+    "What is the special magic number for {key}? The special magic number for {key} is {value}.",
+    "\nWhat is the special magic number for {key}?",
+)
+STANDARD = replace(EASY, fact="The special magic number for {key} is {value}.")
 RECORDS = Wording("number", "", "{key}: {value}", "\nWhat is the value of {key}? The value of {key} is")
 
 
-def draw_needles(rng: random.Random, count: int, kind: Kind, stream: Stream) -> list[Needle]:
-    """Needles with different keys and values.
+def draw_needles(rng: random.Random, kind: Kind, stream: Stream) -> Iterator[Needle]:
+    """Yield needles with different keys and values, `KEYS` in all.
 
     Args:
         rng: The generator to draw from.
-        count: Number of needles, at most `KEYS`.
         kind: "number": 7 digits, "passkey": 5, "uuid": version 4.
         stream: A hash divides all values between training and evaluation, so no value of the one is in the other.
     """
-    numbers = rng.sample(range(KEYS), count)
-    keys = [f"{ADJECTIVES[number // len(NOUNS)]}-{NOUNS[number % len(NOUNS)]}" for number in numbers]
-    values: dict[str, None] = {}  # as an ordered set
-    while len(values) < count:
-        value = _value(rng, kind)
-        if (number_of(value) % _EVALUATION_SHARE == 0) == (stream == "evaluation"):
-            values[value] = None
-    return [Needle(key, value) for key, value in zip(keys, values, strict=True)]
+    keys: set[str] = set()
+    values: set[str] = set()
+    while len(keys) < KEYS:
+        key, value = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}", _value(rng, kind)
+        evaluated = number_of(value) % _EVALUATION_SHARE == 0
+        if key not in keys and value not in values and evaluated == (stream == "evaluation"):
+            keys.add(key)
+            values.add(value)
+            yield Needle(key, value)
 
 
 def mentions(text: str, needles: Sequence[Needle]) -> bool:

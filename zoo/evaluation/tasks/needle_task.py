@@ -1,0 +1,166 @@
+"""The base of all tasks that hide a needle in a haystack and ask for it."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal
+
+from kernels import UserError
+from zoo.data import Corpus
+from zoo.data.synthetic.recall import number_of
+from zoo.data.text.needles import KEYS, NOISE, Needle, Wording, draw_needles, mentions
+from zoo.data.text.sentences import sentences
+from zoo.data.text.tokenizer import Tokenizer
+from zoo.evaluation.subject import Subject
+from zoo.evaluation.task import Options, Task, interval
+from zoo.evaluation.tasks.haystack import Haystack, Placed
+
+_DEPTHS = 40  # of which one is drawn for each needle, evenly spaced from 0 to 1, as in RULER
+_MOST_SENTENCES = 50_000  # of the user's text; a haystack of a million tokens needs about that many
+_PROMPTS = 64  # made at a time
+
+
+class NeedleTask(Task):
+    """Recall of one needle.
+
+    `length` counts all tokens of the prompt: the start token, the haystack, the question and the beginning of the
+    answer, but not the answer. An answer is right if the continuation contains the value, in upper or lower case. The
+    needles of sample i are the same at all lengths and depths; the text around them is not.
+
+    Attributes:
+        wording: How needles are stated and asked for.
+        text: The haystack: sentences of text, lines of noise, or other needles.
+        needles: How many are hidden; one of them is asked for.
+        max_new_tokens: Tokens of a continuation.
+        default_lengths, default_samples: What is used if the user sets nothing. Default lengths into which the question
+            does not fit are left out.
+    """
+
+    wording: ClassVar[Wording]
+    text: ClassVar[Literal["text", "noise", "needles"]] = "text"
+    needles: ClassVar[int] = 1
+    max_new_tokens: ClassVar[int] = 128
+    default_lengths: ClassVar[tuple[int, ...]] = (256, 512, 1024, 2048)
+    default_samples: ClassVar[int] = 50
+    needs = "a tokenizer"
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.samples = self.default_samples if options.samples is None else options.samples
+        self._sentences: list[str] = []
+        self._built: Haystack | None = None
+
+    def cells(self, subject: Subject) -> list[dict[str, Any]]:
+        """A cell for each length, or for each length and depth if the user sets depths.
+
+        Raises:
+            UserError: There is no tokenizer, the haystack cannot be read, or a length is too small or too large.
+        """
+        depths = [{}] if self.options.depths is None else [{"depth": depth} for depth in self.options.depths]
+        return [{"length": length, **depth} for length in self.lengths(subject) for depth in depths]
+
+    def run(self, subject: Subject, cell: dict[str, Any]) -> list[dict[str, Any]]:
+        """The share of right answers."""
+        return [self.accuracy(cell, self.answers(subject, [(cell, number) for number in range(self.samples)]))]
+
+    def accuracy(self, cell: dict[str, Any], right: Sequence[bool]) -> dict[str, Any]:
+        """The row of a cell."""
+        low, high = interval(sum(right), len(right))
+        value = sum(right) / len(right)
+        return {**cell, "metric": "accuracy", "value": value, "low": low, "high": high, "count": len(right)}
+
+    def lengths(self, subject: Subject) -> list[int]:
+        """The lengths to evaluate, once it is known that they are possible."""
+        tokenizer = self._tokenizer(subject)
+        if self.text == "text":
+            self._texts()
+        smallest = max(self._smallest(tokenizer, number) for number in range(self.samples))
+        if self.options.lengths is None:
+            fitting = [length for length in self.default_lengths if length >= smallest]
+            return fitting or [2 * smallest]
+        for length in self.options.lengths:
+            if length < smallest:
+                raise UserError(
+                    f"{self.name}: a length of {length} tokens is too small for the question and the needle with this "
+                    f"tokenizer; the smallest possible length is {smallest}."
+                )
+        if self.text == "needles":
+            needle = next(draw_needles(random.Random(0), self.wording.kind, "evaluation"))
+            largest = KEYS * len(tokenizer.encode(self.wording.state(needle))) // 2  # they differ in length
+            if max(self.options.lengths) > largest:
+                raise UserError(
+                    f"{self.name}: a length of {max(self.options.lengths)} tokens needs more needles than there are "
+                    f"different keys ({KEYS}); the largest possible length is {largest}."
+                )
+        return list(self.options.lengths)
+
+    def answers(self, subject: Subject, samples: Sequence[tuple[dict[str, Any], int]]) -> list[bool]:
+        """Whether the answer to each sample, a cell and a number, is right."""
+        tokenizer, right = self._tokenizer(subject), []
+        for first in range(0, len(samples), _PROMPTS):
+            prompts = [self.sample(tokenizer, *sample) for sample in samples[first : first + _PROMPTS]]
+            continuations = subject.continuations([prompt for prompt, _ in prompts], self.max_new_tokens)
+            texts = [tokenizer.decode(ids).casefold() for ids in continuations]
+            right += [value in text for (_, value), text in zip(prompts, texts, strict=True)]
+        return right
+
+    def sample(self, tokenizer: Tokenizer, cell: dict[str, Any], number: int) -> tuple[list[int], str]:
+        """The prompt of a sample and the value that it asks for, a function of seed, task, cell and number."""
+        needles, asked = self._drawn(number)
+        rng = random.Random(number_of("haystack", self.name, self.options.seed, cell, number))
+        depths = {needle: rng.randrange(_DEPTHS) / (_DEPTHS - 1) for needle in needles}
+        depths[asked] = cell.get("depth", depths[asked])
+        prompt = self._haystack(tokenizer).prompt(
+            cell["length"],
+            self.wording.head,
+            [Placed(self.wording.state(needle), depth) for needle, depth in depths.items()],
+            self.wording.ask(asked),
+            self._filler(rng, needles),
+            itertools.repeat(NOISE) if self.text == "needles" else None,
+        )
+        return prompt, asked.value
+
+    def _drawn(self, number: int) -> tuple[list[Needle], Needle]:
+        rng = random.Random(number_of("needles", self.name, self.options.seed, number))
+        needles = list(itertools.islice(draw_needles(rng, self.wording.kind, "evaluation"), self.needles))
+        return needles, rng.choice(needles)
+
+    def _smallest(self, tokenizer: Tokenizer, number: int) -> int:
+        needles, asked = self._drawn(number)
+        placed = [Placed(self.wording.state(needle), 0.0) for needle in needles]
+        return self._haystack(tokenizer).smallest(self.wording.head, placed, self.wording.ask(asked))
+
+    def _haystack(self, tokenizer: Tokenizer) -> Haystack:
+        if self._built is None or self._built.tokenizer is not tokenizer:
+            self._built = Haystack(tokenizer, " " if self.text == "text" else "\n")
+        return self._built
+
+    def _filler(self, rng: random.Random, needles: list[Needle]) -> Iterator[str]:
+        """Sentences without end that mention no needle."""
+        if self.text == "noise":
+            return itertools.repeat(NOISE)
+        lines: Iterator[str]
+        if self.text == "needles":
+            lines = map(self.wording.state, draw_needles(rng, self.wording.kind, "evaluation"))
+        else:
+            texts = self._texts()
+            start = rng.randrange(len(texts))
+            lines = itertools.cycle(itertools.chain(texts[start:], texts[:start]))
+        return (line for line in lines if not mentions(line, needles))
+
+    def _texts(self) -> list[str]:
+        """The sentences of the haystack."""
+        if not self._sentences:
+            corpus = Corpus(self.options.haystack or "embedded:documentation", max_characters=None, key="haystack")
+            self._sentences = list(itertools.islice(sentences(corpus), _MOST_SENTENCES))
+            if not self._sentences:
+                raise UserError(f"{corpus} has no sentences, only indented lines, headings or tables.")
+        return self._sentences
+
+    def _tokenizer(self, subject: Subject) -> Tokenizer:
+        if subject.tokenizer is None:
+            raise UserError(
+                f"{self.name} asks in words, and the checkpoint has no tokenizer; evaluate a model that was trained on "
+                "text."
+            )
+        return subject.tokenizer
