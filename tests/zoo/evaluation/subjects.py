@@ -17,7 +17,7 @@ class Reader:
         prompts: All prompts so far.
     """
 
-    context_length, state_size = 128, 4096
+    name, context_length = "reader", 128
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -31,6 +31,10 @@ class Reader:
         match = re.search(stated, prompt)
         assert match
         return f"Well, it is {match.group(1).upper()}, I think."
+
+    def state_size(self, length: int) -> float:
+        """That of a recurrent model."""
+        return 4096
 
     def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """The answers."""

@@ -1,8 +1,6 @@
 """The tasks by name."""
 
-from collections.abc import Callable
-
-from zoo.evaluation.task import Options, Task
+from zoo.evaluation.task import Task
 from zoo.evaluation.tasks.needles import (
     MultiKey1,
     MultiKey2,
@@ -14,7 +12,7 @@ from zoo.evaluation.tasks.needles import (
 from zoo.evaluation.tasks.niah import NiahEasy, NiahStandard
 from zoo.evaluation.tasks.state_recall import StateRecall
 
-TASKS: dict[str, Callable[[Options], Task]] = {
+TASKS: dict[str, type[Task]] = {
     task.name: task
     for task in (
         *(SingleNeedle1, SingleNeedle2, SingleNeedle3, MultiKey1, MultiKey2, PassKey),

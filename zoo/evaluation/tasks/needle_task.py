@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from kernels import UserError
 from zoo.data import Corpus
@@ -12,7 +12,7 @@ from zoo.data.text.needles import KEYS, NOISE, Needle, Wording, draw_needles, me
 from zoo.data.text.sentences import sentences
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.evaluation.subject import Subject
-from zoo.evaluation.task import Options, Task, interval
+from zoo.evaluation.task import Cell, Options, Row, Task, proportion
 from zoo.evaluation.tasks.haystack import Haystack, Placed
 
 _DEPTHS = 40  # of which one is drawn for each needle, evenly spaced from 0 to 1, as in RULER
@@ -50,7 +50,7 @@ class NeedleTask(Task):
         self._sentences: list[str] = []
         self._built: Haystack | None = None
 
-    def cells(self, subject: Subject) -> list[dict[str, Any]]:
+    def cells(self, subject: Subject) -> list[Cell]:
         """A cell for each length, or for each length and depth if the user sets depths.
 
         Raises:
@@ -59,15 +59,13 @@ class NeedleTask(Task):
         depths = [{}] if self.options.depths is None else [{"depth": depth} for depth in self.options.depths]
         return [{"length": length, **depth} for length in self.lengths(subject) for depth in depths]
 
-    def run(self, subject: Subject, cell: dict[str, Any]) -> list[dict[str, Any]]:
+    def run(self, subject: Subject, cell: Cell) -> list[Row]:
         """The share of right answers."""
         return [self.accuracy(cell, self.answers(subject, [(cell, number) for number in range(self.samples)]))]
 
-    def accuracy(self, cell: dict[str, Any], right: Sequence[bool]) -> dict[str, Any]:
+    def accuracy(self, cell: Cell, right: Sequence[bool]) -> Row:
         """The row of a cell."""
-        low, high = interval(sum(right), len(right))
-        value = sum(right) / len(right)
-        return {**cell, "metric": "accuracy", "value": value, "low": low, "high": high, "count": len(right)}
+        return {**cell, "metric": "accuracy", **proportion(sum(right), len(right))}
 
     def lengths(self, subject: Subject) -> list[int]:
         """The lengths to evaluate, once it is known that they are possible."""
@@ -94,7 +92,7 @@ class NeedleTask(Task):
                 )
         return list(self.options.lengths)
 
-    def answers(self, subject: Subject, samples: Sequence[tuple[dict[str, Any], int]]) -> list[bool]:
+    def answers(self, subject: Subject, samples: Sequence[tuple[Cell, int]]) -> list[bool]:
         """Whether the answer to each sample, a cell and a number, is right."""
         tokenizer, right = self._tokenizer(subject), []
         for first in range(0, len(samples), _PROMPTS):
@@ -104,7 +102,7 @@ class NeedleTask(Task):
             right += [value in text for (_, value), text in zip(prompts, texts, strict=True)]
         return right
 
-    def sample(self, tokenizer: Tokenizer, cell: dict[str, Any], number: int) -> tuple[list[int], str]:
+    def sample(self, tokenizer: Tokenizer, cell: Cell, number: int) -> tuple[list[int], str]:
         """The prompt of a sample and the value that it asks for, a function of seed, task, cell and number."""
         needles, asked = self._drawn(number)
         rng = random.Random(number_of("haystack", self.name, self.options.seed, cell, number))

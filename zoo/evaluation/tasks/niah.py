@@ -1,13 +1,12 @@
 """Needles in haystacks at 35 depths, in the easy and the standard mode of the scaling-law paper."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from zoo.data.text.needles import EASY, STANDARD
 from zoo.evaluation.subject import Subject
-from zoo.evaluation.task import Options
+from zoo.evaluation.task import Cell, Options, Row
 from zoo.evaluation.tasks.needle_task import NeedleTask
 from zoo.evaluation.tasks.niah_score import niah_score, weighted_accuracy
 
@@ -30,17 +29,17 @@ class NiahEasy(NeedleTask):
         super().__init__(options)
         self.depths = sorted(options.depths or np.linspace(0, 1, 35).round(6).tolist())
 
-    def cells(self, subject: Subject) -> list[dict[str, Any]]:
+    def cells(self, subject: Subject) -> list[Cell]:
         """A cell for each length, with all depths."""
         return [{"length": length} for length in self.lengths(subject)]
 
-    def run(self, subject: Subject, cell: dict[str, Any]) -> list[dict[str, Any]]:
+    def run(self, subject: Subject, cell: Cell) -> list[Row]:
         """The accuracy at each depth."""
         cells = [{**cell, "depth": depth} for depth in self.depths]
         right = self.answers(subject, [(deep, number) for deep in cells for number in range(self.samples)])
         return [self.accuracy(deep, right[i * self.samples :][: self.samples]) for i, deep in enumerate(cells)]
 
-    def summary(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Average, weighted accuracy and NIAH score over all depths and lengths."""
         lengths = sorted({row["length"] for row in rows})
         values = {(row["depth"], row["length"]): row["value"] for row in rows}

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from zoo.evaluation.subject import Subject
+from zoo.evaluation.task import Cell, Row
 from zoo.evaluation.tasks.needles import SingleNeedle3
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8)
@@ -19,21 +19,23 @@ class StateRecall(SingleNeedle3):
     measures = "the longest context in which a uuid is recalled, over the size of the state"
     default_lengths = tuple(range(512, 4097, 512))
 
-    def run(self, subject: Subject, cell: dict[str, Any]) -> list[dict[str, Any]]:
+    def run(self, subject: Subject, cell: Cell) -> list[Row]:
         """The share of right answers, and the size of the state."""
-        return [{**row, "state_size": subject.state_size} for row in super().run(subject, cell)]
+        return [{**row, "state_size": subject.state_size(cell["length"])} for row in super().run(subject, cell)]
 
-    def summary(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The longest context with a recall of at least .5, .6, .7 and .8."""
-        recall = {length: np.mean([r["value"] for r in rows if r["length"] == length]) for length in _lengths(rows)}
+    def summary(self, rows: Sequence[Row]) -> list[Row]:
+        """The longest context with a recall of at least .5, .6, .7 and .8, and the size of the state after it."""
+        sizes = {row["length"]: row["state_size"] for row in rows}
+        recall = {length: float(np.mean([r["value"] for r in rows if r["length"] == length])) for length in sizes}
+        longest = {threshold: longest_context(recall, threshold) for threshold in THRESHOLDS}
         return [
             {
                 "metric": "longest_context",
                 "threshold": threshold,
-                "value": longest_context(recall, threshold),
-                "state_size": rows[0]["state_size"],
+                "value": length,
+                "state_size": sizes[length or min(sizes)],
             }
-            for threshold in THRESHOLDS
+            for threshold, length in longest.items()
         ]
 
 
@@ -76,7 +78,3 @@ def trend(points: Sequence[tuple[float, float]]) -> Trend | None:
     total = float(((longest - longest.mean()) ** 2).sum())
     rest = float(((longest - slope * sizes - intercept) ** 2).sum())
     return Trend(float(slope), float(intercept), 1 - rest / total if total else 1.0)
-
-
-def _lengths(rows: Sequence[dict[str, Any]]) -> list[int]:
-    return sorted({row["length"] for row in rows})

@@ -13,7 +13,7 @@ from zoo.evaluation.task import Options
 from zoo.evaluation.tasks import TASKS
 from zoo.evaluation.tasks.needle_task import NeedleTask
 
-NAMES = [name for name, task in TASKS.items() if isinstance(task, type) and issubclass(task, NeedleTask)]
+NAMES = [name for name, task in TASKS.items() if issubclass(task, NeedleTask)]
 
 
 def task_of(name: str, **options) -> NeedleTask:
