@@ -1,1 +1,5 @@
-"""What a trained model remembers: tasks, and the models that they are put to."""
+"""Evaluation: what a trained model remembers, predicts and costs."""
+
+from zoo.evaluation.run import evaluate
+
+__all__ = ["evaluate"]

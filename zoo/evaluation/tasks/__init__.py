@@ -1,21 +1,13 @@
-"""The tasks by name."""
+"""All tasks by name. A task is added by its file in this folder, and its line here."""
 
 from zoo.evaluation.task import Task
-from zoo.evaluation.tasks.needles import (
-    MultiKey1,
-    MultiKey2,
-    PassKey,
-    SingleNeedle1,
-    SingleNeedle2,
-    SingleNeedle3,
-)
+from zoo.evaluation.tasks.needles import MultiKey1, MultiKey2, PassKey, SingleNeedle1, SingleNeedle2, SingleNeedle3
 from zoo.evaluation.tasks.niah import NiahEasy, NiahStandard
+from zoo.evaluation.tasks.perplexity import Perplexity
 from zoo.evaluation.tasks.state_recall import StateRecall
+from zoo.evaluation.tasks.throughput import Throughput
 
-TASKS: dict[str, type[Task]] = {
-    task.name: task
-    for task in (
-        *(SingleNeedle1, SingleNeedle2, SingleNeedle3, MultiKey1, MultiKey2, PassKey),
-        *(NiahEasy, NiahStandard, StateRecall),
-    )
-}
+_NEEDLES = (SingleNeedle1, SingleNeedle2, SingleNeedle3, MultiKey1, MultiKey2, PassKey)
+_RECALL = (NiahEasy, NiahStandard, StateRecall)
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (*_NEEDLES, *_RECALL, Perplexity, Throughput)}
