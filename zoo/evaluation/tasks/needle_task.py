@@ -157,8 +157,5 @@ class NeedleTask(Task):
 
     def _tokenizer(self, subject: Subject) -> Tokenizer:
         if subject.tokenizer is None:
-            raise UserError(
-                f"{self.name} asks in words, and the checkpoint has no tokenizer; evaluate a model that was trained on "
-                "text."
-            )
+            raise UserError(f"{self.name}: {subject.name} was saved without a tokenizer; it cannot read questions")
         return subject.tokenizer

@@ -30,7 +30,7 @@ class StateRecall(SingleNeedle3):
         longest = {threshold: longest_context(recall, threshold) for threshold in THRESHOLDS}
         return [
             {
-                "metric": "longest_context",
+                "metric": f"longest_context_at_{threshold}",
                 "threshold": threshold,
                 "value": length,
                 "state_size": sizes[length or min(sizes)],

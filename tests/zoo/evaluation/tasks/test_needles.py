@@ -162,7 +162,7 @@ def test_lengths_that_do_not_fit_are_left_out_of_the_default_only(tokenizers: di
 
 
 def test_what_is_refused_before_anything_runs(tmp_path: Path, tokenizer: Tokenizer):
-    with pytest.raises(UserError, match="passkey asks in words, and the checkpoint has no tokenizer"):
+    with pytest.raises(UserError, match="passkey: reader was saved without a tokenizer"):
         task_of("passkey").cells(Reader(None))
     with pytest.raises(UserError, match="m_niah_2: a length of 10000000 tokens needs more needles than there are"):
         task_of("m_niah_2", lengths=(10_000_000,)).cells(Reader(tokenizer))

@@ -51,6 +51,6 @@ def test_a_model_that_remembers_its_last_tokens_recalls_short_contexts(tokenizer
         (600, 1, 4096),
         (900, 0, 4096),
     ]
-    assert [(row["threshold"], row["value"], row["state_size"]) for row in task.summary(rows)] == [
-        (threshold, 600, 4096) for threshold in (0.5, 0.6, 0.7, 0.8)
+    assert [(row["metric"], row["value"], row["state_size"]) for row in task.summary(rows)] == [
+        (f"longest_context_at_{threshold}", 600, 4096) for threshold in (0.5, 0.6, 0.7, 0.8)
     ]
