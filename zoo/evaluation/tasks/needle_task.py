@@ -24,16 +24,16 @@ class NeedleTask(Task):
     """Recall of one needle.
 
     `length` counts all tokens of the prompt: the start token, the haystack, the question and the beginning of the
-    answer, but not the answer. An answer is right if the continuation contains the value, in upper or lower case. The
-    needles of sample i are the same at all lengths and depths; the text around them is not.
+    answer, but not the answer. An answer is right if the continuation contains the value, in upper or lower case. A
+    sample has the same needles at all lengths, so that lengths differ in nothing else but the text around them.
 
     Attributes:
         wording: How needles are stated and asked for.
         text: The haystack: sentences of text, lines of noise, or other needles.
         needles: How many are hidden; one of them is asked for.
         max_new_tokens: Tokens of a continuation.
-        default_lengths, default_samples: What is used if the user sets nothing. Default lengths into which the question
-            does not fit are left out.
+        default_lengths, default_samples, default_depths: What is used if the user sets nothing. Default lengths into
+            which the question does not fit are left out; without depths, each sample has one of its own.
     """
 
     wording: ClassVar[Wording]
@@ -42,22 +42,24 @@ class NeedleTask(Task):
     max_new_tokens: ClassVar[int] = 128
     default_lengths: ClassVar[tuple[int, ...]] = (256, 512, 1024, 2048)
     default_samples: ClassVar[int] = 50
+    default_depths: ClassVar[tuple[float, ...] | None] = None
     needs = "a tokenizer"
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.samples = self.default_samples if options.samples is None else options.samples
+        depths = options.depths or self.default_depths
+        self.places: list[Cell] = [{}] if depths is None else [{"depth": depth} for depth in sorted(depths)]
         self._sentences: list[str] = []
         self._built: Haystack | None = None
 
     def cells(self, subject: Subject) -> list[Cell]:
-        """A cell for each length, or for each length and depth if the user sets depths.
+        """A cell for each length, or for each length and depth.
 
         Raises:
             UserError: There is no tokenizer, the haystack cannot be read, or a length is too small or too large.
         """
-        depths = [{}] if self.options.depths is None else [{"depth": depth} for depth in self.options.depths]
-        return [{"length": length, **depth} for length in self.lengths(subject) for depth in depths]
+        return [{"length": length, **place} for length in self.lengths(subject) for place in self.places]
 
     def run(self, subject: Subject, cell: Cell) -> list[Row]:
         """The share of right answers."""
@@ -72,8 +74,10 @@ class NeedleTask(Task):
         tokenizer = self._tokenizer(subject)
         if self.text == "text":
             self._texts()
-        smallest = max(self._smallest(tokenizer, number) for number in range(self.samples))
-        if self.options.lengths is None:
+        smallest = max(
+            self._smallest(tokenizer, place, number) for place in self.places for number in range(self.samples)
+        )
+        if not self.options.lengths:
             fitting = [length for length in self.default_lengths if length >= smallest]
             return fitting or [2 * smallest]
         for length in self.options.lengths:
@@ -104,7 +108,7 @@ class NeedleTask(Task):
 
     def sample(self, tokenizer: Tokenizer, cell: Cell, number: int) -> tuple[list[int], str]:
         """The prompt of a sample and the value that it asks for, a function of seed, task, cell and number."""
-        needles, asked = self._drawn(number)
+        needles, asked = self._drawn(cell, number)
         rng = random.Random(number_of("haystack", self.name, self.options.seed, cell, number))
         depths = {needle: rng.randrange(_DEPTHS) / (_DEPTHS - 1) for needle in needles}
         depths[asked] = cell.get("depth", depths[asked])
@@ -118,13 +122,15 @@ class NeedleTask(Task):
         )
         return prompt, asked.value
 
-    def _drawn(self, number: int) -> tuple[list[Needle], Needle]:
-        rng = random.Random(number_of("needles", self.name, self.options.seed, number))
+    def _drawn(self, cell: Cell, number: int) -> tuple[list[Needle], Needle]:
+        """The needles of a sample, and the one that is asked for."""
+        rng = random.Random(number_of("needles", self.name, self.options.seed, cell.get("depth"), number))
         needles = list(itertools.islice(draw_needles(rng, self.wording.kind, "evaluation"), self.needles))
         return needles, rng.choice(needles)
 
-    def _smallest(self, tokenizer: Tokenizer, number: int) -> int:
-        needles, asked = self._drawn(number)
+    def _smallest(self, tokenizer: Tokenizer, cell: Cell, number: int) -> int:
+        """Tokens of a sample's prompt without filler."""
+        needles, asked = self._drawn(cell, number)
         placed = [Placed(self.wording.state(needle), 0.0) for needle in needles]
         return self._haystack(tokenizer).smallest(self.wording.head, placed, self.wording.ask(asked))
 

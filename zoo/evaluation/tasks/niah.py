@@ -6,7 +6,7 @@ import numpy as np
 
 from zoo.data.text.needles import EASY, STANDARD
 from zoo.evaluation.subject import Subject
-from zoo.evaluation.task import Cell, Options, Row
+from zoo.evaluation.task import Cell, Row
 from zoo.evaluation.tasks.needle_task import NeedleTask
 from zoo.evaluation.tasks.niah_score import niah_score, weighted_accuracy
 
@@ -23,11 +23,8 @@ class NiahEasy(NeedleTask):
     wording = EASY
     max_new_tokens = 64
     default_lengths = (512, 1024, 1536, 2048)
-    default_samples = 1  # for each of 35 depths
-
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self.depths = sorted(options.depths or np.linspace(0, 1, 35).round(6).tolist())
+    default_samples = 1
+    default_depths = tuple(np.linspace(0, 1, 35).round(6).tolist())
 
     def cells(self, subject: Subject) -> list[Cell]:
         """A cell for each length, with all depths."""
@@ -35,15 +32,14 @@ class NiahEasy(NeedleTask):
 
     def run(self, subject: Subject, cell: Cell) -> list[Row]:
         """The accuracy at each depth."""
-        cells = [{**cell, "depth": depth} for depth in self.depths]
+        cells = [{**cell, **place} for place in self.places]
         right = self.answers(subject, [(deep, number) for deep in cells for number in range(self.samples)])
         return [self.accuracy(deep, right[i * self.samples :][: self.samples]) for i, deep in enumerate(cells)]
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Average, weighted accuracy and NIAH score over all depths and lengths."""
-        lengths = sorted({row["length"] for row in rows})
-        values = {(row["depth"], row["length"]): row["value"] for row in rows}
-        heatmap = np.array([[values[depth, length] for length in lengths] for depth in self.depths])
+        ordered = sorted(rows, key=lambda row: (row["depth"], row["length"]))
+        heatmap = np.array([row["value"] for row in ordered]).reshape(len(self.places), -1)
         metrics = {
             "average_accuracy": float(heatmap.mean()),
             "weighted_accuracy": weighted_accuracy(heatmap),
