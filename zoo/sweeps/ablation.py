@@ -67,6 +67,9 @@ def sweep(
     failures = runner.run(runs) if cluster is None else run_on_cluster(runner, runs, cluster, cluster_options or {})
     outcomes = report.outcomes(runs, target)
     console.print(report.write(plan, outcomes, target))
+    if problems := [problem for _, problem in report.failures(plan, outcomes)]:
+        listed, more = "; ".join(problems[:5]), f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        console.print(f"{len(problems)} runs fail a gate, so read the rest with care: {listed}{more}", style="yellow")
     if failures:
         raise failed(failures, len(runs))
     console.print(f"{target}/sweep.csv · {target}/sweep.png", style="dim")
