@@ -207,7 +207,7 @@ def recalled(**changes: float) -> dict[str, object]:
 
 @pytest.fixture
 def gated(tmp_path: Path) -> tuple[Sweep, list[report.Outcome]]:
-    """Two numbers of heads and a control; heads=2, seed 1 fails at 4 pairs."""
+    """Two numbers of heads and a control; seed 1 of 3 heads fails at 4 pairs."""
     gates = [
         Gate(["val_accuracy_by_task.pairs_4", "val_accuracy_by_task.pairs_16"], 0.6, where={"control": "deep"}),
         Gate(["val_accuracy_by_task.pairs_4"], at_least=0.95),
