@@ -14,7 +14,7 @@ from .errors import UserError
 from .features import ACTIVATIONS, NORMS, features
 from .flops import attention_flops, recurrence_flops
 from .gated_linear import gated_linear
-from .linear_cross_entropy import linear_cross_entropy
+from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_recurrence import linear_recurrence
 from .norm import add_rms_norm, gated_rms_norm, rms_norm
 from .recompute import recomputing
@@ -42,6 +42,7 @@ __all__ = [
     "gated_rms_norm",
     "linear_cross_entropy",
     "linear_recurrence",
+    "linear_token_losses",
     "recomputing",
     "recurrence_flops",
     "rms_norm",

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..backend import choose
-from . import logits, reference
+from . import logits, per_token, reference
 
 
 def triton(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -14,7 +14,15 @@ def triton(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tens
     return triton_op.forward(x, weight, labels, ignore_index)
 
 
+def triton_token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The losses of each token by the Triton kernel, imported on first use, too."""
+    from . import triton_op
+
+    return per_token.forward(x, weight, labels, ignore_index, triton_op.row_losses)
+
+
 IMPLEMENTATIONS = {"triton": triton, "torch": logits.forward, "reference": reference.forward}
+TOKEN_LOSSES = {"triton": triton_token_losses, "torch": per_token.forward, "reference": reference.token_losses}
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -40,6 +48,33 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_in
         ValueError: An argument does not fit the others; the message starts with its name.
         IndexError: A label is outside the vocabulary (on the CPU).
     """
+    limits = _checked(x, weight, labels)
+    run = choose("linear_cross_entropy", IMPLEMENTATIONS, x, limits)
+    return run(x, weight, labels, ignore_index)
+
+
+@torch.no_grad()
+def linear_token_losses(
+    x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and whether its label is the likeliest: for evaluation, without gradients.
+
+    Only the logits of a thousand tokens or so exist at a time, on a CPU, too.
+
+    Args:
+        x, weight, labels, ignore_index: As for `linear_cross_entropy`, which raises the same errors.
+
+    Returns:
+        losses: −log softmax(x_n Wᵀ) at label n in nats, [N] in fp32 (fp64 for fp64); 0 where the label is ignored.
+        correct: [N] bool; false where the label is ignored.
+    """
+    limits = _checked(x, weight, labels)
+    run = choose("linear_token_losses", TOKEN_LOSSES, x, limits)
+    return run(x, weight, labels, ignore_index)
+
+
+def _checked(x: Tensor, weight: Tensor, labels: Tensor) -> str | None:
+    """Why the Triton implementation cannot be used here, if it cannot; raises a ValueError for a wrong argument."""
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x: expected a floating [N,D], got {x.dtype} {tuple(x.shape)}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
@@ -53,6 +88,4 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_in
         raise ValueError(f"weight: is {weight.dtype}, but x is {x.dtype}")
     kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     # fp16 lacks the range for the probabilities of rare tokens, unless the loss is scaled
-    limits = "which does not take fp16" if kind == torch.float16 else None
-    run = choose("linear_cross_entropy", IMPLEMENTATIONS, x, limits)
-    return run(x, weight, labels, ignore_index)
+    return "which does not take fp16" if kind == torch.float16 else None

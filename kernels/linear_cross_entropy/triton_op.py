@@ -37,19 +37,32 @@ def _compute(
     for first in range(0, N, max(1, rows)):
         some = slice(first, min(first + rows, N))
         logits = torch.mm(x[some], head.T, out=buffer[: some.stop - first])
-        enqueue(
-            softmax_loss,
-            (len(logits),),
-            *(logits, labels[some], losses[some], ignore_index, logits.stride(0), V),
-            BLOCK=min(BLOCK, next_power_of_2(V)),
-            GRADIENT=x_learns or weight_learns,
-            num_warps=WARPS,
-        )
+        _softmax_loss(logits, labels[some], losses[some], ignore_index, x_learns or weight_learns)
         if x_learns:
             torch.mm(logits, head, out=dx[some])
         if weight_learns:
             add_product(dweight, logits, x[some], first > 0)
     return losses.sum(), dx, dweight.to(weight.dtype)
+
+
+def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> None:
+    """Write the losses [N] of logits [N,V], and with `gradient` overwrite the logits by their gradients."""
+    V = logits.shape[1]
+    enqueue(
+        softmax_loss,
+        (len(logits),),
+        *(logits, labels, losses, ignore_index, logits.stride(0), V),
+        BLOCK=min(BLOCK, next_power_of_2(V)),
+        GRADIENT=gradient,
+        num_warps=WARPS,
+    )
+
+
+def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """The losses [N] of logits [N,V]."""
+    losses = new(logits, len(logits), dtype=torch.float32)
+    _softmax_loss(logits, labels.contiguous(), losses, ignore_index, gradient=False)
+    return losses
 
 
 def add_product(total: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from kernels.linear_cross_entropy import per_token
 
 IGNORED = -100
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,6 +72,31 @@ def test_the_torch_backend_is_the_loss_of_the_logits_bitwise():
     usual = F.cross_entropy(F.linear(x, weight), labels, reduction="none").sum()
     with kernels.backend("torch"):
         assert torch.equal(kernels.linear_cross_entropy(x, weight, labels), usual)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference", "triton"])
+@pytest.mark.parametrize("N", [0, 1, 50])
+def test_losses_of_each_token(N: int, backend: str, monkeypatch: pytest.MonkeyPatch):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setattr(per_token, "LOGITS", 61 * 16)  # so that 50 tokens take four steps, the last of them short
+    x, weight, labels = inputs(N)
+    labels[2:20] = F.linear(x, weight).argmax(-1)[2:20]
+    with kernels.backend(backend):
+        losses, correct = kernels.linear_token_losses(x, weight, labels)
+    logits = F.linear(x.double(), weight.double())
+    expected = F.cross_entropy(logits, labels, reduction="none") if N else logits.sum(-1)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(correct, logits.argmax(-1) == labels)
+    assert N < 20 or correct.any()
+
+
+def test_losses_of_each_token_when_another_label_is_ignored():
+    x, weight, _ = inputs(8)
+    likeliest = F.linear(x, weight).argmax(-1)
+    losses, correct = kernels.linear_token_losses(x, weight, likeliest, ignore_index=int(likeliest[0]))
+    assert not correct[0]
+    assert losses[0] == 0
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

@@ -35,6 +35,13 @@ class TinyModel(nn.Module):
         self.mixing = 1
 
     def forward(self, tokens, state=None, *, cu_seqlens=None):
+        x, state = self.last_hidden(tokens, state, cu_seqlens=cu_seqlens)
+        return self.logits(x), state
+
+    def logits(self, x):
+        return self.head(x)
+
+    def last_hidden(self, tokens, state=None, *, cu_seqlens=None):
         embedded = self.embedding(tokens)
         carried = torch.zeros_like(embedded[:, 0]) if state is None else state
         starts = set() if cu_seqlens is None else set(cu_seqlens.tolist())
@@ -43,8 +50,7 @@ class TinyModel(nn.Module):
             carried = (0 if t in starts else 0.5) * carried + embedded[:, t]
             mixed.append(carried)
         mixed = self.dropout(torch.stack(mixed, 1)) @ self.mixer_weight
-        logits = self.head(embedded + self.mixing * mixed)
-        return logits, None if state is None else carried
+        return embedded + self.mixing * mixed, None if state is None else carried
 
     def init_state(self, batch_size: int, device=None, dtype=None) -> Tensor:
         return torch.zeros(batch_size, 8, device=device)

@@ -1,15 +1,16 @@
 """Text from a language model: the prompt in one call, then one token per call with the carried state."""
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.errors import UserError
 from zoo.generation.decoder import Decoder
+from zoo.generation.read import read
+from zoo.lm.model import LanguageModel
 
 WORTH_CAPTURING = 8  # tokens: capturing a CUDA graph takes as long as a few steps without one
 _INCOMPLETE = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
@@ -31,7 +32,7 @@ class Tokenizer(Protocol):
 
 
 def generate(
-    model: nn.Module,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     prompt: str,
     *,
@@ -79,7 +80,7 @@ def generate(
 
 
 def generate_tokens(
-    model: nn.Module,
+    model: LanguageModel,
     prompts: Tensor | Sequence[Tensor],
     *,
     max_new_tokens: int,
@@ -91,7 +92,7 @@ def generate_tokens(
 ) -> Iterator[Tensor]:
     """Continue several prompts together.
 
-    Prompts of different lengths are packed into one row to be read, and continued as a batch.
+    They are read in pieces of bounded size (`read`), so long prompts take no more memory than short ones.
 
     Args:
         model: A language model of the zoo.
@@ -121,19 +122,8 @@ def generate_tokens(
     return _tokens(model, rows, max_new_tokens, temperature, top_k, top_p, eos_id, generator)
 
 
-def _read(model: Any, prompts: list[Tensor]) -> tuple[Tensor, Any]:
-    """The logits after each prompt [B, vocab], and the state: read as a batch, or packed if lengths differ."""
-    state, lengths = model.init_state(len(prompts)), [len(prompt) for prompt in prompts]
-    if len(set(lengths)) == 1:
-        logits, state = model(torch.stack(prompts), state)
-        return logits[:, -1], state
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], device=prompts[0].device)
-    logits, state = model(torch.cat(prompts)[None], state, cu_seqlens=ends)
-    return logits[0, ends[1:] - 1], state
-
-
 def _tokens(
-    model: Any,
+    model: LanguageModel,
     prompts: list[Tensor],
     max_new_tokens: int,
     temperature: float,
@@ -151,7 +141,7 @@ def _tokens(
         for _ in range(max_new_tokens):
             with torch.no_grad():  # closed before the yield, as a generator's contexts leak into its caller
                 if decoder is None or drawn is None:
-                    logits, state = _read(model, prompts)
+                    logits, state = read(model, prompts)
                     decoder = Decoder(model, state, capture=capture)
                 else:
                     logits = decoder(drawn[:, None])[:, -1]

@@ -5,13 +5,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import UserError, linear_cross_entropy, recomputing
+from kernels import UserError, linear_cross_entropy, linear_token_losses, recomputing
 from mixers import ContextParallel, OutputProjection, ResidualNorm, Site, TokenMixer, takes_context_parallel
 from zoo.lm.mlp import ChannelMixer, SwiGLU
 from zoo.lm.stack import Stack
@@ -20,6 +20,20 @@ log = logging.getLogger(__name__)
 
 TOLERANCE = 0.03  # of a nominal size
 LinearInitializer = Literal["normal", "uniform"]
+
+
+class TokenLosses(NamedTuple):
+    """What a model makes of labels.
+
+    Attributes:
+        losses: Negative log-likelihood of each label in nats, [B,T] fp32; 0 where there is none.
+        correct: Whether the label is the likeliest token, [B,T]; false where there is none.
+        state: The next state if a state was passed.
+    """
+
+    losses: Tensor
+    correct: Tensor
+    state: tuple[Any, ...] | None = None
 
 
 class Block(nn.Module):
@@ -203,8 +217,8 @@ class LanguageModel(nn.Module):
         Raises:
             UserError: With `context_parallel`: a mixer works on whole sequences only, or there is a state or documents.
         """
-        x, state = self._last_hidden(tokens, state, cu_seqlens, context_parallel)
-        return (F.linear(x, self.embeddings.weight) if self.lm_head is None else self.lm_head(x)), state
+        x, state = self.last_hidden(tokens, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
+        return self.logits(x), state
 
     def loss(
         self,
@@ -226,18 +240,54 @@ class LanguageModel(nn.Module):
         Returns:
             A scalar in fp32.
         """
-        x, _ = self._last_hidden(tokens, None, cu_seqlens, context_parallel)
-        head = self.embeddings if self.lm_head is None else self.lm_head
-        return linear_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten())
+        x, _ = self.last_hidden(tokens, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
+        return linear_cross_entropy(x.flatten(0, 1), self._head.weight, labels.flatten())
 
-    def _last_hidden(
+    def token_losses(
         self,
         tokens: Tensor,
-        state: tuple[Any, ...] | None,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None,
+        labels: Tensor,
+        state: tuple[Any, ...] | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> TokenLosses:
+        """The loss of each label, for evaluation: without gradients, and without the logits of all tokens in memory.
+
+        Args:
+            tokens: [B,T].
+            labels: [B,T] int64, already shifted; -100 has no loss.
+            state: As in `forward`.
+            cu_seqlens, context_parallel: As in `forward`, which raises the same errors.
+        """
+        x, state = self.last_hidden(tokens, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
+        labelled = labels != -100  # in questions with short answers, few are
+        found, right = linear_token_losses(x[labelled], self._head.weight, labels[labelled])
+        losses, correct = found.new_zeros(labels.shape), torch.zeros_like(labelled)
+        losses[labelled], correct[labelled] = found, right
+        return TokenLosses(losses, correct, state)
+
+    @property
+    def _head(self) -> nn.Linear | nn.Embedding:
+        return self.embeddings if self.lm_head is None else self.lm_head
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The head: x […,hidden] of `last_hidden` → logits […,vocab_size]."""
+        return F.linear(x, self.embeddings.weight) if self.lm_head is None else self.lm_head(x)
+
+    def last_hidden(
+        self,
+        tokens: Tensor,
+        state: tuple[Any, ...] | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """tokens [B,T] → the input of the head [B,T,hidden], and the continued state."""
+        """tokens [B,T] → the input of the head [B,T,hidden], and the next state; otherwise as `forward`.
+
+        Where only some logits are needed, call `logits` with these positions: those of all positions take
+        T · vocab_size numbers per sequence.
+        """
         x, states = self.embeddings(tokens), []
         layer_states = iter(state) if state is not None else itertools.repeat(None)
         if self.position is not None:

@@ -67,6 +67,46 @@ def total_loss(
     return token_losses(model(tokens, cu_seqlens=cu_seqlens, **shared)[0], labels).sum()
 
 
+@runtime_checkable
+class HasTokenLosses(Protocol):
+    """A model that computes the losses of its labels more cheaply than from the logits of all tokens."""
+
+    def token_losses(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """The loss of each label, whether it is the likeliest token, and the next state."""
+        ...
+
+
+def label_scores(
+    model: Callable[..., Any],
+    tokens: Tensor,
+    labels: Tensor,
+    cu_seqlens: Tensor | None = None,
+    context_parallel: ContextParallel | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each label, and whether it is the likeliest token: by the model's `token_losses` if it has one.
+
+    Args:
+        model, tokens, labels, cu_seqlens, context_parallel: As for `total_loss`.
+
+    Returns:
+        Losses [B, T] fp32 in nats, and correct [B, T] bool; 0 and false where there is no label.
+    """
+    shared = {} if context_parallel is None else {"context_parallel": context_parallel}
+    if isinstance(model, HasTokenLosses):
+        losses, correct, _ = model.token_losses(tokens, labels, cu_seqlens=cu_seqlens, **shared)
+        return losses, correct
+    logits = model(tokens, cu_seqlens=cu_seqlens, **shared)[0]
+    return token_losses(logits, labels), logits.argmax(-1) == labels
+
+
 class Losses(NamedTuple):
     """Mean losses in nats per token: `loss` over all tokens, `by_position` [buckets] (nan where there are none)."""
 
@@ -131,9 +171,9 @@ class TaskAccuracy(Metric):
     correct: Tensor
     count: Tensor
 
-    def update(self, logits: Tensor, labels: Tensor, task: int = 0) -> None:
-        """Add a batch of a task: `logits` [B, T, vocab] and `labels` [B, T], −100 where there is no question."""
-        self.correct[task] += (logits.argmax(-1) == labels).sum()
+    def update(self, correct: Tensor, labels: Tensor, task: int = 0) -> None:
+        """Add a batch of a task: `correct` [B, T] bool of `label_scores`, and its `labels` [B, T]."""
+        self.correct[task] += correct.sum()
         self.count[task] += (labels != NO_LOSS).sum()
 
     def compute(self) -> tuple[Tensor, Tensor]:

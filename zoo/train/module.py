@@ -19,7 +19,7 @@ from zoo.checkpoints.signature import sign
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.resumable import ResumableData
 from zoo.data.whole_steps import forget_unfinished, unfinished_batches
-from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, token_losses, total_loss
+from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
 from zoo.train.optim import Optimisation, build_optimizer, build_schedule
 
 
@@ -48,7 +48,8 @@ class Pretraining(L.LightningModule):
     """Next-token prediction with any language model of the zoo.
 
     Args:
-        model: tokens [B, T] → (logits [B, T, vocab], state); if it has a `loss` method, training uses that.
+        model: tokens [B, T] → (logits [B, T, vocab], state); if it has methods `loss` and `token_losses`, training and
+            evaluation use those.
         optim: Optimiser and schedule.
         tokenizer: Saved in the checkpoint, and used by callbacks that write samples.
         config: The resolved config as plain containers; saved in the checkpoint, so that the model can be rebuilt.
@@ -115,7 +116,8 @@ class Pretraining(L.LightningModule):
         for block in self.model.layers:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        register_fsdp_forward_method(self.model, "loss")  # training calls it in place of `forward`
+        for method in ("loss", "token_losses"):  # called in place of `forward`
+            register_fsdp_forward_method(self.model, method)
 
     def _check_context_parallel(self, stage: str) -> None:
         number, trainer = self.context_parallel, self.trainer
@@ -213,7 +215,7 @@ class Pretraining(L.LightningModule):
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Negative log-likelihood of each label in nats, [B, T] fp32; nan where there is no label."""
-        losses = token_losses(self(batch.tokens, batch.cu_seqlens), batch.labels)
+        losses, _ = label_scores(self.model, batch.tokens, batch.labels, batch.cu_seqlens)
         return losses.masked_fill(batch.labels == NO_LOSS, float("nan"))
 
     def on_validation_epoch_start(self) -> None:
@@ -239,10 +241,9 @@ class Pretraining(L.LightningModule):
 
     def _evaluate(self, batch: Batch, loader: int) -> None:
         batch = self._local_part(batch)
-        logits = self(batch.tokens, batch.cu_seqlens, self._part)
-        losses, labels = token_losses(logits, batch.labels), batch.labels
-        task = loader if self.tasks else 0
-        self.accuracy.update(logits, labels, task)
+        labels, task = batch.labels, loader if self.tasks else 0
+        losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
+        self.accuracy.update(correct, labels, task)
         self.task_loss.update(losses, labels, task)
         if self._part is not None:  # padded to the whole sequence by tokens without labels, for their positions
             length, rank, number = labels.shape[1], self._part.rank, self._part.count

@@ -25,6 +25,12 @@ class Scripted(nn.Module):
     def init_state(self, batch_size, device=None, dtype=None):
         return 0
 
+    def last_hidden(self, tokens, state=None, *, cu_seqlens=None):
+        return self(tokens, state, cu_seqlens=cu_seqlens)
+
+    def logits(self, x):
+        return x
+
     def forward(self, tokens, state=None, *, cu_seqlens=None):
         self.calls.append(tokens.tolist())
         logits = torch.zeros(*tokens.shape, self.vocab_size)

@@ -24,7 +24,7 @@ from tests.zoo.tiny import (
 from zoo.checkpoints.signature import is_own
 from zoo.data.batch import Batch
 from zoo.train.callbacks.checkpoints import Checkpoints
-from zoo.train.metrics import ContextLoss, TaskAccuracy, token_losses, total_loss
+from zoo.train.metrics import ContextLoss, TaskAccuracy, label_scores, token_losses, total_loss
 from zoo.train.module import best_precision
 
 
@@ -64,11 +64,23 @@ def test_positions_beyond_the_context_count_in_the_last_bucket():
     assert metric.compute().by_position.tolist() == [1.0, 3.0]
 
 
+class Choosing(torch.nn.Module):
+    """A model of three tokens that has its choice made."""
+
+    def __init__(self, likeliest: torch.Tensor):
+        super().__init__()
+        self.likeliest = likeliest
+
+    def forward(self, tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None):
+        return torch.nn.functional.one_hot(self.likeliest, 3).float(), None
+
+
 def test_accuracy_by_task():
     metric = TaskAccuracy(3)
-    logits = torch.nn.functional.one_hot(torch.tensor([[1, 2, 0, 2]]), 3)
-    metric.update(logits, torch.tensor([[1, 0, -100, 2]]))
-    metric.update(logits, torch.tensor([[-100, 2, -100, -100]]), task=2)
+    model = Choosing(torch.tensor([[1, 2, 0, 2]]))
+    for labels, task in ((torch.tensor([[1, 0, -100, 2]]), 0), (torch.tensor([[-100, 2, -100, -100]]), 2)):
+        _, correct = label_scores(model, model.likeliest, labels)
+        metric.update(correct, labels, task)
     accuracy, by_task = metric.compute()
     assert accuracy == 3 / 4
     torch.testing.assert_close(by_task, torch.tensor([2 / 3, float("nan"), 1.0]), equal_nan=True)

@@ -22,7 +22,6 @@ from zoo.files.sealed_json import write_sealed
 from zoo.train.baseline import bigram_loss
 from zoo.train.callbacks.progress_bar import batches_of
 from zoo.train.callbacks.run_callback import RunCallback
-from zoo.train.metrics import token_losses
 from zoo.train.metrics_file import finite
 from zoo.train.results import read_row, result_table
 
@@ -138,9 +137,8 @@ class ResultRow(RunCallback):
             batch: Batch = trainer.strategy.batch_to_device(loaded)
             count += int((batch.labels != NO_LOSS).sum())
             for index, mixers in enumerate((nullcontext(), pl_module.model.without_mixers())):
-                with torch.no_grad(), trainer.precision_plugin.forward_context(), mixers:
-                    logits, _ = pl_module.model(batch.tokens, cu_seqlens=batch.cu_seqlens)
-                totals[index] += token_losses(logits, batch.labels).sum().item()
+                with torch.no_grad(), mixers:
+                    totals[index] += trainer.strategy.predict_step(batch, 0).nansum().item()
         pl_module.train(training)
         if not count:
             return {}
