@@ -171,23 +171,27 @@ class SelectiveCopy(TokenTask):
 class Compression(TokenTask):
     """Random tokens, which are then asked for by their places: the whole sequence must be in the state.
 
-    Token 0 ends what is to be compressed, 1 … n ask for a place, the rest is content. A sequence is n = `compressed`
-    random contents, the 0, and the places 1 … n in order, whose labels are what stood there. (MAD decodes the last
-    output together with an embedding of each place by an MLP; here the model itself is asked, since a language model
-    has no such head. The two agree in what the state must hold.)
+    Token 0 ends what is to be compressed, 1 … `content` are content, and token content + p asks for place p. A sequence
+    is `compressed` random contents, the 0, and all places in order, whose labels are what stood there. (MAD decodes the
+    last output together with an embedding of each place by an MLP; here the model itself is asked, since a language
+    model has no such head. The two agree in what the state must hold.)
 
     Args:
         compressed: Tokens to compress, in a sequence of twice as many and one.
+        content: Size of their vocabulary.
         weight: Relative frequency of training batches of this task.
 
     Raises:
         UserError: An argument is out of range.
     """
 
-    def __init__(self, compressed: int = 32, weight: float = 1.0) -> None:
-        self.compressed, self.weight, self.length = compressed, weight, 2 * compressed + 1
+    def __init__(self, compressed: int = 32, content: int = 16, weight: float = 1.0) -> None:
+        self.compressed, self.content, self.weight = compressed, content, weight
+        self.length = 2 * compressed + 1
         if compressed < 1:
             raise UserError(f"compressed: {compressed} must be at least 1")
+        if content < 2:
+            raise UserError(f"content: {content} must be at least 2")
 
     @property
     def name(self) -> str:
@@ -196,15 +200,15 @@ class Compression(TokenTask):
 
     def misfit(self, vocab_size: int) -> str | None:
         """Each place is a token."""
-        least = self.compressed + 3
+        least = 1 + self.content + self.compressed
         return None if vocab_size >= least else f"needs at least {least}"
 
     def generate(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
         """Content, the end, places."""
         n = self.compressed
-        content = n + 1 + whole(numbers, n, vocab_size - n - 1, seeds("content"))
-        ask = np.broadcast_to(np.arange(1, n + 1), content.shape)
-        tokens = np.concatenate([content, np.zeros_like(content[:, :1]), ask], axis=1)
+        content = 1 + whole(numbers, n, self.content, seeds("content"))
+        places = np.broadcast_to(self.content + np.arange(1, n + 1), content.shape)
+        tokens = np.concatenate([content, np.zeros_like(content[:, :1]), places], axis=1)
         return tokens, np.concatenate([np.full((len(numbers), n + 1), NO_LOSS), content], axis=1)
 
 

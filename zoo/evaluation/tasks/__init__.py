@@ -3,5 +3,7 @@
 from zoo.evaluation.task import Task
 from zoo.evaluation.tasks.perplexity import Perplexity
 from zoo.evaluation.tasks.throughput import Throughput
+from zoo.evaluation.tasks.token_tasks import TOKEN_TASKS
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Perplexity, Throughput)}
+_CLASSES: tuple[type[Task], ...] = (Perplexity, Throughput, *TOKEN_TASKS)
+TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}

@@ -91,6 +91,6 @@ def copy(tokens: Sequence[int], vocab_size: int) -> dict[int, int]:
 
 
 def compression(tokens: Sequence[int], vocab_size: int) -> dict[int, int]:
-    """Places after the end."""
+    """Places after the end, which start above 16 tokens of content."""
     end = list(tokens).index(0)
-    return {t: tokens[tokens[t] - 1] for t in range(end + 1, len(tokens))}
+    return {t: tokens[tokens[t] - 17] for t in range(end + 1, len(tokens))}

@@ -164,6 +164,7 @@ def test_several_tasks_are_mixed_resumed_and_named():
         (lambda: SelectiveCopy(31, 16), "length: 31 is too short, copying 16 tokens needs at least 32"),
         (lambda: SelectiveCopy(copied=0), "copied: 0 must be at least 1"),
         (lambda: Compression(0), "compressed: 0 must be at least 1"),
+        (lambda: Compression(content=1), "content: 1 must be at least 2"),
         (lambda: Memorization(33), "length: 33 must be an even number, at least 2"),
         (lambda: TokenTasks([]), r"data\.tasks is an empty list; give at least one, such as"),
         (lambda: TokenTasks([SelectiveCopy(), SelectiveCopy()]), "lists length_256_copied_16 twice"),
@@ -186,7 +187,7 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], message: str):
         (InContextRecall(pairs=4), 8, 10),
         (InContextRecall(noise=0.2), 18, 4),
         (SelectiveCopy(), 3, 4),
-        (Compression(), 34, 35),
+        (Compression(), 48, 49),
         (Memorization(), 2, 4),
     ],
 )
