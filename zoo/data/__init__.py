@@ -8,7 +8,7 @@ from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, S
 from zoo.data.synthetic.markov import MarkovChain
 from zoo.data.synthetic.mqar import MQAR
 from zoo.data.synthetic.recall import RecallTask
-from zoo.data.synthetic.token_tasks import TokenTask, TokenTasks
+from zoo.data.synthetic.token_tasks import Seeds, TokenSamples, TokenTask, TokenTasks
 from zoo.data.text.bigram import interpolated_bigram_loss
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.mixed_text import MixedText, Source
@@ -31,11 +31,13 @@ __all__ = [
     "Memorization",
     "MixedText",
     "RecallTask",
+    "Seeds",
     "SelectiveCopy",
     "Shards",
     "Source",
     "StackedRecall",
     "TextData",
+    "TokenSamples",
     "TokenTask",
     "TokenTasks",
     "Tokenizer",

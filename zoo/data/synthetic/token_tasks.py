@@ -32,7 +32,7 @@ class TokenTask(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What distinguishes it from the same task in another size: `pairs_8`."""
+        """Its size, such as `pairs_8`, by which tables tell it from the same task in other sizes."""
 
     @abstractmethod
     def misfit(self, vocab_size: int) -> str | None:
