@@ -69,7 +69,8 @@ def sweep(
     console.print(report.write(plan, outcomes, target))
     if problems := [problem for _, problem in report.failures(plan, outcomes)]:
         listed, more = "; ".join(problems[:5]), f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        console.print(f"{len(problems)} runs fail a gate, so read the rest with care: {listed}{more}", style="yellow")
+        many = "1 run fails" if len(problems) == 1 else f"{len(problems)} runs fail"
+        console.print(f"{many} a gate, so read the rest with care: {listed}{more}", style="yellow")
     if failures:
         raise failed(failures, len(runs))
     console.print(f"{target}/sweep.csv · {target}/sweep.png", style="dim")

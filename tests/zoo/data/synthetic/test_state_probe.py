@@ -1,7 +1,7 @@
 """The one-minute probe: does a larger state recall more? One layer, and a pair is one token: there is no shift to find.
 
-64 keys and values, 16 pairs, keys of 8 beside values of 16, the delta rule without decay, 1,100 steps at 1e-2. Accuracies
-of seeds 0, 1 and 2: SEEN.
+64 keys and values, 16 pairs, keys of 8 beside values of 16, the delta rule without decay, 1,100 steps at 1e-2. Accuracy
+of seeds 0, 1 and 2: .70 .70 .63 with E = 1, 1.0 1.0 .99 with four subheads.
 """
 
 import math
