@@ -112,6 +112,8 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
         panel.set_ylabel(_unit(metric))
         if metric in FRACTIONS:
             panel.set_ylim(-0.03, 1.03)
+        elif metric.endswith(("_per_second", "_gib")):
+            panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     picture.suptitle(title)
     if len(models) > 1 or len(metrics) == 1:

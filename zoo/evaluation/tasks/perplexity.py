@@ -16,6 +16,7 @@ from zoo.evaluation.subject import Subject
 from zoo.evaluation.task import Cell, Options, Row, Task
 
 LENGTHS = (256, 512, 1024, 2048)
+SAMPLES = 8
 HELD_OUT = 0.05  # TextData's default, so that the embedded text is what such a run was not trained on
 FIRST = 64  # upper end of the first range of positions; each further one is twice as long
 
@@ -24,8 +25,9 @@ class Perplexity(Task):
     """Perplexity of held-out text by length and by position.
 
     The validation split of the text (`haystack`, by default the embedded corpus) is one stream of tokens in which each
-    document ends by its end token, cut into windows of each length. `perplexity` is over all tokens of the windows;
-    `loss` is the mean in nats over ranges of positions, each named after its end.
+    document ends by its end token. The same tokens, `samples` times the greatest length (or as many as there are), are
+    cut into windows of each length. `perplexity` is over all tokens of the windows; `loss` is the mean in nats over
+    ranges of positions, each named after its end.
 
     A model that was trained on other fractions of the same text may have seen some of it.
     """
@@ -55,9 +57,9 @@ class Perplexity(Task):
     def run(self, subject: Subject, cell: Cell) -> list[Row]:
         """The perplexity of the windows of one length, and their loss by position."""
         assert subject.tokenizer is not None
-        length, most = cell["length"], self.options.samples or 16
-        stream = self._stream(subject.tokenizer, most * length + 1)
-        number = min(most, (len(stream) - 1) // length)
+        length, longest = cell["length"], max(self.lengths)
+        stream = self._stream(subject.tokenizer, (self.options.samples or SAMPLES) * longest + 1)
+        number = min((self.options.samples or SAMPLES), (len(stream) - 1) // longest) * longest // length
         windows = stream[: number * length].view(number, length), stream[1 : number * length + 1].view(number, length)
         rows = max(1, 16_384 // length)
         losses = torch.cat(
