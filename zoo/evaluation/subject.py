@@ -1,0 +1,58 @@
+"""The model under evaluation, as tasks see it. Tests put oracles in its place."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from zoo.data.batch import Batch
+from zoo.data.text.tokenizer import Tokenizer
+
+
+class Scored(NamedTuple):
+    """A continuation's log-likelihood in nats, and whether greedy decoding would have produced it."""
+
+    log_likelihood: float
+    greedy: bool
+
+
+class TokenScores(NamedTuple):
+    """Negative log-likelihood of each label in nats, [B,T] fp32, and whether it is the likeliest token, [B,T].
+
+    Where there is no label they are 0 and false.
+    """
+
+    losses: Tensor
+    correct: Tensor
+
+
+class Subject(Protocol):
+    """A model under evaluation.
+
+    Attributes:
+        name: As in tables.
+        vocab_size: Number of tokens.
+        tokenizer: None if it was trained without text.
+        context_length: The length of its training sequences; None if unknown.
+    """
+
+    name: str
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    context_length: int | None
+
+    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """The likeliest next tokens after each prompt, up to the end of the document."""
+        ...
+
+    def log_likelihoods(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
+        """How likely each continuation is after its context, of at least one token."""
+        ...
+
+    def label_scores(self, batch: Batch) -> TokenScores:
+        """The loss of each label of a batch."""
+        ...
+
+    def state_size(self, length: int) -> float:
+        """Elements of its state after `length` tokens of one sequence."""
+        ...
