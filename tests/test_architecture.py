@@ -42,6 +42,7 @@ ROOMS = (
     "zoo.runs",
     "zoo.sweeps",
     "zoo.benchmarks",
+    "zoo.evaluation",
     "zoo.scaling",
 )
 
