@@ -50,6 +50,8 @@ Train and compare language models of pluggable token mixers.
   test       the same, reported as test loss
   predict    the loss of every token, to a file: --checkpoint runs/NAME --output losses.jsonl
   generate   text:      python cli.py generate --checkpoint runs/NAME --prompt "def "
+  evaluate   what models remember: python cli.py evaluate --checkpoint runs/NAME --tasks=s_niah_1,passkey
+             all tasks: --tasks=list; several models side by side: repeat --checkpoint
   export     a trained model as a folder with one model.safetensors: --checkpoint runs/NAME --output FOLDER
   compare    several configs on the same data, in one table and one picture:
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml --trainer.max_steps=300
@@ -84,7 +86,8 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 OF_RUNS = Keys(configs.KEYS, configs.add_arguments)
 OF_BENCHES = Keys(configs.KEYS, lambda parser: None)  # without help: some benchmarks have options of the same names
 OF_SWEEPS = Keys((*FIELDS, *configs.KEYS), lambda parser: parser.add_class_arguments(Sweep))
-VERBS = ["fit", "validate", "test", "predict", "generate", "export", "compare", "sweep", "bench", "tune", "mixers"]
+VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export"]
+VERBS += ["compare", "sweep", "bench", "tune", "mixers"]
 
 
 def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int = 8, length: int = 4096) -> None:
@@ -125,6 +128,8 @@ def run(arguments: list[str]) -> int:
     elif verb == "sweep":
         items, options = arguments_of(zoo.sweep, rest, verb, OF_SWEEPS)
         zoo.sweep(*items, **options)
+    elif verb == "evaluate":
+        zoo.evaluate(**arguments_of(zoo.evaluate, rest, verb)[1])
     elif verb == "generate":
         zoo.generate(**arguments_of(zoo.generate, rest, verb)[1], stream=write)
         write("\n")

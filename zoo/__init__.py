@@ -3,6 +3,7 @@
 from kernels import UserError
 from zoo.benchmarks import bench
 from zoo.config import build
+from zoo.evaluation import evaluate
 from zoo.lm import LanguageModel, join_states, load_state, save_state, take_states
 from zoo.loading.export import export
 from zoo.loading.load import load, load_tokenizer
@@ -19,6 +20,7 @@ __all__ = [
     "bench",
     "build",
     "compare",
+    "evaluate",
     "export",
     "fit",
     "generate",

@@ -1,8 +1,9 @@
 """Maps a command line to a function call: options are the function's parameters, the rest configs and overrides."""
 
 import inspect
+import json
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
 from kernels import UserError
 from zoo.config.explain import unknown
@@ -60,6 +61,7 @@ def arguments_of(
     parameters = {name: parameter for name, parameter in signature.items() if name not in IN_PYTHON}
     flags = [name for name, parameter in parameters.items() if parameter.annotation is bool]
     options, items, plain = _split(arguments, flags, parameters)
+    options = _joined(options, [name for name, parameter in parameters.items() if _takes_list(parameter.annotation)])
     if positional == "configs":
         items = [*plain, *items]
     elif positional is not None and plain:
@@ -87,6 +89,25 @@ def arguments_of(
             parser.parse_args([*as_arguments(load_items(items)), *printing])
         values = parser.parse_args(options)
     return items, {name: values[name] for name in parameters}
+
+
+def _takes_list(annotation: Any) -> bool:
+    return list in (get_origin(annotation), *map(get_origin, get_args(annotation)))
+
+
+def _joined(options: Sequence[str], lists: Collection[str]) -> list[str]:
+    """Options whose parameters take lists, given more than once, as one option with a list of all their values."""
+    joined, given = [], dict[str, list[str]]()
+    for option in options:
+        key, _, value = option.partition("=")
+        if key.removeprefix("--") in lists:
+            given.setdefault(key, []).append(value)
+        else:
+            joined.append(option)
+    return [
+        *joined,
+        *(f"{key}={values[0] if len(values) == 1 else json.dumps(values)}" for key, values in given.items()),
+    ]
 
 
 def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[str]) -> Arguments:

@@ -1,1 +1,5 @@
-"""Evaluation: what a model remembers."""
+"""Evaluation: what a trained model remembers, predicts and costs."""
+
+from zoo.evaluation.run import evaluate
+
+__all__ = ["evaluate"]

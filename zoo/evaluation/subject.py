@@ -31,15 +31,18 @@ class Subject(Protocol):
 
     Attributes:
         name: As in tables.
-        vocab_size: Number of tokens.
         tokenizer: None if it was trained without text.
         context_length: The length of its training sequences; None if unknown.
     """
 
     name: str
-    vocab_size: int
     tokenizer: Tokenizer | None
     context_length: int | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        ...
 
     def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """The likeliest next tokens after each prompt, up to the end of the document."""

@@ -261,8 +261,11 @@ class LanguageModel(nn.Module):
             cu_seqlens, context_parallel: As in `forward`, which raises the same errors.
         """
         x, state = self.last_hidden(tokens, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
-        losses, correct = linear_token_losses(x.flatten(0, 1), self._head.weight, labels.flatten())
-        return TokenLosses(losses.view_as(labels), correct.view_as(labels), state)
+        labelled = labels != -100  # in questions with short answers, few are
+        found, right = linear_token_losses(x[labelled], self._head.weight, labels[labelled])
+        losses, correct = found.new_zeros(labels.shape), torch.zeros_like(labelled)
+        losses[labelled], correct[labelled] = found, right
+        return TokenLosses(losses, correct, state)
 
     @property
     def _head(self) -> nn.Linear | nn.Embedding:

@@ -1,7 +1,7 @@
 """Loading saved models and their tokenizers."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,19 +37,31 @@ def checkpoint_of(path: str | Path) -> Path:
     raise UserError(f"checkpoint: there is nothing at {path}{hint}")
 
 
-def load(path: str | Path, device: torch.device | str | None = None, trust: bool = False) -> LanguageModel:
-    """Load the trained model of a checkpoint, a run's folder or an exported folder, in evaluation mode.
+class Saved(NamedTuple):
+    """A saved model, before its weights are read.
+
+    Attributes:
+        weights: The file with the weights.
+        source: The file with the config, which error messages name.
+        config: The config of its run.
+        signature: The signature of the config; None if it has none.
+    """
+
+    weights: Path
+    source: Path
+    config: dict[str, Any]
+    signature: Any
+
+
+def find(path: str | Path) -> Saved:
+    """Find a saved model and read its config.
 
     Args:
-        path: A `.ckpt` file, a folder of a run, or a folder with `config.yaml` and `model.safetensors`.
-        device: Device of the model; None is the CPU.
-        trust: Whether to import and call whatever classes its config names. Otherwise a model that someone else saved
-            may only use components of this project, and classes that are already imported or registered.
+        path: As for `load`.
 
     Raises:
-        UserError: The model does not exist, is damaged, not trusted, or of another format; or the device is invalid.
+        UserError: The model does not exist, or is damaged.
     """
-    _check_device(device or "cpu")
     folder = Path(path)
     if (folder / "model.safetensors").is_file():
         weights, source = folder / "model.safetensors", folder / "config.yaml"
@@ -63,6 +75,23 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
         config, signature = contents["config"], contents.get("signature")
     if not isinstance(config, dict) or "model" not in config:
         raise UserError(f"checkpoint: {source} has no config of a model")
+    return Saved(weights, source, config, signature)
+
+
+def load(path: str | Path, device: torch.device | str | None = None, trust: bool = False) -> LanguageModel:
+    """Load the trained model of a checkpoint, a run's folder or an exported folder, in evaluation mode.
+
+    Args:
+        path: A `.ckpt` file, a folder of a run, or a folder with `config.yaml` and `model.safetensors`.
+        device: Device of the model; None is the CPU.
+        trust: Whether to import and call whatever classes its config names. Otherwise a model that someone else saved
+            may only use components of this project, and classes that are already imported or registered.
+
+    Raises:
+        UserError: The model does not exist, is damaged, not trusted, or of another format; or the device is invalid.
+    """
+    _check_device(device or "cpu")
+    weights, source, config, signature = find(path)
     model_config = with_current_paths(config["model"])
     if not (trust or is_own(config, signature)):
         vet_model(model_config, source)
@@ -77,17 +106,28 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         UserError: There is no tokenizer, or it is damaged.
     """
+    if (tokenizer := find_tokenizer(path)) is None:
+        raise UserError(f"checkpoint: {path} was saved without a tokenizer, so it cannot process text")
+    return tokenizer
+
+
+def find_tokenizer(path: str | Path) -> Tokenizer | None:
+    """The tokenizer of a saved model, or None if it has none.
+
+    Raises:
+        UserError: The model does not exist, or the tokenizer is damaged.
+    """
     folder = Path(path)
     if (file := folder / "tokenizer.json").is_file():
         check_hashes(folder)
         text = _read_text(file)
     elif (folder / "model.safetensors").is_file():
-        raise UserError(f"checkpoint: {folder} has no tokenizer.json, so it cannot process text")
+        return None
     else:
         file = checkpoint_of(path)
         text = saved(file)["tokenizer"]
         if text is None:
-            raise UserError(f"checkpoint: {file} was trained without a tokenizer, so it cannot process text")
+            return None
     try:
         return Tokenizer.from_json(text)
     except UserError:

@@ -253,7 +253,7 @@ def test_the_command_line(command: Command, desk):
     asked = Counter((r["loader"], sum(loss is not None for loss in r["losses"])) for r in rows)
     assert asked[0, 2] == asked[1, 4] == 100  # the last batch is filled to nothing, on one device
     generated = command("generate", "--checkpoint", "runs/whole")
-    assert (generated.code, "trained without a tokenizer" in generated.err) == (2, True)
+    assert (generated.code, "saved without a tokenizer" in generated.err) == (2, True)
 
     assert command(*FIT, *small, "--trainer.max_steps=5", "--run", "part").code == 0
     assert command("fit", "--resume", "part", "--trainer.max_steps=8").code == 0

@@ -1,0 +1,149 @@
+"""`evaluate` as a user meets it."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import zoo
+from kernels import UserError
+from tests.commands import Command
+from zoo.evaluation.task import interval
+from zoo.evaluation.tasks.perplexity import Perplexity, ranges
+
+pytest_plugins = "tests.desk"
+OPTIONS = {"tasks": "perplexity", "lengths": [32, 96], "samples": 4, "device": "cpu"}
+
+
+@pytest.fixture
+def done(finished: Path, desk: Path) -> str:
+    """The folder of a complete run, from an empty working directory."""
+    return str(finished / "runs" / "done")
+
+
+def test_rows_table_and_pictures(done: str, command: Command, desk: Path) -> None:
+    found = command("evaluate", "--checkpoint", done, "--tasks=perplexity", "--lengths=[32,96]", "--samples=4")
+    assert found.code == 0, found.err
+    assert "perplexity" in found.out
+    folder = desk / "evaluations" / "done"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "rows.jsonl",
+        "perplexity.png",
+        "perplexity.svg",
+        "perplexity-position.png",
+        "perplexity-position.svg",
+    }
+    lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    assert [line["what"]["cell"] for line in lines] == [{"length": 32}, {"length": 96}]
+    for line in lines:
+        assert line["what"]["checkpoint_xxh3_128"] == line["checkpoint_xxh3_128"]
+        assert {"torch", "device", "seconds", "parameters", "model"} <= line.keys()
+    by_position = [row["position"] for row in lines[1]["rows"] if "position" in row]
+    assert by_position == [64, 96]
+
+
+def test_the_perplexity_is_that_of_all_its_tokens(done: str, desk: Path) -> None:
+    rows = zoo.evaluate(done, **OPTIONS, verbose=False)
+    for length in (32, 96):
+        whole, *parts = [row for row in rows if row["length"] == length]
+        count = sum(part["count"] for part in parts)
+        assert count == whole["count"] == 4 * 96  # the same tokens for each length
+        loss = sum(part["value"] * part["count"] for part in parts) / count
+        assert whole["value"] == pytest.approx(2.718281828459045**loss, rel=1e-6)
+        assert whole["low"] <= whole["value"] <= whole["high"]
+
+
+def test_several_models_side_by_side_and_nothing_measured_twice(
+    done: str, desk: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = desk / "copy"
+    assert command("export", "--checkpoint", done, "--output", str(other)).code == 0
+    measured = []
+    run = Perplexity.run
+    monkeypatch.setattr(
+        Perplexity, "run", lambda task, subject, cell: measured.append((subject.name, cell)) or run(task, subject, cell)
+    )
+    first = zoo.evaluate(done, **OPTIONS, output="both", verbose=False)
+    assert len(measured) == 2
+    with open("both/rows.jsonl", "a") as file:
+        file.write('{"key": "half a li')  # as a killed process leaves it
+    arguments = ["--checkpoint", done, "--checkpoint", "copy", "--tasks=perplexity", "--lengths=[32,96]", "--samples=4"]
+    found = command("evaluate", *arguments, "--output=both", "--device=cpu")
+    assert found.code == 0, found.err
+    assert measured[2:] == [("copy", {"length": 32}), ("copy", {"length": 96})]
+    lines = [json.loads(line) for line in Path("both/rows.jsonl").read_text().splitlines()]
+    assert len(lines) == 4
+    assert [line["rows"] for line in lines[:2]] == [
+        [{k: v for k, v in row.items() if k not in ("model", "task")} for row in first if row["length"] == length]
+        for length in (32, 96)
+    ]
+    # the same weights in another file: another checkpoint with the same numbers
+    assert [row["value"] for row in lines[2]["rows"]] == pytest.approx([row["value"] for row in lines[0]["rows"]])
+
+
+def test_the_list_of_tasks(command: Command) -> None:
+    found = command("evaluate", "--tasks=list")
+    assert found.code == 0, found.err
+    assert "perplexity" in found.out
+    assert "a tokenizer" in found.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": "perplexty"}, "tasks: 'perplexty' is not a task; did you mean 'perplexity'"),
+        ({"lengths": [0]}, "lengths: 0 must be at least 1"),
+        ({"lengths": [10_000_000]}, "lengths: 10000000 tokens are more than the"),
+        ({"samples": 0}, "samples: 0 must be at least 1"),
+        ({"depths": [1.5]}, "depths: 1.5 is not between"),
+        ({"precision": "8-bit"}, "precision: '8-bit' is not one of 32-true, bf16-mixed"),
+        ({"batch_tokens": 0}, "batch_tokens: 0 must be at least 1"),
+        ({"haystack": "nowhere.txt"}, "nowhere.txt"),
+        ({"device": "gpu"}, "device: 'gpu' is not one of cpu, cuda"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(done: str, options: dict, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        zoo.evaluate(done, **{**OPTIONS, **options})
+    assert not Path("evaluations").exists()
+
+
+def test_no_checkpoint() -> None:
+    with pytest.raises(UserError, match="checkpoint: evaluate needs one"):
+        zoo.evaluate(tasks="perplexity")
+
+
+def test_a_damaged_line_is_named(done: str, desk: Path) -> None:
+    zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
+    file = Path("out/rows.jsonl")
+    file.write_text(file.read_text().replace('"length": 32', '"length": 33', 1))
+    with pytest.raises(UserError, match=r"output: line 1 of out/rows\.jsonl is damaged"):
+        zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
+
+
+def test_throughput(done: str, desk: Path) -> None:
+    rows = zoo.evaluate(
+        done, "throughput", lengths=[16, 32], device="cpu", batch_tokens=64, verbose=False, output="speed"
+    )
+    kinds = ["training_tokens_per_second", "prefill_tokens_per_second", "decode_tokens_per_second"]
+    assert [(row["length"], row["batch_size"], row["metric"]) for row in rows] == [
+        (length, 64 // length, kind) for length in (16, 32) for kind in kinds
+    ]
+    assert all(row["value"] > 0 for row in rows)
+    assert Path("speed/throughput.png").exists()
+
+
+def test_intervals() -> None:
+    low, high = interval(50, 100)
+    assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)  # Wilson (1927), as tabulated
+    assert interval(0, 10)[0] == pytest.approx(0)
+    assert 0.25 < interval(0, 10)[1] < 0.3
+    assert interval(10, 10)[1] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("length", "ends"), [(32, [32]), (64, [64]), (300, [64, 128, 256, 300])])
+def test_ranges_of_positions(length: int, ends: list[int]) -> None:
+    assert [end for _, end in ranges(length)] == ends
+    assert [start for start, _ in ranges(length)] == [0, *ends[:-1]]

@@ -1,0 +1,93 @@
+"""Scores and continuations are those of the model, however they are batched and cut."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from mixers import GatedDeltaNet, SlidingWindowAttention
+from tests.zoo.tiny import ByteTokenizer
+from zoo.data import NO_LOSS, Batch
+from zoo.evaluation import loaded
+from zoo.evaluation.loaded import LoadedModel
+from zoo.lm import H1, LanguageModel
+
+STACK = H1(GatedDeltaNet, partial(SlidingWindowAttention, window_size=8))
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    torch.manual_seed(0)
+    model = LanguageModel(STACK, vocab_size=257, hidden_size=32, num_heads=2, num_layers=2).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)  # so that continuations differ
+    return model
+
+
+def tokens(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def direct(model: LanguageModel, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    with torch.no_grad():
+        logits = model(torch.tensor([context + continuation]))[0][0, len(context) - 1 : -1].log_softmax(-1)
+    labels = torch.tensor(continuation)
+    return logits.gather(-1, labels[:, None]).sum().item(), bool((logits.argmax(-1) == labels).all())
+
+
+@pytest.mark.parametrize("batch_tokens", [None, 1, 60])
+@pytest.mark.parametrize("at_once", [16_384, 7])
+def test_log_likelihoods(
+    model: LanguageModel, batch_tokens: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loaded, "AT_ONCE", at_once)
+    subject = LoadedModel("tiny", model, ByteTokenizer(), batch_tokens=batch_tokens)
+    requests = [
+        (tokens(length, length), tokens(answer, answer)) for length, answer in ((1, 1), (30, 4), (5, 9), (12, 1))
+    ]
+    with torch.no_grad():
+        likeliest = model(torch.tensor([requests[3][0]]))[0][0, -1].argmax().item()
+    requests.append((requests[3][0], [likeliest]))
+    for found, request in zip(subject.log_likelihoods(requests), requests, strict=True):
+        expected, greedy = direct(model, *request)
+        assert found.log_likelihood == pytest.approx(expected, abs=1e-4)
+        assert found.greedy == greedy
+    assert found.greedy
+
+
+@pytest.mark.parametrize("batch_tokens", [None, 1, 40])
+def test_continuations(model: LanguageModel, batch_tokens: int | None) -> None:
+    subject = LoadedModel("tiny", model, ByteTokenizer(), batch_tokens=batch_tokens)
+    prompts = [tokens(length, length) for length in (20, 3, 20, 11)]
+    for found, prompt in zip(subject.continuations(prompts, 6), prompts, strict=True):
+        expected = list(prompt)
+        for _ in range(6):
+            with torch.no_grad():
+                following = model(torch.tensor([expected]))[0][0, -1].argmax().item()
+            if following == ByteTokenizer.eos_id:
+                break
+            expected.append(following)
+        assert found == expected[len(prompt) :]
+
+
+def test_a_continuation_stops_before_the_end_token(model: LanguageModel) -> None:
+    prompt = tokens(9)
+    subject = LoadedModel("tiny", model, ByteTokenizer())
+    third = subject.continuations([prompt], 3)[0][2]
+    ending = ByteTokenizer()
+    ending.eos_id = third
+    cut = LoadedModel("tiny", model, ending).continuations([prompt], 30)[0]
+    assert third not in cut
+    assert cut == subject.continuations([prompt], 30)[0][: len(cut)]
+
+
+def test_label_scores_of_packed_documents(model: LanguageModel) -> None:
+    ids, bounds = torch.tensor([tokens(30)]), torch.tensor([0, 11, 30], dtype=torch.int32)
+    labels = ids.roll(-1, 1).masked_fill(torch.arange(30) == 10, NO_LOSS)
+    subject = LoadedModel("tiny", model)
+    losses, correct = subject.label_scores(Batch(ids, labels, bounds))
+    for start, end in ((0, 11), (11, 30)):
+        part = Batch(ids[:, start:end], labels[:, start:end])
+        torch.testing.assert_close(losses[:, start:end], subject.label_scores(part).losses, rtol=1e-4, atol=1e-4)
+    assert losses[0, 10] == 0
+    assert not correct[0, 10]

@@ -1,0 +1,169 @@
+"""A saved model as the subject of an evaluation."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels import UserError
+from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.text.tokenizer import Tokenizer
+from zoo.evaluation.subject import Scored, TokenScores
+from zoo.files.hashing import file_digest
+from zoo.generation.generate import generate_tokens
+from zoo.generation.read import AT_ONCE
+from zoo.lm.model import LanguageModel
+from zoo.loading.load import find, find_tokenizer, load
+
+# tokens in a batch of sequences
+BATCH_TOKENS = {"cpu": 16_384, "cuda": 262_144}
+
+
+@dataclass
+class LoadedModel:
+    """A language model under evaluation (`Subject`).
+
+    Prompts are sorted by length and read in batches; long ones in pieces with the state carried on, so that memory does
+    not grow with the length, except for the state itself.
+
+    Args:
+        name: As in tables.
+        model: The model, in evaluation mode.
+        tokenizer: Its tokenizer, if it has one.
+        context_length: The length of its training sequences.
+        batch_tokens: Tokens in a batch of sequences; None for 16,384 on a CPU and 262,144 on a GPU.
+        bf16: Whether to compute under autocast to bf16.
+        identity: What tells this model from others: hashes of checkpoint and config, sizes.
+    """
+
+    name: str
+    model: LanguageModel
+    tokenizer: Tokenizer | None = None
+    context_length: int | None = None
+    batch_tokens: int | None = None
+    bf16: bool = False
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        return self.model.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def state_size(self, length: int) -> float:
+        """Elements of the state after `length` tokens of one sequence."""
+        return self.model.state_size(length)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the model."""
+        self.model.to(device)
+
+    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """The likeliest next tokens after each prompt, up to the end of the document."""
+        eos = None if self.tokenizer is None else self.tokenizer.eos_id
+        results: list[list[int]] = [[] for _ in prompts]
+        for rows in self._batches([len(prompt) + max_new_tokens for prompt in prompts]):
+            ids = [torch.tensor(prompts[row], device=self.device) for row in rows]
+            with self._computing():
+                drawn = generate_tokens(self.model, ids, max_new_tokens=max_new_tokens, temperature=0, eos_id=eos)
+                steps = torch.stack(list(drawn), 1).tolist()
+            for row, tokens in zip(rows, steps, strict=True):
+                results[row] = list(itertools.takewhile(lambda token: token != eos, tokens))
+        return results
+
+    def log_likelihoods(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
+        """How likely each continuation is after its context, of at least one token."""
+        results: list[Scored | None] = [None] * len(requests)
+        for rows in self._batches([len(context) + len(continuation) - 1 for context, continuation in requests]):
+            batch = _padded([requests[row] for row in rows])
+            losses, correct = self.label_scores(batch)
+            counts, right = (batch.labels != NO_LOSS).sum(1).tolist(), correct.sum(1).tolist()
+            for row, loss, count, hits in zip(rows, losses.double().sum(1).tolist(), counts, right, strict=True):
+                results[row] = Scored(-loss, hits == count)
+        return [result for result in results if result is not None]
+
+    def label_scores(self, batch: Batch) -> TokenScores:
+        """The loss of each label of a batch; sequences longer than memory likes are read in pieces."""
+        tokens, labels = (x.to(self.device) for x in (batch.tokens, batch.labels))
+        with self._computing(), torch.no_grad():
+            if batch.cu_seqlens is not None:
+                found = self.model.token_losses(tokens, labels, cu_seqlens=batch.cu_seqlens.to(self.device))
+                return TokenScores(found.losses.cpu(), found.correct.cpu())
+            state, scores = self.model.init_state(len(tokens)), []
+            size = max(1, AT_ONCE // len(tokens))
+            for piece, of_piece in zip(tokens.split(size, dim=1), labels.split(size, dim=1), strict=True):
+                found = self.model.token_losses(piece, of_piece, state)
+                assert found.state is not None
+                state = found.state
+                scores.append((found.losses.cpu(), found.correct.cpu()))
+        losses, correct = (torch.cat(parts, dim=1) for parts in zip(*scores, strict=True))
+        return TokenScores(losses, correct)
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Numbers of sequences in batches of similar lengths; the longest first: what is too long fails early."""
+        most = self.batch_tokens or BATCH_TOKENS.get(self.device.type, BATCH_TOKENS["cpu"])
+        rows: list[int] = []
+        for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+            if rows and (len(rows) + 1) * lengths[rows[0]] > most:
+                yield rows
+                rows = []
+            rows.append(row)
+        if rows:
+            yield rows
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        try:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+                yield
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"batch_tokens: a batch does not fit into the memory of {self.device}; set it to less than "
+                f"{self.batch_tokens or BATCH_TOKENS.get(self.device.type)}"
+            ) from None
+
+
+def _padded(requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
+    """Contexts and continuations as a batch with labels at the continuations, padded at the end."""
+    longest = max(len(context) + len(continuation) for context, continuation in requests) - 1
+    tokens = torch.zeros(len(requests), longest, dtype=torch.int64)
+    labels = torch.full((len(requests), longest), NO_LOSS)
+    for row, (context, continuation) in enumerate(requests):
+        ids = torch.tensor([*context, *continuation])
+        tokens[row, : len(ids) - 1] = ids[:-1]
+        labels[row, len(context) - 1 : len(ids) - 1] = ids[len(context) :]
+    return Batch(tokens, labels)
+
+
+def load_subject(
+    path: str | Path, name: str, bf16: bool, batch_tokens: int | None = None, trust: bool = False
+) -> LoadedModel:
+    """Load a saved model for evaluation, on the CPU for now.
+
+    Args:
+        path: As for `zoo.load`.
+        name, bf16, batch_tokens: As for `LoadedModel`.
+        trust: As for `zoo.load`.
+
+    Raises:
+        UserError: As for `zoo.load`.
+    """
+    found, model = find(path), load(path, trust=trust)
+    arguments = (found.config.get("data") or {}).get("init_args") or {}
+    identity = {
+        "checkpoint": str(path),
+        "checkpoint_xxh3_128": file_digest(found.weights),
+        "parameters": model.num_parameters(),
+        "model": found.config["model"],
+    }
+    return LoadedModel(
+        name, model, find_tokenizer(path), arguments.get("sequence_length"), batch_tokens, bf16, identity
+    )

@@ -1,0 +1,100 @@
+"""The file of an evaluation, `rows.jsonl`: one line for each measured cell, with all that repeats it.
+
+Lines are only ever appended, so an interrupted evaluation continues where it stopped, and an output folder may collect
+several evaluations.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from kernels import UserError
+from zoo.evaluation.task import Row
+
+FILE, LOCK = "rows.jsonl", ".lock"
+
+
+class Records:
+    """The measured cells in an output folder.
+
+    Args:
+        folder: The folder, which is created.
+
+    Raises:
+        UserError: The folder cannot be written, or a line of its file is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / FILE
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file.touch()
+        except OSError as error:
+            raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
+        self._found = {record["key"]: record["rows"] for record in self._read()}
+
+    def find(self, what: dict[str, Any]) -> list[Row] | None:
+        """The rows of what was measured before; None if it was not."""
+        return self._found.get(key_of(what))
+
+    def add(self, what: dict[str, Any], rows: list[Row], about: dict[str, Any]) -> None:
+        """Append the rows of a cell.
+
+        Args:
+            what: What determines the rows: the model, the task, the cell, the options.
+            rows: The rows.
+            about: What else to keep: versions, device, time.
+        """
+        self._found[key_of(what)] = rows
+        line = json.dumps({"key": key_of(what), "what": what, "rows": rows, **about}) + "\n"
+        with open(self.file, "ab") as file:
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        content = self.file.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):  # killed while it wrote
+            with open(self.file, "r+b") as file:
+                file.truncate(whole)
+        for number, line in enumerate(content[:whole].splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                if record["key"] != key_of(record["what"]) or not isinstance(record["rows"], list):
+                    raise ValueError("its key does not belong to its content")
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"output: line {number} of {self.file} is damaged ({error}); remove it") from None
+            yield record
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from evaluating into the same folder.
+
+    Raises:
+        UserError: Another process does so.
+    """
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(
+            f"output: another process is evaluating into {folder}; wait for it, or choose another"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        (folder / LOCK).unlink(missing_ok=True)
+
+
+def key_of(what: dict[str, Any]) -> str:
+    """A hash of plain values."""
+    return hashlib.blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=12).hexdigest()

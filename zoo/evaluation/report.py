@@ -1,0 +1,189 @@
+"""What people look at: a table per task for the terminal, and pictures fit for a paper."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+from rich import box
+from rich.table import Table
+
+from zoo.evaluation.task import Row, Task
+from zoo.files.atomic import atomic_write
+
+# Okabe and Ito's colours, which people with colour blindness can tell apart
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+MARKERS = "osD^vP*X"
+FRACTIONS = ("accuracy", "recall", "exact", "contains")  # metrics from 0 to 1
+
+
+def table(task: Task, rows: Sequence[Row]) -> Table:
+    """A task's results: a line for each model and metric, a column for each value of the task's axis."""
+    columns = _values(rows, task.axis)
+    single = [row for row in rows if task.axis not in row]
+    shown = Table(title=f"{task.name}: {task.measures}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    shown.add_column("model", no_wrap=True)
+    shown.add_column("metric")
+    for column in columns or [""]:
+        shown.add_column(_number(column) if column != "" else "value", justify="right", no_wrap=True)
+    if columns and single:
+        shown.add_column("all", justify="right", no_wrap=True)
+    for model, metric in dict.fromkeys((row["model"], row["metric"]) for row in rows if "position" not in row):
+        own = [row for row in rows if (row["model"], row["metric"]) == (model, metric) and "position" not in row]
+        line = [_cell(row for row in own if row.get(task.axis) == column) for column in columns]
+        over_all = _cell(row for row in own if task.axis not in row)
+        shown.add_row(model, metric.replace("_", " "), *line, *([over_all] if single or not columns else []))
+    if columns:
+        shown.caption, shown.caption_justify = f"columns: {task.axis.replace('_', ' ')}", "left"
+    return shown
+
+
+def _cell(rows: Iterable[Row]) -> str:
+    """The mean of some rows, weighted by their counts."""
+    rows = [row for row in rows if row["value"] is not None]
+    if not rows:
+        return ""
+    return _decimal(_mean(rows), rows[0]["metric"])
+
+
+def _mean(rows: Sequence[Row]) -> float:
+    weights = [row.get("count", 1) for row in rows]
+    return sum(weight * row["value"] for weight, row in zip(weights, rows, strict=True)) / sum(weights)
+
+
+def _decimal(value: float, metric: str) -> str:
+    if metric in FRACTIONS:
+        return f"{100 * value:.1f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def write_pictures(task: Task, rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write a task's pictures to a folder, each as PNG and SVG; none for single numbers."""
+    files = []
+    for name, picture in pictures(task, rows).items():
+        for form in ("png", "svg"):
+            files.append(folder / f"{name}.{form}")
+            with atomic_write(files[-1]) as file:
+                picture.savefig(file, format=form)
+    return files
+
+
+def pictures(task: Task, rows: Sequence[Row]) -> dict[str, Figure]:
+    """Name → picture: a heatmap over depth and length, or curves over the task's axis or over positions."""
+    stem = task.name.replace("/", "-")
+    drawn = {}
+    if any("depth" in row for row in rows):
+        drawn[f"{stem}-depth"] = heatmaps(task, [row for row in rows if "depth" in row])
+    over_axis = [row for row in rows if task.axis in row and "position" not in row]
+    if len(_values(over_axis, task.axis)) > 1:
+        drawn[stem] = curves(over_axis, task.axis, task.name)
+    longest = max((row["length"] for row in rows if "position" in row), default=None)
+    if longest is not None:
+        by_position = [row for row in rows if "position" in row and row["length"] == longest]
+        drawn[f"{stem}-position"] = curves(by_position, "position", f"{task.name}, {_number(longest)} tokens")
+    return drawn
+
+
+def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
+    """A line for each model, with its 95 % interval; one panel for each metric."""
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    across = min(3, len(metrics))
+    picture = _figure(1.2 + 3.8 * across, 3.4 * math.ceil(len(metrics) / across))
+    for number, metric in enumerate(metrics, start=1):
+        panel: Axes = picture.add_subplot(math.ceil(len(metrics) / across), across, number)
+        for index, model in enumerate(models):
+            own = [row for row in rows if (row["model"], row["metric"]) == (model, metric) and row["value"] is not None]
+            points = defaultdict(list)
+            for row in own:
+                points[row[axis]].append(row)
+            at = sorted(points)
+            style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "label": model}
+            panel.plot(at, [_mean(points[x]) for x in at], marker=MARKERS[index % len(MARKERS)], markersize=5, **style)
+            if all(len(points[x]) == 1 and "low" in points[x][0] for x in at):
+                low, high = ([points[x][0][end] for x in at] for end in ("low", "high"))
+                panel.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        _scale(panel, _values(rows, axis), axis)
+        panel.set_ylabel(_unit(metric))
+        if metric in FRACTIONS:
+            panel.set_ylim(-0.03, 1.03)
+        elif metric.endswith(("_per_second", "_gib")):
+            panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    picture.suptitle(title)
+    if len(models) > 1 or len(metrics) == 1:
+        handles, labels = picture.axes[0].get_legend_handles_labels()
+        picture.legend(handles, labels, loc="outside right center", fontsize="small", frameon=False)
+    return picture
+
+
+def heatmaps(task: Task, rows: Sequence[Row]) -> Figure:
+    """Depth of the needle over length, a panel for each model side by side."""
+    models, lengths = list(dict.fromkeys(row["model"] for row in rows)), _values(rows, "length")
+    depths = _values(rows, "depth")
+    picture = _figure(1.5 + len(models) * (0.9 + 0.45 * len(lengths)), 1.4 + 0.28 * len(depths))
+    panels = picture.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    image = None
+    for panel, model in zip(panels, models, strict=True):
+        grid = [
+            [
+                _mean_or_nan([r for r in rows if (r["model"], r["depth"], r["length"]) == (model, depth, length)])
+                for length in lengths
+            ]
+            for depth in depths
+        ]
+        image = panel.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+        panel.set_xticks(range(len(lengths)), [_number(length) for length in lengths], rotation=45)
+        panel.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths])
+        panel.set(title=model, xlabel="length in tokens")
+    panels[0].set_ylabel("depth of the needle")
+    if image is not None:
+        picture.colorbar(image, ax=list(panels), label=_unit(rows[0]["metric"]))
+    picture.suptitle(task.name)
+    return picture
+
+
+def _mean_or_nan(rows: Sequence[Row]) -> float:
+    return _mean(rows) if rows else math.nan
+
+
+def _figure(width: float, height: float) -> Figure:
+    picture = Figure(figsize=(max(width, 4.5), max(height, 3.2)), dpi=150, layout="constrained")
+    FigureCanvasAgg(picture)
+    return picture
+
+
+def _scale(panel: Axes, values: Sequence[float], axis: str) -> None:
+    unit = " in tokens" if axis in ("length", "position") else ""
+    panel.set_xlabel(axis.replace("_", " ") + unit)
+    if min(values) > 0 and max(values) >= 4 * min(values):
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_minor_locator(NullLocator())
+    if len(values) <= 8:
+        panel.set_xticks(values)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
+
+
+def _unit(metric: str) -> str:
+    units = {"loss": "loss (nats per token)"}
+    if metric.endswith("_peak_gib"):
+        return f"{metric.removesuffix('_peak_gib')}: peak memory (GiB)"
+    if metric.endswith("_tokens_per_second"):
+        return f"{metric.removesuffix('_tokens_per_second')} (tokens/s)"
+    return units.get(metric, metric.replace("_", " "))
+
+
+def _values(rows: Iterable[Row], name: str) -> list[Any]:
+    return sorted({row[name] for row in rows if name in row})
+
+
+def _number(value: float) -> str:
+    """1024 → 1k, 1500 → 1500."""
+    if value >= 1024 and value % 1024 == 0:
+        return f"{value / 1024:.0f}k"
+    return f"{value:g}"

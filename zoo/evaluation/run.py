@@ -1,0 +1,175 @@
+"""`zoo.evaluate`: what saved models can do."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tqdm import tqdm
+
+from kernels import UserError
+from zoo.benchmarks.device import described, pick_device, version
+from zoo.evaluation.catalogue import task_table, tasks_of
+from zoo.evaluation.loaded import LoadedModel, load_subject
+from zoo.evaluation.record import Records, key_of, locked
+from zoo.evaluation.report import table, write_pictures
+from zoo.evaluation.task import Cell, Options, Row, Task
+
+PRECISIONS = ("32-true", "bf16-mixed")
+
+
+def evaluate(
+    checkpoint: list[str] | str | Path | None = None,
+    tasks: list[str] | str = "list",
+    lengths: list[int] | None = None,
+    samples: int | None = None,
+    depths: list[float] | None = None,
+    seed: int = 0,
+    haystack: str | None = None,
+    data: str | None = None,
+    output: str | Path | None = None,
+    device: str | None = None,
+    precision: str | None = None,
+    batch_tokens: int | None = None,
+    trust: bool = False,
+    verbose: bool = True,
+) -> list[Row]:
+    """Measure what saved models can do, side by side.
+
+    ``zoo.evaluate("runs/first", "s_niah_1,passkey", lengths=[256, 512], samples=50)``
+
+    Each measured cell is kept in the output folder, so an interrupted evaluation continues where it stopped.
+
+    Args:
+        checkpoint: Runs' folders, .ckpt files or exported folders: one, or a list (on the command line, repeat it).
+        tasks: Names of tasks, as a list or separated by commas. `list` shows all of them.
+        lengths: Lengths in tokens; null for each task's own.
+        samples: Samples per cell; null for each task's own.
+        depths: Places of the needle, from 0 to 1, for a grid of depth and length; null: spread over all places.
+        seed: Seed of all samples.
+        haystack: Text to hide needles in and to measure perplexity on, as `data.path`; null: the embedded corpus.
+        data: The folder with the files of tasks that need data.
+        output: The folder for rows.jsonl and pictures; null: evaluations/NAME, after the checkpoints.
+        device: cpu or cuda; null for the GPU if available.
+        precision: 32-true or bf16-mixed; null for bf16-mixed on a GPU and 32-true on a CPU.
+        batch_tokens: Tokens in a batch of sequences; null for 16,384 on a CPU and 262,144 on a GPU.
+        trust: Import and call what a model's config names, even if someone else wrote it.
+        verbose: Whether to print tables and a progress bar.
+
+    Returns:
+        Rows with `model`, `task`, the entries of the cell, `metric` and `value`; means also have `count`, `low` and
+        `high`, a 95 % interval.
+
+    Raises:
+        UserError: A checkpoint or task does not exist or does not fit; nothing has run then.
+        KeyboardInterrupt: Ctrl-C; what was measured is kept.
+    """
+    names = _listed(tasks)
+    console = Console(quiet=not verbose)
+    if names == ["list"]:
+        console.print(task_table())
+        return []
+    options = Options(_tuple(lengths), samples, _tuple(depths), seed, haystack, data)
+    chosen, paths = tasks_of(names, options), _listed(checkpoint)
+    if not paths:
+        raise UserError("checkpoint: evaluate needs one, --checkpoint runs/NAME")
+    where = pick_device(device)
+    bf16 = _is_bf16(precision, where)
+    if batch_tokens is not None and batch_tokens < 1:
+        raise UserError(f"batch_tokens: {batch_tokens} must be at least 1")
+    subjects = [
+        load_subject(path, name, bf16, batch_tokens, trust) for path, name in zip(paths, _names(paths), strict=True)
+    ]
+    plan = [(subject, task, cell) for task in chosen for subject in subjects for cell in _cells(task, subject, where)]
+    folder = Path(output) if output is not None else Path("evaluations") / "+".join(_names(paths))
+    records = Records(folder)
+    with locked(folder):
+        rows = _measure(plan, options, records, where, verbose)
+        for task in chosen:
+            of_task = [row for row in rows if row["task"] == task.name]
+            console.print(table(task, of_task))
+            write_pictures(task, of_task, folder)
+    console.print(f"{folder}/{records.file.name}", style="dim")
+    return rows
+
+
+def _measure(
+    plan: Sequence[tuple[LoadedModel, Task, Cell]],
+    options: Options,
+    records: Records,
+    where: torch.device,
+    verbose: bool,
+) -> list[Row]:
+    """All rows of a plan, measured unless they are on record."""
+    about = {**described(where), "zoo": version("token-mixer-zoo")}
+    rows: list[Row] = []
+    bar = tqdm(plan, unit=" cells", dynamic_ncols=True, disable=not verbose)
+    for number, (subject, task, cell) in enumerate(bar):
+        bar.set_description(f"{subject.name} {task.name} {_short(cell)}")
+        what = {
+            "task": task.name,
+            "cell": cell,
+            "options": asdict(options),
+            "checkpoint_xxh3_128": subject.identity["checkpoint_xxh3_128"],
+            "model": key_of({"model": subject.identity["model"]}),
+            "precision": "bf16-mixed" if subject.bf16 else "32-true",
+        }
+        if (found := records.find(what)) is None:
+            subject.to(where)
+            start = time.perf_counter()
+            found = task.run(subject, cell)
+            seconds = round(time.perf_counter() - start, 3)
+            records.add(what, found, {**about, "seconds": seconds, **subject.identity})
+        rows += [{"model": subject.name, "task": task.name, **row} for row in found]
+        following = plan[number + 1] if number + 1 < len(plan) else None
+        if following is None or following[:2] != (subject, task):
+            own = [row for row in rows if row["model"] == subject.name and row["task"] == task.name]
+            rows += [{"model": subject.name, "task": task.name, **row} for row in task.summary(own)]
+            if following is None or following[0] is not subject:
+                subject.to("cpu")
+    return rows
+
+
+def _cells(task: Task, subject: LoadedModel, where: torch.device) -> list[Cell]:
+    """A task's cells for a model, if its state fits into memory at each length."""
+    cells = task.cells(subject)
+    free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else None
+    for length in sorted({cell["length"] for cell in cells if "length" in cell}):
+        size = subject.state_size(length) * (2 if subject.bf16 else 4)
+        if free is not None and size > free:
+            raise UserError(
+                f"lengths: after {length} tokens the state of {subject.name} takes {size / 2**30:.1f} GiB for one "
+                f"sequence, and {where} has {free / 2**30:.1f} GiB free"
+            )
+    return cells
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Short names: that of the folder, unless two are the same."""
+    short = [Path(path).name if Path(path).suffix != ".ckpt" else Path(path).stem for path in paths]
+    return short if len(set(short)) == len(short) else [path.replace("/", "_") for path in paths]
+
+
+def _listed(value: Any) -> list[str]:
+    """A list of names, given as a list or separated by commas."""
+    items: Iterable[Any] = [] if value is None else [value] if isinstance(value, str | Path) else value
+    return [name.strip() for item in items for name in str(item).split(",") if name.strip()]
+
+
+def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _is_bf16(precision: str | None, where: torch.device) -> bool:
+    if precision is None:
+        return where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if precision not in PRECISIONS:
+        raise UserError(f"precision: {precision!r} is not one of {', '.join(PRECISIONS)}")
+    return precision == "bf16-mixed"
+
+
+def _short(cell: Cell) -> str:
+    return " ".join(f"{name}={value}" for name, value in cell.items())

@@ -1,0 +1,111 @@
+"""Perplexity over the length: what a model gains from a longer context, and whether it survives one."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels import UserError
+from zoo.data.batch import Batch
+from zoo.data.text.corpus import Corpus
+from zoo.data.text.split import SplitByContent
+from zoo.data.text.tokenizer import Tokenizer
+from zoo.evaluation.subject import Subject
+from zoo.evaluation.task import Cell, Options, Row, Task
+
+LENGTHS = (256, 512, 1024, 2048)
+SAMPLES = 8
+HELD_OUT = 0.05  # TextData's default, so that the embedded text is what such a run was not trained on
+FIRST = 64  # upper end of the first range of positions; each further one is twice as long
+
+
+class Perplexity(Task):
+    """Perplexity of held-out text by length and by position.
+
+    The validation split of the text (`haystack`, by default the embedded corpus) is one stream of tokens in which each
+    document ends by its end token. The same tokens, `samples` times the greatest length (or as many as there are), are
+    cut into windows of each length. `perplexity` is over all tokens of the windows; `loss` is the mean in nats over
+    ranges of positions, each named after its end.
+
+    A model that was trained on other fractions of the same text may have seen some of it.
+    """
+
+    name = "perplexity"
+    measures = "perplexity of held-out text over the length, and the loss by position"
+    needs = "a tokenizer"
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.lengths = options.lengths or LENGTHS
+        self.corpus = Corpus(options.haystack, key="haystack")
+        self._streams: dict[str, Tensor] = {}  # by tokenizer
+
+    def cells(self, subject: Subject) -> list[Cell]:
+        """One for each length."""
+        if subject.tokenizer is None:
+            raise UserError(f"{self.name}: {subject.name} was saved without a tokenizer; it cannot read text")
+        longest = max(self.lengths)
+        if (size := len(self._stream(subject.tokenizer, longest + 1))) <= longest:
+            raise UserError(
+                f"lengths: {longest} tokens are more than the {size} of held-out text in {self.corpus}; name more text "
+                "by --haystack"
+            )
+        return [{"length": length} for length in self.lengths]
+
+    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+        """The perplexity of the windows of one length, and their loss by position."""
+        assert subject.tokenizer is not None
+        length, longest = cell["length"], max(self.lengths)
+        stream = self._stream(subject.tokenizer, (self.options.samples or SAMPLES) * longest + 1)
+        number = min((self.options.samples or SAMPLES), (len(stream) - 1) // longest) * longest // length
+        windows = stream[: number * length].view(number, length), stream[1 : number * length + 1].view(number, length)
+        rows = max(1, 16_384 // length)
+        losses = torch.cat(
+            [
+                subject.label_scores(Batch(tokens, labels)).losses
+                for tokens, labels in zip(windows[0].split(rows), windows[1].split(rows), strict=True)
+            ]
+        ).double()
+        each = losses.mean(1)  # of each window
+        spread = 1.96 * each.std().item() / math.sqrt(number) if number > 1 else 0.0
+        mean = each.mean().item()
+        found = [
+            {
+                **cell,
+                "metric": "perplexity",
+                "value": math.exp(mean),
+                "low": math.exp(mean - spread),
+                "high": math.exp(mean + spread),
+                "count": losses.numel(),
+            }
+        ]
+        for start, end in ranges(length):
+            part = losses[:, start:end]
+            found.append(
+                {**cell, "position": end, "metric": "loss", "value": part.mean().item(), "count": part.numel()}
+            )
+        return found
+
+    def _stream(self, tokenizer: Tokenizer, size: int) -> Tensor:
+        """The first tokens of the held-out text, at least `size` unless there are fewer."""
+        known = self._streams.get(tokenizer.hash)
+        if known is None or len(known) < size:
+            known = torch.tensor(list(itertools.islice(self._tokens(tokenizer), 2 * size)))
+            self._streams[tokenizer.hash] = known
+        return known
+
+    def _tokens(self, tokenizer: Tokenizer) -> Iterator[int]:
+        split = SplitByContent(self.corpus, HELD_OUT)
+        for text in self.corpus:
+            for part, held_out in split(text):
+                if part == "validation":
+                    yield from [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(held_out)]
+                    yield tokenizer.eos_id
+
+
+def ranges(length: int) -> list[tuple[int, int]]:
+    """Ranges of positions: up to 64, and then each as long as all before it."""
+    ends = [0, *(FIRST << n for n in range(64) if FIRST << n < length), length]
+    return list(itertools.pairwise(ends))
