@@ -87,7 +87,7 @@ def evaluate(
     folder = Path(output) if output is not None else Path("evaluations") / "+".join(_names(paths))
     records = Records(folder)
     with locked(folder):
-        rows = _measure(plan, options, records, where, verbose)
+        rows = _measure(plan, records, where, verbose)
         for task in chosen:
             of_task = [row for row in rows if row["task"] == task.name]
             console.print(table(task, of_task))
@@ -98,7 +98,6 @@ def evaluate(
 
 def _measure(
     plan: Sequence[tuple[LoadedModel, Task, Cell]],
-    options: Options,
     records: Records,
     where: torch.device,
     verbose: bool,
@@ -112,7 +111,7 @@ def _measure(
         what = {
             "task": task.name,
             "cell": cell,
-            "options": asdict(options),
+            "options": asdict(task.options),  # a preset has its own
             "checkpoint_xxh3_128": subject.identity["checkpoint_xxh3_128"],
             "model": key_of({"model": subject.identity["model"]}),
             "precision": "bf16-mixed" if subject.bf16 else "32-true",

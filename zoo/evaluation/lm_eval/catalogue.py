@@ -43,8 +43,8 @@ _LANGUAGE = {
 _RECALL = {
     "fda": Listed("values in reports of the FDA", "hazyresearch/based-fda (default), validation", "fda"),
     "swde": Listed("values in web pages", "hazyresearch/based-swde-v2 (default), validation", "swde"),
-    "squad_completion": Listed(
-        "SQuAD in cloze form", "hazyresearch/based-squad (default), validation", "squad_completion"
+    "squad_cloze": Listed(
+        "SQuAD in cloze form", "hazyresearch/based-squad (default), validation", "", "squad_completion"
     ),
     "triviaqa_cloze": Listed("TriviaQA in cloze form", "hazyresearch/based_triviaqa, validation", ""),
     "nq_cloze": Listed("Natural Questions in cloze form", "hazyresearch/based_nq_2048, validation", ""),
@@ -52,7 +52,9 @@ _RECALL = {
 }
 CLOZE = tuple(_RECALL)
 _TWICE = {
-    f"{name}_twice": Listed(f"{listed.measures}, prompt given twice (Just Read Twice)", listed.source, "", name)
+    f"{name}_twice": Listed(
+        f"{listed.measures}, prompt given twice (Just Read Twice)", listed.source, "", listed.file or name
+    )
     for name, listed in _RECALL.items()
 }
 _LONGBENCH = {
@@ -96,9 +98,6 @@ RULER = {
     "niah_multikey_3": Listed("RULER: a uuid among uuids", "", "ruler"),
     "niah_multivalue": Listed("RULER: 4 numbers of one key in essays", _ESSAYS, "ruler", "paul_graham_essays"),
     "niah_multiquery": Listed("RULER: 4 numbers of 4 keys in essays", _ESSAYS, "ruler", "paul_graham_essays"),
-    "ruler_vt": Listed("RULER: variables that take each other's values", "", "ruler"),
-    "ruler_cwe": Listed("RULER: the commonest words", "", "ruler"),
-    "ruler_fwe": Listed("RULER: the most frequent coded words", "", "ruler"),
 }
 BABILONG = {
     f"babilong_qa{number}": Listed(

@@ -69,7 +69,7 @@ def _accuracies(*names: str, normalised: tuple[str, ...] = ()) -> tuple[Column, 
 
 
 def _cloze(*names: str, lengths: tuple[int, ...] | None = None) -> tuple[Column, ...]:
-    titles = {"swde": "SWDE", "squad_completion": "SQuAD", "fda": "FDA"}
+    titles = {"swde": "SWDE", "squad_cloze": "SQuAD", "fda": "FDA"}
     titles |= {"triviaqa_cloze": "TQA", "nq_cloze": "NQ", "drop_cloze": "Drop"}
     return tuple(Column(titles[name.removesuffix("_twice")], f"lm_eval/{name}", "contains", lengths) for name in names)
 
@@ -141,7 +141,7 @@ PRESETS: dict[str, Preset] = {
     "gated_deltanet/table4": Preset(
         "recall from documents, cut to 2048 tokens around the answer",
         "data of its 6 tasks",
-        _cloze("swde", "squad_completion", "fda", "triviaqa_cloze", "nq_cloze", "drop_cloze", lengths=(2 * K,)),
+        _cloze("swde", "squad_cloze", "fda", "triviaqa_cloze", "nq_cloze", "drop_cloze", lengths=(2 * K,)),
     ),
     "gated_deltanet/table5": Preset("long texts", LONGBENCH, _LONGBENCH),
     "state_expansion/table3": Preset(
@@ -151,7 +151,7 @@ PRESETS: dict[str, Preset] = {
         (_WIKI, _LAMBADA, _LAMBADA_ACCURACY, *_accuracies(*_EIGHT)),
     ),
     "state_expansion/table4": Preset(
-        "recall from whole documents", "data of its 3 tasks", _cloze("fda", "swde", "squad_completion")
+        "recall from whole documents", "data of its 3 tasks", _cloze("fda", "swde", "squad_cloze")
     ),
     "state_expansion/table5": Preset("long texts", LONGBENCH, _LONGBENCH),
     "state_expansion/table6": Preset(
@@ -160,33 +160,33 @@ PRESETS: dict[str, Preset] = {
     "state_expansion/table11": Preset(
         "recall from documents, cut to 2048 tokens around the answer",
         "data of its 3 tasks",
-        _cloze("fda", "swde", "squad_completion", lengths=(2 * K,)),
+        _cloze("fda", "swde", "squad_cloze", lengths=(2 * K,)),
     ),
-    "statex/common_sense": Preset(
-        "common sense, all by acc",
-        "data of its 6 tasks",
-        _accuracies("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa"),
-    ),
-    "statex/recall": Preset(
+    "statex/table2": Preset(
         "recall from documents read twice",
         "data of its 5 tasks",
-        _cloze("swde_twice", "squad_completion_twice", "triviaqa_cloze_twice", "nq_cloze_twice", "drop_cloze_twice"),
+        _cloze("swde_twice", "squad_cloze_twice", "triviaqa_cloze_twice", "nq_cloze_twice", "drop_cloze_twice"),
     ),
-    "statex/needles": Preset(
-        "a passkey in noise, a number in text",
-        "nothing",
-        tuple(
-            Column(title, task, "accuracy", tuple(n * K for n in (4, 8, 16, 32, 64)), 256)
-            for title, task in {"Passkey Retrieval": "passkey", "NIAH-Single-2": "s_niah_2"}.items()
-        ),
-    ),
-    "statex/in_context": Preset(
+    "statex/table3": Preset(
         "learning from 8, 16 and 24 examples; 10 of its 12 tasks, as lm-eval has no codah and dream",
         "data of its 10 tasks, with their train splits",
         tuple(
             Column(f"{name}, {shots}-shot", f"lm_eval/{name}@{shots}", metric)
             for shots in (8, 16, 24)
             for name, metric in _IN_CONTEXT.items()
+        ),
+    ),
+    "statex/table4": Preset(
+        "common sense, all by acc",
+        "data of its 6 tasks",
+        _accuracies("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa"),
+    ),
+    "statex/table5": Preset(
+        "a passkey in noise, a number in text",
+        "nothing",
+        tuple(
+            Column(title, task, "accuracy", tuple(n * K for n in (4, 8, 16, 32, 64)), 256)
+            for title, task in {"Passkey Retrieval": "passkey", "NIAH-Single-2": "s_niah_2"}.items()
         ),
     ),
     "scaling_laws/table4": Preset(

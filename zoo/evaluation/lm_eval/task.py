@@ -50,7 +50,7 @@ class LmEval(Task):
         cells = []
         for member in members:
             which: Cell = {} if members == [self.tasks] else {"subtask": member}
-            default = (RULER_LENGTH,) if member in RULER else (0,) if member in BABILONG else (None,)
+            default = (RULER_LENGTH,) if _is_ruler(member) else (0,) if member in BABILONG else (None,)
             cells += [
                 which | ({} if length is None else {"length": length}) for length in self.options.lengths or default
             ]
@@ -65,9 +65,10 @@ class LmEval(Task):
         from zoo.evaluation.lm_eval.model import SubjectLM
 
         name, task = cell.get("subtask", self.tasks), self._build(subject, cell)
-        lengths = () if name in RULER or name in BABILONG else (cell.get("length"),)
+        ruler = _is_ruler(name)
+        max_length = None if ruler or name in BABILONG else cell.get("length")
         found = evaluate(
-            SubjectLM(subject, *lengths),
+            SubjectLM(subject, max_length),
             {"tasks": {name: task}, "groups": {}, "group_map": {}},
             limit=self.options.samples,
             bootstrap_iters=0,  # ours are intervals of means
@@ -77,12 +78,13 @@ class LmEval(Task):
             metric, _, filter_ = key.partition(",")
             if not filter_ or metric.endswith("_stderr"):
                 continue
-            if name in RULER:
+            score = metric
+            if ruler:
                 if metric != str(cell["length"]):  # -1 at all other lengths
                     continue
                 metric = "accuracy"
-            samples = [s for s in found["samples"][name] if s["filter"] == filter_]
-            values = [s.get(str(cell["length"]) if name in RULER else metric) for s in samples]
+            samples = [sample for sample in found["samples"][name] if sample["filter"] == filter_]
+            values = [sample.get(score) for sample in samples]
             label = metric if filter_ == "none" else f"{metric} ({filter_})"
             rows.append({**cell, "metric": label, **_statistics(value, values)})
         return rows
@@ -107,7 +109,7 @@ class LmEval(Task):
                 )
             metadata = {"max_seq_lengths": BABILONG_LENGTHS[length]}
         with tokenizer_folder(tokenizer) as folder:
-            if name in RULER:
+            if _is_ruler(name):
                 metadata = {"max_seq_lengths": [length], "tokenizer": folder}
             task = build(name, self.options.data or "", self.options.seed, self.shots, metadata)
         if length is not None and name.removesuffix("_twice") in CLOZE:
@@ -115,6 +117,10 @@ class LmEval(Task):
             cut = [shortened(doc, tokenizer, length, readings) for doc in docs]
             task.dataset["validation"] = type(docs).from_list(cut)
         return task
+
+
+def _is_ruler(name: str) -> bool:
+    return name in RULER or name.startswith("ruler_")
 
 
 def _statistics(value: float, values: Sequence[Any]) -> Row:
@@ -145,7 +151,7 @@ def lm_eval_task(name: str) -> type[LmEval]:
     listed = CATALOGUE.get(base)
     needs = "data: lm-eval's of this name"
     if listed is not None:
-        needs = f"data: FOLDER/{listed.file or base}.jsonl, {listed.source}" if listed.source else "a tokenizer"
+        needs = f"data: {listed.file or base}.jsonl ({listed.source})" if listed.source else "a tokenizer"
     return type(
         "LmEval",
         (LmEval,),
