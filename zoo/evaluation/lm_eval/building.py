@@ -16,8 +16,9 @@ from lm_eval.tasks import TaskManager
 from kernels import UserError
 from mixers import did_you_mean
 from zoo.data import Tokenizer
-from zoo.evaluation.lm_eval.catalogue import CATALOGUE
+from zoo.evaluation.lm_eval.catalogue import BABILONG, CATALOGUE
 from zoo.evaluation.lm_eval.local_data import reading_from
+from zoo.evaluation.lm_eval.quiet import quiet
 
 OWN = Path(__file__).parent / "tasks"
 HUB = "hub"  # as `data`: let lm-eval download
@@ -72,8 +73,11 @@ def build(name: str, data: str, seed: int, shots: int | None, metadata: dict[str
     source: AbstractContextManager[None] = nullcontext()
     if data != HUB:
         listed = CATALOGUE.get(name)
-        source = reading_from(Path(data).expanduser(), (listed and listed.file) or name)
-    with isolate_rng(), source:  # what generates documents seeds the global generators
+        file = (listed and listed.file) or name
+        if name in BABILONG:  # which has other documents for each length
+            file += f"/{metadata['max_seq_lengths']}"
+        source = reading_from(Path(data).expanduser(), file)
+    with quiet(), isolate_rng(), source:  # what generates documents seeds the global generators
         task = _load(name, data, metadata)
     if shots is not None:
         task.set_config(key="num_fewshot", value=shots)

@@ -101,7 +101,9 @@ RULER = {
 }
 BABILONG = {
     f"babilong_qa{number}": Listed(
-        f"BABILong: bAbI's task {number} inside books", f"RMT-team/babilong-1k-samples, split qa{number}", "babilong"
+        f"BABILong: bAbI's task {number} inside books",
+        f"RMT-team/babilong-1k-samples (0k; 1k, 2k … for lengths), split qa{number}",
+        "babilong",
     )
     for number in range(1, 21)
 }

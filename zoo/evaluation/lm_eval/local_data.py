@@ -98,12 +98,8 @@ def reading_from(folder: Path, name: str) -> Iterator[None]:
         splits = Splits(folder, name, source)
         return splits if arguments.get("split") is None else splits[arguments["split"]]
 
-    datasets.disable_progress_bars()  # of the mapping over each document
-    try:
-        with mock.patch.object(datasets, "load_dataset", load_dataset):
-            yield
-    finally:
-        datasets.enable_progress_bars()
+    with mock.patch.object(datasets, "load_dataset", load_dataset):
+        yield
 
 
 def _with_suffix(path: Path) -> Path | None:

@@ -63,16 +63,18 @@ class LmEval(Task):
         from lm_eval.evaluator import evaluate
 
         from zoo.evaluation.lm_eval.model import SubjectLM
+        from zoo.evaluation.lm_eval.quiet import quiet
 
         name, task = cell.get("subtask", self.tasks), self._build(subject, cell)
         ruler = _is_ruler(name)
         max_length = None if ruler or name in BABILONG else cell.get("length")
-        found = evaluate(
-            SubjectLM(subject, max_length),
-            {"tasks": {name: task}, "groups": {}, "group_map": {}},
-            limit=self.options.samples,
-            bootstrap_iters=0,  # ours are intervals of means
-        )
+        with quiet():
+            found = evaluate(
+                SubjectLM(subject, max_length),
+                {"tasks": {name: task}, "groups": {}, "group_map": {}},
+                limit=self.options.samples,
+                bootstrap_iters=0,  # ours are intervals of means
+            )
         rows = []
         for key, value in found["results"][name].items():
             metric, _, filter_ = key.partition(",")
@@ -104,9 +106,8 @@ class LmEval(Task):
         metadata: dict[str, Any] = {}
         if name in BABILONG:
             if length not in BABILONG_LENGTHS:
-                raise UserError(
-                    f"lengths: BABILong has no {length}; its lengths are {', '.join(map(str, BABILONG_LENGTHS))}"
-                )
+                lengths = ", ".join(map(str, BABILONG_LENGTHS))
+                raise UserError(f"lengths: BABILong has no {length}; its lengths are {lengths} (0 if left out)")
             metadata = {"max_seq_lengths": BABILONG_LENGTHS[length]}
         with tokenizer_folder(tokenizer) as folder:
             if _is_ruler(name):
@@ -151,7 +152,8 @@ def lm_eval_task(name: str) -> type[LmEval]:
     listed = CATALOGUE.get(base)
     needs = "data: lm-eval's of this name"
     if listed is not None:
-        needs = f"data: {listed.file or base}.jsonl ({listed.source})" if listed.source else "a tokenizer"
+        file = f"{base}/0k" if base in BABILONG else listed.file or base
+        needs = f"data: {file}.jsonl ({listed.source})" if listed.source else "a tokenizer"
     return type(
         "LmEval",
         (LmEval,),

@@ -103,6 +103,17 @@ def test_scrolls_and_longbench_are_scored_without_a_download(data: Write) -> Non
     assert rows["score"] == pytest.approx(1)
 
 
+def test_babilong_has_documents_for_each_length(data: Write) -> None:
+    doc = {"input": "Mary is in the garden.", "question": "Where is Mary?", "target": "garden"}
+    folder = data("babilong_qa1/0k.jsonl", doc)
+    data("babilong_qa1/2k.jsonl", {**doc, "input": "Mary is far away."}, doc)
+    asked = Answering(lambda prompt: "In the garden" if "in the garden" in prompt else "Far away")
+    rows = run("babilong_qa1", asked, folder) + run("babilong_qa1", asked, folder, lengths=(2048,))
+    assert [(row["length"], row["value"], row["count"]) for row in rows] == [(0, 1, 1), (2048, 0.5, 2)]
+    with pytest.raises(UserError, match="lengths: BABILong has no 100; its lengths are 0, 1024, 2048"):
+        run("babilong_qa1", asked, folder, lengths=(100,))
+
+
 def test_examples_come_from_another_split(data: Write) -> None:
     def doc(number: int) -> dict:
         choices = {"text": list("vwxyz"), "label": list("ABCDE")}
@@ -137,7 +148,7 @@ def test_samples_and_parquet(data: Write) -> None:
         ("fda", "data: there is no {0}/fda.jsonl (nor .parquet, .json, nor a folder fda with a file for each split)"
          "; it must hold hazyresearch/based-fda (default)"),
         ("nq_cloze_twice", "data: there is no {0}/nq_cloze.jsonl "),
-        ("babilong_qa1", "data: there is no {0}/babilong_qa1.jsonl "),
+        ("babilong_qa1", "data: there is no {0}/babilong_qa1/0k.jsonl "),
         ("scrolls_qasper", "data: there is no {0}/scrolls_qasper.jsonl "),
         ("arc_easy", "data: there is no {0}/arc_easy/test.jsonl (nor .parquet, .json); it must hold the split test of "
          "allenai/ai2_arc (ARC-Easy)"),
@@ -224,8 +235,8 @@ def test_ruler_generates_its_prompts(tokenizer: Tokenizer) -> None:
             (512, "accuracy", value, 5),
             (1024, "accuracy", value, 5),
         ]
-        assert all(len(tokenizer.encode(prompt)) <= length - 128 for prompt, length in
-                   zip(subject.prompts, [512] * 5 + [1024] * 5, strict=True))  # fmt: skip
+        lengths = [len(tokenizer.encode(prompt)) for prompt in subject.prompts]
+        assert max(lengths[:5]) <= 512 < min(lengths[5:]) <= max(lengths[5:]) <= 1024
 
 
 @pytest.mark.slow  # reads lm-eval's whole index
