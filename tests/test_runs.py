@@ -127,6 +127,7 @@ def test_a_signal_to_the_group_stops_all_processes_with_a_checkpoint(
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # tests may themselves run under nohup
         )
         said = process.communicate(timeout=240)[0]
     assert process.returncode == 128 + number, said

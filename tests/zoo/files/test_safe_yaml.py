@@ -1,6 +1,5 @@
 """YAML that would be more than it looks like."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,12 @@ def aliases(levels: int) -> str:
     return "\n".join(lines)
 
 
-def test_an_alias_counts_as_what_it_stands_for():
+def test_an_alias_counts_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch):
     assert len(parse_yaml(aliases(4), "config")) == 4  # 10 + 100 + 1,000 + 10,000
+    monkeypatch.setattr("zoo.files.safe_yaml.yaml.load", lambda *given, **more: pytest.fail("objects were built"))
     for levels in (5, 6, 20):
-        started = time.perf_counter()
         with pytest.raises(UserError, match=f"config has more than {MOST_NODES:,} values"):
             parse_yaml(aliases(levels), "config")
-        assert time.perf_counter() - started < 2
 
 
 def test_merged_keys_and_anchors_used_twice():

@@ -28,7 +28,7 @@ HANGING = """
                 wait_for_nobody()
 
     def wait_for_nobody():
-        time.sleep(60)
+        time.sleep(3600)
 
     callbacks = [Watchdog(timeout_minutes=1.5 / 60), Hang()]
     trainer(Path({folder!r}), callbacks).fit(pretraining(), ResumableLoader(40), validation_loader())
@@ -39,10 +39,9 @@ HANGING = """
 def test_a_run_that_hangs_ends_and_says_where(tmp_path: Path):
     here = Path(__file__).parents[4]
     code = textwrap.dedent(HANGING.format(here=str(here), folder=str(tmp_path)))
-    started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, timeout=50)
+    # it does not wait for the end of what hangs
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, timeout=600)
     assert done.returncode == TIMED_OUT, done.stderr
-    assert time.monotonic() - started < 45, "it did not wait for the end of what hung"
     stacks = (tmp_path / "hang-0.txt").read_text()
     assert "wait_for_nobody" in stacks
     assert "no step was finished for 0.025 minutes" in stacks
