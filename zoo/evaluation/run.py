@@ -51,7 +51,7 @@ def evaluate(
         depths: Places of the needle, from 0 to 1, for a grid of depth and length; null: spread over all places.
         seed: Seed of all samples.
         haystack: Text to hide needles in and to measure perplexity on, as `data.path`; null: the embedded corpus.
-        data: The folder with the files of tasks that need data.
+        data: The folder with the files of tasks that need data; `hub` lets lm-eval download its own.
         output: The folder for rows.jsonl and pictures; null: evaluations/NAME, after the checkpoints.
         device: cpu or cuda; null for the GPU if available.
         precision: 32-true or bf16-mixed; null for bf16-mixed on a GPU and 32-true on a CPU.
@@ -112,6 +112,7 @@ def _measure(
             "task": task.name,
             "cell": cell,
             "options": asdict(task.options),  # a preset has its own
+            "sources": task.sources(cell),
             "checkpoint_xxh3_128": subject.identity["checkpoint_xxh3_128"],
             "model": key_of({"model": subject.identity["model"]}),
             "precision": "bf16-mixed" if subject.bf16 else "32-true",

@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from kernels import UserError
 from mixers import did_you_mean
 from zoo.data import Tokenizer
-from zoo.evaluation.lm_eval.catalogue import BABILONG, CATALOGUE
+from zoo.evaluation.lm_eval.catalogue import CATALOGUE
 from zoo.evaluation.lm_eval.local_data import reading_from
 from zoo.evaluation.lm_eval.quiet import quiet
 
@@ -57,12 +57,13 @@ def _members(index: TaskManager, name: str, group: str) -> Iterator[str]:
         yield name
 
 
-def build(name: str, data: str, seed: int, shots: int | None, metadata: dict[str, Any]) -> ConfigurableTask:
+def build(name: str, data: str, file: str, seed: int, shots: int | None, metadata: dict[str, Any]) -> ConfigurableTask:
     """One task of lm-eval, with its documents.
 
     Args:
         name: Of a single task.
         data: The folder with its file (see `local_data`), or `hub`.
+        file: The file or folder there, without a suffix.
         seed: Of the examples in prompts, and of generated documents.
         shots: How many examples come before each question; None for the task's own number.
         metadata: What lm-eval passes to tasks that generate their documents.
@@ -72,10 +73,6 @@ def build(name: str, data: str, seed: int, shots: int | None, metadata: dict[str
     """
     source: AbstractContextManager[None] = nullcontext()
     if data != HUB:
-        listed = CATALOGUE.get(name)
-        file = (listed and listed.file) or name
-        if name in BABILONG:  # which has other documents for each length
-            file += f"/{metadata['max_seq_lengths']}"
         source = reading_from(Path(data).expanduser(), file)
     with quiet(), isolate_rng(), source:  # what generates documents seeds the global generators
         task = _load(name, data, metadata)
@@ -87,7 +84,7 @@ def build(name: str, data: str, seed: int, shots: int | None, metadata: dict[str
     if task.config.num_fewshot and task.fewshot_cfg.samples is None and getattr(task.dataset, "one_file", False):
         raise UserError(
             f"data: lm_eval/{name} with {task.config.num_fewshot} examples takes them from another split, so it needs "
-            f"a folder {Path(data) / name} with a file for each split, and not one file"
+            f"a folder {Path(data) / file} with a file for each split, and not one file"
         )
     unsafe = getattr(task, "UNSAFE_CODE", False)
     if unsafe or getattr(task, "MULTIMODAL", False):

@@ -62,6 +62,14 @@ class Splits(dict[str, datasets.Dataset]):
         return self.one_file or _with_suffix(self.folder / self.name / str(split)) is not None
 
 
+def files_of(folder: Path, name: str) -> list[Path]:
+    """The files of all splits of a data set in a folder; none if it is not there."""
+    if (folder / name).is_dir():
+        return sorted(file for file in (folder / name).iterdir() if file.suffix in SUFFIXES)
+    single = _with_suffix(folder / name)
+    return [] if single is None else [single]
+
+
 def read(file: Path) -> datasets.Dataset:
     """The documents in a file.
 

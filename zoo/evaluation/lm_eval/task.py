@@ -1,6 +1,8 @@
 """A task of lm-eval as a task of ours: `lm_eval/NAME`, or `lm_eval/NAME@8` with 8 examples in each prompt."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -9,6 +11,7 @@ from zoo.evaluation.lm_eval.catalogue import BABILONG, CATALOGUE, CLOZE, RULER
 from zoo.evaluation.lm_eval.cloze import shortened
 from zoo.evaluation.subject import Subject
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
+from zoo.files.hashing import file_digest
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -75,6 +78,7 @@ class LmEval(Task):
                 limit=self.options.samples,
                 bootstrap_iters=0,  # ours are intervals of means
             )
+        versions = {"shots": task.config.num_fewshot, "lm_eval": version("lm_eval"), "version": found["versions"][name]}
         rows = []
         for key, value in found["results"][name].items():
             metric, _, filter_ = key.partition(",")
@@ -88,31 +92,49 @@ class LmEval(Task):
             samples = [sample for sample in found["samples"][name] if sample["filter"] == filter_]
             values = [sample.get(score) for sample in samples]
             label = metric if filter_ == "none" else f"{metric} ({filter_})"
-            rows.append({**cell, "metric": label, **_statistics(value, values)})
+            rows.append({**cell, "metric": label, **_statistics(value, values), **versions})
         return rows
+
+    def sources(self, cell: Cell) -> dict[str, str]:
+        """Hashes of the data's files."""
+        from zoo.evaluation.lm_eval.building import HUB
+        from zoo.evaluation.lm_eval.local_data import files_of
+
+        data = self.options.data
+        if data is None or data == HUB:
+            return {}
+        files = files_of(Path(data).expanduser(), self._file(cell))
+        return {str(file): file_digest(file) for file in files}
+
+    def _file(self, cell: Cell) -> str:
+        """The data's file or folder in the data folder, without a suffix."""
+        name, length = cell.get("subtask", self.tasks), cell.get("length")
+        listed = CATALOGUE.get(name)
+        if name not in BABILONG:
+            return (listed and listed.file) or name
+        if length not in BABILONG_LENGTHS:  # it has other documents for each
+            lengths = ", ".join(map(str, BABILONG_LENGTHS))
+            raise UserError(f"lengths: BABILong has no {length}; its lengths are {lengths} (0 if left out)")
+        return f"{name}/{BABILONG_LENGTHS[length]}"
 
     def _build(self, subject: Subject, cell: Cell) -> "ConfigurableTask":
         from zoo.evaluation.lm_eval.building import HUB, build, tokenizer_folder
 
         name, length, tokenizer = cell.get("subtask", self.tasks), cell.get("length"), subject.tokenizer
         assert tokenizer is not None
-        listed = CATALOGUE.get(name)
-        if self.options.data is None and not (listed and not listed.source):
-            file, source = (listed.file, listed.source) if listed else (None, "its data set")
+        data, file, listed = self.options.data, self._file(cell), CATALOGUE.get(name)
+        if data is None and (listed is None or listed.source):
             raise UserError(
-                f"{self.name}: needs data; name the folder of a file {file or name}.jsonl with {source} by "
-                f"data=FOLDER, or let lm-eval download it by data={HUB}"
+                f"data: {self.name} needs a folder with {file}.jsonl, which holds "
+                f"{listed.source if listed else 'its data set'}; or data={HUB}, which lets lm-eval download it"
             )
-        metadata: dict[str, Any] = {}
-        if name in BABILONG:
-            if length not in BABILONG_LENGTHS:
-                lengths = ", ".join(map(str, BABILONG_LENGTHS))
-                raise UserError(f"lengths: BABILong has no {length}; its lengths are {lengths} (0 if left out)")
-            metadata = {"max_seq_lengths": BABILONG_LENGTHS[length]}
         with tokenizer_folder(tokenizer) as folder:
-            if _is_ruler(name):
+            metadata: dict[str, Any] = {}
+            if name in BABILONG:
+                metadata = {"max_seq_lengths": file.rpartition("/")[2]}
+            elif _is_ruler(name):
                 metadata = {"max_seq_lengths": [length], "tokenizer": folder}
-            task = build(name, self.options.data or "", self.options.seed, self.shots, metadata)
+            task = build(name, data or "", file, self.options.seed, self.shots, metadata)
         if length is not None and name.removesuffix("_twice") in CLOZE:
             docs, readings = task.dataset["validation"], 2 if name.endswith("_twice") else 1
             cut = [shortened(doc, tokenizer, length, readings) for doc in docs]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kernels import UserError
+from tests.commands import Command
 from tests.zoo.evaluation.lm_eval.conftest import Answering
 from zoo.evaluation.catalogue import tasks_of
 from zoo.evaluation.lm_eval.catalogue import CATALOGUE, MISSING
@@ -13,6 +14,7 @@ from zoo.evaluation.lm_eval.presets import PRESETS, Column
 from zoo.evaluation.task import Options
 from zoo.evaluation.tasks import TASKS
 
+pytest_plugins = "tests.desk"
 COLUMNS = {(column.task, column.metric): column for preset in PRESETS.values() for column in preset.columns}
 
 
@@ -51,6 +53,13 @@ def test_presets_run_their_tasks() -> None:
     assert [task.options.lengths for task in tasks] == [(2048,)] * 3 + [None]
     with pytest.raises(UserError, match="tasks: lm_eval/fda is wanted at different lengths"):
         tasks_of(["state_expansion/table4", "state_expansion/table11"], Options())
+
+
+def test_the_list_of_tasks_has_them(command: Command) -> None:
+    found = command("evaluate", "--tasks=list")
+    assert found.code == 0, found.err
+    assert all(name in found.out for name in (*PRESETS, "lm_eval/piqa", "lm_eval/nq_cloze_twice", "lm_eval/NAME"))
+    assert "data: piqa.jsonl (baber/piqa, validation)" in found.out
 
 
 def test_what_lm_eval_lacks_is_said() -> None:

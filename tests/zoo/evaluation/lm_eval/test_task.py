@@ -173,7 +173,8 @@ def test_what_is_missing_is_told_in_one_sentence(name: str, message: str, data: 
 
 
 def test_without_a_folder_the_data_set_is_named() -> None:
-    with pytest.raises(UserError, match=r"lm_eval/wic: needs data.* wic\.jsonl with aps/super_glue \(wic\)"):
+    message = r"data: lm_eval/wic needs a folder with wic\.jsonl, which holds aps/super_glue \(wic\), validation.*=hub"
+    with pytest.raises(UserError, match=message):
         lm_eval_task("wic")(Options()).cells(Answering())
 
 
@@ -201,14 +202,26 @@ def test_the_catalogue_says_where_tasks_and_data_are(name: str) -> None:
             break
 
 
+def test_without_lm_eval_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
+    with pytest.raises(UserError, match=r"lm_eval/piqa: needs lm-eval; pip install 'token-mixer-zoo\[eval\]'"):
+        lm_eval_task("piqa")(Options())
+
+
 def test_evaluate_over_a_folder(finished: Path, desk: Path, data: Write) -> None:
-    folder = data("piqa.jsonl", *[PIQA] * 4)
-    rows = zoo.evaluate(
-        finished / "runs" / "done", "lm_eval/piqa", data=str(folder), samples=3, device="cpu", verbose=False
-    )
-    assert [(row["model"], row["task"], row["metric"], row["count"]) for row in rows] == [
-        ("done", "lm_eval/piqa", metric, 3) for metric in ("acc", "acc_norm")
-    ]
+    """A cell on record is measured again only if its file has changed."""
+    counts = []
+    for documents in (4, 4, 2):
+        folder = data("piqa.jsonl", *[PIQA] * documents)
+        checkpoint = finished / "runs" / "done"
+        rows = zoo.evaluate(checkpoint, "lm_eval/piqa", data=str(folder), samples=3, device="cpu", verbose=False)
+        assert [(row["model"], row["task"], row["metric"]) for row in rows] == [
+            ("done", "lm_eval/piqa", metric) for metric in ("acc", "acc_norm")
+        ]
+        assert rows[0]["shots"] == 0
+        assert {"lm_eval", "version"} <= rows[0].keys()
+        counts.append((rows[0]["count"], len((desk / "evaluations/done/rows.jsonl").read_text().splitlines())))
+    assert counts == [(3, 1), (3, 1), (2, 2)]
 
 
 @pytest.mark.slow  # reads lm-eval's whole index
