@@ -1,7 +1,7 @@
 """Data of lm-eval's tasks from a folder instead of the Hugging Face Hub.
 
-    FOLDER/NAME.jsonl                        one split, which is enough without examples in the prompt
-    FOLDER/NAME/validation.jsonl, train.jsonl …  one file a split, called as in the data set
+    FOLDER/NAME.jsonl                            one split, which is enough without examples in the prompt
+    FOLDER/NAME/validation.jsonl, train.jsonl …  a file for each split, called as in the data set
 
 The files hold the data set's own fields; `.parquet` and `.json` (a list) are read as well.
 """
