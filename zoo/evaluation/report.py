@@ -19,7 +19,7 @@ from zoo.files.atomic import atomic_write
 # Okabe and Ito's colours, which people with colour blindness can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vP*X"
-FRACTIONS = ("accuracy", "recall", "exact", "contains")  # metrics from 0 to 1
+FRACTIONS = ("accuracy", "recall", "exact", "contains", "acc", "acc_norm")  # metrics from 0 to 1
 
 
 def table(task: Task, rows: Sequence[Row]) -> Table:

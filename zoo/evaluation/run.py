@@ -51,7 +51,7 @@ def evaluate(
         depths: Places of the needle, from 0 to 1, for a grid of depth and length; null: spread over all places.
         seed: Seed of all samples.
         haystack: Text to hide needles in and to measure perplexity on, as `data.path`; null: the embedded corpus.
-        data: The folder with the files of tasks that need data.
+        data: The folder with the files of tasks that need data; `hub` lets lm-eval download its own.
         output: The folder for rows.jsonl and pictures; null: evaluations/NAME, after the checkpoints.
         device: cpu or cuda; null for the GPU if available.
         precision: 32-true or bf16-mixed; null for bf16-mixed on a GPU and 32-true on a CPU.
@@ -87,7 +87,7 @@ def evaluate(
     folder = Path(output) if output is not None else Path("evaluations") / "+".join(_names(paths))
     records = Records(folder)
     with locked(folder):
-        rows = _measure(plan, options, records, where, verbose)
+        rows = _measure(plan, records, where, verbose)
         for task in chosen:
             of_task = [row for row in rows if row["task"] == task.name]
             console.print(table(task, of_task))
@@ -98,7 +98,6 @@ def evaluate(
 
 def _measure(
     plan: Sequence[tuple[LoadedModel, Task, Cell]],
-    options: Options,
     records: Records,
     where: torch.device,
     verbose: bool,
@@ -112,7 +111,8 @@ def _measure(
         what = {
             "task": task.name,
             "cell": cell,
-            "options": asdict(options),
+            "options": asdict(task.options),  # a preset has its own
+            "sources": task.sources(cell),
             "checkpoint_xxh3_128": subject.identity["checkpoint_xxh3_128"],
             "model": key_of({"model": subject.identity["model"]}),
             "precision": "bf16-mixed" if subject.bf16 else "32-true",

@@ -25,7 +25,7 @@ class Options:
         seed: Seed of all samples.
         haystack: Text to hide needles in, or to measure the perplexity of: a path as `TextData.path`. None: the
             embedded corpus.
-        data: The folder with the files of tasks that need data.
+        data: The folder with the files of tasks that need data; `hub` lets lm-eval download its own.
 
     Raises:
         UserError: A number is out of range.
@@ -87,6 +87,10 @@ class Task(ABC):
             Rows with the entries of the cell, `metric` and `value`, and if it is a mean, `count` and an interval from
             `low` to `high`.
         """
+
+    def sources(self, cell: Cell) -> dict[str, str]:
+        """Hashes of the files that a cell's samples come from, by path; a cell is measured again if they change."""
+        return {}
 
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Rows that follow from the rows of all cells of one model; none by default."""
