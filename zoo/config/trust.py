@@ -22,6 +22,7 @@ import mixers
 from kernels import UserError
 from zoo.config.components import component, constructor, hints, is_ours, subclasses
 from zoo.config.parser import CLASSES, KEYS
+from zoo.data.text.corpus import BUILT_IN
 from zoo.files.safe_yaml import check_plain, parse_yaml
 from zoo.lm.model import LanguageModel
 
@@ -263,7 +264,7 @@ class _Vetting:
             return  # the parser checks choices
         if str not in options and not _WORD.fullmatch(value):  # it might be parsed as YAML that names a class
             raise self._refusal(key, value, "imported and called")
-        harmless = value.startswith("embedded:") or key.rpartition(".")[2] in _NO_FILES
+        harmless = value.startswith(BUILT_IN) or key.rpartition(".")[2] in _NO_FILES
         if self.files and not harmless and value not in self.user.words:
             raise self._refusal(key, value, "read or written")
 

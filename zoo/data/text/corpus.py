@@ -1,29 +1,24 @@
 """Documents: the embedded default corpus, or a user's text, JSON and Parquet files, local or remote."""
 
 import hashlib
-import importlib.util
 import json
 import logging
-import os
-import sysconfig
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kernels.errors import UserError
 from mixers import did_you_mean
+from zoo.data.text import needle_documents
 from zoo.data.text.compressed import DAMAGED
+from zoo.data.text.embedded import DOCUMENTATION, PARTS, Named, embedded_files, embedded_texts
 from zoo.data.text.files import READ, TextFile, find_files, first_line
+from zoo.data.text.sentences import sentences
 
 log = logging.getLogger(__name__)
 
-EMBEDDED = ("embedded:library", "embedded:documentation")
-# Not written for readers: tests, generated tables, vendored or obsolete packages.
-_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
-_EXCLUDED |= {"idle_test", "pydoc_data", "__pycache__", "__phello__"}
-_TOPICS = "pydoc_data/topics.py"
+NEEDLES = "synthetic:needles"
+BUILT_IN = ("embedded:", "synthetic:")  # how the names of text begin that is not in the user's files
 
 
 @dataclass(frozen=True)
@@ -35,9 +30,12 @@ class Corpus:
             (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
             `.bz2` or `.xz`; a folder that is searched for these, or a list of files and folders; each a path or any URL
             that fsspec knows. None: the embedded corpus, which is the source files of the standard library and Python's
-            documentation topics; it has the parts "embedded:library" and "embedded:documentation".
+            documentation topics; these are the parts "embedded:library" and "embedded:documentation", and
+            "embedded:packages" is the text of all installed packages. "synthetic:needles": documents that train recall,
+            with haystacks of up to 2,000 characters ("synthetic:needles:16000": 16,000).
         text_field: The field or column with a document's text.
-        max_characters: Size of the embedded corpus, whose last document is cut there. None: no limit.
+        max_characters: Size of the embedded corpus or of the synthetic text, whose last document is cut there. None: no
+            limit, for the embedded corpus only.
         key: The config key of these arguments, for messages.
 
     Raises (when used):
@@ -50,9 +48,9 @@ class Corpus:
     key: str = "data"
 
     @property
-    def embedded(self) -> bool:
-        """Whether this is the embedded corpus or a part of it."""
-        return self.path is None or (isinstance(self.path, str) and self.path.startswith("embedded:"))
+    def built_in(self) -> bool:
+        """Whether this is the embedded corpus, a part of it, or synthetic text, rather than the user's files."""
+        return self.path is None or (isinstance(self.path, str) and self.path.startswith(BUILT_IN))
 
     def __iter__(self) -> Iterator[str]:
         """Yield the documents, without empty ones.
@@ -61,7 +59,7 @@ class Corpus:
             UserError: A file cannot be read, or all documents are empty.
         """
         empty = total = 0
-        for text in self._embedded_texts() if self.embedded else self._texts():
+        for text in self._built_in_texts() if self.built_in else self._texts():
             empty, total = empty + (not text), total + 1
             if text:
                 yield text
@@ -75,13 +73,14 @@ class Corpus:
 
     def signature(self) -> str:
         """A hash of file names, sizes and modification times, which changes when a file does; no file is read."""
-        if self.embedded:
+        options: list[Any] = [self.max_characters if self.built_in else self.text_field]
+        if self.built_in:
             files = [file for _, file in self._embedded_files()]
             versions = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            options += [NEEDLES, needle_documents.FORMAT, longest] if (longest := self._longest_haystack()) else []
         else:
             versions = [file.version for file in self.files()]
-        options = self.max_characters if self.embedded else self.text_field
-        return hashlib.sha256(json.dumps([versions, options]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([versions, *options]).encode()).hexdigest()
 
     def files(self) -> list[TextFile]:
         """The user's files, sorted by name within each folder.
@@ -96,7 +95,7 @@ class Corpus:
 
     def warn_of_skipped(self) -> None:
         """Log a warning for each folder with files that are not read."""
-        for path in [] if self.embedded else [self.path] if isinstance(self.path, str) else self.path or []:
+        for path in [] if self.built_in else [self.path] if isinstance(self.path, str) else self.path or []:
             listing = find_files(path, f"{self.key}.path")
             if skipped := listing.skipped.total():
                 total, verb = skipped + len(listing.files), "is" if skipped == 1 else "are"
@@ -207,53 +206,43 @@ class Corpus:
             problem = f"{error.reason} at byte {error.start}"
             raise UserError(f"{self.key}.path: {where} is not UTF-8 text ({problem}).") from None
 
-    def _embedded_texts(self) -> Iterator[str]:
+    def _built_in_texts(self) -> Iterator[str]:
         if self.max_characters is not None and self.max_characters < 1:
             raise UserError(f"{self.key}.max_characters is {self.max_characters}; it must be at least 1, or null.")
         left = self.max_characters
-        for text in _library_texts(self._embedded_files()):
+        texts = embedded_texts(self._embedded_files())
+        if longest := self._longest_haystack():
+            if left is None:
+                raise UserError(f"{self.key}.max_characters is null, and {self.path} has no end; give it a size.")
+            texts = needle_documents.needle_documents(list(sentences(texts)), longest)
+        for text in texts:
             yield text if left is None else text[:left]
             left = None if left is None else left - len(text)
             if left is not None and left <= 0:
                 return
 
-    def _embedded_files(self) -> list[tuple[str, Path]]:
-        if self.path is not None and self.path not in EMBEDDED:
+    def _embedded_files(self) -> list[Named]:
+        """The files of the embedded corpus, of the part of it, or of the text around synthetic needles."""
+        part = DOCUMENTATION if self._longest_haystack() else self.path
+        if part is not None and part not in PARTS:
+            names = [*PARTS, NEEDLES]
             raise UserError(
-                f"{self.key}.path: {self.path!r} is not a part of the embedded corpus"
-                f"{did_you_mean(str(self.path), list(EMBEDDED))} (parts: {', '.join(EMBEDDED)})"
+                f"{self.key}.path: {part!r} is neither a part of the embedded corpus nor synthetic text"
+                f"{did_you_mean(str(part), names)} (there are: {', '.join(names)})"
             )
-        files = _library_files()
-        if self.path is not None:
-            files = [pair for pair in files if (pair[0] == _TOPICS) == (self.path == "embedded:documentation")]
+        files = embedded_files(None if part is None else str(part))
         if not files:
             raise UserError(f"this Python has no files for {self}; set {self.key}.path to files of your own.")
         return files
 
-
-def _library_files() -> list[tuple[str, Path]]:
-    """Names and files of the embedded corpus, ordered by a hash of the name, so that any prefix is a mixture."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    named = []
-    for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in _EXCLUDED and not name.startswith("config-")]
-        files = [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
-        named += [(file.relative_to(root).as_posix(), file) for file in files]
-    topics = importlib.util.find_spec("pydoc_data.topics") if importlib.util.find_spec("pydoc_data") else None
-    if topics and topics.origin:
-        named.append((_TOPICS, Path(topics.origin)))
-    return sorted(named, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
-
-
-def _library_texts(files: list[tuple[str, Path]]) -> Iterator[str]:
-    for name, file in files:
-        if name == _TOPICS:
-            from pydoc_data.topics import topics  # 0.5 MB, rarely needed
-
-            yield from (topics[key] for key in sorted(topics))
-            continue
-        try:
-            with tokenize.open(file) as source:  # honours a coding line
-                yield source.read()
-        except (SyntaxError, UnicodeDecodeError):
-            log.info("Skipped %s of the embedded corpus: it cannot be decoded.", file)
+    def _longest_haystack(self) -> int | None:
+        """Characters of the longest haystack of synthetic needles; None if this is other text."""
+        if not isinstance(self.path, str) or not f"{self.path}:".startswith(f"{NEEDLES}:"):
+            return None
+        size = self.path.removeprefix(NEEDLES).removeprefix(":")
+        if size and not (size.isdecimal() and int(size) >= needle_documents.SHORTEST):
+            raise UserError(
+                f"{self.key}.path is {self.path!r}; after '{NEEDLES}:' stand the characters of the longest haystack, "
+                f"{needle_documents.SHORTEST} or more."
+            )
+        return int(size or needle_documents.LONGEST)

@@ -1,0 +1,39 @@
+"""A small model that is trained on short needles."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+import zoo
+from zoo.data.text.needles import NOISE, PASSKEY, draw_needles
+
+pytest_plugins = "tests.desk"
+
+# DeltaNet forgets nothing by itself. It learns to copy the key after about 700 steps; before, it recalls nothing.
+MODEL = {"hidden_size": 64, "num_heads": 2, "num_layers": 2}
+OPTIM = {"learning_rate": 0.01, "warmup_steps": 20, "schedule": "wsd"}
+
+
+def document(number: int) -> str:
+    """A pass key in at most two lines of noise, the question and the answer: 37 to 90 tokens."""
+    rng = random.Random(number)
+    needle = next(draw_needles(rng, "passkey", "training"))
+    lines = [NOISE] * rng.randrange(3)
+    lines.insert(rng.randint(0, len(lines)), PASSKEY.state(needle))
+    return "\n".join(lines) + f"{PASSKEY.ask(needle)} {needle.value}."
+
+
+@pytest.mark.slow
+def test_it_recalls_short_needles_and_loses_long_ones(desk: Path):
+    """Trained on sequences of 128 tokens, in 90 seconds; none of the evaluated pass keys was among them."""
+    (desk / "keys.jsonl").write_text("\n".join(json.dumps({"text": document(i)}) for i in range(30_000)))
+    data = {"path": "keys.jsonl", "vocab_size": 400, "sequence_length": 128, "batch_size": 16}
+    trainer = {"max_steps": 900, "val_check_interval": 900, "limit_val_batches": 4, "accelerator": "cpu"}
+    config = {"model": MODEL, "data": data, "optim": OPTIM, "trainer": trainer}
+    run = zoo.fit("deltanet.yaml", config, run="keys").folder
+    rows = zoo.evaluate(run, "passkey", lengths=[64, 128, 2048, 4096], samples=40, device="cpu")
+    recall = {row["length"]: row["value"] for row in rows}
+    assert min(recall[64], recall[128]) > 0.8
+    assert max(recall[2048], recall[4096]) < 0.3

@@ -1,0 +1,63 @@
+"""Documents that train recall: needles in text, in noise and among other needles, with questions and answers."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from zoo.data.synthetic.recall import number_of
+from zoo.data.text.needles import KEYS, NOISE, NUMBERS, PASSKEY, RECORDS, UUIDS, Needle, draw_needles, mentions
+
+FORMAT = 1  # of the documents; goes up when they change
+SHORTEST = 200  # characters of haystack
+LONGEST = 2000  # characters of haystack, unless the path of the source says otherwise
+_QUESTIONS = 4  # at most, for each document
+
+
+def needle_documents(sentences: Sequence[str], longest: int = LONGEST) -> Iterator[str]:
+    """Yield documents without end, the same each time: document i is a function of i, `sentences` and `longest`.
+
+    A document states needles in a haystack of text, noise or other needles, or as a list of records, then asks for up
+    to four of them and answers. Its haystack has 200 … `longest` characters, equally likely on a logarithmic scale. An
+    answer occurs only in its needle and after its question, and is never a value that evaluation uses.
+
+    Args:
+        sentences: Sentences of text for the haystack.
+        longest: Characters of the longest haystack, at least 200.
+    """
+    number = 0
+    while True:
+        yield _document(random.Random(number_of("needle documents", number)), sentences, longest)
+        number += 1
+
+
+def _document(rng: random.Random, sentences: Sequence[str], longest: int) -> str:
+    size = int(math.exp(rng.uniform(math.log(SHORTEST), math.log(longest + 1))))
+    style = rng.choice(("records", "needles", "noise", "text", "passkey"))
+    wording = {"records": RECORDS, "passkey": PASSKEY}.get(style) or rng.choice((NUMBERS, NUMBERS, NUMBERS, UUIDS))
+    packed = style in ("records", "needles")  # there is nothing but needles
+    if packed:
+        example = next(draw_needles(rng, wording.kind, "training"))
+        count = min(max(size // len(wording.state(example)), 1), KEYS)
+    else:
+        count = 1 if style == "passkey" else rng.randint(1, _QUESTIONS)
+    needles = list(islice(draw_needles(rng, wording.kind, "training"), count))
+    separator = " " if style == "text" else "\n"
+    filler = [] if packed else _filler(rng, sentences if style == "text" else [NOISE], size, needles)
+    for needle in needles:
+        filler.insert(rng.randint(0, len(filler)), wording.state(needle))
+    asked = rng.sample(needles, min(count, _QUESTIONS))
+    answers = [f"{wording.ask(needle)} {needle.value}." for needle in asked]
+    return wording.head + separator.join(filler) + "".join(answers)
+
+
+def _filler(rng: random.Random, sentences: Sequence[str], size: int, needles: Sequence[Needle]) -> list[str]:
+    """Consecutive sentences with `size` characters in all, without those that mention a needle."""
+    filler: list[str] = []
+    place = rng.randrange(len(sentences))
+    while size > 0:
+        sentence = sentences[place % len(sentences)]
+        place, size = place + 1, size - len(sentence)
+        if not mentions(sentence, needles):
+            filler.append(sentence)
+    return filler

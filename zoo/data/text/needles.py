@@ -1,0 +1,116 @@
+"""Needles: facts with a key and a random value, and the sentences that state them and ask for them.
+
+The wording of `NUMBERS` and `UUIDS` is RULER's (arXiv 2404.06654) for one needle that is asked for, that of `PASSKEY`
+∞Bench's as table 7 of StateX prints it.
+"""
+
+import random
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from zoo.data.synthetic.recall import number_of
+from zoo.data.text.needle_words import ADJECTIVES, NOUNS
+
+Stream = Literal["training", "evaluation"]
+Kind = Literal["number", "uuid", "passkey"]
+
+KEYS = len(ADJECTIVES) * len(NOUNS)  # there are no more than these
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_EVALUATION_SHARE = 8  # one value in 8 is kept for evaluation
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A fact: what its key is, and the value to remember."""
+
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a prompt reads; `{key}` and `{value}` stand for those of the needle.
+
+    Args:
+        kind: The kind of the values.
+        head: What comes before the haystack.
+        fact: The sentence in the haystack.
+        question: What comes after the haystack, up to the value.
+    """
+
+    kind: Kind
+    head: str
+    fact: str
+    question: str
+
+    def state(self, needle: Needle) -> str:
+        """The sentence that states a needle."""
+        return self.fact.format(key=needle.key, value=needle.value)
+
+    def ask(self, needle: Needle) -> str:
+        """The question for a needle, without the answer."""
+        return self.question.format(key=needle.key)
+
+
+def _ruler(kind: Kind) -> Wording:
+    return Wording(
+        kind,
+        f"A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+        f"I will quiz you about the {kind} afterwards.\n",
+        f"One of the special magic {kind}s for {{key}} is: {{value}}.",
+        f"\nWhat is the special magic {kind} for {{key}} mentioned in the provided text? "
+        f"The special magic {kind} for {{key}} mentioned in the provided text is",
+    )
+
+
+NUMBERS, UUIDS = _ruler("number"), _ruler("uuid")
+PASSKEY = Wording(
+    "passkey",
+    "",
+    "The pass key is {value}. Remember it. {value} is the pass key.",
+    "\nWhat is the pass key? The pass key is",
+)
+# The modes of "Scaling Laws for Linear Complexity Language Models", which does not print its sentences: in the haystack
+# are the question and the answer, or the answer alone.
+EASY = Wording(
+    "number",
+    "",
+    "What is the special magic number for {key}? The special magic number for {key} is {value}.",
+    "\nWhat is the special magic number for {key}?",
+)
+STANDARD = replace(EASY, fact="The special magic number for {key} is {value}.")
+RECORDS = Wording("number", "", "{key}: {value}", "\nWhat is the value of {key}? The value of {key} is")
+
+
+def draw_needles(rng: random.Random, kind: Kind, stream: Stream) -> Iterator[Needle]:
+    """Yield needles with different keys and values, `KEYS` in all.
+
+    Args:
+        rng: The generator to draw from.
+        kind: "number": 7 digits, "passkey": 5, "uuid": version 4.
+        stream: A hash divides all values between training and evaluation, so no value of the one is in the other.
+    """
+    keys: set[str] = set()
+    values: set[str] = set()
+    while len(keys) < KEYS:
+        key, value = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}", _value(rng, kind)
+        evaluated = number_of(value) % _EVALUATION_SHARE == 0
+        if key not in keys and value not in values and evaluated == (stream == "evaluation"):
+            keys.add(key)
+            values.add(value)
+            yield Needle(key, value)
+
+
+def mentions(text: str, needles: Sequence[Needle]) -> bool:
+    """Whether a text contains the key or value of a needle, in upper or lower case."""
+    folded = text.casefold()
+    return any(needle.value in folded or needle.key in folded for needle in needles)
+
+
+def _value(rng: random.Random, kind: Kind) -> str:
+    if kind == "uuid":
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+    digits = 5 if kind == "passkey" else 7
+    return str(rng.randrange(10 ** (digits - 1), 10**digits))
