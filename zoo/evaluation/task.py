@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, ClassVar
 
+from matplotlib.figure import Figure
+
 from kernels import UserError
 from zoo.evaluation.subject import Subject
 
@@ -95,6 +97,10 @@ class Task(ABC):
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Rows that follow from the rows of all cells of one model; none by default."""
         return []
+
+    def pictures(self, rows: Sequence[Row]) -> dict[str, Figure]:
+        """Pictures of the rows of all models, by name, beside those that every task has; none by default."""
+        return {}
 
 
 def proportion(correct: int, count: int) -> Row:
