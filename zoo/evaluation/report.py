@@ -27,7 +27,7 @@ def table(task: Task, rows: Sequence[Row]) -> Table:
     """A task's results: a line for each model and metric, a column for each value of the task's axis."""
     columns = _values(rows, task.axis)
     single = [row for row in rows if task.axis not in row]
-    shown = Table(title=f"{task.name}: {task.measures}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     shown.add_column("model", no_wrap=True)
     shown.add_column("metric")
     for column in columns or [""]:

@@ -93,7 +93,7 @@ def evaluate(
         rows = _measure(plan, records, where, verbose)
         for task in chosen:
             of_task = [row for row in rows if row["task"] == task.name]
-            console.print(table(task, of_task))
+            console.print(f"{task.name}: {task.measures}", table(task, of_task), sep="\n", highlight=False)
             write_pictures(task, of_task, folder)
     console.print(f"{folder}/{records.file.name}", style="dim")
     return rows
