@@ -63,7 +63,7 @@ def bases_of(overlay: str) -> list[str]:
         return [f"scaling_laws/{base}.yaml" for base in sorted(fitting)]
     if folder == "gated_delta_networks":
         return [f"gated_delta_networks/{name.partition('-')[0]}.yaml"]
-    if folder == "ablate":
+    if folder in ("ablate", "recall"):
         return named(commands(overlay)[0])[:1]
     if name in ("h2.yaml", "l.yaml"):  # for one of the two models, as published
         return ["state_expansion/gated_deltanet.yaml"]

@@ -1,6 +1,7 @@
 """`sweep`: an ablation from YAML to table, CSV and picture."""
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_a_sweep_and_the_same_again(command, small) -> None:
     assert "is a run with trainer.max_steps: 2, and now it is 3" in other.err
 
 
+def test_runs_that_fail_a_gate_are_named(command, small) -> None:
+    for factor, loss in ((1, 3.0), (2, 2.5)):
+        folder = small / "runs" / "small" / f"factor={factor},seed=0"
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps({"status": "complete", "val_loss": loss, "state_size": 256}))
+    done = command("sweep", "--config", "small.yaml", "--gates=[{numbers: [val_loss], at_most: 2.7}]")
+    assert done.code == 0, done.err
+    assert "1 run fails a gate, so read the rest with care: 1, seed 0: val_loss is 3, above 2.7" in done.out
+    done = command("sweep", "--config", "small.yaml", "--gates=[{numbers: [val_loss], at_most: 3.5}]")
+    assert "gate," not in done.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -56,6 +69,8 @@ def test_a_sweep_and_the_same_again(command, small) -> None:
         (["--config", "small.yaml", "--trainer.max_stps=3"], "did you mean 'max_steps'"),
         (["--config", "small.yaml", "--axes={'model.stack.mixer.facto': [1]}"], "did you mean 'factor'"),
         (["--config", "small.yaml", "--sedes=[1]"], "sedes"),
+        (["--config", "small.yaml", "--gates=[{numbers: [val_loss]}]"], "gates: val_loss has no bound"),
+        (["--config", "small.yaml", "--gates=[{number: [val_loss]}]"], "did you mean 'numbers'"),
         (["--config", "small.yaml", "--jobs=0"], "jobs: 0 must be at least 1"),
         (["--config", "gla.yaml"], "model"),
         (["small.yaml"], "configs are named by --config"),

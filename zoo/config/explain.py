@@ -124,7 +124,7 @@ def _unknown_class(key: str, name: str, owner: Any, path: str) -> str:
     base = _expected(owner, path) if owner else None
     if base is None:
         return f"{key}: {name!r} is not a known class; write its dotted path, package.module.Class"
-    fitting = sorted(cls.__name__ for cls in subclasses(base) or {base})
+    fitting = sorted(cls.__name__ for cls in subclasses(base) or {base} if not inspect.isabstract(cls))
     if any(cls.__name__ == name for cls in subclasses(base.__mro__[-2])):
         purpose = re.split(r"[.:]", inspect.getdoc(base) or "")[0]
         return (

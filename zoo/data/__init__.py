@@ -1,11 +1,14 @@
 """The data of a run: `TextData` (corpus → tokenizer → token shards → windows → loaders), `MixedText` from several
-sources, and synthetic `MQAR` and `MarkovChain`."""
+sources, and synthetic `MQAR`, `TokenTasks` and `MarkovChain`."""
 
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.loader import TrainLoader, ValidationLoader
+from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, JointRecall, StackedRecall
+from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, SelectiveCopy
 from zoo.data.synthetic.markov import MarkovChain
 from zoo.data.synthetic.mqar import MQAR
 from zoo.data.synthetic.recall import RecallTask
+from zoo.data.synthetic.token_tasks import Seeds, TokenSamples, TokenTask, TokenTasks
 from zoo.data.text.bigram import interpolated_bigram_loss
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.mixed_text import MixedText, Source
@@ -18,13 +21,25 @@ __all__ = [
     "MQAR",
     "NO_LOSS",
     "Batch",
+    "CompositionalRecall",
+    "Compression",
     "Corpus",
+    "ForgettingRecall",
+    "InContextRecall",
+    "JointRecall",
     "MarkovChain",
+    "Memorization",
     "MixedText",
     "RecallTask",
+    "Seeds",
+    "SelectiveCopy",
     "Shards",
     "Source",
+    "StackedRecall",
     "TextData",
+    "TokenSamples",
+    "TokenTask",
+    "TokenTasks",
     "Tokenizer",
     "TrainLoader",
     "ValidationLoader",

@@ -67,6 +67,10 @@ def sweep(
     failures = runner.run(runs) if cluster is None else run_on_cluster(runner, runs, cluster, cluster_options or {})
     outcomes = report.outcomes(runs, target)
     console.print(report.write(plan, outcomes, target))
+    if problems := [problem for _, problem in report.failures(plan, outcomes)]:
+        listed, more = "; ".join(problems[:5]), f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        many = "1 run fails" if len(problems) == 1 else f"{len(problems)} runs fail"
+        console.print(f"{many} a gate, so read the rest with care: {listed}{more}", style="yellow")
     if failures:
         raise failed(failures, len(runs))
     console.print(f"{target}/sweep.csv · {target}/sweep.png", style="dim")

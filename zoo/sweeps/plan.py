@@ -16,9 +16,12 @@ from zoo.config.build import from_config, instantiate
 from zoo.config.find import find_config
 from zoo.config.overlays import is_override
 from zoo.config.parser import KEYS, read
+from zoo.sweeps.capacity import LEVELS
+from zoo.sweeps.gates import Gate
 from zoo.train.results import COLUMNS
 
 CONTROL = "control"  # stands for an axis in the cells of controls
+NUMBERS = (*COLUMNS, *LEVELS)  # numbers, or groups of numbers, that runs can be compared by
 
 
 class Run(NamedTuple):
@@ -77,14 +80,17 @@ class Sweep:
         controls: Labelled overlays to compare with, outside the grid of the axes; horizontal lines in the picture.
         seeds: Values of `seed_everything`, with each of which every cell is run.
         learning_rates: Values of `optim.learning_rate`, of which each cell reports the best; empty: that of the base.
-        metric: The number in `results.json` to compare.
+        metric: The number in `results.json` to compare; or `pairs_at_50` or `pairs_at_90`, the number of pairs at which
+            the accuracy of tasks named `pairs_4`, `pairs_16` … falls below that.
         mode: Whether the lowest or the highest value is best.
         x: The picture's horizontal axis: one of the axes, or a number in `results.json` such as `state_size`; by
             default the first axis.
         lines: The axes whose values become lines in the picture; by default all but `x`.
+        also: Further numbers to show beside the metric, as columns of the table and as panels of the picture.
+        gates: What runs must reach for the results to mean something. Whatever does not is marked and named.
 
     Raises:
-        UserError: `seeds`, `learning_rates`, `metric`, `x` or `lines` is invalid.
+        UserError: `seeds`, `learning_rates`, `metric`, `x`, `lines`, `also` or `gates` is invalid.
     """
 
     base: str | list[str | dict[str, Any]]
@@ -96,6 +102,8 @@ class Sweep:
     mode: Literal["min", "max"] = "min"
     x: str | None = None
     lines: list[str] | None = None
+    also: list[str] = field(default_factory=list)
+    gates: list[Gate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.seeds:
@@ -104,12 +112,14 @@ class Sweep:
             values = getattr(self, name)
             if len(set(values)) < len(values):
                 raise UserError(f"{name}: {values} has a value twice")
-        named = {"metric": self.metric, **({} if self.x is None or self.x in self.axes else {"x": self.x})}
-        for name, number in named.items():
-            if number.split(".")[0] not in COLUMNS:
+        named = [("metric", self.metric), *(("also", number) for number in self.also)]
+        named += [] if self.x is None or self.x in self.axes else [("x", self.x)]
+        named += [("gates.numbers", number) for gate in self.gates for number in gate.numbers]
+        for name, number in named:
+            if number.split(".")[0] not in NUMBERS:
                 raise UserError(
-                    f"{name}: {number!r} is not a number in results.json{mixers.did_you_mean(number, [*COLUMNS])} "
-                    f"({', '.join(COLUMNS)})"
+                    f"{name}: {number!r} is not a number in results.json{mixers.did_you_mean(number, [*NUMBERS])} "
+                    f"({', '.join(NUMBERS)})"
                 )
         for axis in self.lines or []:
             if axis not in self.axes:
@@ -145,6 +155,9 @@ class Sweep:
             raise UserError("axes: two values have the same name; label them: {name: {label: overlay, …}}")
         for rate in self.learning_rates:
             next(run for run in runs if run.learning_rate == rate).check()
+        for gate in self.gates:
+            if not any(gate.concerns(dict(run.cell)) for run in runs):
+                raise UserError(f"gates.where: {gate.where} is no cell of this sweep")
         return runs
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -18,6 +19,7 @@ from kernels import UserError
 from mixers import did_you_mean
 from zoo.config.build import from_config, instantiate, vocabulary
 from zoo.files.atomic import atomic_write
+from zoo.sweeps.capacity import with_capacity
 from zoo.sweeps.plan import CONTROL, Run, Sweep
 from zoo.sweeps.runner import result
 
@@ -43,8 +45,9 @@ class Cell(NamedTuple):
 
 
 def outcomes(runs: Sequence[Run], folder: Path) -> list[Outcome]:
-    """Each run with its results row."""
-    return [Outcome(run, result(folder / run.name)) for run in runs]
+    """Each run with its results row, and in it `pairs_at_50` and `pairs_at_90` if it recalled pairs."""
+    rows = [result(folder / run.name) for run in runs]
+    return [Outcome(run, None if row is None else with_capacity(row)) for run, row in zip(runs, rows, strict=True)]
 
 
 def cells(sweep: Sweep, results: Sequence[Outcome]) -> list[Cell]:
@@ -93,8 +96,10 @@ def table(sweep: Sweep, results: Sequence[Outcome]) -> Table:
     for column in columns:  # in narrow terminals, labels wrap between words and are never cut
         words = [word for cell in rows for word in cell.labels.get(column, "").split()]
         shown.add_column(column.split(".")[-1], min_width=max(map(len, words), default=0))
-    rates = len(sweep.learning_rates) > 1
-    for column in ("params", "state", *(["lr"] if rates else []), "median", "mean", "all seeds"):
+    rates, failing = len(sweep.learning_rates) > 1, {place for place, _ in failures(sweep, results)}
+    further = [name.rpartition(".")[2].replace("_", " ") for name in sweep.also]
+    marked = ["gates"] if sweep.gates else []
+    for column in ("params", "state", *(["lr"] if rates else []), "median", "mean", *further, "all seeds", *marked):
         many = column == "all seeds"
         shown.add_column(column, justify="right", no_wrap=not many, min_width=5 if many else None)
     for cell in rows:
@@ -106,9 +111,38 @@ def table(sweep: Sweep, results: Sequence[Outcome]) -> Table:
             *([f"{cell.learning_rate:g}"] if rates else []),
             f"{cell.median:.3f}" if cell.values else "",
             _mean(cell.values),
+            *(_median([_number(row, name, "also") for row in cell.rows]) for name in sweep.also),
             " ".join(f"{value:.3f}" for value in sorted(cell.values)),
+            *(["" if not cell.values else "failed" if _place(cell.labels) in failing else "passed"] if marked else []),
         )
     return shown
+
+
+def failures(sweep: Sweep, results: Sequence[Outcome]) -> list[tuple[str, str]]:
+    """The cells that fail a gate at their best learning rate, each with what is wrong in one of its runs."""
+    found = []
+    for cell in cells(sweep, results) if sweep.gates else []:
+        runs = [each for each in results if dict(each.run.cell) == cell.labels]
+        for run, row in runs:
+            problem = _failure(sweep, run, row) if run.learning_rate == cell.learning_rate else None
+            if problem is not None:
+                found.append((_place(cell.labels), f"{_place(cell.labels)}, seed {run.seed}: {problem}"))
+    return found
+
+
+def _failure(sweep: Sweep, run: Run, row: dict[str, Any] | None) -> str | None:
+    """How a run fails the gates; None if it does not, or has no results."""
+    concerned = [] if row is None else [gate for gate in sweep.gates if gate.concerns(dict(run.cell))]
+    return next((problem for gate in concerned if (problem := gate.failure(_flat(row or {})))), None)
+
+
+def _place(labels: dict[str, str]) -> str:
+    return ", ".join(labels.values())
+
+
+def _median(values: Sequence[float]) -> str:
+    """The median in three digits; infinity, as of pairs, means that none of the sizes was too much."""
+    return "" if not values else "all" if math.isinf(middle := statistics.median(values)) else f"{middle:.3g}"
 
 
 def _mean(values: Sequence[float]) -> str:
@@ -125,13 +159,15 @@ def _short(number: Any) -> str:
 def write_csv(sweep: Sweep, results: Sequence[Outcome], file: Path) -> None:
     """Write a CSV with one row per run: its place in the sweep, then its results row."""
     columns = ["name", *sweep.axes, *([CONTROL] if sweep.controls else []), "learning_rate", "seed", "status"]
+    columns += ["gates"] if sweep.gates else []
     numbers = list(dict.fromkeys(key for _, row in results if row for key, value in _flat(row).items()))
     text = io.StringIO()
     writer = csv.DictWriter(text, [*columns, *(key for key in numbers if key not in columns)], lineterminator="\n")
     writer.writeheader()
     for run, row in results:
         place = {"name": run.name, **dict(run.cell), "learning_rate": run.learning_rate, "seed": run.seed}
-        writer.writerow({"status": "missing", **(_flat(row) if row else {}), **place})
+        gates = {"gates": _failure(sweep, run, row) or "passed"} if sweep.gates and row else {}
+        writer.writerow({"status": "missing", **(_flat(row) if row else {}), **place, **gates})
     with atomic_write(file) as out:
         out.write(text.getvalue().encode())
 
@@ -150,41 +186,56 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def figure(sweep: Sweep, results: Sequence[Outcome]) -> Figure:
-    """A plot of the metric over `sweep.x`: a line through the medians per value of the other axes, a dot per seed."""
+    """Plots of the metric and further numbers over `sweep.x`, a panel each.
+
+    A line runs through the medians per value of the other axes, a dot is a seed, an arrow one that is beyond all sizes.
+    """
     complete = [cell for cell in cells(sweep, results) if cell.values]
-    drawn = [cell for cell in complete if CONTROL not in cell.labels]
-    x = sweep.x or next(iter(sweep.axes), "state_size")
-    picture = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    numbers = [sweep.metric, *sweep.also]
+    picture = Figure(figsize=(3 + 5 * len(numbers), 4.5), dpi=110, layout="constrained")
     FigureCanvasAgg(picture)
-    axes = picture.add_subplot(xlabel=x.split(".")[-1].replace("_", " "), ylabel=sweep.metric.replace("_", " "))
-    lines: dict[str, list[Cell]] = {}
+    for axes, number in zip(picture.subplots(1, len(numbers), squeeze=False)[0], numbers, strict=True):
+        _panel(axes, sweep, complete, number)
+    handles, labels = picture.axes[0].get_legend_handles_labels()
+    if labels:
+        picture.legend(handles, labels, loc="outside right center", fontsize="small")
+    return picture
+
+
+def _panel(axes: Axes, sweep: Sweep, complete: Sequence[Cell], number: str) -> None:
+    x = sweep.x or next(iter(sweep.axes), "state_size")
+    axes.set(xlabel=x.split(".")[-1].replace("_", " "), ylabel=number.replace("_", " "))
+    values = [[_number(row, number, "also") for row in cell.rows] for cell in complete]
+    drawn = [(cell, each) for cell, each in zip(complete, values, strict=True) if CONTROL not in cell.labels]
+    lines: dict[str, list[tuple[Cell, list[float]]]] = {}
     apart = [axis for axis in sweep.axes if axis != x] if sweep.lines is None else sweep.lines
-    for cell in drawn:
-        name = ", ".join(cell.labels[axis] for axis in apart)
-        lines.setdefault(name, []).append(cell)
-    names = list(dict.fromkeys(cell.labels[x] for cell in drawn)) if x in sweep.axes else []
+    for cell, each in drawn:
+        lines.setdefault(", ".join(cell.labels[axis] for axis in apart), []).append((cell, each))
+    names = list(dict.fromkeys(cell.labels[x] for cell, _ in drawn)) if x in sweep.axes else []
     ordered = all(map(_is_number, names))  # also true if x is a number in the results
-    for number, (name, group) in enumerate(lines.items()):
-        at = [names.index(cell.labels[x]) if names else _number(cell.rows[0], x, "x") for cell in group]
+    for place, (name, group) in enumerate(lines.items()):
+        at = [names.index(cell.labels[x]) if names else _number(cell.rows[0], x, "x") for cell, _ in group]
         order = sorted(range(len(group)), key=lambda i: at[i])
-        color = f"C{number % 10}"
-        medians = [group[i].median for i in order]
+        color = f"C{place % 10}"
+        medians = [statistics.median(group[i][1]) for i in order]
         line = "-" if ordered else "none"  # names have no order
         drawing: dict[str, Any] = {"linestyle": line, "marker": "_", "markersize": 18, "markeredgewidth": 2}
         axes.plot([at[i] for i in order], medians, color=color, label=name or None, **drawing)
         for i in order:
-            axes.plot([at[i]] * len(group[i].values), group[i].values, "o", color=color, alpha=0.5, markersize=4)
-    for number, cell in enumerate(cell for cell in complete if CONTROL in cell.labels):
-        axes.axhline(cell.median, color="gray", linestyle=("--", ":", "-.")[number % 3], label=cell.labels[CONTROL])
+            finite = [value for value in group[i][1] if math.isfinite(value)]
+            axes.plot([at[i]] * len(finite), finite, "o", color=color, alpha=0.5, markersize=4)
+            if len(finite) < len(group[i][1]):
+                axes.plot([at[i]], [0.97], "^", color=color, transform=axes.get_xaxis_transform())
+    controls = [(cell, each) for cell, each in zip(complete, values, strict=True) if CONTROL in cell.labels]
+    for place, (cell, each) in enumerate(controls):
+        style = ("--", ":", "-.")[place % 3]
+        axes.axhline(statistics.median(each), color="gray", linestyle=style, label=cell.labels[CONTROL])
     if names:
         axes.set_xticks(range(len(names)), names, rotation=20 if max(map(len, names)) > 8 else 0)
     elif drawn:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if any(lines) or sweep.controls:
-        picture.legend(loc="outside right center", fontsize="small")
     axes.grid(alpha=0.3)
-    return picture
 
 
 def _is_number(label: str) -> bool:

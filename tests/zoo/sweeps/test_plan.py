@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kernels import UserError
-from zoo.sweeps import Run, Sweep
+from zoo.sweeps import Gate, Run, Sweep
 
 FACTOR = "model.stack.mixer.factor"
 QK = "model.stack.mixer.mixer.qk.activation"
@@ -136,11 +136,21 @@ def test_the_base_may_have_overlays_and_overrides_come_last():
         ({"learning_rates": [-1.0]}, "learning_rate"),
         ({"axes": {"kind": {"a b": None, "a/b": None}}}, "two values have the same name"),
         ({"axes": {FACTOR: [1]}, "lines": ["factor"]}, "lines: 'factor' is not one of the axes"),
+        ({"also": ["pairs_at_80"]}, "also: 'pairs_at_80' is not a number in results.json; did you mean 'pairs_at_"),
+        ({"gates": [Gate(["val_accurcy"], 0.5)]}, "gates.numbers: .* did you mean 'val_accuracy'"),
+        ({"gates": [Gate(["val_loss"], at_most=1.0, where={"control": "x"})]}, "gates.where: .* is no cell of this"),
     ],
 )
 def test_mistakes(arguments: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         Sweep("gated_deltanet.yaml", **arguments).runs()
+
+
+def test_a_gate_without_numbers_or_bounds():
+    with pytest.raises(UserError, match=r"gates\.numbers: the list is empty"):
+        Gate([], 0.5)
+    with pytest.raises(UserError, match="gates: val_loss has no bound; give at_least or at_most"):
+        Gate(["val_loss"])
 
 
 def test_a_base_that_does_not_exist():

@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kernels import UserError
 from zoo.files.sealed_json import read_sealed
-from zoo.sweeps import Failure, Run, Runner, Sweep, report
+from zoo.sweeps import Failure, Gate, Run, Runner, Sweep, report
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_fit.py"))]
 SWEEP = Sweep(
@@ -195,6 +196,76 @@ def test_a_number_that_no_run_has(tmp_path: Path):
         UserError, match=r"metric: .* is not in results.json; did you mean 'val_accuracy_by_task.pairs_4'"
     ):
         report.cells(sweep, report.outcomes(runs()[:1], tmp_path))
+
+
+RECALLED = {"pairs_4": 1.0, "pairs_16": 0.7, "pairs_64": 0.3}
+
+
+def recalled(**changes: float) -> dict[str, object]:
+    return {"status": "complete", "val_accuracy": 0.5, "val_accuracy_by_task": {**RECALLED, **changes}}
+
+
+@pytest.fixture
+def gated(tmp_path: Path) -> tuple[Sweep, list[report.Outcome]]:
+    """Two numbers of heads and a control; seed 1 of 3 heads fails at 4 pairs."""
+    gates = [
+        Gate(["val_accuracy_by_task.pairs_4", "val_accuracy_by_task.pairs_16"], 0.6, where={"control": "deep"}),
+        Gate(["val_accuracy_by_task.pairs_4"], at_least=0.95),
+    ]
+    sweep = Sweep(
+        "gated_deltanet.yaml",
+        axes={"model.num_heads": [1, 3]},
+        controls={"deep": "model.num_layers=7"},
+        seeds=[0, 1],
+        metric="val_accuracy",
+        mode="max",
+        also=["pairs_at_50", "pairs_at_90"],
+        gates=gates,
+    )
+    rows = [recalled(), recalled(), recalled(), recalled(pairs_4=0.9), recalled(pairs_64=0.8), None]
+    every = sweep.runs()
+    for run, row in zip(every, rows, strict=True):
+        if row is not None:
+            (tmp_path / run.name).mkdir()
+            (tmp_path / run.name / "results.json").write_text(json.dumps(row))
+    return sweep, report.outcomes(every, tmp_path)
+
+
+def test_what_fails_a_gate_is_named_and_marked(gated, tmp_path: Path):
+    sweep, found = gated
+    (failure,) = report.failures(sweep, found)
+    assert failure == ("3", "3, seed 1: val_accuracy_by_task.pairs_4 is 0.9, below 0.95")
+    console = Console(width=200, record=True)
+    console.print(report.write(sweep, found, tmp_path))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert [line[-1] for line in lines if line and line[-1] in ("passed", "failed")] == ["passed", "failed", "passed"]
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    wrong = "val_accuracy_by_task.pairs_4 is 0.9, below 0.95"
+    assert [row["gates"] for row in rows] == ["passed", "passed", "passed", wrong, "passed", ""]
+
+
+def test_a_run_that_lacks_the_number_of_a_gate_fails_it(gated):
+    sweep, found = gated
+    found[4] = found[4]._replace(row={"status": "complete", "val_accuracy": 0.5, "pairs_at_50": 1, "pairs_at_90": 1})
+    assert ("deep", "deep, seed 0: val_accuracy_by_task.pairs_4 is missing") in report.failures(sweep, found)
+
+
+def test_further_numbers_have_columns_and_panels(gated, tmp_path: Path):
+    sweep, found = gated
+    shown = report.write(sweep, found, tmp_path)
+    headers = [str(column.header) for column in shown.columns]
+    assert headers.index("pairs at 90") == headers.index("pairs at 50") + 1
+    at_50 = list(shown.columns[headers.index("pairs at 50")].cells)
+    assert at_50 == ["32", "32", "all"]  # 16 · 4^(.2/.4)
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["pairs_at_50"]) for row in rows[:5]] == pytest.approx([32, 32, 32, 32, float("inf")])
+    assert [axes.get_ylabel() for axes in report.figure(sweep, found).axes] == [
+        "val accuracy",
+        "pairs at 50",
+        "pairs at 90",
+    ]
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from zoo.data.batch import NO_LOSS, Batch
-from zoo.data.order import random_bits, shuffled
+from zoo.data.loader import SampleSet
+from zoo.data.order import shuffled
+from zoo.data.synthetic.draws import distinct, slots, whole
 
 _PASS = 100_000  # samples after which an endless stream counts as one epoch; nothing else depends on it
 _ROUND = 1000  # batches over which the tasks of an endless stream are in proportion to their weights
@@ -53,15 +55,12 @@ class Recall:
         keys, values, gaps, rest = self._seeds
         half, space = self.vocab_size // 2, length // 2 - pairs
         if self.fillers:
-            tokens = (random_bits(numbers, length, rest) % np.uint64(self.vocab_size)).astype(np.int64)
+            tokens = whole(numbers, length, self.vocab_size, rest)
         else:
             tokens = np.zeros((len(numbers), length), np.int64)
-        tokens[:, 0 : 2 * pairs : 2] = queries = 1 + _distinct(numbers, pairs, half - 1, keys)
-        tokens[:, 1 : 2 * pairs : 2] = answers = half + _distinct(numbers, pairs, half, values)
-        # Sampling without replacement: the first arrivals, at exponential times with the weights as rates.
-        uniform = ((random_bits(numbers, space, gaps) >> np.uint64(11)).astype(float) + 0.5) / 2.0**53
-        times = -np.log(uniform) * np.arange(1.0, space + 1) ** (1 - self.power)
-        places = 2 * pairs + 2 * np.argsort(times, axis=1)[:, :pairs]
+        tokens[:, 0 : 2 * pairs : 2] = queries = 1 + distinct(numbers, pairs, half - 1, keys)
+        tokens[:, 1 : 2 * pairs : 2] = answers = half + distinct(numbers, pairs, half, values)
+        places = 2 * pairs + 2 * slots(numbers, pairs, space, self.power, gaps)
         labels = np.full_like(tokens, NO_LOSS)
         np.put_along_axis(tokens, places, queries, axis=1)
         np.put_along_axis(labels, places, answers, axis=1)
@@ -83,7 +82,7 @@ class RecallStream:
     """
 
     def __init__(
-        self, tasks: Sequence[Recall], weights: Sequence[float], batch_size: int, samples: int | None, seed: int
+        self, tasks: Sequence[SampleSet], weights: Sequence[float], batch_size: int, samples: int | None, seed: int
     ) -> None:
         self.tasks, self.batch_size, self.samples, self.seed = tasks, batch_size, samples, seed
         if len(tasks) == 1:
@@ -123,9 +122,3 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 def number_of(*values: object) -> int:
     """A 64-bit hash of JSON-serialisable values, as the seed of an independent stream."""
     return int.from_bytes(hashlib.blake2b(json.dumps(values).encode(), digest_size=8).digest())
-
-
-def _distinct(numbers: np.ndarray, count: int, size: int, seed: int) -> np.ndarray:
-    """For each number, the first `count` entries of a separate permutation of 0 … size − 1, `[n, count]`."""
-    positions = numbers[:, None] * np.uint64(size) + np.arange(count, dtype=np.uint64)
-    return shuffled(positions.ravel(), size, seed).reshape(positions.shape)

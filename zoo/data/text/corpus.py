@@ -1,33 +1,24 @@
 """Documents: the embedded default corpus, or a user's text, JSON and Parquet files, local or remote."""
 
 import hashlib
-import importlib.util
 import json
 import logging
-import os
-import sysconfig
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text import needle_documents
 from zoo.data.text.compressed import DAMAGED
+from zoo.data.text.embedded import DOCUMENTATION, PARTS, Named, embedded_files, embedded_texts
 from zoo.data.text.files import READ, TextFile, find_files, first_line
 from zoo.data.text.sentences import sentences
 
 log = logging.getLogger(__name__)
 
-EMBEDDED = ("embedded:library", "embedded:documentation")
 NEEDLES = "synthetic:needles"
 BUILT_IN = ("embedded:", "synthetic:")  # how the names of text begin that is not in the user's files
-# Not written for readers: tests, generated tables, vendored or obsolete packages.
-_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
-_EXCLUDED |= {"idle_test", "pydoc_data", "__pycache__", "__phello__"}
-_TOPICS = "pydoc_data/topics.py"
 
 
 @dataclass(frozen=True)
@@ -39,8 +30,9 @@ class Corpus:
             (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
             `.bz2` or `.xz`; a folder that is searched for these, or a list of files and folders; each a path or any URL
             that fsspec knows. None: the embedded corpus, which is the source files of the standard library and Python's
-            documentation topics; it has the parts "embedded:library" and "embedded:documentation". "synthetic:needles":
-            documents that train recall, with haystacks of up to 2,000 characters ("synthetic:needles:16000": 16,000).
+            documentation topics; these are the parts "embedded:library" and "embedded:documentation", and
+            "embedded:packages" is the text of all installed packages. "synthetic:needles": documents that train recall,
+            with haystacks of up to 2,000 characters ("synthetic:needles:16000": 16,000).
         text_field: The field or column with a document's text.
         max_characters: Size of the embedded corpus or of the synthetic text, whose last document is cut there. None: no
             limit, for the embedded corpus only.
@@ -218,7 +210,7 @@ class Corpus:
         if self.max_characters is not None and self.max_characters < 1:
             raise UserError(f"{self.key}.max_characters is {self.max_characters}; it must be at least 1, or null.")
         left = self.max_characters
-        texts = _library_texts(self._embedded_files())
+        texts = embedded_texts(self._embedded_files())
         if longest := self._longest_haystack():
             if left is None:
                 raise UserError(f"{self.key}.max_characters is null, and {self.path} has no end; give it a size.")
@@ -229,18 +221,16 @@ class Corpus:
             if left is not None and left <= 0:
                 return
 
-    def _embedded_files(self) -> list[tuple[str, Path]]:
+    def _embedded_files(self) -> list[Named]:
         """The files of the embedded corpus, of the part of it, or of the text around synthetic needles."""
-        part = EMBEDDED[1] if self._longest_haystack() else self.path
-        if part is not None and part not in EMBEDDED:
-            names = [*EMBEDDED, NEEDLES]
+        part = DOCUMENTATION if self._longest_haystack() else self.path
+        if part is not None and part not in PARTS:
+            names = [*PARTS, NEEDLES]
             raise UserError(
                 f"{self.key}.path: {part!r} is neither a part of the embedded corpus nor synthetic text"
                 f"{did_you_mean(str(part), names)} (there are: {', '.join(names)})"
             )
-        files = _library_files()
-        if part is not None:
-            files = [pair for pair in files if (pair[0] == _TOPICS) == (part == EMBEDDED[1])]
+        files = embedded_files(None if part is None else str(part))
         if not files:
             raise UserError(f"this Python has no files for {self}; set {self.key}.path to files of your own.")
         return files
@@ -256,31 +246,3 @@ class Corpus:
                 f"{needle_documents.SHORTEST} or more."
             )
         return int(size or needle_documents.LONGEST)
-
-
-def _library_files() -> list[tuple[str, Path]]:
-    """Names and files of the embedded corpus, ordered by a hash of the name, so that any prefix is a mixture."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    named = []
-    for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in _EXCLUDED and not name.startswith("config-")]
-        files = [Path(folder, n) for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata")]
-        named += [(file.relative_to(root).as_posix(), file) for file in files]
-    topics = importlib.util.find_spec("pydoc_data.topics") if importlib.util.find_spec("pydoc_data") else None
-    if topics and topics.origin:
-        named.append((_TOPICS, Path(topics.origin)))
-    return sorted(named, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
-
-
-def _library_texts(files: list[tuple[str, Path]]) -> Iterator[str]:
-    for name, file in files:
-        if name == _TOPICS:
-            from pydoc_data.topics import topics  # 0.5 MB, rarely needed
-
-            yield from (topics[key] for key in sorted(topics))
-            continue
-        try:
-            with tokenize.open(file) as source:  # honours a coding line
-                yield source.read()
-        except (SyntaxError, UnicodeDecodeError):
-            log.info("Skipped %s of the embedded corpus: it cannot be decoded.", file)

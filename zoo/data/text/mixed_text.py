@@ -27,7 +27,8 @@ class Source:
 
     Args:
         path: As `TextData.path`: files, folders or URLs. Null: the embedded corpus, of which "embedded:library" and
-            "embedded:documentation" are parts. "synthetic:needles": documents that train recall.
+            "embedded:documentation" are parts; "embedded:packages": all installed packages. "synthetic:needles":
+            documents that train recall.
         weight: Its relative share of the training samples.
         text_field: Field or column of JSON and Parquet files with the text.
         max_characters: Size of the embedded corpus, of the named part or of the synthetic text; null: all of it.

@@ -245,7 +245,11 @@ def test_parts_of_the_embedded_corpus():
     assert Counter(Corpus(max_characters=None)) == Counter(chain(library, documentation))
     assert any("def " in text for text in islice(library, 20))
     assert sum(map(len, Corpus("embedded:documentation", max_characters=1000))) == 1000
-    assert len({Corpus().signature(), Corpus("embedded:library").signature(), documentation.signature()}) == 3
+    packages = Corpus("embedded:packages", max_characters=100_000)
+    assert sum(map(len, packages)) == 100_000
+    assert not set(packages) & set(library)
+    parts = [Corpus(), Corpus("embedded:library"), documentation, Corpus("embedded:packages")]
+    assert len({corpus.signature() for corpus in parts}) == 4
 
 
 FIT = ("fit", "--config", "gdn_h2.yaml", "--config", "data/mixture.yaml", "--trainer.accelerator=cpu")

@@ -1,0 +1,222 @@
+"""Tasks made of tokens: what each of them asks, and that any of their samples can be made at any time."""
+
+import json
+from collections.abc import Callable
+from itertools import chain, islice, repeat
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import UserError
+from tests.commands import Command
+from tests.zoo.data.synthetic import oracles
+from zoo.data import (
+    Batch,
+    CompositionalRecall,
+    Compression,
+    ForgettingRecall,
+    InContextRecall,
+    JointRecall,
+    Memorization,
+    SelectiveCopy,
+    StackedRecall,
+    TokenTask,
+    TokenTasks,
+)
+
+pytest_plugins = "tests.desk"
+
+SOLVABLE: dict[str, tuple[TokenTask, int, oracles.Oracle]] = {
+    "stacked": (StackedRecall(48, 4, rounds=3), 32, oracles.stacked(3)),
+    "compositional": (CompositionalRecall(64, 4), 32, oracles.written),
+    "three hops": (CompositionalRecall(64, 4, hops=3), 32, oracles.written),
+    "forgetting": (ForgettingRecall(64, 4), 32, oracles.written),
+    "joint": (JointRecall(16, 64, 16), 1105, oracles.joint(64, 16)),
+    "in context": (InContextRecall(), 16, oracles.in_context()),
+    "fuzzy": (InContextRecall(pairs=4, motif=3), 16, oracles.in_context()),
+    "noisy": (InContextRecall(noise=0.2), 32, oracles.in_context(16)),
+    "copy": (SelectiveCopy(), 16, oracles.copy),
+    "compression": (Compression(), 49, oracles.compression),
+}
+TASKS = {**{name: (task, size) for name, (task, size, _) in SOLVABLE.items()}, "facts": (Memorization(), 64)}
+
+
+def samples(task: TokenTask, vocab_size: int, number: int = 40, **arguments: Any) -> Batch:
+    """The first validation samples of a task."""
+    data = TokenTasks([task], vocab_size, batch_size=number, validation_samples=number, **arguments)
+    (loader,) = data.val_dataloader()
+    return next(iter(loader))
+
+
+@pytest.mark.parametrize("name", SOLVABLE)
+def test_an_oracle_that_reads_the_tokens_answers_everything(name: str):
+    task, vocab_size, oracle = SOLVABLE[name]
+    batch = samples(task, vocab_size)
+    assert batch.tokens.shape == batch.labels.shape == (40, task.length)
+    assert 0 <= int(batch.tokens.min()) <= int(batch.tokens.max()) < vocab_size
+    asked = 0
+    for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
+        expected = {t: label for t, label in enumerate(labels) if label != -100}
+        answers = oracle(tokens, vocab_size)
+        assert {t: answers[t] for t in expected} == expected
+        asked += len(expected)
+    assert asked > 100
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_sample_is_a_function_of_seed_split_and_number(name: str):
+    task, vocab_size = TASKS[name]
+    data = TokenTasks([task], vocab_size)
+    whole = data.samples(task, 100, "train").batch(range(100))
+    assert torch.equal(data.samples(task, 9, "train").batch([70, 3]).tokens, whole.tokens[[70, 3]])
+    assert torch.equal(data.samples(task, 9, "train").batch([70, 3]).labels, whole.labels[[70, 3]])
+    others = (data.samples(task, 100, "validation"), TokenTasks([task], vocab_size, seed=1).samples(task, 100, "train"))
+    assert not any(torch.equal(other.batch(range(100)).tokens, whole.tokens) for other in others)
+    assert len({tuple(row) for row in whole.tokens.tolist()}) == 100
+
+
+def test_samples_never_change():
+    """Runs of any age are continued by these functions."""
+    shapes = (StackedRecall(16, 2), CompositionalRecall(12, 2), ForgettingRecall(12, 2), InContextRecall(12, noise=0.2))
+    found = [TokenTasks([task], 26).samples(task, 1, "train").batch([1000]).tokens[0].tolist() for task in shapes]
+    assert found == FROZEN
+
+
+FROZEN = [
+    [6, 23, 2, 20, 6, 0, 2, 0, 7, 16, 9, 13, 9, 0, 7, 0],
+    [3, 4, 8, 16, 5, 8, 4, 23, 5, 0, 3, 0],
+    [5, 13, 3, 23, 5, 24, 3, 18, 3, 0, 5, 0],
+    [11, 20, 18, 2, 5, 2, 5, 3, 7, 4, 9, 14],
+]
+
+
+def test_a_key_is_answered_only_after_it_came():
+    batch = samples(InContextRecall(), 16)
+    for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
+        for t in range(0, 128, 2):
+            assert (labels[t] != -100) == (tokens[t] in tokens[0:t:2])
+        assert set(labels[1::2]) == {-100}
+
+
+def test_noise_has_its_share_and_its_tokens():
+    batch = samples(InContextRecall(noise=0.2), 32, 200)
+    assert (batch.tokens >= 16).double().mean() == pytest.approx(0.2, abs=0.01)
+    assert not (batch.labels >= 16).any()
+
+
+def test_motifs_have_one_to_three_tokens():
+    batch = samples(InContextRecall(pairs=4, motif=3), 16, 200)
+    runs = "".join("k" if token < 8 else "v" for token in batch.tokens[:, :100].flatten().tolist())
+    for other in "kv":
+        assert {len(run) for run in runs.split(other)} >= {1, 2, 3}
+
+
+def test_facts_are_the_same_in_all_splits_and_lengths_and_others_with_another_seed():
+    def facts(data: TokenTasks, split: Any) -> dict[int, int]:
+        batch = data.samples(data.tasks[0], 1, split).batch(range(50))
+        pairs = set(zip(batch.tokens[:, ::2].flatten().tolist(), batch.labels[:, 1::2].flatten().tolist(), strict=True))
+        assert len(dict(pairs)) == len(pairs), "one value a key"
+        return dict(pairs)
+
+    train = facts(TokenTasks([Memorization()], 32), "train")
+    assert len(train) == 15
+    assert train == facts(TokenTasks([Memorization(64)], 32), "test")
+    assert train != facts(TokenTasks([Memorization()], 32, seed=1), "train")
+
+
+def some(data: TokenTasks, number: int) -> list[Batch]:
+    return list(islice(chain.from_iterable(repeat(data.train_dataloader())), number))
+
+
+def test_several_tasks_are_mixed_resumed_and_named():
+    arguments = {"tasks": [SelectiveCopy(16, 2, weight=3.0), InContextRecall(24)], "vocab_size": 16, "batch_size": 4}
+    data = TokenTasks(**arguments)
+    assert data.validation_names == ["SelectiveCopy_length_16_copied_2", "InContextRecall_length_24"]
+    whole = some(data, 20)
+    assert {batch.tokens.shape[1] for batch in whole} == {16, 24}
+    again = TokenTasks(**arguments)
+    again.load_state_dict({**data.state_dict(), "position": 40})
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(some(again, 10), whole[10:], strict=True))
+    other = TokenTasks(**{**arguments, "tasks": [SelectiveCopy(16, 3, weight=3.0), InContextRecall(24)]})
+    with pytest.raises(UserError, match=r"data\.tasks is .*, but the checkpoint was trained with"):
+        other.load_state_dict(data.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StackedRecall(64, 9, rounds=2), "length: 64 is too short, 9 pairs need at least 72 tokens"),
+        (lambda: StackedRecall(65, 4, rounds=2), "rounds: 2 must be at least 1 and divide the length 65"),
+        (lambda: CompositionalRecall(23, 4), "length: 23 is too short, 4 pairs need at least 24 tokens"),
+        (lambda: CompositionalRecall(hops=0), "hops: 0 must be at least 1"),
+        (lambda: ForgettingRecall(23, 4), "length: 23 is too short, 4 pairs need at least 24 tokens"),
+        (lambda: ForgettingRecall(writes=0), "writes: 0 must be at least 1"),
+        (lambda: ForgettingRecall(pairs=0), "pairs: 0 must be at least 1"),
+        (lambda: StackedRecall(power=0.0), r"power: 0\.0 must be above 0"),
+        (lambda: JointRecall(65, 64), "pairs: 65 must be from 1 to the number of keys, 64"),
+        (lambda: JointRecall(values=1), "values: 1 must be at least 2"),
+        (lambda: InContextRecall(11, motif=3), "length: 11 is too short, a key that comes twice needs 12 tokens"),
+        (lambda: InContextRecall(noise=1.0), r"noise: 1\.0 must be from 0 to below 1"),
+        (lambda: InContextRecall(pairs=0), "pairs: 0 must be at least 1, or null"),
+        (lambda: InContextRecall(motif=0), "motif: 0 must be at least 1"),
+        (lambda: InContextRecall(noise_tokens=0), "noise_tokens: 0 must be at least 1"),
+        (lambda: SelectiveCopy(31, 16), "length: 31 is too short, copying 16 tokens needs at least 32"),
+        (lambda: SelectiveCopy(copied=0), "copied: 0 must be at least 1"),
+        (lambda: Compression(0), "compressed: 0 must be at least 1"),
+        (lambda: Compression(content=1), "content: 1 must be at least 2"),
+        (lambda: Memorization(33), "length: 33 must be an even number, at least 2"),
+        (lambda: TokenTasks([]), r"data\.tasks is an empty list; give at least one, such as"),
+        (lambda: TokenTasks([SelectiveCopy(), SelectiveCopy()]), "lists length_256_copied_16 twice"),
+        (lambda: TokenTasks([SelectiveCopy(weight=0)]), r"data\.tasks\[0\]\.weight is 0; it must be above 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], object], message: str):
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("task", "vocab_size", "least"),
+    [
+        (StackedRecall(), 8, 10),
+        (StackedRecall(), 11, 10),
+        (CompositionalRecall(), 16, 18),
+        (ForgettingRecall(), 14, 16),
+        (JointRecall(), 1104, 1105),
+        (InContextRecall(pairs=4), 8, 10),
+        (InContextRecall(noise=0.2), 18, 4),
+        (SelectiveCopy(), 3, 4),
+        (Compression(), 48, 49),
+        (Memorization(), 2, 4),
+    ],
+)
+def test_a_vocabulary_that_is_too_small_is_named(task: TokenTask, vocab_size: int, least: int):
+    with pytest.raises(UserError, match=rf"vocab_size is {vocab_size}; data\.tasks\[0\] needs .*at least {least}"):
+        TokenTasks([task], vocab_size)
+
+
+FIT = ("fit", "--config", "recall/mqar.yaml", "--trainer.accelerator=cpu", "--data.validation_samples=20")
+SHORT = ("--data.batch_size=4", "--optim.warmup_steps=1", "--trainer.max_steps=2", "--trainer.val_check_interval=2")
+
+
+@pytest.mark.slow
+def test_the_command_line(command: Command, desk):
+    done = command(*FIT, "--config", "recall/mad_fuzzy.yaml", *SHORT, "--run", "fuzzy")
+    assert done.code == 0, done.err
+    row = json.loads((desk / "runs" / "fuzzy" / "results.json").read_text())
+    assert list(row["val_accuracy_by_task"]) == ["length_128_pairs_4_motif_3"]
+    validated = command("validate", "--checkpoint", "runs/fuzzy")
+    assert "val_accuracy" in validated.out, validated.err
+    assert command("fit", "--resume", "fuzzy", "--trainer.max_steps=3").code == 0
+
+
+def test_mistakes_are_told_in_one_sentence(command: Command):
+    for wrong, said in {
+        "[{class_path: SelectivCopy}]": "'SelectivCopy' is not a known TokenTask; did you mean 'SelectiveCopy'?",
+        "[{class_path: Compression, init_args: {compresed: 3}}]": "did you mean 'compressed'?",
+        "[{class_path: Compression, init_args: {compressed: 0}}]": "compressed: 0 must be at least 1",
+    }.items():
+        done = command(*FIT, "--config", "recall/mad_copy.yaml", f"--data.tasks={wrong}")
+        assert (done.code, len(done.err.splitlines())) == (2, 1)
+        assert said in done.err

@@ -1,0 +1,252 @@
+"""The synthetic tasks of MAD (arXiv 2403.17844): recall in context, selective copying, compression, memorisation.
+
+Sizes are those of the authors' code (16 tokens, sequences of 128, 256 for copying, 32 for compression, 256 tokens for
+memorisation; motifs of up to 3 tokens; 20 % of noise in 16 tokens). What a docstring calls inferred is our reading.
+"""
+
+import numpy as np
+
+from kernels.errors import UserError
+from zoo.data.batch import NO_LOSS
+from zoo.data.synthetic.draws import distinct, real, whole
+from zoo.data.synthetic.token_tasks import Seeds, TokenTask
+
+_ABSENT = -1  # in place of tokens that a shorter unit lacks
+
+
+class InContextRecall(TokenTask):
+    """Keys and values in turn, keys drawn again and again; a key that came before is answered by the same value.
+
+    Token 0 is not used, keys are made of 1 … V/2 − 1 and values of V/2 … V − 1, where V leaves out the tokens of noise.
+    A sequence draws `pairs` different keys and for each a value, and then lines them up at random. Where a key comes
+    for the second time or later, its value is labelled: at the last token of the key, and at those of the value but the
+    last. Two settings make it MAD's other tasks:
+
+    - Fuzzy recall, `motif: 3`: keys and values are motifs of 1, 2 or 3 tokens, all lengths equally likely. (That a
+      sequence draws from few keys is inferred; else three tokens of seven would hardly ever come again.)
+    - Noisy recall, `noise: 0.2`: on average so many of the tokens are noise, which stands between a value and the next
+      key (the place is inferred) and is drawn from the `noise_tokens` uppermost tokens.
+
+    Args:
+        length: Tokens in a sequence.
+        pairs: Different keys of a sequence; null for as many as there are tokens for keys.
+        motif: The most tokens of a key or value.
+        noise: Share of tokens that are noise, below 1.
+        noise_tokens: Size of the vocabulary of noise, on top of that of keys and values.
+        weight: Relative frequency of training batches of this task.
+
+    Raises:
+        UserError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        length: int = 128,
+        pairs: int | None = None,
+        motif: int = 1,
+        noise: float = 0.0,
+        noise_tokens: int = 16,
+        weight: float = 1.0,
+    ) -> None:
+        self.length, self.pairs, self.motif, self.weight = length, pairs, motif, weight
+        self.noise, self.noise_tokens = noise, noise_tokens
+        if pairs is not None and pairs < 1:
+            raise UserError(f"pairs: {pairs} must be at least 1, or null")
+        if motif < 1:
+            raise UserError(f"motif: {motif} must be at least 1")
+        if not 0 <= noise < 1:
+            raise UserError(f"noise: {noise} must be from 0 to below 1")
+        if noise_tokens < 1:
+            raise UserError(f"noise_tokens: {noise_tokens} must be at least 1")
+        if length < 4 * motif:
+            raise UserError(f"length: {length} is too short, a key that comes twice needs {4 * motif} tokens")
+
+    @property
+    def name(self) -> str:
+        """`length_128`, `length_128_motif_3`, `length_128_noise_20`."""
+        parts = [f"length_{self.length}"]
+        parts += [f"pairs_{self.pairs}"] if self.pairs is not None else []
+        parts += [f"motif_{self.motif}"] if self.motif > 1 else []
+        parts += [f"noise_{100 * self.noise:.0f}"] if self.noise else []
+        return "_".join(parts)
+
+    def misfit(self, vocab_size: int) -> str | None:
+        """Motifs of one token must do for all pairs."""
+        above = self.noise_tokens if self.noise else 0
+        least = 2 * ((self.pairs or 1) + 1) + above
+        if vocab_size < least or (vocab_size - above) % 2:
+            beside = f" beside the {above} tokens of noise" if above else ""
+            return f"needs an even number, at least {least - above}{beside}"
+        return None
+
+    def generate(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
+        """Units, each a pair or a token of noise, are laid out in a grid and then moved together."""
+        above = self.noise_tokens if self.noise else 0
+        half, motif = (vocab_size - above) // 2, self.motif
+        pairs = self.pairs or half - 1
+        keys = self._motifs(numbers, pairs, half - 1, seeds, "key")
+        values = self._motifs(numbers, pairs, half, seeds, "value")
+        keys, values = np.where(keys < 0, _ABSENT, keys + 1), np.where(values < 0, _ABSENT, values + half)
+
+        units = self.length if self.noise else -(-self.length // 2)  # of at least 1 or 2 tokens each
+        entry = whole(numbers, units, pairs, seeds("entries"))
+        key, value = (np.take_along_axis(each, entry[:, :, None], axis=1) for each in (keys, values))
+        first = np.full((len(numbers), pairs), units)
+        at = np.broadcast_to(np.arange(units), entry.shape)
+        rows = np.broadcast_to(np.arange(len(numbers))[:, None], entry.shape)
+        share = self.noise * (motif + 1) / (1 - self.noise + self.noise * (motif + 1))  # of units: pairs are longer
+        noisy = real(numbers, units, seeds("noise")) < share
+        np.minimum.at(first, (rows, entry), np.where(noisy, units, at))
+
+        # right-aligned keys meet left-aligned values, so that the label of each token is the next one in the grid
+        grid = np.concatenate([key[:, :, ::-1], value], axis=2)
+        labels = np.full_like(grid, NO_LOSS)
+        asked = (at > np.take_along_axis(first, entry, axis=1)) & ~noisy
+        following = np.where(value < 0, NO_LOSS, value)
+        labels[:, :, motif - 1 : -1] = np.where(asked[:, :, None], following, NO_LOSS)
+        grid[noisy] = _ABSENT
+        grid[noisy, -1] = (vocab_size - above + whole(numbers, units, max(above, 1), seeds("noise tokens")))[noisy]
+
+        grid, labels = grid.reshape(len(numbers), -1), labels.reshape(len(numbers), -1)
+        present = np.argsort(grid < 0, axis=1, kind="stable")[:, : self.length]
+        return np.take_along_axis(grid, present, axis=1), np.take_along_axis(labels, present, axis=1)
+
+    def _motifs(self, numbers: np.ndarray, count: int, size: int, seeds: Seeds, kind: str) -> np.ndarray:
+        """`[n, count, motif]` of 0 … size − 1, in a row all different; −1 stands for tokens that a motif lacks."""
+        lengths = 1 + whole(numbers, count, self.motif, seeds(f"{kind} lengths"))
+        motifs = np.full((*lengths.shape, self.motif), _ABSENT)
+        for length in range(1, self.motif + 1):
+            # motifs of a length are counted, so that different numbers are different motifs
+            code = distinct(numbers, count, size**length, seeds(f"{kind} {length}"))
+            digits = code[:, :, None] // size ** np.arange(length) % size
+            motifs[:, :, :length] = np.where((lengths == length)[:, :, None], digits, motifs[:, :, :length])
+        return motifs
+
+
+class SelectiveCopy(TokenTask):
+    """A few tokens among blanks, to be said in their order at the end.
+
+    Token 0 asks, 1 is blank, 2 … V − 1 are content. The first length − copied tokens are blank but for `copied` random
+    places with random content; the last `copied` tokens are 0, and their labels are the content in order. (That a token
+    may come twice is inferred.)
+
+    Args:
+        length: Tokens in a sequence; at least twice `copied`.
+        copied: Tokens to copy.
+        weight: Relative frequency of training batches of this task.
+
+    Raises:
+        UserError: An argument is out of range.
+    """
+
+    def __init__(self, length: int = 256, copied: int = 16, weight: float = 1.0) -> None:
+        self.length, self.copied, self.weight = length, copied, weight
+        if copied < 1:
+            raise UserError(f"copied: {copied} must be at least 1")
+        if length < 2 * copied:
+            raise UserError(f"length: {length} is too short, copying {copied} tokens needs at least {2 * copied}")
+
+    @property
+    def name(self) -> str:
+        """`length_256_copied_16`."""
+        return f"length_{self.length}_copied_{self.copied}"
+
+    def misfit(self, vocab_size: int) -> str | None:
+        """Two tokens are special."""
+        return None if vocab_size >= 4 else "needs at least 4"
+
+    def generate(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
+        """Content among blanks, then questions."""
+        space = self.length - self.copied
+        places = np.sort(distinct(numbers, self.copied, space, seeds("places")), axis=1)
+        content = 2 + whole(numbers, self.copied, vocab_size - 2, seeds("content"))
+        tokens = np.zeros((len(numbers), self.length), np.int64)
+        tokens[:, :space] = 1
+        np.put_along_axis(tokens, places, content, axis=1)
+        labels = np.full_like(tokens, NO_LOSS)
+        labels[:, space:] = content
+        return tokens, labels
+
+
+class Compression(TokenTask):
+    """Random tokens, which are then asked for by their places: the whole sequence must be in the state.
+
+    Token 0 ends what is to be compressed, 1 … `content` are content, and token content + p asks for place p. A sequence
+    is `compressed` random contents, the 0, and all places in order, whose labels are what stood there. (MAD decodes the
+    last output together with an embedding of each place by an MLP; here the model itself is asked, since a language
+    model has no such head. The two agree in what the state must hold.)
+
+    Args:
+        compressed: Tokens to compress, in a sequence of twice as many and one.
+        content: Size of their vocabulary.
+        weight: Relative frequency of training batches of this task.
+
+    Raises:
+        UserError: An argument is out of range.
+    """
+
+    def __init__(self, compressed: int = 32, content: int = 16, weight: float = 1.0) -> None:
+        self.compressed, self.content, self.weight = compressed, content, weight
+        self.length = 2 * compressed + 1
+        if compressed < 1:
+            raise UserError(f"compressed: {compressed} must be at least 1")
+        if content < 2:
+            raise UserError(f"content: {content} must be at least 2")
+
+    @property
+    def name(self) -> str:
+        """`compressed_32`."""
+        return f"compressed_{self.compressed}"
+
+    def misfit(self, vocab_size: int) -> str | None:
+        """Each place is a token."""
+        least = 1 + self.content + self.compressed
+        return None if vocab_size >= least else f"needs at least {least}"
+
+    def generate(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
+        """Content, the end, places."""
+        n = self.compressed
+        content = 1 + whole(numbers, n, self.content, seeds("content"))
+        places = np.broadcast_to(self.content + np.arange(1, n + 1), content.shape)
+        tokens = np.concatenate([content, np.zeros_like(content[:, :1]), places], axis=1)
+        return tokens, np.concatenate([np.full((len(numbers), n + 1), NO_LOSS), content], axis=1)
+
+
+class Memorization(TokenTask):
+    """Facts that stand in no prompt: each key has one value, the same in all samples, to be learned by heart.
+
+    Token 0 asks, 1 … V/2 − 1 are keys, V/2 … V − 1 values. A sequence is random keys, each followed by 0, whose label
+    is the key's value. The values are drawn once, from the seed of the data alone; so a model is evaluated with the
+    seed that it was trained with.
+
+    Args:
+        length: Tokens in a sequence, an even number.
+        weight: Relative frequency of training batches of this task.
+
+    Raises:
+        UserError: An argument is out of range.
+    """
+
+    def __init__(self, length: int = 32, weight: float = 1.0) -> None:
+        self.length, self.weight = length, weight
+        if length < 2 or length % 2:
+            raise UserError(f"length: {length} must be an even number, at least 2")
+
+    @property
+    def name(self) -> str:
+        """`length_32`."""
+        return f"length_{self.length}"
+
+    def misfit(self, vocab_size: int) -> str | None:
+        """Half of the tokens are values."""
+        return "needs an even number, at least 4" if vocab_size % 2 or vocab_size < 4 else None
+
+    def generate(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and questions in turn."""
+        half = vocab_size // 2
+        facts = half + whole(np.zeros(1, np.uint64), half - 1, half, seeds.shared("facts"))[0]
+        keys = whole(numbers, self.length // 2, half - 1, seeds("keys"))
+        tokens = np.zeros((len(numbers), self.length), np.int64)
+        labels = np.full_like(tokens, NO_LOSS)
+        tokens[:, ::2], labels[:, 1::2] = keys + 1, facts[keys]
+        return tokens, labels

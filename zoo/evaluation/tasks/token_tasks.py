@@ -1,0 +1,246 @@
+"""Tasks made of tokens without text: associative recall in variants, and MAD's.
+
+A model is trained on such tokens first (`configs/recall`), and is then asked for what it has learned, in any size. The
+vocabulary of the task is the model's. Samples are of a split of their own, so that none was trained on.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+from kernels import UserError
+from zoo.data.loader import SampleSet
+from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, StackedRecall
+from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, SelectiveCopy
+from zoo.data.synthetic.recall import Recall, RecallTask
+from zoo.data.synthetic.token_tasks import TokenSamples, TokenTask
+from zoo.evaluation.subject import Subject
+from zoo.evaluation.task import Cell, Options, Row, Task, proportion
+
+SAMPLES = 200
+SPLIT = "evaluation"
+AT_ONCE = 16_384  # tokens of a batch
+
+
+class TokenEvaluation(Task):
+    """The share of labelled tokens that a model says, in each size of a task.
+
+    Attributes:
+        shortest: The fewest tokens of a sequence.
+        default_lengths: Tokens of the sequences, unless the user says otherwise.
+    """
+
+    needs = "a model trained on it"
+    shortest: ClassVar[int]
+    default_lengths: ClassVar[tuple[int, ...]]
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        for length in options.lengths or ():
+            if length < self.shortest:
+                raise UserError(f"lengths: {length} is too short; {self.name} needs at least {self.shortest} tokens")
+        self.number = SAMPLES if options.samples is None else options.samples
+
+    @abstractmethod
+    def size(self, cell: Cell) -> TokenTask:
+        """The task of a cell."""
+
+    def sizes(self, length: int) -> list[Cell]:
+        """The cells of sequences of up to `length` tokens, of which there is at least one."""
+        return [{"length": length}]
+
+    def cells(self, subject: Subject) -> list[Cell]:
+        """All sizes of the lengths that the user named; of the task's own lengths, those that the vocabulary allows."""
+        cells = [cell for length in self.options.lengths or self.default_lengths for cell in self.sizes(length)]
+        misfits = [self.misfit(cell, subject.vocab_size) for cell in cells]
+        wrong = [f"{_named(cell)} {misfit}" for cell, misfit in zip(cells, misfits, strict=True) if misfit is not None]
+        if wrong and (self.options.lengths is not None or len(wrong) == len(cells)):
+            raise UserError(f"{self.name}: {subject.name} has a vocabulary of {subject.vocab_size}; {wrong[0]}")
+        return [cell for cell, misfit in zip(cells, misfits, strict=True) if misfit is None]
+
+    def misfit(self, cell: Cell, vocab_size: int) -> str | None:
+        """Why the vocabulary does not do for a cell; None if it does."""
+        return self.size(cell).misfit(vocab_size)
+
+    def samples(self, cell: Cell, vocab_size: int) -> SampleSet:
+        """The samples of a cell."""
+        return TokenSamples(self.size(cell), self.number, vocab_size, self.options.seed, SPLIT)
+
+    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+        """The accuracy over all labelled tokens of a cell."""
+        samples, correct, count = self.samples(cell, subject.vocab_size), 0, 0
+        for numbers in _batches(self.number, cell["length"]):
+            batch = samples.batch(numbers)
+            correct += int(subject.label_scores(batch).correct.sum())
+            count += int((batch.labels >= 0).sum())
+        return [{**cell, "metric": "accuracy", **proportion(correct, count)}]
+
+
+def _batches(samples: int, length: int) -> Iterator[range]:
+    rows = max(1, AT_ONCE // length)
+    return (range(first, min(first + rows, samples)) for first in range(0, samples, rows))
+
+
+def _named(cell: Cell) -> str:
+    return ", ".join(f"{name} {value}" for name, value in cell.items())
+
+
+class PairsEvaluation(TokenEvaluation):
+    """Recall of 4, 8, 16 … pairs, as many as fit. By default the larger lengths are measured at their most pairs only.
+
+    Attributes:
+        per_pair: Tokens that a pair needs, its question included.
+    """
+
+    axis = "pairs"
+    default_lengths = (64, 128, 256, 512)
+    per_pair: ClassVar[int]
+
+    def sizes(self, length: int) -> list[Cell]:
+        """One for each power of two."""
+        pairs = [1 << n for n in range(2, length.bit_length()) if (1 << n) * self.per_pair <= length]
+        own = self.options.lengths is None and length > self.default_lengths[0]
+        return [{"length": length, "pairs": number} for number in (pairs[-1:] if own else pairs)]
+
+
+class MqarTask(PairsEvaluation):
+    """Multi-query associative recall (`zoo.data.MQAR`, arXiv 2312.04927), with random tokens between the questions."""
+
+    name = "mqar"
+    measures = "recall of values by their keys, over the number of pairs"
+    per_pair, shortest = 4, 16
+
+    def size(self, cell: Cell) -> TokenTask:
+        """A single round, which has the same needs."""
+        return StackedRecall(cell["length"], cell["pairs"], rounds=1)
+
+    def samples(self, cell: Cell, vocab_size: int) -> Recall:
+        """As they are trained on."""
+        task, key = RecallTask(cell["length"], cell["pairs"]), f"{self.options.seed} {SPLIT}"
+        return Recall(task, self.number, vocab_size, True, 0.01, key)
+
+
+class StackedTask(PairsEvaluation):
+    """Two rounds of recall in one sequence (`zoo.data.StackedRecall`)."""
+
+    name = "mqar_stacked"
+    measures = "recall in two rounds, of which the second must make room, over the pairs of a round"
+    per_pair, shortest = 8, 32
+
+    def size(self, cell: Cell) -> TokenTask:
+        """A length that is odd is cut by one."""
+        return StackedRecall(cell["length"], cell["pairs"], rounds=2)
+
+    def sizes(self, length: int) -> list[Cell]:
+        """Of two rounds of equal length."""
+        return super().sizes(length - length % 2)
+
+
+class CompositionalTask(PairsEvaluation):
+    """Chains of two links (`zoo.data.CompositionalRecall`)."""
+
+    name = "mqar_compositional"
+    measures = "recall of the value of the value, over the number of pairs"
+    per_pair, shortest = 6, 24
+
+    def size(self, cell: Cell) -> TokenTask:
+        """Two hops."""
+        return CompositionalRecall(cell["length"], cell["pairs"], hops=2)
+
+
+class ForgettingTask(PairsEvaluation):
+    """Keys that are written twice (`zoo.data.ForgettingRecall`)."""
+
+    name = "mqar_forgetting"
+    measures = "recall of the value that was written last, over the number of keys"
+    per_pair, shortest = 6, 24
+
+    def size(self, cell: Cell) -> TokenTask:
+        """Two writings."""
+        return ForgettingRecall(cell["length"], cell["pairs"], writes=2)
+
+
+class MadRecall(TokenEvaluation):
+    """In-context recall (`zoo.data.InContextRecall`, arXiv 2403.17844)."""
+
+    name = "mad_recall"
+    measures = "MAD: values of keys that came before"
+    shortest, default_lengths = 4, (64, 128, 256)
+
+    def size(self, cell: Cell) -> TokenTask:
+        """All keys of the vocabulary."""
+        return InContextRecall(cell["length"])
+
+
+class MadFuzzy(TokenEvaluation):
+    """Fuzzy recall (`zoo.data.InContextRecall` with motifs, arXiv 2403.17844)."""
+
+    name = "mad_fuzzy"
+    measures = "MAD: the same with keys and values of one to three tokens"
+    shortest, default_lengths = 12, (64, 128, 256)
+
+    def size(self, cell: Cell) -> TokenTask:
+        """As in recall/mad_fuzzy.yaml."""
+        return InContextRecall(cell["length"], pairs=4, motif=3)
+
+
+class MadNoisy(TokenEvaluation):
+    """Noisy recall (`zoo.data.InContextRecall` with noise, arXiv 2403.17844)."""
+
+    name = "mad_noisy"
+    measures = "MAD: the same with a fifth of noise, in 16 tokens on top of the vocabulary"
+    shortest, default_lengths = 4, (64, 128, 256)
+
+    def size(self, cell: Cell) -> TokenTask:
+        """As in recall/mad_noisy.yaml."""
+        return InContextRecall(cell["length"], noise=0.2)
+
+
+class MadCopy(TokenEvaluation):
+    """Selective copying (`zoo.data.SelectiveCopy`, arXiv 2403.17844)."""
+
+    name = "mad_copy"
+    measures = "MAD: 16 tokens among blanks, in their order"
+    shortest, default_lengths = 32, (128, 256, 512)
+
+    def size(self, cell: Cell) -> TokenTask:
+        """16 tokens, whatever the length."""
+        return SelectiveCopy(cell["length"], copied=16)
+
+
+class MadCompression(TokenEvaluation):
+    """Compression, asked of the model itself (`zoo.data.Compression`, arXiv 2403.17844)."""
+
+    name = "mad_compression"
+    measures = "MAD: each of the tokens before, by its place"
+    shortest, default_lengths = 3, (17, 33, 65)
+
+    def size(self, cell: Cell) -> TokenTask:
+        """About half of the length."""
+        return Compression((cell["length"] - 1) // 2)
+
+    def sizes(self, length: int) -> list[Cell]:
+        """An odd length: the tokens, the end, and as many places."""
+        return [{"length": length - 1 + length % 2}]
+
+
+class MadMemorization(TokenEvaluation):
+    """Memorisation (`zoo.data.Memorization`, arXiv 2403.17844), with the seed that the facts were trained with."""
+
+    name = "mad_memorization"
+    measures = "MAD: facts learned by heart; --seed must be the data.seed of the training"
+    shortest, default_lengths = 2, (32,)
+
+    def size(self, cell: Cell) -> TokenTask:
+        """Facts do not depend on the length."""
+        return Memorization(cell["length"])
+
+    def sizes(self, length: int) -> list[Cell]:
+        """An even length."""
+        return [{"length": length - length % 2}]
+
+
+TOKEN_TASKS: tuple[type[Task], ...] = (
+    *(MqarTask, StackedTask, CompositionalTask, ForgettingTask),
+    *(MadRecall, MadFuzzy, MadNoisy, MadCopy, MadCompression, MadMemorization),
+)
