@@ -35,7 +35,9 @@ class Bidirectional(TokenMixer):
         self.forwards, self.backwards = mixer(site), mixer(site)
         self.constant_state = self.forwards.constant_state  # type: ignore[misc]
 
-    def forward(self, x: Tensor, state: State = None, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
+    def forward(  # type: ignore[override]  # a part of a sequence is not enough: there is no context parallelism
+        self, x: Tensor, state: State = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, State]:
         if state is not None:
             raise self._has_no_state()
         y, _ = self.forwards(x, cu_seqlens=cu_seqlens)

@@ -2,10 +2,9 @@
 
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
-from kernels import UserError
+from kernels import UserError, at_least_fp32
 from kernels.documents import places
 
 Pooling = Literal["mean", "last"]
@@ -51,5 +50,12 @@ class Classifier(nn.Linear):
         if self.pooling == "last":
             return x[:, cu_seqlens[1:] - 1]
         owner, _ = places(cu_seqlens, x.shape[1])
-        sums = x.new_zeros(1, len(cu_seqlens) - 1, x.shape[-1], dtype=torch.float32).index_add(1, owner, x.float())
-        return (sums / cu_seqlens.diff()[:, None]).to(x.dtype)
+        lengths, exact = cu_seqlens.diff(), at_least_fp32(x)
+        sums = exact.new_zeros(1, len(lengths), x.shape[-1]).index_add(1, owner, exact)
+        return (sums / lengths[:, None]).to(x.dtype)
+
+
+def check_predicts_tokens(model: nn.Module, what: str) -> None:
+    """Raise a UserError that begins with `what` if a model classifies sequences, and so has no next token."""
+    if isinstance(head := getattr(model, "head", None), Classifier):
+        raise UserError(f"{what}: a model with the head {type(head).__name__} labels sequences and predicts no tokens")

@@ -62,6 +62,7 @@ def parts(config: Namespace) -> Parts:
     config.model.vocab_size = configs.vocabulary(config, configs.vocabulary_of(datamodule))
     seed(config)  # again: whether a tokenizer was just trained must not change the model
     model = configs.from_config(config)
+    _check_classes(model, datamodule)
     size = config.context_parallel
     if size > 1 and config.compile:
         raise UserError(f"context_parallel: {size} processes cannot share sequences of compiled blocks yet")
@@ -75,6 +76,19 @@ def parts(config: Namespace) -> Parts:
         size,
     )
     return Parts(model, module, datamodule)
+
+
+def _check_classes(model: LanguageModel, datamodule: L.LightningDataModule) -> None:
+    """Check that the labels of the data are those that the model's head makes."""
+    classes, head, data = getattr(datamodule, "num_classes", None), model.head, type(datamodule).__name__
+    if head is None and classes is not None:
+        raise UserError(f"model.head: null predicts tokens, but {data} labels sequences; use Classifier")
+    if head is not None and classes is None:
+        raise UserError(
+            f"model.head: {type(head).__name__} labels sequences, but {data} has labels of tokens; use null"
+        )
+    if head is not None and classes is not None and head.num_classes < classes:
+        raise UserError(f"model.head.num_classes: {head.num_classes} are fewer than the {classes} of the data")
 
 
 def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
