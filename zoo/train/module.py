@@ -19,6 +19,7 @@ from zoo.checkpoints.signature import sign
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.resumable import ResumableData
 from zoo.data.whole_steps import forget_unfinished, unfinished_batches
+from zoo.lm.classifier import Classifier
 from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
 from zoo.train.optim import Optimisation, build_optimizer, build_schedule
 
@@ -263,7 +264,8 @@ class Pretraining(L.LightningModule):
         self.log(f"{prefix}_perplexity", losses.perplexity)
         for number, loss in enumerate(losses.by_position, start=1):
             self.log(f"{prefix}_loss_position_{number}", loss)
-        self.log(f"{prefix}_accuracy", accuracy, prog_bar=bool(self.tasks))
+        shown = bool(self.tasks) or isinstance(getattr(self.model, "head", None), Classifier)
+        self.log(f"{prefix}_accuracy", accuracy, prog_bar=shown)
         # torchmetrics squeezes a single value
         for name, loss, value in zip(self.tasks, loss_by_task.view(-1), by_task.view(-1), strict=False):
             self.log(f"{prefix}_loss_{name}", loss)
