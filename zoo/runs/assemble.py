@@ -58,11 +58,13 @@ def parts(config: Namespace) -> Parts:
     """
     seed(config)
     datamodule = configs.instantiate("data", config)
+    _check_labels(config, datamodule)
     tokenizer = datamodule.get_tokenizer()
     config.model.vocab_size = configs.vocabulary(config, configs.vocabulary_of(datamodule))
     seed(config)  # again: whether a tokenizer was just trained must not change the model
     model = configs.from_config(config)
-    _check_classes(model, datamodule)
+    if model.head is not None and model.head.num_classes < (classes := datamodule.num_classes):
+        raise UserError(f"model.head.num_classes: {model.head.num_classes} are fewer than the {classes} of the data")
     size = config.context_parallel
     if size > 1 and config.compile:
         raise UserError(f"context_parallel: {size} processes cannot share sequences of compiled blocks yet")
@@ -78,17 +80,15 @@ def parts(config: Namespace) -> Parts:
     return Parts(model, module, datamodule)
 
 
-def _check_classes(model: LanguageModel, datamodule: L.LightningDataModule) -> None:
-    """Check that the labels of the data are those that the model's head makes."""
-    classes, head, data = getattr(datamodule, "num_classes", None), model.head, type(datamodule).__name__
-    if head is None and classes is not None:
-        raise UserError(f"model.head: null predicts tokens, but {data} labels sequences; use Classifier")
-    if head is not None and classes is None:
-        raise UserError(
-            f"model.head: {type(head).__name__} labels sequences, but {data} has labels of tokens; use null"
-        )
-    if head is not None and classes is not None and head.num_classes < classes:
-        raise UserError(f"model.head.num_classes: {head.num_classes} are fewer than the {classes} of the data")
+def _check_labels(config: Namespace, datamodule: L.LightningDataModule) -> None:
+    """Check that the data labels what the head of the model predicts: tokens, or whole sequences."""
+    head, data = config.model.head, type(datamodule).__name__
+    of_sequences = hasattr(datamodule, "num_classes")
+    if head is None and of_sequences:
+        raise UserError(f"model.head: null predicts tokens, but {data} labels whole sequences; use Classifier")
+    if head is not None and not of_sequences:
+        name = head.class_path.rpartition(".")[2]
+        raise UserError(f"model.head: {name} labels whole sequences, but {data} has tokens to predict; use null")
 
 
 def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
