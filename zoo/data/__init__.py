@@ -1,5 +1,5 @@
 """The data of a run: `TextData` (corpus → tokenizer → token shards → windows → loaders), `MixedText` from several
-sources, and synthetic `MQAR`, `TokenTasks` and `MarkovChain`."""
+sources, synthetic `MQAR`, `TokenTasks` and `MarkovChain`; and to classify, `Images` and synthetic `ListOps`."""
 
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.image.digits import Digits
