@@ -13,7 +13,7 @@ from .bidirectional import Bidirectional
 from .context_parallel import ContextParallel, takes_context_parallel
 from .contract import ContractError, check_mixer
 from .cosformer2 import CosFormer2
-from .decay import ConstantDecay, Discretisation, alibi_slopes
+from .decay import ConstantDecay, Discretisation, Mamba2Discretisation, alibi_slopes
 from .deltanet import DeltaNet
 from .expansion import DPFP, LFM, Expanded, Expansion, HeadWise, LowRank
 from .features import LRPE, FeatureMap, Features, Rotary
@@ -71,6 +71,7 @@ __all__ = [
     "LowerBounds",
     "Mamba1",
     "Mamba2",
+    "Mamba2Discretisation",
     "NormOnly",
     "Output",
     "OutputProjection",

@@ -18,7 +18,7 @@ class Discretisation(KeepsFp32):
 
     Args:
         size: Number of recurrences.
-        low: Smallest initial A; Gated DeltaNet's 0 by default, Mamba2's is 1.
+        low: Smallest initial A; Gated DeltaNet's 0 by default.
         high: Largest initial A.
     """
 
@@ -40,6 +40,19 @@ class Discretisation(KeepsFp32):
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
         """a [...,size] → log_decay and dt, the same shape."""
         return kernels.discretise(a, self.A_log, self.dt_bias)
+
+
+class Mamba2Discretisation(Discretisation):
+    """The same with Mamba2's smallest initial A.
+
+    Args:
+        size: Number of recurrences.
+        low: Smallest initial A.
+        high: Largest initial A.
+    """
+
+    def __init__(self, size: int, low: float = 1.0, high: float = 16.0):
+        super().__init__(size, low, high)
 
 
 class Strength(KeepsFp32):

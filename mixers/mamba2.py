@@ -1,12 +1,14 @@
 """Mamba2."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 import kernels
 
 from .base import LinearMixer, Site, Streams
-from .decay import Discretisation
+from .decay import Discretisation, Mamba2Discretisation
 from .features import Features
 from .norm import GatedRMSNorm
 from .projection import OutputProjection, Projection, split_heads
@@ -31,6 +33,7 @@ class Mamba2(LinearMixer):
         state_dim: Key size K, "the state size" of the paper.
         num_groups: Groups of heads that share B and C.
         xbc: Features of x, B and C.
+        decay: The module that computes dt and the decays; A starts uniform in [1, 16] by default.
         norm_eps: Added inside the root of the output norm.
     """
 
@@ -46,6 +49,7 @@ class Mamba2(LinearMixer):
         state_dim: int = 128,
         num_groups: int = 1,
         xbc: Features = Features(4, bias=True, activation="silu"),
+        decay: Callable[[int], Discretisation] = Mamba2Discretisation,
         norm_eps: float = 1e-5,
     ):
         width = expand * site.hidden_size
@@ -68,7 +72,7 @@ class Mamba2(LinearMixer):
         self.in_proj = Projection(
             site.hidden_size, {"z": width, "x": width, "B": keys, "C": keys, "dt": self.gate_heads}
         )
-        self.decay, self.D = Discretisation(self.gate_heads, 1, 16), nn.Parameter(torch.empty(self.num_heads))
+        self.decay, self.D = decay(self.gate_heads), nn.Parameter(torch.empty(self.num_heads))
         self.norm = GatedRMSNorm(width, eps=norm_eps, gate_first=True, groups=num_groups)
         self.out_proj = OutputProjection(width, site.hidden_size)
         self.reset_parameters()

@@ -119,6 +119,7 @@ IN_RUN: dict[str, Change] = {
     "data URL": put("data", "init_args", "path")(["http://127.0.0.1:9/x.txt"]),
     "tokenizer": put("data", "init_args", "tokenizer")("secret.json"),
     "shards": put("data", "init_args", "shards")("canary"),
+    "task of the data": put("data")({"class_path": "zoo.data.TokenTasks", "init_args": {"tasks": ["evil.Evil"]}}),
     "sources": put("data")(
         {"class_path": "zoo.data.MixedText", "init_args": {"sources": {"a": {"path": "secret.txt"}}}}
     ),

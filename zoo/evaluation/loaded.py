@@ -15,7 +15,7 @@ from zoo.data.text.tokenizer import Tokenizer
 from zoo.evaluation.subject import Scored, TokenScores
 from zoo.files.hashing import file_digest
 from zoo.generation.generate import generate_tokens
-from zoo.generation.read import AT_ONCE
+from zoo.generation.read import at_once
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
 from zoo.loading.load import find, find_tokenizer, load
@@ -99,7 +99,7 @@ class LoadedModel:
                 found = self.model.token_losses(tokens, labels, cu_seqlens=batch.cu_seqlens.to(self.device))
                 return TokenScores(found.losses.cpu(), found.correct.cpu())
             state, scores = self.model.init_state(len(tokens)), []
-            size = max(1, AT_ONCE // len(tokens))
+            size = max(1, at_once(self.device) // len(tokens))
             for piece, of_piece in zip(tokens.split(size, dim=1), labels.split(size, dim=1), strict=True):
                 found = self.model.token_losses(piece, of_piece, state)
                 assert found.state is not None

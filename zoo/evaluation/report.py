@@ -1,5 +1,6 @@
 """What people look at: a table per task for the terminal, and pictures fit for a paper."""
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,28 +20,38 @@ from zoo.files.atomic import atomic_write
 # Okabe and Ito's colours, which people with colour blindness can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vP*X"
-FRACTIONS = ("accuracy", "recall", "exact", "contains")  # metrics from 0 to 1
+FRACTIONS = ("acc", "acc_norm", "niah_score")  # metrics from 0 to 1, beside every accuracy
 
 
 def table(task: Task, rows: Sequence[Row]) -> Table:
     """A task's results: a line for each model and metric, a column for each value of the task's axis."""
     columns = _values(rows, task.axis)
     single = [row for row in rows if task.axis not in row]
-    shown = Table(title=f"{task.name}: {task.measures}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     shown.add_column("model", no_wrap=True)
     shown.add_column("metric")
     for column in columns or [""]:
         shown.add_column(_number(column) if column != "" else "value", justify="right", no_wrap=True)
     if columns and single:
         shown.add_column("all", justify="right", no_wrap=True)
-    for model, metric in dict.fromkeys((row["model"], row["metric"]) for row in rows if "position" not in row):
-        own = [row for row in rows if (row["model"], row["metric"]) == (model, metric) and "position" not in row]
+    lines: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        if "position" not in row:  # of these there is a picture
+            lines.setdefault((row["model"], row.get("subtask", ""), row["metric"]), []).append(row)
+    for (model, subtask, metric), own in lines.items():
         line = [_cell(row for row in own if row.get(task.axis) == column) for column in columns]
         over_all = _cell(row for row in own if task.axis not in row)
-        shown.add_row(model, metric.replace("_", " "), *line, *([over_all] if single or not columns else []))
-    if columns:
-        shown.caption, shown.caption_justify = f"columns: {task.axis.replace('_', ' ')}", "left"
+        name = f"{subtask} {metric}".strip().replace("_", " ")
+        shown.add_row(model, name, *line, *([over_all] if single or not columns else []))
+    captions = [f"columns: {task.axis.replace('_', ' ')}"] if columns else []
+    captions += ["accuracies in %"] if any(is_fraction(row["metric"]) for row in rows) else []
+    shown.caption, shown.caption_justify = "; ".join(captions), "left"
     return shown
+
+
+def is_fraction(metric: str) -> bool:
+    """Whether a metric goes from 0 to 1."""
+    return metric in FRACTIONS or metric.endswith("accuracy")
 
 
 def _cell(rows: Iterable[Row]) -> str:
@@ -57,7 +68,7 @@ def _mean(rows: Sequence[Row]) -> float:
 
 
 def _decimal(value: float, metric: str) -> str:
-    if metric in FRACTIONS:
+    if is_fraction(metric):
         return f"{100 * value:.1f}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
@@ -74,7 +85,7 @@ def write_pictures(task: Task, rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def pictures(task: Task, rows: Sequence[Row]) -> dict[str, Figure]:
-    """Name → picture: a heatmap over depth and length, or curves over the task's axis or over positions."""
+    """Name → picture: heatmaps over depth and length, curves over the task's axis or positions, and the task's own."""
     stem = task.name.replace("/", "-")
     drawn = {}
     if any("depth" in row for row in rows):
@@ -86,7 +97,7 @@ def pictures(task: Task, rows: Sequence[Row]) -> dict[str, Figure]:
     if longest is not None:
         by_position = [row for row in rows if "position" in row and row["length"] == longest]
         drawn[f"{stem}-position"] = curves(by_position, "position", f"{task.name}, {_number(longest)} tokens")
-    return drawn
+    return drawn | task.pictures(rows)
 
 
 def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
@@ -94,7 +105,7 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     models = list(dict.fromkeys(row["model"] for row in rows))
     across = min(3, len(metrics))
-    picture = _figure(1.2 + 3.8 * across, 3.4 * math.ceil(len(metrics) / across))
+    picture = blank(1.2 + 3.8 * across, 3.4 * math.ceil(len(metrics) / across))
     for number, metric in enumerate(metrics, start=1):
         panel: Axes = picture.add_subplot(math.ceil(len(metrics) / across), across, number)
         for index, model in enumerate(models):
@@ -110,7 +121,7 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
                 panel.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
         _scale(panel, _values(rows, axis), axis)
         panel.set_ylabel(_unit(metric))
-        if metric in FRACTIONS:
+        if is_fraction(metric):
             panel.set_ylim(-0.03, 1.03)
         elif metric.endswith(("_per_second", "_gib")):
             panel.set_ylim(bottom=0)
@@ -126,7 +137,7 @@ def heatmaps(task: Task, rows: Sequence[Row]) -> Figure:
     """Depth of the needle over length, a panel for each model side by side."""
     models, lengths = list(dict.fromkeys(row["model"] for row in rows)), _values(rows, "length")
     depths = _values(rows, "depth")
-    picture = _figure(1.5 + len(models) * (0.9 + 0.45 * len(lengths)), 1.4 + 0.28 * len(depths))
+    picture = blank(1.5 + len(models) * (0.9 + 0.45 * len(lengths)), 1.4 + 0.28 * len(depths))
     panels = picture.subplots(1, len(models), sharey=True, squeeze=False)[0]
     image = None
     for panel, model in zip(panels, models, strict=True):
@@ -152,7 +163,8 @@ def _mean_or_nan(rows: Sequence[Row]) -> float:
     return _mean(rows) if rows else math.nan
 
 
-def _figure(width: float, height: float) -> Figure:
+def blank(width: float, height: float) -> Figure:
+    """An empty picture, in inches."""
     picture = Figure(figsize=(max(width, 4.5), max(height, 3.2)), dpi=150, layout="constrained")
     FigureCanvasAgg(picture)
     return picture
@@ -161,7 +173,8 @@ def _figure(width: float, height: float) -> Figure:
 def _scale(panel: Axes, values: Sequence[float], axis: str) -> None:
     unit = " in tokens" if axis in ("length", "position") else ""
     panel.set_xlabel(axis.replace("_", " ") + unit)
-    if min(values) > 0 and max(values) >= 4 * min(values):
+    even = len({after - before for before, after in itertools.pairwise(values)}) == 1
+    if min(values) > 0 and max(values) >= 4 * min(values) and not even:
         panel.set_xscale("log", base=2)
         panel.xaxis.set_minor_locator(NullLocator())
     if len(values) <= 8:
@@ -183,7 +196,7 @@ def _values(rows: Iterable[Row], name: str) -> list[Any]:
 
 
 def _number(value: float) -> str:
-    """1024 → 1k, 1500 → 1500."""
-    if value >= 1024 and value % 1024 == 0:
-        return f"{value / 1024:.0f}k"
+    """1024 → 1k, 1536 → 1.5k, 1500 → 1500."""
+    if value >= 1024 and value % 512 == 0:
+        return f"{value / 1024:g}k"
     return f"{value:g}"

@@ -1,7 +1,8 @@
 """`zoo.evaluate`: what saved models can do."""
 
+import glob
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from zoo.evaluation.report import table, write_pictures
 from zoo.evaluation.task import Cell, Options, Row, Task
 
 PRECISIONS = ("32-true", "bf16-mixed")
+PLACES = ("lengths", "depths")  # the options that are in a task's cells
 
 
 def evaluate(
@@ -44,14 +46,15 @@ def evaluate(
     Each measured cell is kept in the output folder, so an interrupted evaluation continues where it stopped.
 
     Args:
-        checkpoint: Runs' folders, .ckpt files or exported folders: one, or a list (on the command line, repeat it).
+        checkpoint: Runs' folders, .ckpt files or exported folders: one, a list (on the command line, repeat it),
+            or a pattern such as `runs/sweep/*`.
         tasks: Names of tasks, as a list or separated by commas. `list` shows all of them.
         lengths: Lengths in tokens; null for each task's own.
         samples: Samples per cell; null for each task's own.
         depths: Places of the needle, from 0 to 1, for a grid of depth and length; null: spread over all places.
         seed: Seed of all samples.
         haystack: Text to hide needles in and to measure perplexity on, as `data.path`; null: the embedded corpus.
-        data: The folder with the files of tasks that need data.
+        data: The folder with the files of tasks that need data; `hub` lets lm-eval download its own.
         output: The folder for rows.jsonl and pictures; null: evaluations/NAME, after the checkpoints.
         device: cpu or cuda; null for the GPU if available.
         precision: 32-true or bf16-mixed; null for bf16-mixed on a GPU and 32-true on a CPU.
@@ -73,7 +76,7 @@ def evaluate(
         console.print(task_table())
         return []
     options = Options(_tuple(lengths), samples, _tuple(depths), seed, haystack, data)
-    chosen, paths = tasks_of(names, options), _listed(checkpoint)
+    chosen, paths = tasks_of(names, options), _paths(checkpoint)
     if not paths:
         raise UserError("checkpoint: evaluate needs one, --checkpoint runs/NAME")
     where = pick_device(device)
@@ -87,10 +90,10 @@ def evaluate(
     folder = Path(output) if output is not None else Path("evaluations") / "+".join(_names(paths))
     records = Records(folder)
     with locked(folder):
-        rows = _measure(plan, options, records, where, verbose)
+        rows = _measure(plan, records, where, verbose)
         for task in chosen:
             of_task = [row for row in rows if row["task"] == task.name]
-            console.print(table(task, of_task))
+            console.print(f"{task.name}: {task.measures}", table(task, of_task), sep="\n", highlight=False)
             write_pictures(task, of_task, folder)
     console.print(f"{folder}/{records.file.name}", style="dim")
     return rows
@@ -98,7 +101,6 @@ def evaluate(
 
 def _measure(
     plan: Sequence[tuple[LoadedModel, Task, Cell]],
-    options: Options,
     records: Records,
     where: torch.device,
     verbose: bool,
@@ -112,7 +114,9 @@ def _measure(
         what = {
             "task": task.name,
             "cell": cell,
-            "options": asdict(options),
+            # lengths and depths are in the cells, so that adding one does not measure the others again
+            "options": {name: value for name, value in asdict(task.options).items() if name not in PLACES},
+            "sources": task.sources(cell),
             "checkpoint_xxh3_128": subject.identity["checkpoint_xxh3_128"],
             "model": key_of({"model": subject.identity["model"]}),
             "precision": "bf16-mixed" if subject.bf16 else "32-true",
@@ -153,10 +157,21 @@ def _names(paths: Sequence[str]) -> list[str]:
     return short if len(set(short)) == len(short) else [path.replace("/", "_") for path in paths]
 
 
-def _listed(value: Any) -> list[str]:
-    """A list of names, given as a list or separated by commas."""
-    items: Iterable[Any] = [] if value is None else [value] if isinstance(value, str | Path) else value
-    return [name.strip() for item in items for name in str(item).split(",") if name.strip()]
+def _paths(checkpoint: list[str] | str | Path | None) -> list[str]:
+    """The named checkpoints; a pattern such as `runs/sweep/*` stands for all that it matches."""
+    named = [] if checkpoint is None else [checkpoint] if isinstance(checkpoint, str | Path) else checkpoint
+    paths: list[str] = []
+    for path in map(str, named):
+        matching = sorted(glob.glob(path)) if glob.has_magic(path) and not Path(path).exists() else [path]
+        if not matching:
+            raise UserError(f"checkpoint: nothing matches {path}")
+        paths += matching
+    return list(dict.fromkeys(paths))
+
+
+def _listed(names: list[str] | str) -> list[str]:
+    """Names, given as a list or separated by commas."""
+    return [name.strip() for item in ([names] if isinstance(names, str) else names) for name in item.split(",")]
 
 
 def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:

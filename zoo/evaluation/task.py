@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, ClassVar
 
+from matplotlib.figure import Figure
+
 from kernels import UserError
 from zoo.evaluation.subject import Subject
 
@@ -25,7 +27,7 @@ class Options:
         seed: Seed of all samples.
         haystack: Text to hide needles in, or to measure the perplexity of: a path as `TextData.path`. None: the
             embedded corpus.
-        data: The folder with the files of tasks that need data.
+        data: The folder with the files of tasks that need data; `hub` lets lm-eval download its own.
 
     Raises:
         UserError: A number is out of range.
@@ -88,9 +90,17 @@ class Task(ABC):
             `low` to `high`.
         """
 
+    def sources(self, cell: Cell) -> dict[str, str]:
+        """Hashes of the files that a cell's samples come from, by path; a cell is measured again if they change."""
+        return {}
+
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Rows that follow from the rows of all cells of one model; none by default."""
         return []
+
+    def pictures(self, rows: Sequence[Row]) -> dict[str, Figure]:
+        """Pictures of the rows of all models, by name, beside those that every task has; none by default."""
+        return {}
 
 
 def proportion(correct: int, count: int) -> Row:

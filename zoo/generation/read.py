@@ -9,11 +9,17 @@ from torch import Tensor
 from zoo.lm.model import LanguageModel
 from zoo.lm.states import join_states
 
-AT_ONCE = 16_384  # tokens in one call of the model, over all sequences
+# tokens in one call of the model, over all sequences: enough to keep the device busy
+AT_ONCE = {"cpu": 2048, "cuda": 16_384}
+
+
+def at_once(device: torch.device) -> int:
+    """How many tokens to read in one call of a model on a device."""
+    return AT_ONCE.get(device.type, AT_ONCE["cpu"])
 
 
 @torch.no_grad()
-def read(model: LanguageModel, prompts: Sequence[Tensor], at_once: int = AT_ONCE) -> tuple[Tensor, tuple[object, ...]]:
+def read(model: LanguageModel, prompts: Sequence[Tensor]) -> tuple[Tensor, tuple[object, ...]]:
     """Read prompts, each from its beginning.
 
     Prompts of the same length are read as a batch, those of different lengths packed into one row if they fit, and
@@ -22,26 +28,25 @@ def read(model: LanguageModel, prompts: Sequence[Tensor], at_once: int = AT_ONCE
     Args:
         model: A language model.
         prompts: B vectors [P_i] of tokens, P_i ≥ 1.
-        at_once: Number of tokens in one call of the model.
 
     Returns:
         Logits after each prompt [B,vocab_size], and the state of all sequences.
     """
     lengths = [len(prompt) for prompt in prompts]
     if len(set(lengths)) == 1:
-        return _together(model, torch.stack(list(prompts)), at_once)
-    if sum(lengths) <= at_once:
+        return _together(model, torch.stack(list(prompts)))
+    if sum(lengths) <= at_once(prompts[0].device):
         ends = torch.tensor([0, *itertools.accumulate(lengths)], device=prompts[0].device)
         x, state = model.last_hidden(torch.cat(list(prompts))[None], model.init_state(len(prompts)), cu_seqlens=ends)
         assert state is not None
         return model.logits(x[0, ends[1:] - 1]), state
-    logits, states = zip(*(_together(model, prompt[None], at_once) for prompt in prompts), strict=True)
+    logits, states = zip(*(_together(model, prompt[None]) for prompt in prompts), strict=True)
     return torch.cat(logits), join_states(states)
 
 
-def _together(model: LanguageModel, prompts: Tensor, at_once: int) -> tuple[Tensor, tuple[object, ...]]:
+def _together(model: LanguageModel, prompts: Tensor) -> tuple[Tensor, tuple[object, ...]]:
     """Logits after prompts [B,P], and the state."""
     state = model.init_state(len(prompts))
-    for piece in prompts.split(max(1, at_once // len(prompts)), dim=1):
+    for piece in prompts.split(max(1, at_once(prompts.device) // len(prompts)), dim=1):
         x, state = model.last_hidden(piece, state)  # type: ignore[assignment]
     return model.logits(x[:, -1]), state

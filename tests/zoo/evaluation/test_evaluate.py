@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def test_rows_table_and_pictures(done: str, command: Command, desk: Path) -> Non
         "perplexity-position.svg",
     }
     lines = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    assert [line["what"]["cell"] for line in lines] == [{"length": 32}, {"length": 96}]
+    assert [line["what"]["cell"] for line in lines] == [{"length": 32, "tokens": 384}, {"length": 96, "tokens": 384}]
     for line in lines:
         assert line["what"]["checkpoint_xxh3_128"] == line["checkpoint_xxh3_128"]
         assert {"torch", "device", "seconds", "parameters", "model"} <= line.keys()
@@ -72,7 +73,7 @@ def test_several_models_side_by_side_and_nothing_measured_twice(
     arguments = ["--checkpoint", done, "--checkpoint", "copy", "--tasks=perplexity", "--lengths=[32,96]", "--samples=4"]
     found = command("evaluate", *arguments, "--output=both", "--device=cpu")
     assert found.code == 0, found.err
-    assert measured[2:] == [("copy", {"length": 32}), ("copy", {"length": 96})]
+    assert [(name, cell["length"]) for name, cell in measured[2:]] == [("copy", 32), ("copy", 96)]
     lines = [json.loads(line) for line in Path("both/rows.jsonl").read_text().splitlines()]
     assert len(lines) == 4
     assert [line["rows"] for line in lines[:2]] == [
@@ -81,6 +82,21 @@ def test_several_models_side_by_side_and_nothing_measured_twice(
     ]
     # the same weights in another file: another checkpoint with the same numbers
     assert [row["value"] for row in lines[2]["rows"]] == pytest.approx([row["value"] for row in lines[0]["rows"]])
+
+
+def test_a_cell_counts_whatever_else_was_evaluated(done: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
+    monkeypatch.setattr(Perplexity, "run", lambda *given: pytest.fail("it was measured again"))
+    assert zoo.evaluate(done, **{**OPTIONS, "lengths": [96]}, output="out", verbose=False) == both[2:]
+
+
+def test_a_pattern_stands_for_its_checkpoints(done: str, desk: Path) -> None:
+    for name in ("mixer=a,seed=0", "mixer=b,seed=0"):
+        shutil.copytree(done, desk / "runs" / name)
+    rows = zoo.evaluate("runs/mixer=*", **OPTIONS, output="out", verbose=False)
+    assert list(dict.fromkeys(row["model"] for row in rows)) == ["mixer=a,seed=0", "mixer=b,seed=0"]
+    with pytest.raises(UserError, match="checkpoint: nothing matches runs/other"):
+        zoo.evaluate("runs/other*", **OPTIONS)
 
 
 def test_the_list_of_tasks(command: Command) -> None:

@@ -4,12 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mixers import GatedDeltaNet, SlidingWindowAttention
 from tests.zoo.tiny import ByteTokenizer
 from zoo.data import NO_LOSS, Batch
-from zoo.evaluation import loaded
 from zoo.evaluation.loaded import LoadedModel
+from zoo.generation.read import AT_ONCE
 from zoo.lm import H1, LanguageModel
 
 STACK = H1(GatedDeltaNet, partial(SlidingWindowAttention, window_size=8))
@@ -40,7 +42,7 @@ def direct(model: LanguageModel, context: list[int], continuation: list[int]) ->
 def test_log_likelihoods(
     model: LanguageModel, batch_tokens: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loaded, "AT_ONCE", at_once)
+    monkeypatch.setitem(AT_ONCE, "cpu", at_once)
     subject = LoadedModel("tiny", model, ByteTokenizer(), batch_tokens=batch_tokens)
     requests = [
         (tokens(length, length), tokens(answer, answer)) for length, answer in ((1, 1), (30, 4), (5, 9), (12, 1))
@@ -91,3 +93,31 @@ def test_label_scores_of_packed_documents(model: LanguageModel) -> None:
         torch.testing.assert_close(losses[:, start:end], subject.label_scores(part).losses, rtol=1e-4, atol=1e-4)
     assert losses[0, 10] == 0
     assert not correct[0, 10]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("what", ["scores", "prompts"])
+def test_memory_does_not_grow_with_the_length(model: LanguageModel, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AT_ONCE, "cpu", 256)
+    subject, largest = LoadedModel("tiny", model, ByteTokenizer()), []
+    for length in (512, 4096):
+        ids = torch.tensor([tokens(length)])
+        with Largest() as found:
+            if what == "scores":
+                subject.label_scores(Batch(ids, ids))
+            else:
+                subject.continuations(ids.tolist(), 2)
+        largest.append(found.numel)
+    assert largest[0] == largest[1] < 257 * 512  # no logits of all tokens

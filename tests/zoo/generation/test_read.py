@@ -5,7 +5,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from mixers import Expanded, GatedDeltaNet, Mamba2, SlidingWindowAttention, SoftmaxAttention
-from zoo.generation.read import read
+from zoo.generation.read import AT_ONCE, read
 from zoo.lm import H2, LanguageModel, Uniform
 
 HYBRID = H2(Mamba2, partial(Expanded, mixer=GatedDeltaNet, factor=2), partial(SlidingWindowAttention, window_size=8))
@@ -19,9 +19,12 @@ def model(request: pytest.FixtureRequest) -> LanguageModel:
 
 @pytest.mark.parametrize("lengths", [[40, 40, 40], [40, 3, 17]], ids=["equal", "different"])
 @pytest.mark.parametrize("at_once", [16_384, 60, 9])
-def test_pieces_make_no_difference(model: LanguageModel, lengths: list[int], at_once: int):
+def test_pieces_make_no_difference(
+    model: LanguageModel, lengths: list[int], at_once: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(AT_ONCE, "cpu", at_once)
     prompts = [torch.randint(50, (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
-    logits, state = read(model, prompts, at_once)
+    logits, state = read(model, prompts)
     for row, prompt in enumerate(prompts):
         with torch.no_grad():
             alone, _ = model(prompt[None])
@@ -36,6 +39,7 @@ def test_pieces_make_no_difference(model: LanguageModel, lengths: list[int], at_
 
 
 def test_the_model_never_sees_more_tokens_at_once(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(AT_ONCE, "cpu", 64)
     sizes = []
     last_hidden = model.last_hidden
     monkeypatch.setattr(
@@ -43,7 +47,7 @@ def test_the_model_never_sees_more_tokens_at_once(model: LanguageModel, monkeypa
         "last_hidden",
         lambda tokens, *given, **more: sizes.append(tokens.numel()) or last_hidden(tokens, *given, **more),
     )
-    logits, state = read(model, [torch.ones(1000, dtype=torch.int64)] * 2, at_once=64)
+    logits, state = read(model, [torch.ones(1000, dtype=torch.int64)] * 2)
     assert max(sizes) <= 64
     assert sum(sizes) == 2000
     assert logits.shape == (2, 50)

@@ -1,17 +1,30 @@
 """Documents that train recall: needles in text, in noise and among other needles, with questions and answers."""
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 from zoo.data.synthetic.recall import number_of
-from zoo.data.text.needles import KEYS, NOISE, NUMBERS, PASSKEY, RECORDS, UUIDS, Needle, draw_needles, mentions
+from zoo.data.text.needles import (
+    EASY,
+    KEYS,
+    NOISE,
+    NUMBERS,
+    PASSKEY,
+    RECORDS,
+    STANDARD,
+    UUIDS,
+    Needle,
+    draw_needles,
+    mentions,
+)
 
 FORMAT = 1  # of the documents; goes up when they change
 SHORTEST = 200  # characters of haystack
 LONGEST = 2000  # characters of haystack, unless the path of the source says otherwise
 _QUESTIONS = 4  # at most, for each document
+_WORDINGS = (NUMBERS, NUMBERS, UUIDS, EASY, STANDARD)
 
 
 def needle_documents(sentences: Sequence[str], longest: int = LONGEST) -> Iterator[str]:
@@ -25,29 +38,27 @@ def needle_documents(sentences: Sequence[str], longest: int = LONGEST) -> Iterat
         sentences: Sentences of text for the haystack.
         longest: Characters of the longest haystack, at least 200.
     """
-    number = 0
-    while True:
+    for number in itertools.count():
         yield _document(random.Random(number_of("needle documents", number)), sentences, longest)
-        number += 1
 
 
 def _document(rng: random.Random, sentences: Sequence[str], longest: int) -> str:
     size = int(math.exp(rng.uniform(math.log(SHORTEST), math.log(longest + 1))))
     style = rng.choice(("records", "needles", "noise", "text", "passkey"))
-    wording = {"records": RECORDS, "passkey": PASSKEY}.get(style) or rng.choice((NUMBERS, NUMBERS, NUMBERS, UUIDS))
+    wording = {"records": RECORDS, "passkey": PASSKEY}.get(style) or rng.choice(_WORDINGS)
     packed = style in ("records", "needles")  # there is nothing but needles
     if packed:
         example = next(draw_needles(rng, wording.kind, "training"))
         count = min(max(size // len(wording.state(example)), 1), KEYS)
     else:
         count = 1 if style == "passkey" else rng.randint(1, _QUESTIONS)
-    needles = list(islice(draw_needles(rng, wording.kind, "training"), count))
+    needles = list(itertools.islice(draw_needles(rng, wording.kind, "training"), count))
     separator = " " if style == "text" else "\n"
     filler = [] if packed else _filler(rng, sentences if style == "text" else [NOISE], size, needles)
     for needle in needles:
         filler.insert(rng.randint(0, len(filler)), wording.state(needle))
     asked = rng.sample(needles, min(count, _QUESTIONS))
-    answers = [f"{wording.ask(needle)} {needle.value}." for needle in asked]
+    answers = [wording.ask(needle) + wording.reply(needle) for needle in asked]
     return wording.head + separator.join(filler) + "".join(answers)
 
 

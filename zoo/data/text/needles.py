@@ -37,13 +37,15 @@ class Wording:
         kind: The kind of the values.
         head: What comes before the haystack.
         fact: The sentence in the haystack.
-        question: What comes after the haystack, up to the value.
+        question: What comes after the haystack.
+        answer: What goes on from there.
     """
 
     kind: Kind
     head: str
     fact: str
     question: str
+    answer: str = " {value}."
 
     def state(self, needle: Needle) -> str:
         """The sentence that states a needle."""
@@ -52,6 +54,10 @@ class Wording:
     def ask(self, needle: Needle) -> str:
         """The question for a needle, without the answer."""
         return self.question.format(key=needle.key)
+
+    def reply(self, needle: Needle) -> str:
+        """The answer to the question for a needle."""
+        return self.answer.format(key=needle.key, value=needle.value)
 
 
 def _ruler(kind: Kind) -> Wording:
@@ -79,6 +85,7 @@ EASY = Wording(
     "",
     "What is the special magic number for {key}? The special magic number for {key} is {value}.",
     "\nWhat is the special magic number for {key}?",
+    " The special magic number for {key} is {value}.",
 )
 STANDARD = replace(EASY, fact="The special magic number for {key} is {value}.")
 RECORDS = Wording("number", "", "{key}: {value}", "\nWhat is the value of {key}? The value of {key} is")

@@ -47,19 +47,21 @@ class Perplexity(Task):
         if subject.tokenizer is None:
             raise UserError(f"{self.name}: {subject.name} was saved without a tokenizer; it cannot read text")
         longest = max(self.lengths)
-        if (size := len(self._stream(subject.tokenizer, longest + 1))) <= longest:
+        size = len(self._stream(subject.tokenizer, (self.options.samples or SAMPLES) * longest + 1))
+        if size <= longest:
             raise UserError(
                 f"lengths: {longest} tokens are more than the {size} of held-out text in {self.corpus}; name more text "
                 "by --haystack"
             )
-        return [{"length": length} for length in self.lengths]
+        samples = min(self.options.samples or SAMPLES, (size - 1) // longest)
+        return [{"length": length, "tokens": samples * longest} for length in self.lengths]
 
     def run(self, subject: Subject, cell: Cell) -> list[Row]:
         """The perplexity of the windows of one length, and their loss by position."""
         assert subject.tokenizer is not None
-        length, longest = cell["length"], max(self.lengths)
-        stream = self._stream(subject.tokenizer, (self.options.samples or SAMPLES) * longest + 1)
-        number = min((self.options.samples or SAMPLES), (len(stream) - 1) // longest) * longest // length
+        length = cell["length"]
+        number = cell["tokens"] // length
+        stream = self._stream(subject.tokenizer, cell["tokens"] + 1)
         windows = stream[: number * length].view(number, length), stream[1 : number * length + 1].view(number, length)
         rows = max(1, 16_384 // length)
         losses = torch.cat(
@@ -89,12 +91,12 @@ class Perplexity(Task):
         return found
 
     def _stream(self, tokenizer: Tokenizer, size: int) -> Tensor:
-        """The first tokens of the held-out text, at least `size` unless there are fewer."""
+        """The first `size` tokens of the held-out text, or all of them."""
         known = self._streams.get(tokenizer.hash)
         if known is None or len(known) < size:
-            known = torch.tensor(list(itertools.islice(self._tokens(tokenizer), 2 * size)))
+            known = torch.tensor(list(itertools.islice(self._tokens(tokenizer), size)))
             self._streams[tokenizer.hash] = known
-        return known
+        return known[:size]
 
     def _tokens(self, tokenizer: Tokenizer) -> Iterator[int]:
         split = SplitByContent(self.corpus, HELD_OUT)

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
+from zoo.evaluation.report import COLOURS, MARKERS, blank
 from zoo.evaluation.subject import Subject
 from zoo.evaluation.task import Cell, Row
 from zoo.evaluation.tasks.needles import SingleNeedle3
@@ -37,6 +40,30 @@ class StateRecall(SingleNeedle3):
             }
             for threshold, length in longest.items()
         ]
+
+    def pictures(self, rows: Sequence[Row]) -> dict[str, Figure]:
+        """The longest context over the size of the state, a point for each model, with a line for each threshold."""
+        points = [row for row in rows if "threshold" in row]
+        if len({row["model"] for row in points}) < 2:
+            return {}
+        picture = blank(6.5, 4)
+        panel = picture.add_subplot(xlabel="size of the state (numbers)", ylabel="longest context (tokens)")
+        for threshold, colour, marker in zip(THRESHOLDS, COLOURS, MARKERS, strict=False):
+            own = [(row["state_size"], row["value"]) for row in points if row["threshold"] == threshold]
+            line, label = trend(own), f"recall ≥ {threshold}"
+            if line is not None:
+                label += f" (R² = {line.r_squared:.2f})"
+                ends = np.array([min(own)[0], max(own)[0]])
+                panel.plot(ends, line.slope * ends + line.intercept, color=colour, alpha=0.6)
+            panel.plot(*zip(*own, strict=True), marker, color=colour, markersize=6, label=label)
+        for row in points:
+            if row["threshold"] == THRESHOLDS[0]:
+                place = (row["state_size"], row["value"])
+                panel.annotate(row["model"], place, (4, 4), textcoords="offset points", fontsize="x-small")
+        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+        panel.grid(alpha=0.3)
+        picture.legend(loc="outside right upper", fontsize="small", frameon=False)
+        return {f"{self.name}-trend": picture}
 
 
 def longest_context(recall: dict[int, float], threshold: float) -> int:

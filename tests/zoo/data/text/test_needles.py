@@ -13,8 +13,6 @@ from zoo.data import Corpus, MixedText, Source
 from zoo.data.text.needles import KEYS, draw_needles
 from zoo.data.text.sentences import LONGEST, sentences
 
-ANSWER = re.compile(r"(?:is|:) (\d{7}|\d{5}|[0-9a-f-]{36})\.?$")
-
 
 def some(number: int, path: str = "synthetic:needles") -> list[str]:
     return list(islice(Corpus(path), number))
@@ -29,23 +27,19 @@ def test_documents_are_the_same_each_time_and_as_many_as_fit():
     assert documents[: len(cut) - 1] == cut[:-1]
 
 
-def test_each_question_is_answered_by_a_needle_and_by_nothing_else():
-    styles, questions = set(), 0
+def test_the_last_answer_is_in_its_needle_and_nowhere_else():
+    styles = set()
     for document in some(300):
-        context, *asked = document.split("\nWhat is the ")
-        questions += len(asked)
-        marks = ("value of", "pass key is", "uuid", "The grass")
-        styles.add(next((mark for mark in marks if mark in document), None))
-        for question in asked:
-            (value,) = ANSWER.findall(question)
-            assert "".join(asked).count(value) == 1
-            if "pass key is" in question:
-                assert context.count(value) == context.count(f"The pass key is {value}. ") + 1 == 2
-            else:
-                (key,) = set(re.findall(r"(?:for|of) ([a-z]+-[a-z]+)", question))
-                assert context.count(value) == len(re.findall(rf"{key}(?: is)?: {value}", context)) == 1
-    assert styles == {"value of", "pass key is", "uuid", "The grass", None}
-    assert questions > 400
+        context, _, question = document.rpartition("\n")
+        (value,) = re.findall(r" is (\d{7}|\d{5}|[0-9a-f-]{36})\.$", question)
+        marks = ("value of", "pass key is", "uuid", "The grass", "One of", "is: ", "number for")
+        styles.add(next(mark for mark in marks if mark in document))
+        if "pass key" in question:
+            assert context.count(value) == context.count(f"The pass key is {value}. ") + 1 == 2
+        else:
+            (key,) = set(re.findall(r"(?:for|of) ([a-z]+-[a-z]+)", question))
+            assert context.count(value) == len(re.findall(rf"{key}(?: is)?:? {value}", context)) == 1
+    assert styles == {"value of", "pass key is", "uuid", "The grass", "One of", "number for"}
 
 
 def test_haystacks_have_the_length_that_the_path_says():

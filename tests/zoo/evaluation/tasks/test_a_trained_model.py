@@ -22,7 +22,7 @@ def document(number: int) -> str:
     needle = next(draw_needles(rng, "passkey", "training"))
     lines = [NOISE] * rng.randrange(3)
     lines.insert(rng.randint(0, len(lines)), PASSKEY.state(needle))
-    return "\n".join(lines) + f"{PASSKEY.ask(needle)} {needle.value}."
+    return "\n".join(lines) + PASSKEY.ask(needle) + PASSKEY.reply(needle)
 
 
 @pytest.mark.slow

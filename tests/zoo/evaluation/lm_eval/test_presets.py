@@ -1,0 +1,73 @@
+"""Presets name tasks and metrics that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kernels import UserError
+from tests.commands import Command
+from tests.zoo.evaluation.lm_eval.conftest import Answering
+from zoo.evaluation.catalogue import tasks_of
+from zoo.evaluation.lm_eval.catalogue import CATALOGUE, MISSING
+from zoo.evaluation.lm_eval.presets import PRESETS, Column
+from zoo.evaluation.task import Options
+from zoo.evaluation.tasks import TASKS
+
+pytest_plugins = "tests.desk"
+COLUMNS = {(column.task, column.metric): column for preset in PRESETS.values() for column in preset.columns}
+
+
+@pytest.mark.parametrize("column", COLUMNS.values(), ids=lambda column: f"{column.task}-{column.metric}")
+def test_presets_name_only_tasks_that_exist(column: Column) -> None:
+    prefix, slash, name = column.task.partition("/")
+    if not slash:
+        assert prefix in TASKS
+        return
+    assert prefix == "lm_eval"
+    name = name.partition("@")[0]
+    assert name in CATALOGUE
+
+    from zoo.evaluation.lm_eval import building
+
+    config = building.manager(name).task_index[name].cfg
+    metrics = {metric["metric"] for metric in config.get("metric_list", [{"metric": "contains"}])}
+    assert column.metric in metrics
+
+
+def test_a_preset_has_the_lengths_and_samples_of_its_paper() -> None:
+    choices = dict(PRESETS["statex/table5"].choices(Options(seed=3)))
+    assert choices["passkey"] == Options(lengths=(4096, 8192, 16384, 32768, 65536), samples=256, seed=3)
+    choices = dict(PRESETS["statex/table5"].choices(Options(lengths=(128,), samples=2)))
+    assert choices["passkey"] == Options(lengths=(128,), samples=2)
+
+
+def test_presets_run_their_tasks() -> None:
+    tasks = tasks_of(["state_expansion/table11", "lm_eval/piqa"], Options(data="folder"))
+    assert [task.name for task in tasks] == [
+        "lm_eval/fda",
+        "lm_eval/swde",
+        "lm_eval/squad_cloze",
+        "lm_eval/piqa",
+    ]
+    assert [task.options.lengths for task in tasks] == [(2048,)] * 3 + [None]
+    with pytest.raises(UserError, match="tasks: lm_eval/fda is wanted at different lengths"):
+        tasks_of(["state_expansion/table4", "state_expansion/table11"], Options())
+
+
+def test_the_list_of_tasks_has_them(command: Command) -> None:
+    found = command("evaluate", "--tasks=list")
+    assert found.code == 0, found.err
+    assert all(name in found.out for name in (*PRESETS, "lm_eval/piqa", "lm_eval/nq_cloze_twice", "lm_eval/NAME"))
+    assert "data: piqa.jsonl (baber/piqa, validation)" in found.out
+
+
+def test_what_lm_eval_lacks_is_said() -> None:
+    assert not set(MISSING) & {column.task for column in COLUMNS.values()}
+    assert all(name in PRESETS["statex/table3"].measures for name in MISSING)
+
+
+def test_a_whole_preset_says_first_what_is_missing(tmp_path: Path) -> None:
+    for task in tasks_of(["gated_deltanet/table3"], Options(data=str(tmp_path))):
+        with pytest.raises(UserError, match=re.escape(f"there is no {tmp_path}/")):
+            task.cells(Answering())

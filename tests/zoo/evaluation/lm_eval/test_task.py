@@ -1,0 +1,279 @@
+"""lm-eval's tasks from a folder of files: what they ask, how they are scored, and what is missing."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import zoo
+from kernels import UserError
+from tests.commands import ROOT
+from tests.zoo.evaluation.lm_eval.conftest import Answering
+from zoo.data import Tokenizer
+from zoo.evaluation.lm_eval.catalogue import CATALOGUE, CLOZE, RULER
+from zoo.evaluation.lm_eval.task import lm_eval_task
+from zoo.evaluation.task import Options, Row
+
+pytest_plugins = "tests.desk"
+Write = Callable[..., Path]
+PIQA = {"goal": "Open a jar", "sol1": "Turn the lid", "sol2": "Smash it", "label": 0}
+FILLER = "The file is long and says little of use. " * 20
+CLOZE_DOCUMENTS = {
+    "fda": {"text": f"{FILLER}Size: Forty-Two mm. {FILLER}Size:", "key": "Size", "value": "forty-two"},
+    "swde": {"text": f"{FILLER}Size: Forty-Two mm. {FILLER}Size:", "key": "Size", "value": "forty-two"},
+    "squad_cloze": {
+        "context": f"{FILLER}It measures forty-two. {FILLER}",
+        "question": "How large is it?",
+        "text": f"{FILLER}It measures forty-two. {FILLER} It measures",
+        "value": "forty-two",
+    },
+}
+APART = {
+    "context": f"[PAR] {FILLER}It measures forty-two. {FILLER}",
+    "question": "It measures",
+    "answers": ["42", "Forty-Two"],
+}
+CLOZE_DOCUMENTS |= dict.fromkeys(("triviaqa_cloze", "nq_cloze", "drop_cloze"), APART)
+
+
+def run(name: str, subject: Answering, folder: Path | str | None, **options: object) -> list[Row]:
+    task = lm_eval_task(name)(Options(data=folder and str(folder), **options))
+    return [row for cell in task.cells(subject) for row in task.run(subject, cell)]
+
+
+@pytest.mark.parametrize("name", CLOZE)
+@pytest.mark.parametrize("twice", [False, True])
+def test_cloze_questions(name: str, twice: bool, data: Write) -> None:
+    folder = data(f"{CATALOGUE[name].file or name}.jsonl", CLOZE_DOCUMENTS[name])
+    reads, guesses = Answering(lambda prompt: " FORTY-TWO or so\nforty"), Answering(lambda prompt: " 41\nforty-two")
+    for subject, value in ((reads, 1), (guesses, 0)):
+        (row,) = run(f"{name}{'_twice' * twice}", subject, folder)
+        assert (row["metric"], row["value"], row["count"]) == ("contains", value, 1)
+    (prompt,) = reads.prompts
+    assert prompt.lower().count("forty-two") == prompt.count(FILLER.strip()) / 2 == 1 + twice
+    assert prompt.endswith(("Size:", "It measures"))
+    assert "[PAR]" not in prompt
+    if twice:
+        half = len(prompt) // 2
+        assert prompt == f"{prompt[:half]}\n{prompt[:half]}"
+
+
+@pytest.mark.parametrize("name", CLOZE)
+def test_documents_are_cut_around_the_answer(name: str, data: Write, tokenizer: Tokenizer) -> None:
+    folder = data(f"{CATALOGUE[name].file or name}.jsonl", CLOZE_DOCUMENTS[name])
+    for variant in (name, f"{name}_twice"):
+        subject = Answering(lambda prompt: "forty-two")
+        subject.tokenizer = tokenizer
+        (row,) = run(variant, subject, folder, lengths=(300,))
+        assert row["length"] == 300
+        (prompt,) = subject.prompts
+        assert 200 < len(tokenizer.encode(prompt)) <= 300 - 48
+        assert prompt.lower().count("forty-two") == 1 + variant.endswith("_twice")
+        assert prompt.endswith(("Size:", "It measures"))
+
+
+def test_scrolls_and_longbench_are_scored_without_a_download(data: Write) -> None:
+    question = {"id": "1", "pid": "1_0", "input": "Who is it?\n\nSome text."}
+    folder = data("scrolls_narrativeqa.jsonl", {**question, "output": "the cat"}, {**question, "output": "a green cat"})
+    says = Answering(lambda prompt: " Green cat.\n")
+    (row,) = run("scrolls_narrativeqa", says, folder)
+    assert (row["metric"], row["value"], row["count"]) == ("f1", pytest.approx(100), 1)
+    assert says.prompts == ["Some text.\n\nQuestion: Who is it?\nAnswer:"]
+
+    data("scrolls_qasper.jsonl", {**question, "output": "No"}, {**question, "id": "2", "output": "Unanswerable"})
+    nothing = Answering(lambda prompt: "\n")
+    (row,) = run("scrolls_qasper", nothing, folder)  # " no" has fewer bytes than " yes", and is likelier here
+    assert (row["value"], len(nothing.requests), len(nothing.prompts)) == (100, 2, 1)
+
+    data("scrolls_govreport.jsonl", {"id": "1", "pid": "1_0", "input": "Report", "output": "a b c d"})
+    rows = {row["metric"]: row["value"] for row in run("scrolls_govreport", Answering(lambda p: "a b d"), folder)}
+    assert rows == {"rouge1": pytest.approx(600 / 7), "rouge2": pytest.approx(40), "rougeL": pytest.approx(600 / 7)}
+
+    choices = "Who?\n\n (A) it was one\n (B) two\n (C) three \n (D) four\n\nSome text"
+    data("scrolls_quality.jsonl", {"id": "1", "pid": "1_0", "input": choices, "output": "two"})
+    rows = {row["metric"]: row["value"] for row in run("scrolls_quality", says, folder)}
+    assert rows == {"acc": 1, "acc_norm": 0}  # shortest answers are likeliest here, and the second a byte more each
+
+    data("longbench_hotpotqa.jsonl", {"context": "c", "question": "q", "input": "q", "answers": ["green cat"]})
+    rows = {row["metric"]: row["value"] for row in run("longbench_hotpotqa", says, folder)}
+    assert rows["score"] == pytest.approx(1)
+
+
+def test_babilong_has_documents_for_each_length(data: Write) -> None:
+    doc = {"input": "Mary is in the garden.", "question": "Where is Mary?", "target": "garden"}
+    folder = data("babilong_qa1/0k.jsonl", doc)
+    data("babilong_qa1/2k.jsonl", {**doc, "input": "Mary is far away."}, doc)
+    asked = Answering(lambda prompt: "In the garden" if "in the garden" in prompt else "Far away")
+    rows = run("babilong_qa1", asked, folder) + run("babilong_qa1", asked, folder, lengths=(2048,))
+    assert [(row["length"], row["value"], row["count"]) for row in rows] == [(0, 1, 1), (2048, 0.5, 2)]
+    with pytest.raises(UserError, match="lengths: BABILong has no 100; its lengths are 0, 1024, 2048"):
+        run("babilong_qa1", asked, folder, lengths=(100,))
+
+
+def test_examples_come_from_another_split(data: Write) -> None:
+    def doc(number: int) -> dict:
+        choices = {"text": list("vwxyz"), "label": list("ABCDE")}
+        return {"question": f"question {number}?", "choices": choices, "answerKey": "A"}
+
+    folder = data("commonsense_qa/validation.jsonl", doc(100), doc(101))
+    data("commonsense_qa/train.jsonl", *map(doc, range(20)))
+    asked = [Answering(), Answering(), Answering()]
+    for subject, seed in zip(asked, (0, 0, 1), strict=True):
+        run("commonsense_qa@8", subject, folder, seed=seed)
+    prompts = [[bytes(context).decode() for context, _ in subject.requests] for subject in asked]
+    assert {len(set(re.findall(r"question (\d+)\?", prompt))) for prompt in prompts[0]} == {9}
+    assert prompts[0] == prompts[1] != prompts[2]
+    run("commonsense_qa", asked[0], folder)
+    assert bytes(asked[0].requests[-1][0]).decode().count("question") == 1
+
+
+def test_samples_and_parquet(data: Write) -> None:
+    import datasets
+
+    folder = data("other.jsonl")
+    datasets.Dataset.from_list([PIQA] * 7).to_parquet(folder / "piqa.parquet")
+    assert {row["count"] for row in run("piqa", Answering(), folder, samples=3)} == {3}
+    assert {row["count"] for row in run("piqa", Answering(), folder)} == {7}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("piqa", "data: there is no {0}/piqa.jsonl (nor .parquet, .json, nor a folder piqa with a file for each split)"
+         "; it must hold baber/piqa"),
+        ("fda", "data: there is no {0}/fda.jsonl (nor .parquet, .json, nor a folder fda with a file for each split)"
+         "; it must hold hazyresearch/based-fda (default)"),
+        ("nq_cloze_twice", "data: there is no {0}/nq_cloze.jsonl "),
+        ("babilong_qa1", "data: there is no {0}/babilong_qa1/0k.jsonl "),
+        ("scrolls_qasper", "data: there is no {0}/scrolls_qasper.jsonl "),
+        ("arc_easy", "data: there is no {0}/arc_easy/test.jsonl (nor .parquet, .json); it must hold the split test of "
+         "allenai/ai2_arc (ARC-Easy)"),
+        ("hellaswag", "data: the documents of lm_eval/hellaswag in {0} lack what the data set has (KeyError"),
+        ("boolq", "data: {0}/boolq.jsonl cannot be read as documents: Expecting value"),
+        ("social_iqa", "data: {0}/social_iqa.jsonl holds no documents"),
+        ("openbookqa@2", "data: lm_eval/openbookqa with 2 examples takes them from another split, so it needs a folder "
+         "{0}/openbookqa with a file for each split, and not one file"),
+        ("piqa@two", "tasks: in lm_eval/piqa@two, 'two' should be the number of examples in each prompt"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_told_in_one_sentence(name: str, message: str, data: Write) -> None:
+    folder = data("hellaswag.jsonl", PIQA)
+    data("arc_easy/train.jsonl", {"question": "q"})
+    data("social_iqa.jsonl")
+    (folder / "boolq.jsonl").write_text("no JSON\n")
+    choices = {"text": ["a", "b"], "label": ["A", "B"]}
+    data("openbookqa.jsonl", {"question_stem": "s", "choices": choices, "answerKey": "A"})
+    with pytest.raises(UserError, match=re.escape(message.format(folder))) as error:
+        lm_eval_task(name)(Options(data=str(folder))).cells(Answering())
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_folder_the_data_set_is_named() -> None:
+    message = r"data: lm_eval/wic needs a folder with wic\.jsonl, which holds aps/super_glue \(wic\), validation.*=hub"
+    with pytest.raises(UserError, match=message):
+        lm_eval_task("wic")(Options()).cells(Answering())
+
+
+def test_a_model_without_a_tokenizer_is_refused(data: Write) -> None:
+    subject = Answering()
+    subject.tokenizer = None
+    with pytest.raises(UserError, match="lm_eval/piqa: needs a tokenizer"):
+        lm_eval_task("piqa")(Options(data=str(data("piqa.jsonl", PIQA)))).cells(subject)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_catalogue_says_where_tasks_and_data_are(name: str) -> None:
+    """That the task is in this folder, with this data set."""
+    from zoo.evaluation.lm_eval import building
+
+    listed = CATALOGUE[name]
+    config = building.manager(name).task_index[name].cfg
+    if source := config.get("dataset_path"):
+        assert listed.source.startswith(source)
+        if (part := config.get("dataset_name")) and source != "RMT-team/babilong-1k-samples":
+            assert f"({part})" in listed.source
+    for key in ("test_split", "validation_split"):
+        if (split := config.get(key)) and name not in RULER:  # its prompts are generated
+            assert split in listed.source
+            break
+
+
+def test_without_lm_eval_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
+    with pytest.raises(UserError, match=r"lm_eval/piqa: needs lm-eval; pip install 'token-mixer-zoo\[eval\]'"):
+        lm_eval_task("piqa")(Options())
+
+
+def test_evaluate_over_a_folder(finished: Path, desk: Path, data: Write) -> None:
+    """A cell on record is measured again only if its file has changed."""
+    counts = []
+    for documents in (4, 4, 2):
+        folder = data("piqa.jsonl", *[PIQA] * documents)
+        checkpoint = finished / "runs" / "done"
+        rows = zoo.evaluate(checkpoint, "lm_eval/piqa", data=str(folder), samples=3, device="cpu", verbose=False)
+        assert [(row["model"], row["task"], row["metric"]) for row in rows] == [
+            ("done", "lm_eval/piqa", metric) for metric in ("acc", "acc_norm")
+        ]
+        assert rows[0]["shots"] == 0
+        assert {"lm_eval", "version"} <= rows[0].keys()
+        counts.append((rows[0]["count"], len((desk / "evaluations/done/rows.jsonl").read_text().splitlines())))
+    assert counts == [(3, 1), (3, 1), (2, 2)]
+
+
+@pytest.mark.slow  # reads lm-eval's whole index
+def test_groups_tags_and_unknown_tasks(data: Write) -> None:
+    question = {"question": "q", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}
+    folder = data("arc_easy.jsonl", question)
+    data("arc_challenge.jsonl", question)
+    rows = run("ai2_arc", Answering(), folder)
+    assert {row["subtask"] for row in rows} == {"arc_easy", "arc_challenge"}
+    with pytest.raises(UserError, match="tasks: lm-eval has no task 'hellaswig'; did you mean 'hellaswag'"):
+        run("hellaswig", Answering(), folder)
+
+
+@pytest.mark.slow  # RULER sorts 20 million words first
+def test_ruler_generates_its_prompts(tokenizer: Tokenizer) -> None:
+    def oracle(prompt: str) -> str:
+        return re.findall(r"is: (\d{7})\.", prompt)[0]
+
+    for answer, value in ((oracle, 1), (lambda prompt: "1234567", 0)):
+        subject = Answering(answer)
+        subject.tokenizer = tokenizer
+        rows = run("niah_single_1", subject, None, lengths=(512, 1024), samples=5)
+        assert [(row["length"], row["metric"], row["value"], row["count"]) for row in rows] == [
+            (512, "accuracy", value, 5),
+            (1024, "accuracy", value, 5),
+        ]
+        lengths = [len(tokenizer.encode(prompt)) for prompt in subject.prompts]
+        assert max(lengths[:5]) <= 512 < min(lengths[5:]) <= max(lengths[5:]) <= 1024
+
+
+@pytest.mark.slow  # reads lm-eval's whole index
+def test_lm_evals_own_command_line(finished: Path, data: Write, tmp_path: Path) -> None:
+    folder = data("jars.jsonl", *[PIQA] * 2)
+    (tmp_path / "jars.yaml").write_text(
+        f"task: jars\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / 'jars.jsonl'}}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: goal\ndoc_to_target: label\n"
+        "doc_to_choice: '{{[sol1, sol2]}}'\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    command = [sys.executable, "-m", "zoo.evaluation.lm_eval", "run", "--model", "zoo", "--tasks", "jars"]
+    command += ["--include_path", str(tmp_path), "--device", "cpu", "--model_args"]
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    for checkpoint, code in ((finished / "runs" / "done", 0), (tmp_path / "none", 2)):
+        done = subprocess.run(
+            [*command, f"checkpoint={checkpoint}"],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == code, done.stderr
+        if code == 0:
+            assert re.search(r"\|jars *\|.*acc", done.stdout)
+        else:
+            assert done.stderr.splitlines()[-1].startswith("error: checkpoint: there is nothing at")

@@ -1,0 +1,30 @@
+"""lm-eval's own command line with the model `zoo`.
+
+    python -m zoo.evaluation.lm_eval run --model zoo --model_args checkpoint=runs/first --tasks piqa
+
+It takes all of lm-eval's options. lm-eval 0.4.13 knows the models of its own package only, unless others are imported
+first, which is what this does.
+"""
+
+import sys
+
+from kernels import UserError
+
+
+def main() -> None:
+    """Run lm-eval; a user's mistake is told in one sentence, as in our own command line."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError:
+        sys.exit("error: lm_eval: is not installed; pip install 'token-mixer-zoo[eval]'")
+    import zoo.evaluation.lm_eval.checkpoint  # noqa: F401  registers the model
+
+    try:
+        cli_evaluate()
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""lm-eval's task objects by name, with data from a folder, or from the Hugging Face Hub if that is wanted."""
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jinja2
+import lm_eval.tasks
+import numpy as np
+from lightning.pytorch.utilities.seed import isolate_rng
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks import TaskManager
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo.data import Tokenizer
+from zoo.evaluation.lm_eval.catalogue import CATALOGUE
+from zoo.evaluation.lm_eval.local_data import reading_from
+from zoo.evaluation.lm_eval.quiet import quiet
+
+OWN = Path(__file__).parent / "tasks"
+HUB = "hub"  # as `data`: let lm-eval download
+THEIRS = Path(lm_eval.tasks.__file__).parent
+
+
+def names(name: str) -> list[str]:
+    """The tasks that a name of lm-eval stands for: itself, or the members of a group or tag.
+
+    Raises:
+        UserError: lm-eval has no such name, or it is a group that changes its tasks.
+    """
+    return list(_members(manager(name), name, name))
+
+
+def manager(name: str, metadata: dict[str, Any] | None = None) -> TaskManager:
+    """lm-eval's index of tasks, as far as it is needed for one of them."""
+    listed = CATALOGUE.get(name)
+    if listed is None and not name.startswith("ruler_"):
+        return _everything()
+    folder = THEIRS / "ruler" if listed is None else THEIRS / listed.folder if listed.folder else OWN
+    return TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
+
+
+@cache
+def _everything() -> TaskManager:
+    """The whole index: reading it takes ten seconds."""
+    return TaskManager()
+
+
+def _members(index: TaskManager, name: str, group: str) -> Iterator[str]:
+    entry = index.task_index.get(name)
+    if entry is None:
+        hint = did_you_mean(name, [*index.task_index, *CATALOGUE]) or "."
+        raise UserError(f"tasks: lm-eval has no task {name!r}{hint}")
+    if entry.kind.name == "TAG":
+        yield from sorted(entry.tags)
+    elif entry.kind.name == "GROUP":
+        for member in entry.cfg["task"]:
+            if not isinstance(member, str):
+                raise UserError(f"tasks: lm_eval/{group} is a group that changes its tasks; name them one by one")
+            yield from _members(index, member, group)
+    else:
+        yield name
+
+
+def build(name: str, data: str, file: str, seed: int, shots: int | None, metadata: dict[str, Any]) -> ConfigurableTask:
+    """One task of lm-eval, with its documents.
+
+    Args:
+        name: Of a single task.
+        data: The folder with its file (see `local_data`), or `hub`.
+        file: The file or folder there, without a suffix.
+        seed: Of the examples in prompts, and of generated documents.
+        shots: How many examples come before each question; None for the task's own number.
+        metadata: What lm-eval passes to tasks that generate their documents.
+
+    Raises:
+        UserError: The data is not there or does not fit, or the task cannot be done.
+    """
+    source: AbstractContextManager[None] = nullcontext()
+    if data != HUB:
+        source = reading_from(Path(data).expanduser(), file)
+    with quiet(), isolate_rng(), source:
+        random.seed(seed)  # what generates documents draws from the global generators
+        np.random.seed(seed)
+        task = _load(name, data, metadata)
+    if shots is not None:
+        task.set_config(key="num_fewshot", value=shots)
+    elif task.config.num_fewshot is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=seed)
+    if task.config.num_fewshot and task.fewshot_cfg.samples is None and getattr(task.dataset, "one_file", False):
+        raise UserError(
+            f"data: lm_eval/{name} with {task.config.num_fewshot} examples takes them from another split, so it needs "
+            f"a folder {Path(data) / file} with a file for each split, and not one file"
+        )
+    unsafe = getattr(task, "UNSAFE_CODE", False)
+    if unsafe or getattr(task, "MULTIMODAL", False):
+        what = "runs code that the model writes" if unsafe else "is not about text alone"
+        raise UserError(f"tasks: lm_eval/{name} {what}; the zoo does not do that")
+    return task
+
+
+def _load(name: str, data: str, metadata: dict[str, Any]) -> ConfigurableTask:
+    try:
+        return manager(name, metadata).load([name])["tasks"][name]
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(
+            f"lm_eval/{name}: it cannot be imported: {str(error.__cause__ or error).splitlines()[0]}"
+        ) from None
+    except OSError as error:  # all errors of connections are
+        raise UserError(
+            f"lm_eval/{name}: its data cannot be downloaded ({str(error).splitlines()[0]}); put it into a folder"
+        ) from None
+    except (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError) as error:
+        if data == HUB:
+            raise
+        raise UserError(
+            f"data: the documents of lm_eval/{name} in {data} lack what the data set has "
+            f"({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from error
+
+
+def tokenizer_folder(tokenizer: Tokenizer) -> TemporaryDirectory[str]:
+    """A folder from which `transformers` loads the tokenizer, for tasks that generate prompts of a length."""
+    folder = TemporaryDirectory()
+    tokenizer.save(folder.name)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (Path(folder.name) / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
