@@ -15,10 +15,10 @@ from .registry import register
 
 @register(
     recurrence="y_t = →mixer(x_1 … x_t) + ←mixer(x_T … x_t)",
-    paper="bidirectional HGRN2, arXiv 2404.07904",
+    paper="bidirectional RNNs, Schuster and Paliwal 1997",
 )
 class Bidirectional(TokenMixer):
-    """y_t = →mixer(x_1 … x_t) + ←mixer(x_T … x_t): one inner mixer each way, summed (as HGRN2 in arXiv 2404.07904).
+    """y_t = →mixer(x_1 … x_t) + ←mixer(x_T … x_t): one inner mixer each way, summed (Schuster and Paliwal 1997).
 
     It sees what comes later, so it is for models that classify sequences: there is no state to continue from, nothing
     to generate, and no next token to predict. Packed documents are reversed separately.

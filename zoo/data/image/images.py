@@ -88,7 +88,7 @@ class Images(ResumableData):
 
     @cached_property
     def num_classes(self) -> int:
-        """Number of classes: of `classes` if the data set has it, else by reading all labels."""
+        """As many as `classes` of the data set has, or else found by reading all labels."""
         classes = getattr(self._images, "classes", None)
         if classes is not None:
             return len(classes)
