@@ -10,8 +10,8 @@ NO_LOSS = -100  # the label that PyTorch's cross entropy ignores
 class Batch(NamedTuple):
     """Tokens and their labels, the tokens that follow them.
 
-    Data of other kinds has patches of images `[B, T, values]` float32 in place of tokens, and one label for each sequence
-    that is to be classified, `[B, 1]`, or `[1, N]` of N packed sequences.
+    Data of other kinds has patches of images `[B, T, values]` float32 in place of tokens, and one label for each
+    sequence that is to be classified, `[B, 1]`, or `[1, N]` of N packed sequences.
 
     Shapes:
         tokens: `[B, T]` int64.
