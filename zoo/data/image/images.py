@@ -27,7 +27,8 @@ class Images(ResumableData):
 
     Args:
         dataset: The data set, a class with `len` and (image, label) by index, such as torchvision.datasets.CIFAR10 with
-            `init_args: {root: data, download: true}`. By default the digits of scikit-learn.
+            `init_args: {root: data, download: true}`, or a function that is annotated to return a Dataset. By default
+            the digits of scikit-learn.
         test_dataset: The data set for `test`, such as the same with `train: false`; null: the validation images.
         patch_size: Height and width of a patch in pixels; it must divide those of the images.
         validation_fraction: Expected fraction of the images kept for validation, chosen by a hash of their indices.
