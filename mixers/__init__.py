@@ -9,6 +9,7 @@ except ImportError:
 
 from .attention import SlidingWindowAttention, SoftmaxAttention
 from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, positions
+from .bidirectional import Bidirectional
 from .context_parallel import ContextParallel, takes_context_parallel
 from .contract import ContractError, check_mixer
 from .cosformer2 import CosFormer2
@@ -44,6 +45,7 @@ __all__ = [
     "LRPE",
     "TNL",
     "TPE",
+    "Bidirectional",
     "ConstantDecay",
     "ContextParallel",
     "ContractError",

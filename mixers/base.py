@@ -57,7 +57,7 @@ class Site(NamedTuple):
 
 
 class TokenMixer(KeepsFp32):
-    """A layer that moves information along time: x [B,T,hidden] → y [B,T,hidden], causally.
+    """A layer that moves information along time: x [B,T,hidden] → y [B,T,hidden], causally unless it says otherwise.
 
     Subclass it, take a `Site` first and named arguments after it, and run `mixers.check_mixer` on the result.
     List parameters that must not decay in `no_weight_decay` (those with fewer than two axes never do), and those for
@@ -68,6 +68,7 @@ class TokenMixer(KeepsFp32):
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
     constant_state: ClassVar[bool] = True  # False: the state grows with the sequence
+    causal: ClassVar[bool] = True  # False: y_t depends on later x; there is no state, and only a classifier can use it
 
     def forward(
         self,

@@ -37,6 +37,8 @@ Factory = Callable[[Site], TokenMixer]
 def check_mixer(factory: Factory, *, site: Site = TINY, expanded: bool = True) -> list[str]:
     """Check that `factory(site)` is a token mixer.
 
+    One that declares itself not causal is spared the clauses about states, and must mix both ways.
+
     Args:
         factory: A mixer class, or a partial of one, called with a site.
         site: Where to build it; tiny by default.
@@ -49,14 +51,14 @@ def check_mixer(factory: Factory, *, site: Site = TINY, expanded: bool = True) -
         ContractError: It breaks a clause; the message lists every broken one, with the reason.
     """
     variants: dict[str, Factory] = {"": factory}
-    built = factory(site)
+    built, _ = _build(factory, site)
     if expanded and isinstance(built, LinearMixer) and built.site.expand is None:
         for subheads in (True, False):
             wrapped = partial(Expanded, mixer=factory, factor=2, subheads=subheads)  # type: ignore[arg-type]
             variants[f"expanded {'with' if subheads else 'without'} subheads: "] = wrapped
     passed, broken = [], []
     for prefix, variant in variants.items():
-        for clause in CLAUSES:
+        for clause in CLAUSES if built.causal else NOT_CAUSAL:
             name = prefix + clause.__name__.replace("_", " ")
             try:
                 clause(variant, site)
@@ -75,6 +77,8 @@ def shapes_and_dtypes(factory: Factory, site: Site) -> None:
     _expect(y.shape == x.shape, f"x {tuple(x.shape)} became {tuple(y.shape)}")
     _expect(y.dtype == x.dtype, f"x in {x.dtype} became {y.dtype}")
     _expect(state is None, "a state came back although none was given")
+    if not mixer.causal:
+        return
     _, state = mixer(x, mixer.init_state(len(x)))
     _expect(all(isinstance(leaf, Tensor) for leaf in tree_leaves(state)), "the state holds something besides tensors")
 
@@ -86,6 +90,25 @@ def causality(factory: Factory, site: Site) -> None:
     z = mixer(other)[0]
     _close(z[:, :11], y[:, :11], "outputs before a change of the input")
     _expect(not torch.allclose(z[:, 12:], y[:, 12:]), "the past has no effect on the outputs")
+
+
+def mixes_both_ways(factory: Factory, site: Site) -> None:
+    mixer, x = _build(factory, site)
+    y, other = mixer(x)[0], x.clone()
+    other[:, 11] += 1
+    z = mixer(other)[0]
+    for side, outputs in {"past": slice(12, None), "future": slice(11)}.items():
+        _expect(not torch.allclose(z[:, outputs], y[:, outputs]), f"the {side} has no effect on the outputs")
+
+
+def takes_no_state(factory: Factory, site: Site) -> None:
+    mixer, x = _build(factory, site)
+    for what, call in {"init_state": lambda: mixer.init_state(1), "forward": lambda: mixer(x, ())}.items():
+        try:
+            call()
+        except kernels.UserError:
+            continue
+        raise ContractError(f"{what} has to raise a UserError, as there is no state")
 
 
 def whole_is_pieces_is_tokens(factory: Factory, site: Site) -> None:
@@ -109,6 +132,8 @@ def packed_documents_are_separate(factory: Factory, site: Site) -> None:
     cu_seqlens = torch.tensor(CUTS, dtype=torch.int32)
     alone = torch.cat([mixer(x[:, i:j])[0] for i, j in documents if j > i], 1)
     _close(mixer(x, cu_seqlens=cu_seqlens)[0], alone, "outputs of packed documents")
+    if not mixer.causal:
+        return
     packed, states = mixer(x, mixer.init_state(len(documents)), cu_seqlens=cu_seqlens)
     _close(packed, alone, "outputs of packed documents with states")
     # continue each packed document by another piece, with other boundaries
@@ -153,7 +178,7 @@ def state_size_is_true(factory: Factory, site: Site) -> None:
 def bf16_is_close_to_fp32(factory: Factory, site: Site) -> None:
     mixer, x = _build(factory, site, torch.float32)
     with torch.no_grad():
-        y, y_step = mixer(x)[0], mixer(x[:, :1], mixer.init_state(len(x)))[0]
+        y, y_step = mixer(x)[0], _step(mixer, x)
         mixer.bfloat16()
         z = mixer(x.bfloat16())[0]
     _expect(z.dtype == torch.bfloat16, f"x in bf16 became {z.dtype}")
@@ -161,8 +186,7 @@ def bf16_is_close_to_fp32(factory: Factory, site: Site) -> None:
     _expect(error < BF16_TOLERANCE, f"relative error {error:.3f}, allowed {BF16_TOLERANCE}")
     mixer, _ = _build(factory, site, torch.float32)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        z, _ = mixer(x)
-        step, _ = mixer(x[:, :1], mixer.init_state(len(x)))
+        z, step = mixer(x)[0], _step(mixer, x)
     error = max(float((a.float() - b).norm() / b.norm()) for a, b in ((z, y), (step, y_step)))
     _expect(error < BF16_TOLERANCE, f"relative error {error:.3f} under autocast, allowed {BF16_TOLERANCE}")
 
@@ -218,6 +242,18 @@ CLAUSES = (
     state_dict_round_trip,
     flops_are_what_is_counted,
 )
+
+
+NOT_CAUSAL = (
+    *(clause for clause in CLAUSES if clause not in (causality, whole_is_pieces_is_tokens, state_size_is_true)),
+    mixes_both_ways,
+    takes_no_state,
+)
+
+
+def _step(mixer: TokenMixer, x: Tensor) -> Tensor:
+    """Output of the first token of x, with a state if the mixer has one."""
+    return mixer(x[:, :1], mixer.init_state(len(x)) if mixer.causal else None)[0]
 
 
 def _build(

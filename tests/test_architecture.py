@@ -152,7 +152,7 @@ def modules(package) -> Iterator:
 @pytest.mark.parametrize("package", [kernels, mixers], ids=lambda package: package.__name__)
 def test_everything_public_is_documented(package):
     contract = importlib.import_module("mixers.contract")
-    clauses = set(contract.CLAUSES)  # their names are sentences, which the report prints
+    clauses = {*contract.CLAUSES, *contract.NOT_CAUSAL}  # their names are sentences, which the report prints
     bare = []
     for module in modules(package):
         if not module.__doc__:

@@ -8,7 +8,8 @@ import torch
 import mixers
 from mixers import Expanded, LinearMixer, Site
 
-FACTORIES = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in mixers.names()}
+CAUSAL = [name for name in mixers.names() if mixers.get(name).causal]
+FACTORIES = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in CAUSAL}
 FACTORIES["TPE"] = mixers.TPE
 FACTORIES |= {
     f"{name}, expanded": partial(Expanded, mixer=factory, factor=2)

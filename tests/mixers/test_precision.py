@@ -17,7 +17,7 @@ from zoo.lm.stack import Uniform
 from zoo.train.module import Pretraining
 from zoo.train.optim import Optimisation
 
-NAMES = mixers.names()
+NAMES = [name for name in mixers.names() if mixers.get(name).causal]
 FINE = {"A_log", "dt_bias", "D", "theta"}  # and the weights of norms and bounds, and biases of β
 
 

@@ -27,11 +27,13 @@ def read(config: Sequence[str]) -> Any:
     """The parsed config of a model, with its vocabulary size set.
 
     Raises:
-        UserError: It is missing or invalid.
+        UserError: It is missing or invalid, or no language model.
     """
     if not config:
         raise UserError("config: missing; give a model, such as --config gated_deltanet.yaml")
     parsed = configs.read(*config)
+    if parsed.model.inputs is not None or parsed.model.head is not None:
+        raise UserError("config: benchmarks are about language models, whose model.inputs and model.head are null")
     parsed.model.vocab_size = configs.vocabulary(parsed)
     return parsed
 

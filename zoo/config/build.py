@@ -31,8 +31,8 @@ def instantiate(key: str, config: Namespace) -> Any:
         raise
 
 
-def vocabulary(config: Namespace, tokens: int | None = None) -> int:
-    """`model.vocab_size`, or the vocabulary size of the data if it is null.
+def vocabulary(config: Namespace, tokens: int | None = None) -> int | None:
+    """`model.vocab_size`, or the vocabulary size of the data if it is null; None for a model without tokens.
 
     Args:
         config: A parsed config.
@@ -42,6 +42,8 @@ def vocabulary(config: Namespace, tokens: int | None = None) -> int:
         UserError: The data has more tokens than the model.
     """
     size = config.model.vocab_size
+    if config.model.inputs is not None and config.model.head is not None:
+        return size
     if tokens is None:
         if size is not None:
             return size
@@ -51,8 +53,8 @@ def vocabulary(config: Namespace, tokens: int | None = None) -> int:
     return size or tokens
 
 
-def vocabulary_of(datamodule: Any) -> int:
-    """Vocabulary size: of the data module's tokenizer, or of the data itself if it has no tokenizer."""
+def vocabulary_of(datamodule: Any) -> int | None:
+    """Vocabulary size: of the data module's tokenizer, or of the data itself if it has no tokenizer; None of images."""
     tokenizer = datamodule.get_tokenizer()
     return datamodule.vocab_size if tokenizer is None else tokenizer.vocab_size
 
@@ -75,6 +77,6 @@ def build(*configs_and_overrides: str | Path, device: torch.device | str | None 
 
 
 def from_config(config: Namespace, device: torch.device | str | None = None) -> LanguageModel:
-    """Build the model of a parsed config whose `model.vocab_size` is set."""
+    """Build the model of a parsed config whose `model.vocab_size` is set, unless it has no tokens."""
     with torch.device(device or "cpu"):
         return instantiate("model", config)

@@ -1,9 +1,12 @@
 """The data of a run: `TextData` (corpus → tokenizer → token shards → windows → loaders), `MixedText` from several
-sources, and synthetic `MQAR`, `TokenTasks` and `MarkovChain`."""
+sources, synthetic `MQAR`, `TokenTasks` and `MarkovChain`; and to classify, `Images` and synthetic `ListOps`."""
 
 from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.image.digits import Digits
+from zoo.data.image.images import Images
 from zoo.data.loader import TrainLoader, ValidationLoader
 from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, JointRecall, StackedRecall
+from zoo.data.synthetic.listops import ListOps
 from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, SelectiveCopy
 from zoo.data.synthetic.markov import MarkovChain
 from zoo.data.synthetic.mqar import MQAR
@@ -24,9 +27,12 @@ __all__ = [
     "CompositionalRecall",
     "Compression",
     "Corpus",
+    "Digits",
     "ForgettingRecall",
+    "Images",
     "InContextRecall",
     "JointRecall",
+    "ListOps",
     "MarkovChain",
     "Memorization",
     "MixedText",

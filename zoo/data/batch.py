@@ -10,6 +10,9 @@ NO_LOSS = -100  # the label that PyTorch's cross entropy ignores
 class Batch(NamedTuple):
     """Tokens and their labels, the tokens that follow them.
 
+    Data of other kinds has patches of images `[B, T, values]` float32 in place of tokens, and one label for each
+    sequence that is to be classified, `[B, 1]`, or `[1, N]` of N packed sequences.
+
     Shapes:
         tokens: `[B, T]` int64.
         labels: `[B, T]` int64, already shifted: `labels[b, t]` follows `tokens[b, t]`; −100 has no loss.

@@ -16,6 +16,7 @@ from zoo.evaluation.subject import Scored, TokenScores
 from zoo.files.hashing import file_digest
 from zoo.generation.generate import generate_tokens
 from zoo.generation.read import at_once
+from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
 from zoo.loading.load import find, find_tokenizer, load
 
@@ -154,9 +155,10 @@ def load_subject(
         trust: As for `zoo.load`.
 
     Raises:
-        UserError: As for `zoo.load`.
+        UserError: As for `zoo.load`, or the model is a classifier.
     """
     found, model = find(path), load(path, trust=trust)
+    check_predicts_tokens(model, "evaluate")
     arguments = (found.config.get("data") or {}).get("init_args") or {}
     identity = {
         "checkpoint": str(path),

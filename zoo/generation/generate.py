@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels.errors import UserError
 from zoo.generation.decoder import Decoder
 from zoo.generation.read import read
+from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
 
 WORTH_CAPTURING = 8  # tokens: capturing a CUDA graph takes as long as a few steps without one
@@ -106,8 +107,9 @@ def generate_tokens(
         An iterator over the next tokens, [B] int64 each.
 
     Raises:
-        UserError: An argument is out of range.
+        UserError: An argument is out of range, or the model is a classifier.
     """
+    check_predicts_tokens(model, "generate")
     _check(max_new_tokens, temperature, top_k, top_p)  # not in the generator, which would raise at its first use only
     rows = list(prompts)
     for row in rows:

@@ -1,5 +1,7 @@
-"""Language models built from token mixers: stacks, blocks, channel mixers, states."""
+"""Language models built from token mixers: stacks, blocks, channel mixers, inputs, classifiers, states."""
 
+from zoo.lm.classifier import Classifier
+from zoo.lm.inputs import Inputs, Patches
 from zoo.lm.mlp import GLU, ChannelMixer, SwiGLU
 from zoo.lm.model import Block, LanguageModel
 from zoo.lm.stack import H1, H2, Pattern, Stack, Uniform
@@ -11,7 +13,10 @@ __all__ = [
     "H2",
     "Block",
     "ChannelMixer",
+    "Classifier",
+    "Inputs",
     "LanguageModel",
+    "Patches",
     "Pattern",
     "Stack",
     "SwiGLU",

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from kernels import UserError, linear_cross_entropy, linear_token_losses, recomputing
 from mixers import ContextParallel, OutputProjection, ResidualNorm, Site, TokenMixer, takes_context_parallel
+from zoo.lm.classifier import Classifier
+from zoo.lm.inputs import Inputs
 from zoo.lm.mlp import ChannelMixer, SwiGLU
 from zoo.lm.stack import Stack
 
@@ -81,15 +83,21 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """A causal language model: embedding, blocks of a token mixer and an MLP, norm, head.
 
+    With other `inputs` it reads images and the like; with a `head` such as Classifier it labels whole sequences, and
+    its mixers may look both ways. Where a method says tokens, it then takes what `inputs` does, and where it says
+    labels [B,T], one per sequence: [B,1], or [1,N] of N packed documents.
+
     Args:
         stack: Which token mixer is used at which depth: Uniform, H1, H2, Pattern.
-        vocab_size: Number of tokens; null for the tokenizer's.
+        vocab_size: Number of tokens; null for the tokenizer's, or if there are none.
         hidden_size: Size of the residual stream.
         num_heads: Heads of every mixer that does not set its own number.
         num_layers: Number of blocks.
         intermediate_size: Inner size of the MLPs; null for the default of the MLP.
         mlp: The channel mixer of every block; null for none.
         position: A mixer that is applied to the embeddings before the first block, such as TPE; null for none.
+        inputs: What takes the place of token embeddings, such as Patches; null for token embeddings.
+        head: What takes the place of logits for the next tokens, such as Classifier; null for these logits.
         tie_embeddings: Whether the head reuses the embedding matrix.
         norm_eps: Added inside the root of the norms.
         initializer_range: Initial standard deviation of all linear and embedding weights.
@@ -99,7 +107,8 @@ class LanguageModel(nn.Module):
         nominal_size: How many parameters the model is meant to have; a difference of more than 3 % is logged.
 
     Raises:
-        UserError: A size is below 1, or a layer has no output projection to scale.
+        UserError: A size is below 1, a layer has no output projection to scale, a mixer sees the tokens that it is to
+            predict, or there are no embeddings to tie.
     """
 
     def __init__(
@@ -112,6 +121,8 @@ class LanguageModel(nn.Module):
         intermediate_size: int | None = None,
         mlp: Callable[[int, int | None], ChannelMixer] | None = SwiGLU,
         position: Callable[[Site], TokenMixer] | None = None,
+        inputs: Callable[[int], Inputs] | None = None,
+        head: Callable[[int], Classifier] | None = None,
         tie_embeddings: bool = False,
         norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
@@ -120,18 +131,22 @@ class LanguageModel(nn.Module):
         nominal_size: float | None = None,
     ):
         super().__init__()
-        if vocab_size is None:
+        if vocab_size is None and (inputs is None or head is None):
             raise UserError("vocab_size: null stands for the tokenizer's; a model without a tokenizer needs a number")
+        if tie_embeddings and (inputs is not None or head is not None):
+            raise UserError("tie_embeddings: true needs token embeddings and logits, so null as inputs and head")
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
         for name, size in sizes.items():
-            if size < 1:
+            if size is not None and size < 1:
                 raise UserError(f"{name}: {size} must be at least 1")
-        self.vocab_size, self.hidden_size, self.num_layers = vocab_size, hidden_size, num_layers
+        self.vocab_size = vocab_size or 0  # if it reads no tokens and predicts none
+        self.hidden_size, self.num_layers = hidden_size, num_layers
         self.initializer_range, self.linear_initializer = initializer_range, linear_initializer
         self.scale_output_projections = scale_output_projections
         if linear_initializer not in get_args(LinearInitializer):
             raise UserError(f"linear_initializer: {linear_initializer!r} is not one of normal, uniform")
-        self.embeddings = nn.Embedding(vocab_size, hidden_size)
+        self.embeddings = nn.Embedding(self.vocab_size, hidden_size) if inputs is None else None
+        self.inputs = None if inputs is None else inputs(hidden_size)
         self.position = None if position is None else position(Site(hidden_size, num_heads, 0, num_layers))
         self.layers = nn.ModuleList()
         for layer in range(num_layers):
@@ -139,7 +154,16 @@ class LanguageModel(nn.Module):
             channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)
             self.layers.append(Block(hidden_size, mixer, channel_mixer, norm_eps))
         self.norm = ResidualNorm(hidden_size, norm_eps)
-        self.lm_head = None if tie_embeddings else nn.Linear(hidden_size, vocab_size, bias=False)
+        self.head = None if head is None else head(hidden_size)
+        self.lm_head = (
+            None if tie_embeddings or head is not None else nn.Linear(hidden_size, self.vocab_size, bias=False)
+        )
+        for mixer in self._stateful:
+            if not mixer.causal and head is None:
+                raise UserError(
+                    f"stack: {type(mixer).__name__} would see the tokens it predicts, as it is not causal; "
+                    "give the model a head that labels whole sequences, such as Classifier"
+                )
         for layer, mixer in enumerate(self.mixers):
             mixer.share(self.mixers[:layer])
         self.reset_parameters()
@@ -241,6 +265,7 @@ class LanguageModel(nn.Module):
             A scalar in fp32.
         """
         x, _ = self.last_hidden(tokens, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
+        self._check_labels(labels, x)
         return linear_cross_entropy(x.flatten(0, 1), self._head.weight, labels.flatten())
 
     def token_losses(
@@ -261,6 +286,7 @@ class LanguageModel(nn.Module):
             cu_seqlens, context_parallel: As in `forward`, which raises the same errors.
         """
         x, state = self.last_hidden(tokens, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
+        self._check_labels(labels, x)
         labelled = labels != -100  # in questions with short answers, few are
         found, right = linear_token_losses(x[labelled], self._head.weight, labels[labelled])
         losses, correct = found.new_zeros(labels.shape), torch.zeros_like(labelled)
@@ -269,11 +295,19 @@ class LanguageModel(nn.Module):
 
     @property
     def _head(self) -> nn.Linear | nn.Embedding:
-        return self.embeddings if self.lm_head is None else self.lm_head
+        return next(head for head in (self.head, self.lm_head, self.embeddings) if head is not None)
+
+    def _check_labels(self, labels: Tensor, x: Tensor) -> None:
+        if labels.shape != x.shape[:2]:
+            kind = "language model" if self.head is None else f"model with the head {type(self.head).__name__}"
+            raise UserError(
+                f"labels: the data has {tuple(labels.shape)}, but this {kind} makes {tuple(x.shape[:2])} predictions"
+            )
 
     def logits(self, x: Tensor) -> Tensor:
-        """The head: x […,hidden] of `last_hidden` → logits […,vocab_size]."""
-        return F.linear(x, self.embeddings.weight) if self.lm_head is None else self.lm_head(x)
+        """The head: x […,hidden] of `last_hidden` → logits […,vocab_size], or those of a classifier's classes."""
+        head = self._head
+        return head(x) if isinstance(head, nn.Linear) else F.linear(x, head.weight)
 
     def last_hidden(
         self,
@@ -285,10 +319,15 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
         """tokens [B,T] → the input of the head [B,T,hidden], and the next state; otherwise as `forward`.
 
+        A classifier gets one vector per sequence, [B,1,hidden], or [1,N,hidden] of N packed documents.
+
         Where only some logits are needed, call `logits` with these positions: those of all positions take
         T · vocab_size numbers per sequence.
         """
-        x, states = self.embeddings(tokens), []
+        if self.head is not None and not (state is None and context_parallel is None):
+            what = "state" if context_parallel is None else "context_parallel"
+            raise UserError(f"{what}: a model with the head {type(self.head).__name__} reads whole sequences only")
+        x, states = self._embed(tokens), []
         layer_states = iter(state) if state is not None else itertools.repeat(None)
         if self.position is not None:
             x, following = _mix(self.position, x, next(layer_states), cu_seqlens, context_parallel)
@@ -298,7 +337,16 @@ class LanguageModel(nn.Module):
             x, y, following = block(x, y, next(layer_states), cu_seqlens, context_parallel)
             states.append(following)
         _, x = self.norm(x, y)
+        if self.head is not None:
+            x = self.head.pool(x, cu_seqlens)
         return x, None if state is None else tuple(states)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self.inputs is not None:
+            return self.inputs(tokens)
+        if self.embeddings is None or tokens.is_floating_point():
+            raise UserError("inputs: null embeds tokens, but the data has numbers; patches of images need Patches")
+        return self.embeddings(tokens)
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -320,10 +368,12 @@ class LanguageModel(nn.Module):
 
     def flops(self, length: int) -> int:
         """Forward FLOPs of one sequence of `length` tokens: matrix products only, so the embedding look-up is free."""
+        predictions = length if self.head is None else 1
         return (
-            sum(mixer.flops(length) for mixer in self._stateful)
+            (0 if self.inputs is None else self.inputs.flops(length))
+            + sum(mixer.flops(length) for mixer in self._stateful)
             + sum(mlp.flops(length) for mlp in self.mlps)
-            + 2 * length * self.hidden_size * self.vocab_size
+            + 2 * predictions * self._head.weight.numel()
         )
 
     @contextmanager

@@ -58,10 +58,13 @@ def parts(config: Namespace) -> Parts:
     """
     seed(config)
     datamodule = configs.instantiate("data", config)
+    _check_labels(config, datamodule)
     tokenizer = datamodule.get_tokenizer()
     config.model.vocab_size = configs.vocabulary(config, configs.vocabulary_of(datamodule))
     seed(config)  # again: whether a tokenizer was just trained must not change the model
     model = configs.from_config(config)
+    if model.head is not None and model.head.num_classes < (classes := datamodule.num_classes):
+        raise UserError(f"model.head.num_classes: {model.head.num_classes} are fewer than the {classes} of the data")
     size = config.context_parallel
     if size > 1 and config.compile:
         raise UserError(f"context_parallel: {size} processes cannot share sequences of compiled blocks yet")
@@ -75,6 +78,17 @@ def parts(config: Namespace) -> Parts:
         size,
     )
     return Parts(model, module, datamodule)
+
+
+def _check_labels(config: Namespace, datamodule: L.LightningDataModule) -> None:
+    """Check that the data labels what the head of the model predicts: tokens, or whole sequences."""
+    head, data = config.model.head, type(datamodule).__name__
+    of_sequences = hasattr(datamodule, "num_classes")
+    if head is None and of_sequences:
+        raise UserError(f"model.head: null predicts tokens, but {data} labels whole sequences; use Classifier")
+    if head is not None and not of_sequences:
+        name = head.class_path.rpartition(".")[2]
+        raise UserError(f"model.head: {name} labels whole sequences, but {data} has tokens to predict; use null")
 
 
 def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:

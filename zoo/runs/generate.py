@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zoo.generation.generate import generate as pieces_of
+from zoo.lm.classifier import check_predicts_tokens
 from zoo.loading.load import load, load_tokenizer
 
 
@@ -38,9 +39,11 @@ def generate(
         The prompt and its continuation.
 
     Raises:
-        UserError: The model or device does not exist, or an argument is out of range.
+        UserError: The model or device does not exist, the model is a classifier, or an argument is out of range.
     """
-    model, tokenizer = load(checkpoint, device=device, trust=trust), load_tokenizer(checkpoint)
+    model = load(checkpoint, device=device, trust=trust)
+    check_predicts_tokens(model, "generate")  # otherwise the complaint would be about a missing tokenizer
+    tokenizer = load_tokenizer(checkpoint)
     pieces = pieces_of(
         model,
         tokenizer,

@@ -117,7 +117,7 @@ def parameters(model: LanguageModel, architecture: str) -> int:
         model: A model, on any device.
         architecture: llama, tnl, hgrn2 or cosformer2.
     """
-    outside = [model.embeddings.weight] if model.lm_head is None else [model.embeddings.weight, model.lm_head.weight]
+    outside = [layer.weight for layer in (model.embeddings, model.lm_head) if layer is not None]
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1) - sum(p.numel() for p in outside)
     # the norms of the blocks; those inside mixers are not counted
     norms = [part for block in model.layers for name, part in block.named_children() if name.endswith("_norm")]

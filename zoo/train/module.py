@@ -19,6 +19,7 @@ from zoo.checkpoints.signature import sign
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.resumable import ResumableData
 from zoo.data.whole_steps import forget_unfinished, unfinished_batches
+from zoo.lm.classifier import Classifier
 from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
 from zoo.train.optim import Optimisation, build_optimizer, build_schedule
 
@@ -45,7 +46,7 @@ def best_precision(accelerator: str) -> str:
 
 
 class Pretraining(L.LightningModule):
-    """Next-token prediction with any language model of the zoo.
+    """Next-token prediction with any language model of the zoo, or classification if the model has such a head.
 
     Args:
         model: tokens [B, T] → (logits [B, T, vocab], state); if it has methods `loss` and `token_losses`, training and
@@ -157,7 +158,7 @@ class Pretraining(L.LightningModule):
         total = total_loss(self.model, batch.tokens, batch.labels, batch.cu_seqlens, self._part)
         count = (batch.labels != NO_LOSS).sum()
         loss = total / count.clamp(min=1) if self._part is None else self._part.mean(total, count)
-        self.tokens_seen += batch.tokens.numel() * self.trainer.world_size
+        self.tokens_seen += batch.tokens.shape[:2].numel() * self.trainer.world_size  # a patch of an image is one
         self._log_loss(total, count, batch_idx)
         self.log("tokens", self.tokens_seen)
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -214,7 +215,7 @@ class Pretraining(L.LightningModule):
         self._evaluate(batch, dataloader_idx)
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Negative log-likelihood of each label in nats, [B, T] fp32; nan where there is no label."""
+        """Negative log-likelihood of each label in nats, fp32, in the shape of labels; nan where there is no label."""
         losses, _ = label_scores(self.model, batch.tokens, batch.labels, batch.cu_seqlens)
         return losses.masked_fill(batch.labels == NO_LOSS, float("nan"))
 
@@ -249,7 +250,10 @@ class Pretraining(L.LightningModule):
             length, rank, number = labels.shape[1], self._part.rank, self._part.count
             padding = (rank * length, (number - 1 - rank) * length)
             losses, labels = F.pad(losses, padding), F.pad(labels, padding, value=NO_LOSS)
-        self.context_loss.update(losses, labels, batch.cu_seqlens)
+        bounds = batch.cu_seqlens
+        if batch.labels.shape[1] != batch.tokens.shape[1]:  # the label of a whole sequence has no position in it
+            losses, labels, bounds = losses.view(-1, 1), labels.reshape(-1, 1), None
+        self.context_loss.update(losses, labels, bounds)
 
     def _log_evaluation(self, prefix: str) -> None:
         losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
@@ -260,7 +264,8 @@ class Pretraining(L.LightningModule):
         self.log(f"{prefix}_perplexity", losses.perplexity)
         for number, loss in enumerate(losses.by_position, start=1):
             self.log(f"{prefix}_loss_position_{number}", loss)
-        self.log(f"{prefix}_accuracy", accuracy, prog_bar=bool(self.tasks))
+        shown = bool(self.tasks) or isinstance(getattr(self.model, "head", None), Classifier)
+        self.log(f"{prefix}_accuracy", accuracy, prog_bar=shown)
         # torchmetrics squeezes a single value
         for name, loss, value in zip(self.tasks, loss_by_task.view(-1), by_task.view(-1), strict=False):
             self.log(f"{prefix}_loss_{name}", loss)

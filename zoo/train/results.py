@@ -60,8 +60,8 @@ def result_table(row: Mapping[str, Any]) -> Table:
     lines = {
         "validation": row["val_loss"],
         "interpolated bigram model": row["bigram_loss"],
-        "validation, first part of the context": by_position[0] if by_position else None,
-        "validation, last part of the context": by_position[-1] if by_position else None,
+        "validation, first part of the context": by_position[0] if len(by_position) > 1 else None,
+        "validation, last part of the context": by_position[-1] if len(by_position) > 1 else None,
         "first validation batches": row["val_loss_same_batches"],
         "the same with all mixers zeroed": row["val_loss_mixers_zeroed"],
     }
@@ -71,9 +71,10 @@ def result_table(row: Mapping[str, Any]) -> Table:
     for name, value in (row.get("val_loss_by_task") or {}).items():
         if value is not None:
             table.add_row(f"validation, {name.replace('_', ' ')}", f"{value:.3f}")
-    if by_task := row.get("val_accuracy_by_task"):
+    by_task = row.get("val_accuracy_by_task")
+    if by_task or len(by_position) == 1:  # recall, or classes of whole sequences
         table.add_section()
-        for name, value in {"all together": row["val_accuracy"], **by_task}.items():
+        for name, value in {"all together": row["val_accuracy"], **(by_task or {})}.items():
             if value is not None:
                 table.add_row(f"accuracy, {name.replace('_', ' ')}", f"{value:.1%}")
     return table

@@ -14,7 +14,8 @@ from zoo.generation.generate import generate_tokens
 from zoo.lm.model import LanguageModel
 from zoo.lm.stack import Uniform
 
-FACTORIES = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in mixers.names()}
+CAUSAL = [name for name in mixers.names() if mixers.get(name).causal]
+FACTORIES = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in CAUSAL}
 
 
 def build(name: str) -> LanguageModel:

@@ -1,0 +1,155 @@
+"""ListOps: the labels are right, and a sample is a function of its number."""
+
+from itertools import chain, islice, repeat
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.errors import UserError
+from zoo.data import Batch, ListOps
+from zoo.data.synthetic.listops import WORDS
+
+SMALL = {"min_length": 5, "max_length": 40, "max_depth": 4, "max_args": 5, "batch_size": 4}
+
+
+def lists(batch: Batch) -> list[list[str]]:
+    """The words of each list of a batch."""
+    bounds = batch.cu_seqlens.tolist()
+    return [
+        [WORDS[token] for token in batch.tokens[0, start:stop].tolist()]
+        for start, stop in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def value_of(words: list[str]) -> int:
+    """The value of a list, step by step from the innermost bracket outwards."""
+    words = list(words)
+    while "]" in words:
+        stop = words.index("]")
+        start = max(place for place in range(stop) if words[place].startswith("["))
+        values = sorted(int(word) for word in words[start + 1 : stop])
+        middle = len(values) // 2
+        found = {
+            "[MIN": values[0],
+            "[MAX": values[-1],
+            "[MED": values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) // 2,
+            "[SM": sum(values) % 10,
+        }[words[start]]
+        words[start : stop + 1] = [str(found)]
+    (result,) = words
+    return int(result)
+
+
+def depth_of(words: list[str]) -> int:
+    """Levels, the outer list and digits included."""
+    return 1 + int(max(np.cumsum([word.startswith("[") - (word == "]") for word in words])))
+
+
+def arguments_of(words: list[str]) -> list[int]:
+    """Number of arguments of every operator."""
+    open_lists, counts = [0], []
+    for word in words:
+        if word == "]":
+            counts.append(open_lists.pop())
+        else:
+            open_lists[-1] += 1
+            if word.startswith("["):
+                open_lists.append(0)
+    return counts
+
+
+@pytest.mark.parametrize("sizes", [{}, SMALL], ids=["published", "small"])
+def test_labels_are_the_values_of_the_lists(sizes: dict):
+    data = ListOps(**sizes)
+    batch = data.train.batch(range(300))
+    found = lists(batch)
+    assert batch.labels[0].tolist() == [value_of(words) for words in found]
+    lengths = [len(words) for words in found]
+    assert data.min_length <= min(lengths)
+    assert max(lengths) <= data.max_length == data.sequence_length
+    assert max(map(depth_of, found)) == data.max_depth
+    counts = [count for words in found for count in arguments_of(words)]
+    assert (min(counts), max(counts)) == (2, data.max_args)
+    assert {word for words in found for word in words} == {*WORDS}
+    assert np.bincount(batch.labels[0], minlength=10).max() < 90  # of 300: no class can be guessed
+
+
+def test_a_sample_is_a_function_of_its_number():
+    data, whole = ListOps(**SMALL), lists(ListOps(**SMALL).train.batch(range(20)))
+    assert lists(data.train.batch([7, 3])) == [whole[7], whole[3]]
+    assert len({tuple(words) for words in whole}) > 15
+    others = [ListOps(**SMALL, seed=1).train.batch([0]), *islice(data.val_dataloader(), 1)]
+    others += islice(data.test_dataloader(), 1)
+    assert len({tuple(lists(batch)[0]) for batch in others} | {tuple(whole[0])}) == 4
+
+
+def test_samples_never_change():
+    """Runs of any age are continued, and compared, by this function."""
+    data = ListOps(**{**SMALL, "max_length": 9})
+    assert [" ".join(words) for words in lists(data.train.batch([0, 1000]))] == FROZEN
+
+
+FROZEN = ["[MIN 9 9 4 3 7 ]", "[MAX 9 4 6 ]"]
+
+
+def test_a_fixed_number_of_lists_is_shuffled_in_each_pass():
+    data = ListOps(**SMALL, train_samples=8)
+    orders = data.train.order(np.arange(16), seed=0).reshape(2, 8)
+    assert [sorted(order) for order in orders.tolist()] == [list(range(8))] * 2
+    assert orders[0].tolist() != orders[1].tolist()
+    assert ListOps(**SMALL, train_samples=None).train.order(np.arange(3), 0).tolist() == [0, 1, 2]
+
+
+def some(data: ListOps, number: int) -> list[Batch]:
+    return list(islice(chain.from_iterable(repeat(data.train_dataloader())), number))
+
+
+def test_resume_at_any_batch():
+    data = ListOps(**SMALL)
+    whole = some(data, 5)
+    for step in range(3):
+        again = ListOps(**SMALL, num_workers=2 if step == 2 else 0)
+        again.load_state_dict({**data.state_dict(), "position": 4 * step})
+        for found, expected in zip(some(again, 2), whole[step : step + 2], strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    with pytest.raises(UserError, match=r"data.max_args is 4, but the checkpoint was trained with 5"):
+        ListOps(**{**SMALL, "max_args": 4}).load_state_dict(data.state_dict())
+
+
+def test_devices_share_a_batch():
+    whole, shares = some(ListOps(**SMALL), 1)[0], []
+    for rank in range(2):
+        data = ListOps(**SMALL)
+        data.trainer = SimpleNamespace(
+            global_rank=rank,
+            world_size=2,
+            overfit_batches=0,
+            accumulate_grad_batches=1,
+            lightning_module=None,
+            state=SimpleNamespace(fn=""),
+        )
+        shares += lists(some(data, 1)[0])
+    assert shares == lists(whole)
+
+
+def test_every_list_is_validated_once():
+    batches = list(ListOps(**SMALL, validation_samples=10).val_dataloader())
+    assert sum(int((batch.labels != -100).sum()) for batch in batches) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_length": 3}, "^data.min_length is 3; it must be at least 4"),
+        ({"max_length": 499}, "^data.max_length is 499; it must be at least 500"),
+        ({"max_depth": 1}, "^data.max_depth is 1; it must be at least 2"),
+        ({"max_args": 1}, "^data.max_args is 1; it must be at least 2"),
+        ({"train_samples": 3}, "^data.train_samples is 3; it must be at least 32"),
+        ({"max_depth": 3, "max_args": 3}, "^data.min_length is 500 and data.max_length 2000; .* hardly ever"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        ListOps(**arguments)

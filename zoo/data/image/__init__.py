@@ -1,0 +1,1 @@
+"""Images as the data of a run."""

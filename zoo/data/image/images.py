@@ -1,0 +1,132 @@
+"""Images to classify, as the data of a run."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+from xxhash import xxh3_128
+
+from kernels.errors import UserError
+from zoo.data.image.digits import Digits
+from zoo.data.image.patches import PatchedImages, as_tensor
+from zoo.data.loader import ValidationLoader
+from zoo.data.order import random_bits
+from zoo.data.resumable import ResumableData, check_minimum
+
+_SPLIT = 0x1A6E5  # of the hash that divides images, for all seeds the same
+_SAMPLED = 16  # images that stand for all of them in the identity of the data
+
+
+class Images(ResumableData):
+    """Images of any torchvision-style data set as sequences of patches, row by row, to be classified.
+
+    The model needs `inputs` such as Patches, of the same size of patches and number of channels, and a head that
+    classifies sequences. A data set that has to be downloaded is best downloaded before a run on several devices.
+
+    Args:
+        dataset: The data set, a class with `len` and (image, label) by index, such as torchvision.datasets.CIFAR10 with
+            `init_args: {root: data, download: true}`, or a function that is annotated to return a Dataset. By default
+            the digits of scikit-learn.
+        test_dataset: The data set for `test`, such as the same with `train: false`; null: the validation images.
+        patch_size: Height and width of a patch in pixels; it must divide those of the images.
+        validation_fraction: Expected fraction of the images kept for validation, chosen by a hash of their indices.
+        batch_size: Images in a batch, over all devices; a multiple of the number of devices.
+        num_workers: Worker processes per device that prefetch batches; 0: none.
+        seed: Seed of the order of the training images.
+
+    Raises:
+        UserError: An argument is out of range, the data set cannot be used, or a checkpoint is of other data.
+    """
+
+    overfit_hint = "name a small data set as data.dataset"
+    vocab_size = None  # patches are no tokens
+
+    def __init__(
+        self,
+        dataset: Callable[[], Dataset] = Digits,
+        test_dataset: Callable[[], Dataset] | None = None,
+        patch_size: int = 2,
+        validation_fraction: float = 0.2,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed)
+        check_minimum(patch_size=(patch_size, 1))
+        if not 0 < validation_fraction < 1:
+            raise UserError(f"data.validation_fraction is {validation_fraction}; it must be between 0 and 1.")
+        self.patch_size, self.validation_fraction = patch_size, validation_fraction
+        images: Any = dataset()
+        self._images = images
+        self._name, self._build_test = type(self._images).__name__, test_dataset
+        self._shape = self._checked_shape()
+        self.sequence_length = self._shape[1] * self._shape[2] // patch_size**2
+        share = random_bits(np.arange(len(self._images)), 1, _SPLIT)[:, 0] / 2.0**64
+        self._is_validation = share < validation_fraction
+        if self._is_validation.all() or not self._is_validation.any():
+            raise UserError(
+                f"data.validation_fraction is {validation_fraction}; it leaves none of the {len(self._images)} images "
+                "to train on, or none to validate."
+            )
+
+    def _checked_shape(self) -> tuple[int, int, int]:
+        if not (hasattr(self._images, "__len__") and hasattr(self._images, "__getitem__") and len(self._images)):
+            raise UserError(f"data.dataset: {self._name} has no images by index; it needs `len` and (image, label).")
+        shape = tuple(as_tensor(self._images[0][0]).shape)
+        if len(shape) != 3:
+            raise UserError(f"data.dataset: {self._name} has images of shape {shape}; height and width are needed.")
+        if shape[1] % self.patch_size or shape[2] % self.patch_size:
+            raise UserError(
+                f"data.patch_size is {self.patch_size}; it must divide both sides of the images, "
+                f"{shape[1]} and {shape[2]} pixels."
+            )
+        return shape
+
+    def get_tokenizer(self) -> None:
+        """None: there is no text."""
+
+    @cached_property
+    def num_classes(self) -> int:
+        """As many as `classes` of the data set has, or else found by reading all labels."""
+        classes = getattr(self._images, "classes", None)
+        if classes is not None:
+            return len(classes)
+        return 1 + max(int(self._images[index][1]) for index in range(len(self._images)))
+
+    @property
+    def train(self) -> PatchedImages:
+        """The training images, in order."""
+        return self._some(self._images, np.flatnonzero(~self._is_validation))
+
+    def val_dataloader(self) -> ValidationLoader:
+        """The images kept for validation."""
+        return self.evaluation_loader(self._some(self._images, np.flatnonzero(self._is_validation)))
+
+    def test_dataloader(self) -> ValidationLoader:
+        """The images of `test_dataset`, or else those of validation."""
+        if self._build_test is None:
+            return self.val_dataloader()
+        images: Any = self._build_test()
+        return self.evaluation_loader(self._some(images, np.arange(len(images))))
+
+    def predict_dataloader(self) -> ValidationLoader:
+        """The images kept for validation."""
+        return self.val_dataloader()
+
+    def _some(self, images: Any, indices: np.ndarray) -> PatchedImages:
+        return PatchedImages(images, indices, self.patch_size, self._shape)
+
+    def identity(self) -> dict[str, Any]:
+        """All that determines which sample is at a position; some images stand for all of the data set."""
+        names = ("seed", "patch_size", "validation_fraction")
+        return {"dataset": self._described, **{name: getattr(self, name) for name in names}}
+
+    @cached_property
+    def _described(self) -> str:
+        number, digest = len(self._images), xxh3_128()
+        for index in np.linspace(0, number - 1, _SAMPLED).astype(int).tolist():
+            image, label = self._images[index]
+            digest.update(as_tensor(image).contiguous().numpy().tobytes() + str(int(label)).encode())
+        return f"{self._name} of {number} images (hash {digest.hexdigest()[:8]})"
