@@ -5,7 +5,7 @@ from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.image.digits import Digits
 from zoo.data.image.images import Images
 from zoo.data.loader import TrainLoader, ValidationLoader
-from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, JointRecall, StackedRecall
+from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, StackedRecall
 from zoo.data.synthetic.listops import ListOps
 from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, SelectiveCopy
 from zoo.data.synthetic.markov import MarkovChain
@@ -31,7 +31,6 @@ __all__ = [
     "ForgettingRecall",
     "Images",
     "InContextRecall",
-    "JointRecall",
     "ListOps",
     "MarkovChain",
     "Memorization",

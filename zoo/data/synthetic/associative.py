@@ -1,9 +1,9 @@
-"""Variants of multi-query associative recall: stacked, compositional, forgetting, and pairs that are one token.
+"""Variants of multi-query associative recall as in zoology (arXiv 2312.04927): stacked, compositional and forgetting.
 
-Zoology (arXiv 2312.04927) has variants of the first three names. The definitions here are ours, inferred from these
-names. The original is `Recall`. In all of them 0 fills the tokens that mean nothing, so that no filler looks like a
-pair.
+The original is `Recall`. Where a definition differs from zoology's code, its docstring says so.
 """
+
+import math
 
 import numpy as np
 
@@ -13,18 +13,74 @@ from zoo.data.synthetic.draws import distinct, slots, whole
 from zoo.data.synthetic.token_tasks import Seeds, TokenTask
 
 
+class StackedRecall(TokenTask):
+    """Recall without the need to bring neighbours together: a key and its value come at once. For models of one layer.
+
+    Of V tokens, let n be √V − 1, rounded down. Token 0 is not used, 1 … n ask for a key, n + 1 … 2n are values, and
+    token 2n + 1 + i · n + j says that key i has value j. A sequence names `pairs` different keys with any values,
+    `passes` times in another order each time, and then asks for all keys in another order.
+
+    (Zoology's sequences are vectors, the embeddings of key and value side by side, and its values differ.)
+
+    Args:
+        pairs: Pairs in a sequence of (passes + 1) · pairs tokens.
+        passes: How often each pair is named.
+        weight: Relative frequency of training batches of this task.
+
+    Raises:
+        UserError: An argument is out of range.
+    """
+
+    def __init__(self, pairs: int = 16, passes: int = 1, weight: float = 1.0) -> None:
+        self.pairs, self.passes, self.weight = pairs, passes, weight
+        for name, number in {"pairs": pairs, "passes": passes}.items():
+            if number < 1:
+                raise UserError(f"{name}: {number} must be at least 1")
+        self.length = (passes + 1) * pairs
+
+    @property
+    def name(self) -> str:
+        """`pairs_16`, or `pairs_16_passes_2`."""
+        return f"pairs_{self.pairs}" + (f"_passes_{self.passes}" if self.passes > 1 else "")
+
+    def misfit(self, vocab_size: int) -> str | None:
+        """Each pair of a key and a value is a token."""
+        least = (max(self.pairs, 2) + 1) ** 2
+        return None if vocab_size >= least else f"needs at least {least}"
+
+    def generate(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs, then questions."""
+        size = keys_of(vocab_size)
+        keys = distinct(numbers, self.pairs, size, seeds("keys"))
+        values = whole(numbers, self.pairs, size, seeds("values"))
+        pairs = 1 + 2 * size + keys * size + values
+        orders = [distinct(numbers, self.pairs, self.pairs, seeds(f"order {turn}")) for turn in range(self.passes)]
+        named = [pairs, *(np.take_along_axis(pairs, order, axis=1) for order in orders[1:])]
+        tokens = np.concatenate([*named, 1 + np.take_along_axis(keys, orders[0], axis=1)], axis=1)
+        answers = 1 + size + np.take_along_axis(values, orders[0], axis=1)
+        unlabelled = np.full((len(numbers), self.passes * self.pairs), NO_LOSS)
+        return tokens, np.concatenate([unlabelled, answers], axis=1)
+
+
+def keys_of(vocab_size: int) -> int:
+    """How many keys, and how many values, a vocabulary of `StackedRecall` has."""
+    return math.isqrt(vocab_size) - 1
+
+
 class Associative(TokenTask):
-    """What the variants share: their sizes, and questions at random distances. Keys are 1 … V/2 − 1, values the rest.
+    """What the other variants share: questions at random distances, among fillers.
 
     Args:
         length: Tokens in a sequence.
-        pairs: Keys, each asked for once.
+        pairs: Questions.
+        random_fillers: Whether the tokens between the questions are random; otherwise they are 0.
         power: Exponent of the distances, above 0; small values favour early questions, 1 is neutral.
         weight: Relative frequency of training batches of this task.
     """
 
-    def __init__(self, length: int = 64, pairs: int = 4, power: float = 0.01, weight: float = 1.0) -> None:
+    def __init__(self, length: int, pairs: int, random_fillers: bool, power: float, weight: float) -> None:
         self.length, self.pairs, self.power, self.weight = length, pairs, power, weight
+        self.random_fillers = random_fillers
         if pairs < 1:
             raise UserError(f"pairs: {pairs} must be at least 1")
         if power <= 0:
@@ -39,121 +95,80 @@ class Associative(TokenTask):
         if self.length < tokens:
             raise UserError(f"length: {self.length} is too short, {self.pairs} pairs need at least {tokens} tokens")
 
-    def _ask(
-        self, tokens: np.ndarray, start: int, keys: np.ndarray, answers: np.ndarray, places: np.ndarray
-    ) -> np.ndarray:
-        """Write keys [B,K] into slots of two tokens from `start` on, and return labels: an answer [B,K] at each."""
-        labels = np.full_like(tokens, NO_LOSS)
-        np.put_along_axis(tokens, start + 2 * places, keys, axis=1)
-        np.put_along_axis(labels, start + 2 * places, answers, axis=1)
-        return labels
-
-
-def _halves(vocab_size: int, keys: int, values: int) -> str | None:
-    """Why a vocabulary does not hold so many keys and values; None if it does."""
-    least = 2 * max(keys + 1, values)
-    return f"needs an even number, at least {least}" if vocab_size % 2 or vocab_size < least else None
-
-
-class StackedRecall(Associative):
-    """Several recall tasks, one after the other in a sequence: what was remembered must make room (inferred).
-
-    Each round is of length / rounds tokens: `pairs` pairs, all keys and values different, then a question for each
-    key, g = 0, 2, 4 … tokens after them, as in `Recall`. The next round draws its pairs anew, so that a key may come
-    again with another value. An answer is always a value of the same round.
-
-    Args:
-        length: Tokens in a sequence; a multiple of `rounds`, and in each round at least four times `pairs`.
-        pairs: Pairs of a round.
-        rounds: Number of rounds.
-        power: Exponent of the distances, above 0; small values favour early questions, 1 is neutral.
-        weight: Relative frequency of training batches of this task.
-
-    Raises:
-        UserError: The pairs do not fit the length, or an argument is out of range.
-    """
-
-    def __init__(
-        self, length: int = 128, pairs: int = 4, rounds: int = 2, power: float = 0.01, weight: float = 1.0
-    ) -> None:
-        super().__init__(length, pairs, power, weight)
-        self.rounds = rounds
-        if rounds < 1 or length % rounds:
-            raise UserError(f"rounds: {rounds} must be at least 1 and divide the length {length}")
-        self._needs(4 * pairs * rounds)
-
-    def misfit(self, vocab_size: int) -> str | None:
-        """Each key and value occurs once in a round."""
-        return _halves(vocab_size, self.pairs, self.pairs)
-
-    def generate(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
-        """Rounds are drawn as separate samples."""
-        pairs, length, half = self.pairs, self.length // self.rounds, vocab_size // 2
-        each = (numbers[:, None] * np.uint64(self.rounds) + np.arange(self.rounds, dtype=np.uint64)).ravel()
-        tokens = np.zeros((len(each), length), np.int64)
-        tokens[:, 0 : 2 * pairs : 2] = keys = 1 + distinct(each, pairs, half - 1, seeds("keys"))
-        tokens[:, 1 : 2 * pairs : 2] = values = half + distinct(each, pairs, half, seeds("values"))
-        places = slots(each, pairs, length // 2 - pairs, self.power, seeds("slots"))
-        labels = self._ask(tokens, 2 * pairs, keys, values, places)
-        return tokens.reshape(len(numbers), -1), labels.reshape(len(numbers), -1)
+    def _fillers(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> np.ndarray:
+        if self.random_fillers:
+            return whole(numbers, self.length, vocab_size, seeds("fillers"))
+        return np.zeros((len(numbers), self.length), np.int64)
 
 
 class CompositionalRecall(Associative):
-    """The answer is the value of the value: links k → m and m → v, in random order, compose to k → v (inferred).
+    """A value belongs to a pair of keys, and neither of the two says which.
 
-    A chain has `hops` links: the first starts at a key that is asked for, each further one where the one before ends,
-    and the last ends in a value. All tokens of all chains differ. The links of all chains lie at the start in random
-    order, 2 · hops · pairs tokens; then come the questions, as in `Recall`.
+    √pairs first keys from 1 … V/3 − 1 and √pairs second keys from V/3 … 2V/3 − 1 make `pairs` combinations; each has a
+    value of its own from 2V/3 … V − 1. Triplets (first key, second key, value) stand at the start in random order. Each
+    combination is asked for once, g = 0, 3, 6 … tokens after them, with probabilities as in `Recall`; the label is at
+    the second key.
 
     Args:
-        length: Tokens in a sequence; at least 2 · (hops + 1) · pairs.
-        pairs: Chains.
-        hops: Links of a chain; 1 is plain recall.
+        length: Tokens in a sequence; at least 6 · pairs.
+        pairs: Combinations, a square number.
+        random_fillers: Whether the tokens between the questions are random; otherwise they are 0.
         power: Exponent of the distances, above 0; small values favour early questions, 1 is neutral.
         weight: Relative frequency of training batches of this task.
 
     Raises:
-        UserError: The chains do not fit the length, or an argument is out of range.
+        UserError: The combinations do not fit the length, or an argument is out of range.
     """
 
     def __init__(
-        self, length: int = 64, pairs: int = 4, hops: int = 2, power: float = 0.01, weight: float = 1.0
+        self,
+        length: int = 64,
+        pairs: int = 4,
+        random_fillers: bool = True,
+        power: float = 0.01,
+        weight: float = 1.0,
     ) -> None:
-        super().__init__(length, pairs, power, weight)
-        self.hops = hops
-        if hops < 1:
-            raise UserError(f"hops: {hops} must be at least 1")
-        self._needs(2 * (hops + 1) * pairs)
+        super().__init__(length, pairs, random_fillers, power, weight)
+        if math.isqrt(pairs) ** 2 != pairs:
+            raise UserError(f"pairs: {pairs} must be a square number, such as 4, 9 or 16")
+        self._needs(6 * pairs)
 
     def misfit(self, vocab_size: int) -> str | None:
-        """The middles of chains are keys, too."""
-        return _halves(vocab_size, self.hops * self.pairs, self.pairs)
+        """A third each for first keys, second keys and values."""
+        least = 3 * max(math.isqrt(self.pairs) + 1, self.pairs)
+        return None if vocab_size >= least else f"needs at least {least}"
 
     def generate(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
-        """Column h of a chain is where its link h starts."""
-        pairs, hops, half = self.pairs, self.hops, vocab_size // 2
-        starts = 1 + distinct(numbers, pairs * hops, half - 1, seeds("keys")).reshape(-1, pairs, hops)
-        values = half + distinct(numbers, pairs, half, seeds("values"))
-        ends = np.concatenate([starts[:, :, 1:], values[:, :, None]], axis=2)
-        total = pairs * hops
-        order = distinct(numbers, total, total, seeds("order"))
-        tokens = np.zeros((len(numbers), self.length), np.int64)
-        tokens[:, 0 : 2 * total : 2] = np.take_along_axis(starts.reshape(-1, total), order, axis=1)
-        tokens[:, 1 : 2 * total : 2] = np.take_along_axis(ends.reshape(-1, total), order, axis=1)
-        places = slots(numbers, pairs, self.length // 2 - total, self.power, seeds("slots"))
-        return tokens, self._ask(tokens, 2 * total, starts[:, :, 0], values, places)
+        """Combination c is of first key c // √pairs and second key c mod √pairs, before the order is drawn."""
+        third, pairs, side = vocab_size // 3, self.pairs, math.isqrt(self.pairs)
+        combination = distinct(numbers, pairs, pairs, seeds("order"))
+        first = 1 + distinct(numbers, side, third - 1, seeds("first keys"))
+        second = third + distinct(numbers, side, third, seeds("second keys"))
+        first = np.take_along_axis(first, combination // side, axis=1)
+        second = np.take_along_axis(second, combination % side, axis=1)
+        values = 2 * third + distinct(numbers, pairs, vocab_size - 2 * third, seeds("values"))
+        tokens = self._fillers(numbers, vocab_size, seeds)
+        tokens[:, 0 : 3 * pairs : 3], tokens[:, 1 : 3 * pairs : 3], tokens[:, 2 : 3 * pairs : 3] = first, second, values
+        places = 3 * pairs + 3 * slots(numbers, pairs, self.length // 3 - pairs, self.power, seeds("slots"))
+        labels = np.full_like(tokens, NO_LOSS)
+        np.put_along_axis(tokens, places, first, axis=1)
+        np.put_along_axis(tokens, places + 1, second, axis=1)
+        np.put_along_axis(labels, places + 1, values, axis=1)
+        return tokens, labels
 
 
 class ForgettingRecall(Associative):
-    """Keys are written several times, each time with another value; only the last one counts (inferred).
+    """Some keys are written twice, and the second value counts.
 
-    Each of `pairs` keys is written `writes` times, in random order, always with a value that occurs nowhere else. The
-    answer to the question for a key, as in `Recall`, is the value of its last writing.
+    Keys are 1 … V/2 − 1, values V/2 … V − 1. As in `Recall`, `pairs` keys and values, all different, stand at the
+    start; then come `updates` of these keys, each with another value than before. Each key is asked for once, as in
+    `Recall`, and the answer is its last value.
 
     Args:
-        length: Tokens in a sequence; at least 2 · (writes + 1) · pairs.
+        length: Tokens in a sequence; at least 2 · (2 · pairs + updates).
         pairs: Keys.
-        writes: How often each key is written; 1 is plain recall.
+        updates: How many of them are written again; 0 is plain recall.
+        random_fillers: Whether the tokens between the questions are random; otherwise they are 0.
         power: Exponent of the distances, above 0; small values favour early questions, 1 is neutral.
         weight: Relative frequency of training batches of this task.
 
@@ -162,75 +177,39 @@ class ForgettingRecall(Associative):
     """
 
     def __init__(
-        self, length: int = 64, pairs: int = 4, writes: int = 2, power: float = 0.01, weight: float = 1.0
+        self,
+        length: int = 64,
+        pairs: int = 8,
+        updates: int = 4,
+        random_fillers: bool = True,
+        power: float = 0.01,
+        weight: float = 1.0,
     ) -> None:
-        super().__init__(length, pairs, power, weight)
-        self.writes = writes
-        if writes < 1:
-            raise UserError(f"writes: {writes} must be at least 1")
-        self._needs(2 * (writes + 1) * pairs)
+        super().__init__(length, pairs, random_fillers, power, weight)
+        self.updates = updates
+        if not 0 <= updates <= pairs:
+            raise UserError(f"updates: {updates} must be from 0 to the number of pairs, {pairs}")
+        self._needs(2 * (2 * pairs + updates))
 
     def misfit(self, vocab_size: int) -> str | None:
-        """Each writing has a value of its own."""
-        return _halves(vocab_size, self.pairs, self.writes * self.pairs)
+        """Half of the tokens are keys, half of them values."""
+        least = 2 * max(self.pairs + 1, 2)
+        return f"needs an even number, at least {least}" if vocab_size % 2 or vocab_size < least else None
 
     def generate(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
-        """Writing w is of key w mod K, before the order is drawn."""
-        pairs, half, total = self.pairs, vocab_size // 2, self.pairs * self.writes
+        """The keys that are written again are in random order."""
+        pairs, half, writings = self.pairs, vocab_size // 2, self.pairs + self.updates
         keys = 1 + distinct(numbers, pairs, half - 1, seeds("keys"))
-        order = distinct(numbers, total, total, seeds("order"))  # which writing comes when
-        values = half + distinct(numbers, total, half, seeds("values"))
-        tokens = np.zeros((len(numbers), self.length), np.int64)
-        tokens[:, 0 : 2 * total : 2] = np.take_along_axis(keys, order % pairs, axis=1)
-        tokens[:, 1 : 2 * total : 2] = values
-        # when each writing comes; the last of each key
-        last = np.argsort(order, axis=1).reshape(-1, self.writes, pairs).max(axis=1)
-        places = slots(numbers, pairs, self.length // 2 - total, self.power, seeds("slots"))
-        answers = np.take_along_axis(values, last, axis=1)
-        return tokens, self._ask(tokens, 2 * total, keys, answers, places)
-
-
-class JointRecall(TokenTask):
-    """Recall without the need to bring neighbours together: a key and its value are one token. For models of one layer.
-
-    With n = `keys` and m = `values`, token 0 is not used, 1 … n ask for a key, n + 1 … n + m are values, and token
-    n + m + 1 + i · m + j says that key i has value j. A sequence is `pairs` of these, of different keys and with any
-    values, and then the questions for all keys in another order.
-
-    Args:
-        pairs: Pairs in a sequence of twice as many tokens; at most `keys`.
-        keys: Number of keys.
-        values: Number of values; guessing gives 1 / values.
-        weight: Relative frequency of training batches of this task.
-
-    Raises:
-        UserError: An argument is out of range.
-    """
-
-    def __init__(self, pairs: int = 16, keys: int = 64, values: int = 16, weight: float = 1.0) -> None:
-        self.pairs, self.keys, self.values, self.weight = pairs, keys, values, weight
-        self.length = 2 * pairs
-        if not 1 <= pairs <= keys:
-            raise UserError(f"pairs: {pairs} must be from 1 to the number of keys, {keys}")
-        if values < 2:
-            raise UserError(f"values: {values} must be at least 2")
-
-    @property
-    def name(self) -> str:
-        """`pairs_16`."""
-        return f"pairs_{self.pairs}"
-
-    def misfit(self, vocab_size: int) -> str | None:
-        """Each pair is a token."""
-        least = 1 + self.keys + self.values + self.keys * self.values
-        return None if vocab_size >= least else f"needs at least {least}"
-
-    def generate(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs, then questions."""
-        keys = distinct(numbers, self.pairs, self.keys, seeds("keys"))
-        values = whole(numbers, self.pairs, self.values, seeds("values"))
-        order = distinct(numbers, self.pairs, self.pairs, seeds("order"))
-        pairs = 1 + self.keys + self.values + keys * self.values + values
-        tokens = np.concatenate([pairs, 1 + np.take_along_axis(keys, order, axis=1)], axis=1)
-        answers = 1 + self.keys + np.take_along_axis(values, order, axis=1)
-        return tokens, np.concatenate([np.full_like(answers, NO_LOSS), answers], axis=1)
+        values = distinct(numbers, pairs, half, seeds("values"))
+        again = distinct(numbers, self.updates, pairs, seeds("updates"))
+        steps = 1 + whole(numbers, self.updates, half - 1, seeds("new values"))  # never back to the same value
+        renewed = (np.take_along_axis(values, again, axis=1) + steps) % half
+        tokens = self._fillers(numbers, vocab_size, seeds)
+        tokens[:, 0 : 2 * writings : 2] = np.concatenate([keys, np.take_along_axis(keys, again, axis=1)], axis=1)
+        tokens[:, 1 : 2 * writings : 2] = half + np.concatenate([values, renewed], axis=1)
+        np.put_along_axis(values, again, renewed, axis=1)
+        places = 2 * (writings + slots(numbers, pairs, self.length // 2 - writings, self.power, seeds("slots")))
+        labels = np.full_like(tokens, NO_LOSS)
+        np.put_along_axis(tokens, places, keys, axis=1)
+        np.put_along_axis(labels, places, half + values, axis=1)
+        return tokens, labels

@@ -90,15 +90,18 @@ class PairsEvaluation(TokenEvaluation):
 
     Attributes:
         per_pair: Tokens that a pair needs, its question included.
+        square: Whether the number of pairs must be a square.
     """
 
     axis = "pairs"
     default_lengths = (64, 128, 256, 512)
     per_pair: ClassVar[int]
+    square: ClassVar[bool] = False
 
     def sizes(self, length: int) -> list[Cell]:
-        """One for each power of two."""
-        pairs = [1 << n for n in range(2, length.bit_length()) if (1 << n) * self.per_pair <= length]
+        """One for each power of two, or of four."""
+        powers = [1 << n for n in range(2, length.bit_length(), 2 if self.square else 1)]
+        pairs = [number for number in powers if number * self.per_pair <= length]
         own = self.options.lengths is None and length > self.default_lengths[0]
         return [{"length": length, "pairs": number} for number in (pairs[-1:] if own else pairs)]
 
@@ -111,8 +114,8 @@ class MqarTask(PairsEvaluation):
     per_pair, shortest = 4, 16
 
     def size(self, cell: Cell) -> TokenTask:
-        """A single round, which has the same needs."""
-        return StackedRecall(cell["length"], cell["pairs"], rounds=1)
+        """Recall without updates, which has the same needs."""
+        return ForgettingRecall(cell["length"], cell["pairs"], updates=0)
 
     def samples(self, cell: Cell, vocab_size: int) -> Recall:
         """As they are trained on."""
@@ -121,43 +124,43 @@ class MqarTask(PairsEvaluation):
 
 
 class StackedTask(PairsEvaluation):
-    """Two rounds of recall in one sequence (`zoo.data.StackedRecall`)."""
+    """Pairs that are one token (`zoo.data.StackedRecall`)."""
 
     name = "mqar_stacked"
-    measures = "recall in two rounds, of which the second must make room, over the pairs of a round"
-    per_pair, shortest = 8, 32
+    measures = "recall where a key and its value are one token, over the number of pairs"
+    per_pair, shortest = 2, 8
 
     def size(self, cell: Cell) -> TokenTask:
-        """A length that is odd is cut by one."""
-        return StackedRecall(cell["length"], cell["pairs"], rounds=2)
+        """Each pair is named once."""
+        return StackedRecall(cell["pairs"])
 
     def sizes(self, length: int) -> list[Cell]:
-        """Of two rounds of equal length."""
-        return super().sizes(length - length % 2)
+        """There are no fillers, so the number of pairs says how long a sequence is."""
+        return [{"length": 2 * cell["pairs"], "pairs": cell["pairs"]} for cell in super().sizes(length)]
 
 
 class CompositionalTask(PairsEvaluation):
-    """Chains of two links (`zoo.data.CompositionalRecall`)."""
+    """Values of pairs of keys (`zoo.data.CompositionalRecall`)."""
 
     name = "mqar_compositional"
-    measures = "recall of the value of the value, over the number of pairs"
-    per_pair, shortest = 6, 24
+    measures = "recall of values by two keys together, over the number of their combinations"
+    per_pair, shortest, square = 6, 24, True
 
     def size(self, cell: Cell) -> TokenTask:
-        """Two hops."""
-        return CompositionalRecall(cell["length"], cell["pairs"], hops=2)
+        """All combinations of as many first as second keys."""
+        return CompositionalRecall(cell["length"], cell["pairs"])
 
 
 class ForgettingTask(PairsEvaluation):
-    """Keys that are written twice (`zoo.data.ForgettingRecall`)."""
+    """Keys of which half are written twice (`zoo.data.ForgettingRecall`)."""
 
     name = "mqar_forgetting"
     measures = "recall of the value that was written last, over the number of keys"
-    per_pair, shortest = 6, 24
+    per_pair, shortest = 5, 20
 
     def size(self, cell: Cell) -> TokenTask:
-        """Two writings."""
-        return ForgettingRecall(cell["length"], cell["pairs"], writes=2)
+        """Half of the keys are written again."""
+        return ForgettingRecall(cell["length"], cell["pairs"], updates=cell["pairs"] // 2)
 
 
 class MadRecall(TokenEvaluation):

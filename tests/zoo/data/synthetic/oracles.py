@@ -15,45 +15,30 @@ def recall(pairs: int) -> Oracle:
     return answers
 
 
-def stacked(rounds: int) -> Oracle:
-    """Each round by itself; where pairs end, no value follows."""
-
-    def answers(tokens: Sequence[int], vocab_size: int) -> dict[int, int]:
-        length, found = len(tokens) // rounds, {}
-        for start in range(0, len(tokens), length):
-            value = {}
-            for t in range(start, start + length, 2):
-                if t + 1 < start + length and tokens[t + 1]:
-                    value[tokens[t]] = tokens[t + 1]
-                elif tokens[t]:
-                    found[t] = value[tokens[t]]
-        return found
-
-    return answers
-
-
-def written(tokens: Sequence[int], vocab_size: int) -> dict[int, int]:
-    """Compositional and forgetting: follow the last writing of a key until a value comes."""
-    link, found = {}, {}
-    for t in range(0, len(tokens) - 1, 2):
-        if tokens[t + 1]:
-            link[tokens[t]] = tokens[t + 1]
-        elif tokens[t]:
-            found[t] = tokens[t]
-            while found[t] < vocab_size // 2:
-                found[t] = link[found[t]]
-    return found
-
-
-def joint(keys: int, values: int) -> Oracle:
+def stacked(tokens: Sequence[int], vocab_size: int) -> dict[int, int]:
     """Pairs decoded from their numbers."""
+    keys = int(vocab_size**0.5) - 1
+    first = 1 + 2 * keys
+    value = dict(divmod(token - first, keys) for token in tokens if token >= first)
+    return {t: 1 + keys + value[token - 1] for t, token in enumerate(tokens) if token <= keys}
+
+
+def compositional(pairs: int) -> Oracle:
+    """Triplets at the start, then questions of two tokens at every third, among fillers."""
 
     def answers(tokens: Sequence[int], vocab_size: int) -> dict[int, int]:
-        first = 1 + keys + values
-        value = dict(divmod(token - first, values) for token in tokens if token >= first)
-        return {t: 1 + keys + value[token - 1] for t, token in enumerate(tokens) if token <= keys}
+        start = 3 * pairs
+        keys = zip(tokens[0:start:3], tokens[1:start:3], strict=True)
+        value = dict(zip(keys, tokens[2:start:3], strict=True))
+        asked = {t + 1: (tokens[t], tokens[t + 1]) for t in range(start, len(tokens) - 1, 3)}
+        return {t: value[key] for t, key in asked.items() if key in value}
 
     return answers
+
+
+def forgetting(pairs: int, updates: int) -> Oracle:
+    """Writings at the start, of which later ones count, then questions at every other token, among fillers."""
+    return recall(pairs + updates)
 
 
 def in_context(noise_tokens: int = 0) -> Oracle:

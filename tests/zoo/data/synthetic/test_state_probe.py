@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixers import Expanded, Features, GatedDeltaNet, Site
-from zoo.data import JointRecall, TokenTasks
+from zoo.data import StackedRecall, TokenTasks
 
 KEYS = VALUES = 64
 STEPS, BATCH, WIDTH = 1100, 64, 64
-TASK = JointRecall(16, KEYS, VALUES)
+TASK = StackedRecall(16)
 VOCABULARY = 1 + KEYS + VALUES + KEYS * VALUES
 
 

@@ -17,7 +17,6 @@ from zoo.data import (
     Compression,
     ForgettingRecall,
     InContextRecall,
-    JointRecall,
     Memorization,
     SelectiveCopy,
     StackedRecall,
@@ -28,11 +27,12 @@ from zoo.data import (
 pytest_plugins = "tests.desk"
 
 SOLVABLE: dict[str, tuple[TokenTask, int, oracles.Oracle]] = {
-    "stacked": (StackedRecall(48, 4, rounds=3), 32, oracles.stacked(3)),
-    "compositional": (CompositionalRecall(64, 4), 32, oracles.written),
-    "three hops": (CompositionalRecall(64, 4, hops=3), 32, oracles.written),
-    "forgetting": (ForgettingRecall(64, 4), 32, oracles.written),
-    "joint": (JointRecall(16, 64, 16), 1105, oracles.joint(64, 16)),
+    "stacked": (StackedRecall(16), 1024, oracles.stacked),
+    "stacked, two passes": (StackedRecall(8, passes=2), 100, oracles.stacked),
+    "compositional": (CompositionalRecall(64, 9), 32, oracles.compositional(9)),
+    "compositional among zeros": (CompositionalRecall(random_fillers=False), 32, oracles.compositional(4)),
+    "forgetting": (ForgettingRecall(), 32, oracles.forgetting(8, 4)),
+    "forgetting all": (ForgettingRecall(64, 4, 4, random_fillers=False), 32, oracles.forgetting(4, 4)),
     "in context": (InContextRecall(), 16, oracles.in_context()),
     "fuzzy": (InContextRecall(pairs=4, motif=3), 16, oracles.in_context()),
     "noisy": (InContextRecall(noise=0.2), 32, oracles.in_context(16)),
@@ -78,17 +78,35 @@ def test_a_sample_is_a_function_of_seed_split_and_number(name: str):
 
 def test_samples_never_change():
     """Runs of any age are continued by these functions."""
-    shapes = (StackedRecall(16, 2), CompositionalRecall(12, 2), ForgettingRecall(12, 2), InContextRecall(12, noise=0.2))
+    shapes = (StackedRecall(3), CompositionalRecall(24, 4), ForgettingRecall(12, 2, 1), InContextRecall(12, noise=0.2))
     found = [TokenTasks([task], 26).samples(task, 1, "train").batch([1000]).tokens[0].tolist() for task in shapes]
     assert found == FROZEN
 
 
 FROZEN = [
-    [6, 23, 2, 20, 6, 0, 2, 0, 7, 16, 9, 13, 9, 0, 7, 0],
-    [3, 4, 8, 16, 5, 8, 4, 23, 5, 0, 3, 0],
-    [5, 13, 3, 23, 5, 24, 3, 18, 3, 0, 5, 0],
+    [24, 11, 19, 4, 1, 3],
+    [6, 14, 24, 6, 13, 19, 1, 14, 20, 1, 13, 16, 6, 14, 6, 6, 13, 2, 1, 13, 10, 1, 14, 0],
+    [3, 22, 5, 14, 3, 23, 3, 15, 18, 1, 5, 19],
     [11, 20, 18, 2, 5, 2, 5, 3, 7, 4, 9, 14],
 ]
+
+
+def test_neither_key_alone_says_which_value():
+    batch = samples(CompositionalRecall(), 32)
+    for tokens in batch.tokens[:, :12].tolist():
+        for part in (tokens[0::3], tokens[1::3]):
+            assert sorted(map(part.count, part)) == [2, 2, 2, 2]
+        assert len(set(tokens[2::3])) == 4
+
+
+def test_a_key_that_is_written_again_has_another_value():
+    task = ForgettingRecall()
+    for tokens in samples(task, 18).tokens.tolist():
+        before = dict(zip(tokens[0:16:2], tokens[1:16:2], strict=True))
+        after = dict(zip(tokens[16:24:2], tokens[17:24:2], strict=True))
+        assert len(before) == 8
+        assert len(after) == 4
+        assert all(before[key] != value for key, value in after.items())
 
 
 def test_a_key_is_answered_only_after_it_came():
@@ -146,16 +164,14 @@ def test_several_tasks_are_mixed_resumed_and_named():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: StackedRecall(64, 9, rounds=2), "length: 64 is too short, 9 pairs need at least 72 tokens"),
-        (lambda: StackedRecall(65, 4, rounds=2), "rounds: 2 must be at least 1 and divide the length 65"),
+        (lambda: StackedRecall(0), "pairs: 0 must be at least 1"),
+        (lambda: StackedRecall(passes=0), "passes: 0 must be at least 1"),
         (lambda: CompositionalRecall(23, 4), "length: 23 is too short, 4 pairs need at least 24 tokens"),
-        (lambda: CompositionalRecall(hops=0), "hops: 0 must be at least 1"),
-        (lambda: ForgettingRecall(23, 4), "length: 23 is too short, 4 pairs need at least 24 tokens"),
-        (lambda: ForgettingRecall(writes=0), "writes: 0 must be at least 1"),
+        (lambda: CompositionalRecall(pairs=8), "pairs: 8 must be a square number, such as 4, 9 or 16"),
+        (lambda: ForgettingRecall(39, 8, 4), "length: 39 is too short, 8 pairs need at least 40 tokens"),
+        (lambda: ForgettingRecall(updates=9), "updates: 9 must be from 0 to the number of pairs, 8"),
         (lambda: ForgettingRecall(pairs=0), "pairs: 0 must be at least 1"),
-        (lambda: StackedRecall(power=0.0), r"power: 0\.0 must be above 0"),
-        (lambda: JointRecall(65, 64), "pairs: 65 must be from 1 to the number of keys, 64"),
-        (lambda: JointRecall(values=1), "values: 1 must be at least 2"),
+        (lambda: CompositionalRecall(power=0.0), r"power: 0\.0 must be above 0"),
         (lambda: InContextRecall(11, motif=3), "length: 11 is too short, a key that comes twice needs 12 tokens"),
         (lambda: InContextRecall(noise=1.0), r"noise: 1\.0 must be from 0 to below 1"),
         (lambda: InContextRecall(pairs=0), "pairs: 0 must be at least 1, or null"),
@@ -179,11 +195,10 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], message: str):
 @pytest.mark.parametrize(
     ("task", "vocab_size", "least"),
     [
-        (StackedRecall(), 8, 10),
-        (StackedRecall(), 11, 10),
-        (CompositionalRecall(), 16, 18),
-        (ForgettingRecall(), 14, 16),
-        (JointRecall(), 1104, 1105),
+        (StackedRecall(), 288, 289),
+        (CompositionalRecall(), 11, 12),
+        (ForgettingRecall(), 16, 18),
+        (ForgettingRecall(), 19, 18),
         (InContextRecall(pairs=4), 8, 10),
         (InContextRecall(noise=0.2), 18, 4),
         (SelectiveCopy(), 3, 4),

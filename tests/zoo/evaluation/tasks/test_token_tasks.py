@@ -19,7 +19,7 @@ pytest_plugins = "tests.desk"
 # name → vocabulary, and what solves it; that of recall depends on the pairs
 NAMES = {
     "mqar": 64,
-    "mqar_stacked": 64,
+    "mqar_stacked": 1156,
     "mqar_compositional": 64,
     "mqar_forgetting": 64,
     "mad_recall": 16,
@@ -34,12 +34,14 @@ NAMES = {
 def oracle_of(name: str, cell: Cell) -> oracles.Oracle:
     if name == "mqar":
         return oracles.recall(cell["pairs"])
+    if name == "mqar_compositional":
+        return oracles.compositional(cell["pairs"])
+    if name == "mqar_forgetting":
+        return oracles.forgetting(cell["pairs"], cell["pairs"] // 2)
     if name == "mad_memorization":
         return facts
     return {
-        "mqar_stacked": oracles.stacked(2),
-        "mqar_compositional": oracles.written,
-        "mqar_forgetting": oracles.written,
+        "mqar_stacked": oracles.stacked,
         "mad_recall": oracles.in_context(),
         "mad_fuzzy": oracles.in_context(),
         "mad_noisy": oracles.in_context(16),
@@ -148,7 +150,9 @@ def test_lengths_make_sizes():
         {"length": 64, "pairs": 8},
         {"length": 64, "pairs": 16},
     ]
-    assert made("mqar_stacked", lengths=(65,)).cells(subject)[-1] == {"length": 64, "pairs": 8}
+    assert made("mqar_stacked", lengths=(17,)).cells(subject) == [{"length": 8, "pairs": 4}, {"length": 16, "pairs": 8}]
+    compositional = made("mqar_compositional", lengths=(100,)).cells(subject)
+    assert compositional == [{"length": 100, "pairs": 4}, {"length": 100, "pairs": 16}]
     assert made("mad_compression", lengths=(32,)).cells(subject) == [{"length": 31}]
     assert made("mad_memorization", lengths=(33,)).cells(subject) == [{"length": 32}]
 
