@@ -57,11 +57,12 @@ def result_table(row: Mapping[str, Any]) -> Table:
     table.add_column("loss", no_wrap=True)
     table.add_column("nats per token", justify="right")
     by_position = [loss for loss in row["val_loss_by_position"] if loss is not None]
+    classified = len(by_position) == 1 and row.get("val_accuracy") is not None  # whole sequences, one label each
     lines = {
         "validation": row["val_loss"],
         "interpolated bigram model": row["bigram_loss"],
-        "validation, first part of the context": by_position[0] if len(by_position) > 1 else None,
-        "validation, last part of the context": by_position[-1] if len(by_position) > 1 else None,
+        "validation, first part of the context": by_position[0] if by_position and not classified else None,
+        "validation, last part of the context": by_position[-1] if by_position and not classified else None,
         "first validation batches": row["val_loss_same_batches"],
         "the same with all mixers zeroed": row["val_loss_mixers_zeroed"],
     }
@@ -72,9 +73,9 @@ def result_table(row: Mapping[str, Any]) -> Table:
         if value is not None:
             table.add_row(f"validation, {name.replace('_', ' ')}", f"{value:.3f}")
     by_task = row.get("val_accuracy_by_task")
-    if by_task or len(by_position) == 1:  # recall, or classes of whole sequences
+    if by_task or classified:
         table.add_section()
-        for name, value in {"all together": row["val_accuracy"], **(by_task or {})}.items():
+        for name, value in {"all together": row.get("val_accuracy"), **(by_task or {})}.items():
             if value is not None:
                 table.add_row(f"accuracy, {name.replace('_', ' ')}", f"{value:.1%}")
     return table

@@ -166,7 +166,8 @@ def test_a_signal_to_all_leaves_no_worker(signals: tuple[signal.Signals, ...]):
         assert process.stdout.readline() == "at work\n"
         for number in signals:
             os.killpg(process.pid, number)
-        assert process.wait(timeout=20) == -signals[0]
+        # 1: at exit PyTorch may import tabulate, whereupon CPython forgets that it was interrupted
+        assert process.wait(timeout=60) in (-signals[0], 1)
         assert not wait_until_none_is(process.pid, 2)
     finally:
         if alive(process.pid):
