@@ -91,17 +91,15 @@ def test_no_jobs(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "codes"), [(signal.SIGINT, (-signal.SIGINT, 1)), (signal.SIGTERM, (143,))])
-def test_stopped_in_the_middle_then_called_again(tmp_path: Path, number: signal.Signals, codes: tuple[int, ...]):
-    """The running ones leave a checkpoint and are continued; the finished are not run again.
-
-    The code of an interruption is 1 if PyTorch imports tabulate at exit, whereupon CPython forgets what it ended by.
-    """
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_stopped_in_the_middle_then_called_again(tmp_path: Path, number: signal.Signals, code: int):
+    """The running ones leave a checkpoint and are continued; the finished are not run again."""
     waits = [tmp_path / f"{name}.waits" for name in ALL[2:4]]
     for file in waits:
         file.touch()
     script = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+sys.modules["tabulate"] = None  # PyTorch imports it at exit, whereupon CPython forgets that it was interrupted
 from pathlib import Path
 from tests.zoo.sweeps.test_runner import FAKE, runs
 from zoo.sweeps import Runner
@@ -113,7 +111,7 @@ Runner(FAKE, Path({str(tmp_path)!r}), jobs=2).run(runs())
             break
         time.sleep(0.1)
     process.send_signal(number)
-    assert process.wait(60) in codes
+    assert process.wait(60) == code
     assert all((tmp_path / name / "checkpoints" / "last.ckpt").exists() for name in ALL[2:4])
     for file in waits:
         file.unlink()

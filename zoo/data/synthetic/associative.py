@@ -106,7 +106,7 @@ class CompositionalRecall(Associative):
 
     √pairs first keys from 1 … V/3 − 1 and √pairs second keys from V/3 … 2V/3 − 1 make `pairs` combinations; each has a
     value of its own from 2V/3 … V − 1. Triplets (first key, second key, value) stand at the start in random order. Each
-    combination is asked for once, g = 0, 3, 6 … tokens after them, with probabilities as in `Recall`; the label is at
+    combination is queried once, g = 0, 3, 6 … tokens after them, with probabilities as in `Recall`; the label is at
     the second key.
 
     Args:
@@ -161,7 +161,7 @@ class ForgettingRecall(Associative):
     """Some keys are written twice, and the second value counts.
 
     Keys are 1 … V/2 − 1, values V/2 … V − 1. As in `Recall`, `pairs` keys and values, all different, stand at the
-    start; then come `updates` of these keys, each with another value than before. Each key is asked for once, as in
+    start; then come `updates` of these keys, each with another value than before. Each key is queried once, as in
     `Recall`, and the answer is its last value.
 
     Args:

@@ -169,7 +169,7 @@ class SelectiveCopy(TokenTask):
 
 
 class Compression(TokenTask):
-    """Random tokens, which are then asked for by their places: the whole sequence must be in the state.
+    """Random tokens, which are then queried by their places: the whole sequence must be in the state.
 
     Token 0 ends what is to be compressed, 1 … `content` are content, and token content + p asks for place p. A sequence
     is `compressed` random contents, the 0, and all places in order, whose labels are what stood there. (MAD decodes the

@@ -1,6 +1,6 @@
 """Needles: facts with a key and a random value, and the sentences that state them and ask for them.
 
-The wording of `NUMBERS` and `UUIDS` is RULER's (arXiv 2404.06654) for one needle that is asked for, that of `PASSKEY`
+The wording of `NUMBERS` and `UUIDS` is RULER's (arXiv 2404.06654) for one needle that is queried, that of `PASSKEY`
 ∞Bench's as table 7 of StateX prints it.
 """
 

@@ -28,9 +28,9 @@ class NeedleTask(Task):
     sample has the same needles at all lengths, so that lengths differ in nothing else but the text around them.
 
     Attributes:
-        wording: How needles are stated and asked for.
+        wording: How needles are stated and queried.
         text: The haystack: sentences of text, lines of noise, or other needles.
-        needles: How many are hidden; one of them is asked for.
+        needles: How many are hidden; one of them is queried.
         max_new_tokens: Tokens of a continuation.
         default_lengths, default_samples, default_depths: What is used if the user sets nothing. Default lengths into
             which the question does not fit are left out; without depths, each sample has one of its own.
@@ -123,7 +123,7 @@ class NeedleTask(Task):
         return prompt, asked.value
 
     def _drawn(self, cell: Cell, number: int) -> tuple[list[Needle], Needle]:
-        """The needles of a sample, and the one that is asked for."""
+        """The needles of a sample, and the one that is queried."""
         rng = random.Random(number_of("needles", self.name, self.options.seed, cell.get("depth"), number))
         needles = list(itertools.islice(draw_needles(rng, self.wording.kind, "evaluation"), self.needles))
         return needles, rng.choice(needles)

@@ -1,6 +1,6 @@
 """Tasks made of tokens without text: associative recall in variants, and MAD's.
 
-A model is trained on such tokens first (`configs/recall`), and is then asked for what it has learned, in any size. The
+A model is trained on such tokens first (`configs/recall`), and is then tested on what it has learned, in any size. The
 vocabulary of the task is the model's. Samples are of a split of their own, so that none was trained on.
 """
 
