@@ -24,19 +24,15 @@ class Records:
     """The measured cells in an output folder.
 
     Args:
-        folder: The folder, which is created.
+        folder: The folder, which this process has `locked`: the end of a line that is being written is cut off.
 
     Raises:
-        UserError: The folder cannot be written, or a line of its file is damaged.
+        UserError: A line of its file is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.file.touch()
-        except OSError as error:
-            raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
+        self.file.touch()
         self._found = {record["key"]: record["rows"] for record in self._read()}
 
     def find(self, what: dict[str, Any]) -> list[Row] | None:
@@ -76,23 +72,26 @@ class Records:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from evaluating into the same folder.
+    """Create a folder, and keep other processes from evaluating into it.
 
     Raises:
-        UserError: Another process does so.
+        UserError: Another process does so, or the folder cannot be written to.
     """
     lock = FileLock(folder / LOCK)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise UserError(
             f"output: another process is evaluating into {folder}; wait for it, or choose another"
         ) from None
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
     try:
         yield
     finally:
-        lock.release()
         (folder / LOCK).unlink(missing_ok=True)
+        lock.release()
 
 
 def key_of(what: dict[str, Any]) -> str:

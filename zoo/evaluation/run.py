@@ -88,8 +88,8 @@ def evaluate(
     ]
     plan = [(subject, task, cell) for task in chosen for subject in subjects for cell in _cells(task, subject, where)]
     folder = Path(output) if output is not None else Path("evaluations") / "+".join(_names(paths))
-    records = Records(folder)
     with locked(folder):
+        records = Records(folder)
         rows = _measure(plan, records, where, verbose)
         for task in chosen:
             of_task = [row for row in rows if row["task"] == task.name]

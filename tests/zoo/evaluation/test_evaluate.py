@@ -10,6 +10,7 @@ import pytest
 import zoo
 from kernels import UserError
 from tests.commands import Command
+from zoo.evaluation.record import locked
 from zoo.evaluation.task import interval
 from zoo.evaluation.tasks.perplexity import Perplexity, ranges
 
@@ -137,6 +138,19 @@ def test_a_damaged_line_is_named(done: str, desk: Path) -> None:
     file.write_text(file.read_text().replace('"length": 32', '"length": 33', 1))
     with pytest.raises(UserError, match=r"output: line 1 of out/rows\.jsonl is damaged"):
         zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
+
+
+def test_two_processes_do_not_write_to_one_folder(done: str, desk: Path) -> None:
+    zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
+    with open("out/rows.jsonl", "a") as file:
+        file.write('{"key": "which the other process is wri')
+    before = Path("out/rows.jsonl").read_bytes()
+    with locked(Path("out")), pytest.raises(UserError, match="output: another process is evaluating into out"):
+        zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
+    assert Path("out/rows.jsonl").read_bytes() == before
+    Path("file").touch()
+    with pytest.raises(UserError, match="output: file/out cannot be written to"):
+        zoo.evaluate(done, **OPTIONS, output="file/out", verbose=False)
 
 
 def test_throughput(done: str, desk: Path) -> None:
