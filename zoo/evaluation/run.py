@@ -87,7 +87,7 @@ def evaluate(
         load_subject(path, name, bf16, batch_tokens, trust) for path, name in zip(paths, _names(paths), strict=True)
     ]
     plan = [(subject, task, cell) for task in chosen for subject in subjects for cell in _cells(task, subject, where)]
-    folder = Path(output) if output is not None else Path("evaluations") / "+".join(_names(paths))
+    folder = Path(output) if output is not None else Path("evaluations") / _joined(_names(paths))
     with locked(folder):
         records = Records(folder)
         rows = _measure(plan, records, where, verbose)
@@ -167,6 +167,12 @@ def _paths(checkpoint: list[str] | str | Path | None) -> list[str]:
             raise UserError(f"checkpoint: nothing matches {path}")
         paths += matching
     return list(dict.fromkeys(paths))
+
+
+def _joined(names: Sequence[str]) -> str:
+    """A folder's name for an evaluation of these models; file systems allow 255 bytes."""
+    together = "+".join(names)
+    return together if len(together) <= 100 else f"{names[0][:80]}+{len(names) - 1}-more"
 
 
 def _listed(names: list[str] | str) -> list[str]:

@@ -96,6 +96,10 @@ def test_a_pattern_stands_for_its_checkpoints(done: str, desk: Path) -> None:
         shutil.copytree(done, desk / "runs" / name)
     rows = zoo.evaluate("runs/mixer=*", **OPTIONS, output="out", verbose=False)
     assert list(dict.fromkeys(row["model"] for row in rows)) == ["mixer=a,seed=0", "mixer=b,seed=0"]
+    for number in range(12):
+        shutil.copytree(done, desk / "runs" / f"a-rather-long-name-{number:02}")
+    zoo.evaluate("runs/a-*", "perplexity", lengths=[32], samples=1, device="cpu", verbose=False)
+    assert [path.name for path in Path("evaluations").iterdir()] == ["a-rather-long-name-00+11-more"]
     with pytest.raises(UserError, match="checkpoint: nothing matches runs/other"):
         zoo.evaluate("runs/other*", **OPTIONS)
 
