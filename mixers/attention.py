@@ -130,7 +130,10 @@ class SoftmaxAttention(TokenMixer):
         """The last `size` slots of a cache, flush right, or as many of them as the window needs."""
         size = size if self.window_size is None else self.window_size - 1
         length = cache.shape[1]
-        return cache[:, length - size :] if length >= size else F.pad(cache, (0, 0, 0, 0, size - length, 0))
+        if length < size:
+            return F.pad(cache, (0, 0, 0, 0, size - length, 0))
+        kept = cache[:, length - size :]
+        return kept.clone() if length > 2 * size else kept  # a view keeps all of a long prompt in memory
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import mixers
 from mixers import Expanded, LinearMixer, Site
@@ -65,3 +66,13 @@ def test_gradients_flow_through_steps(name: str):
     found, expected = (torch.autograd.grad(y.square().sum(), leaves) for y in (torch.cat(outputs, 1), mixer(x)[0]))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_state_keeps_nothing_else_in_memory(name: str):
+    """A view of the last tokens of a long prompt would keep all of it, in every layer."""
+    mixer, x = FACTORIES[name](Site(64, 2, layer=1, num_layers=3)), torch.randn(2, 300, 64)
+    with torch.no_grad():
+        _, state = mixer(x, mixer.init_state(2))
+    for tensor in tree_leaves(state):
+        assert tensor.untyped_storage().nbytes() <= 2 * tensor.nbytes, tuple(tensor.shape)

@@ -94,7 +94,8 @@ class LoadedModel:
     def label_scores(self, batch: Batch) -> TokenScores:
         """The loss of each label of a batch; sequences longer than memory likes are read in pieces."""
         tokens, labels = (x.to(self.device) for x in (batch.tokens, batch.labels))
-        with self._computing(), torch.no_grad():
+        # weights converted to bf16 are not kept: converting them again takes far less than reading a piece does
+        with self._computing(keep_converted=False), torch.no_grad():
             if batch.cu_seqlens is not None:
                 found = self.model.token_losses(tokens, labels, cu_seqlens=batch.cu_seqlens.to(self.device))
                 return TokenScores(found.losses.cpu(), found.correct.cpu())
@@ -121,9 +122,9 @@ class LoadedModel:
             yield rows
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
+    def _computing(self, keep_converted: bool = True) -> Iterator[None]:
         try:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=keep_converted):
                 yield
         except torch.OutOfMemoryError:
             raise UserError(

@@ -49,4 +49,5 @@ def _together(model: LanguageModel, prompts: Tensor) -> tuple[Tensor, tuple[obje
     state = model.init_state(len(prompts))
     for piece in prompts.split(max(1, at_once(prompts.device) // len(prompts)), dim=1):
         x, state = model.last_hidden(piece, state)  # type: ignore[assignment]
-    return model.logits(x[:, -1]), state
+        x = x[:, -1].clone()  # so that only this much of it is kept during the next piece
+    return model.logits(x), state
