@@ -145,7 +145,7 @@ class Call:
         marks = {"checkpoints": checkpoints, "anchors": anchors}
         self.carry("dk", dk, last, products=written, plain=beta_grad, **marks)
         dg, dbeta = (to.new(to.B, to.T, to.heads, dtype=FP32) if w else None for w in (decay_grad, beta_grad))
-        to.head_gate_grads()(read, written, self.gates, anchors, self.beta, dg, dbeta, to.layout.blocks)
+        to.head_gate_grads()(read, written, self.gates, anchors, dg, dbeta, to.layout.blocks)
         return dg.sum((0, 1)) if dg is not None and to.gate == "constant" else dg, dbeta
 
     def channel_grads(

@@ -38,8 +38,8 @@ TOTAL = tl.constexpr(2)  # e^{b_C}, once
 SUMS = tl.constexpr(3)  # where passes compute the scores: b,
 REST_OF_SUMS = tl.constexpr(4)  # and what is lost of it in fp32
 SURVIVES = tl.constexpr(3)  # where gates have gradients: e^{b_C − b},
-ROWS = tl.constexpr(4)  # row sums of dO Vᵀ ⊙ P,
-COLUMNS = tl.constexpr(5)  # and its column sums, without β
+BALANCE = tl.constexpr(4)  # row sums minus column sums of dO Vᵀ ⊙ P below its diagonal,
+COLUMNS = tl.constexpr(5)  # and its column sums, with the diagonal and without β
 
 
 @triton.jit

@@ -5,7 +5,9 @@ With b the log decays summed inside a chunk, D_ij = exp(b_i − b_j) for j ≤ i
     P = scale · Q Kᵀ ⊙ D · diag(β)        dP = scale · dO Vᵀ ⊙ D · diag(β)
 
 The gradient of b_i inside a chunk is the i-th row sum minus the i-th column sum of dO Vᵀ ⊙ P in fp32, so that terms
-that should cancel do; between chunks it is q·dq − k·dk of the parts that go through the state.
+that should cancel do. Its diagonal is left out: it would cancel too, but it does not decay, and under strong decays its
+rounding would be larger than all the rest. Between chunks the gradient is q·dq − k·dk of the parts that go through the
+state.
 """
 
 # Triton kernels: untyped, with branches that are resolved at compile time
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile
-from .triton_carry import COLUMNS, ENTER, LEAST, LEAVE, REST_OF_SUMS, ROWS, SUMS, SURVIVES, TOTAL
+from .triton_carry import BALANCE, COLUMNS, ENTER, LEAST, LEAVE, REST_OF_SUMS, SUMS, SURVIVES, TOTAL
 
 
 @triton.jit
@@ -79,7 +81,7 @@ def head_scores(
     beta,  # [tokens,heads]
     scores,  # [heads,chunks,64,64]
     score_grads,  # like scores, if needed
-    gates,  # [heads,chunks,PARTS,64]: ENTER, LEAVE, TOTAL, and with GATES also SURVIVES, ROWS, COLUMNS
+    gates,  # [heads,chunks,PARTS,64]: ENTER, LEAVE, TOTAL, and with GATES also SURVIVES, BALANCE, COLUMNS
     table,  # [chunks,2]: first token, tokens
     scale,
     q_head,
@@ -146,17 +148,17 @@ def head_scores(
         if GATES:
             G = dP * P
             tl.store(gates + SURVIVES * CHUNK + r, w)
-            tl.store(gates + ROWS * CHUNK + r, tl.sum(G * input_gate[None, :], 1))
             tl.store(gates + COLUMNS * CHUNK + r, tl.sum(G, 0))
+            G = tl.where(r[:, None] > r[None, :], G * input_gate[None, :], 0.0)
+            tl.store(gates + BALANCE * CHUNK + r, tl.sum(G, 1) - tl.sum(G, 0))
 
 
 @triton.jit(do_not_specialize=["heads", "chunks", "blocks"])
 def head_gate_grads(
     read,  # [key slices,heads,chunks,64]: Σ enter q · (what q reads from the state)
     written,  # Σ leave k · (what k reads from the gradient of the state); for `beta_grad` […,64,2]: also without leave
-    gates,  # [heads,chunks,PARTS,64]: SURVIVES, ROWS, COLUMNS
+    gates,  # [heads,chunks,PARTS,64]: SURVIVES, BALANCE, COLUMNS
     anchors,  # [key slices,heads,blocks]
-    beta,
     log_decay_grad,  # [tokens,heads], if needed; like beta_grad
     beta_grad,
     table,  # [blocks,3]: first token, tokens, first chunk
@@ -190,12 +192,10 @@ def head_gate_grads(
             x += tl.load(read + shift + at, mask=valid, other=0.0)
             y += tl.load(written + (shift + at) * (2 if BETA_GRAD else 1), mask=valid, other=0.0)
             anchor += tl.load(anchors + (i * heads + n) * blocks + block)
-    inside = tl.load(gates + COLUMNS * CHUNK, mask=valid, other=0.0)
     tokens = (start + t) * heads + n
     if BETA_GRAD:
+        inside = tl.load(gates + COLUMNS * CHUNK, mask=valid, other=0.0)
         tl.store(beta_grad + tokens, z * tl.load(gates + SURVIVES * CHUNK, mask=valid, other=0.0) + inside, mask=valid)
     if DECAY:
-        if beta is not None:
-            inside = inside * tl.load(beta + tokens, mask=valid, other=0.0)
-        d = x + tl.load(gates + ROWS * CHUNK, mask=valid, other=0.0) - y - inside
+        d = x - y + tl.load(gates + BALANCE * CHUNK, mask=valid, other=0.0)
         tl.store(log_decay_grad + tokens, tl.cumsum(d, 0, reverse=True) + anchor, mask=valid)

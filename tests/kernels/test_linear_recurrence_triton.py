@@ -140,6 +140,21 @@ def test_a_gradient_of_one_result_alone(gate: str, through: str):
     compare(inputs(20, gate=gate, B=1, G=1, K=16, V=16, dtype=torch.float32), through=(through,))
 
 
+@pytest.mark.parametrize("documents", [None, [0, 7, 100, 200]])
+@pytest.mark.parametrize("decays", [(-9.0, -14.0), (-20.0, -29.0), (-0.01, -29.0)])
+def test_gradient_of_a_strong_constant_decay(decays: tuple[float, float], documents: list[int] | None):
+    """It is e^-9 of the terms on the diagonal or less, and held to its own size, not to theirs."""
+    a = inputs(200, gate="constant", B=1, G=1, R=2, K=16, V=16, dtype=torch.float32, documents=documents)
+    a = {name: x.to(DEVICE) for name, x in a.items()} | {"log_decay": torch.tensor(decays, device=DEVICE)}
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in a.items()}
+    name = "gradient of log_decay"
+    found, expected = (
+        run(arguments, backend=backend, through=("o",))[name]
+        for arguments, backend in ((a, "triton"), (exact, "reference"))
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5 * float(expected.norm()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 def test_long_heads_are_cut(gate: str, monkeypatch: pytest.MonkeyPatch):
