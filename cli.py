@@ -140,7 +140,7 @@ def run(arguments: list[str]) -> int:
         Console().print(f"{folder}/model.safetensors", style="dim")
     elif verb == "statex":
         grown = zoo.statex(**arguments_of(zoo.statex, rest, verb)[1])
-        Console().print(grown.table())
+        Console().print(grown.report())
         Console().print(f"{grown.folder}/model.safetensors", style="dim")
     elif verb == "bench":
         return bench(rest)

@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
+from rich.console import Group
+from rich.table import Column, Table
 
 from kernels import UserError
 from mixers import Growth, did_you_mean
@@ -43,16 +44,16 @@ class Grown(NamedTuple):
     before: Size
     after: Size
 
-    def table(self) -> Table:
+    def report(self) -> Group:
         """Parameters and state before and after, and the layers."""
-        layers = "\n".join(f"layer {layer}: {how}" for layer, how in self.layers.items())
-        table = Table(caption=layers, caption_justify="left")
-        for column in ("", "parameters", "state"):
-            table.add_column(column, justify="right" if column else "left")
+        table = Table("", Column("parameters", justify="right"), Column("state", justify="right"))
         for name, size in {"before": self.before, "after": self.after}.items():
             table.add_row(name, *(f"{number:,}" for number in size))
         table.add_row("ratio", *(f"{now / then:.3f}" for then, now in zip(self.before, self.after, strict=True)))
-        return table
+        alike: dict[str, list[str]] = {}
+        for layer, how in self.layers.items():
+            alike.setdefault(how, []).append(str(layer))
+        return Group(table, *(f"layers {', '.join(layers)}: {how}" for how, layers in alike.items()))
 
 
 def statex(

@@ -19,7 +19,7 @@ def chosen_layers(mixers: Sequence[TokenMixer], layers: int | list[int], way: st
     """
     known = sorted({growth.way for mixer in mixers for growth in growths(mixer)})
     if way is not None and known and way not in known:
-        raise UserError(f"way: {way!r} is not a way of these mixers to grow{did_you_mean(way, known)} ({', '.join(known)})")
+        raise UserError(f"way: {way!r} is not one of {', '.join(known)}{did_you_mean(way, known)}")
     able = {
         layer: ways[0]
         for layer, mixer in enumerate(mixers)
@@ -48,4 +48,3 @@ def _reason(mixer: TokenMixer, way: str | None) -> str:
         return f"a {name} and the way is {way!r}; its own are {', '.join(ways)}"
     expanded = getattr(getattr(mixer, "site", None), "expand", None) is not None
     return f"an expanded {name} already" if expanded else f"a {name}, which has no matrix state to make larger"
-

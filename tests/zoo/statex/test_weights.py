@@ -37,8 +37,8 @@ def gradients(model: zoo.LanguageModel) -> None:
     F.cross_entropy(predicted.flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
-@pytest.mark.parametrize("init", ["reinit", "inherit"])
 @pytest.mark.parametrize(("name", "way"), GROWING)
+@pytest.mark.parametrize("init", ["reinit", pytest.param("inherit", marks=pytest.mark.slow)])
 def test_layers_that_stay_are_the_same_bit_by_bit(
     name: str, way: str, init: str, trained: dict[str, Path], tmp_path: Path
 ):
