@@ -1,5 +1,6 @@
 """The verb `statex`: a trained model in, an exported folder with a larger model out."""
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from rich.console import Group
 from rich.table import Column, Table
 
 from kernels import UserError
-from mixers import Growth, did_you_mean
+from mixers import Expanded, Growth, did_you_mean
 from mixers.growth import INITS, Init
 from zoo.checkpoints.signature import is_own, sign
 from zoo.config import from_config, parse, to_dict
@@ -23,7 +24,7 @@ from zoo.statex.weights import fill
 
 
 class Size(NamedTuple):
-    """Numbers of a model: its parameters, and the elements of its state."""
+    """Numbers of a model: its parameters, and the elements of its state (infinite if it grows with the length)."""
 
     parameters: int
     state: int | float
@@ -48,8 +49,9 @@ class Grown(NamedTuple):
         """Parameters and state before and after, and the layers."""
         table = Table("", Column("parameters", justify="right"), Column("state", justify="right"))
         for name, size in {"before": self.before, "after": self.after}.items():
-            table.add_row(name, *(f"{number:,}" for number in size))
-        table.add_row("ratio", *(f"{now / then:.3f}" for then, now in zip(self.before, self.after, strict=True)))
+            table.add_row(name, *("grows" if number == math.inf else f"{number:,}" for number in size))
+        if self.after.state < math.inf:
+            table.add_row("ratio", *(f"{now / then:.3f}" for then, now in zip(self.before, self.after, strict=True)))
         alike: dict[str, list[str]] = {}
         for layer, how in self.layers.items():
             alike.setdefault(how, []).append(str(layer))
@@ -133,12 +135,10 @@ def grown_config(
 
 def _with_arguments(arguments: Mapping[str, object], around: type | None, spec: Spec) -> Spec:
     """A mixer's config with other arguments, or inside a class with these arguments."""
-    inner = spec.get("init_args", {})
-    if "mixer" in inner and inner.get("factor") == 1:  # an Expanded that does not expand
-        if around is None:
-            return {**spec, "init_args": {**inner, "mixer": _with_arguments(arguments, None, inner["mixer"])}}
-        return {**spec, "init_args": {**inner, **arguments}}
-    if around is None:
+    inner, expanded = spec.get("init_args", {}), spec["class_path"].rpartition(".")[2] == Expanded.__name__
+    if expanded and around is None:  # by 1, as nothing else grows
+        return {**spec, "init_args": {**inner, "mixer": _with_arguments(arguments, None, inner["mixer"])}}
+    if expanded or around is None:
         return {**spec, "init_args": {**inner, **arguments}}
     return {"class_path": f"{around.__module__}.{around.__qualname__}", "init_args": {"mixer": spec, **arguments}}
 

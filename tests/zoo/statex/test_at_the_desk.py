@@ -106,3 +106,12 @@ def test_names_to_train_that_do_not_exist(command: Command, desk: Path):
     assert done.code == 2
     assert "optim.train_only: 'layer.0.*' matches no parameter" in done.err
     assert len(done.err.strip().splitlines()) == 1
+
+
+def test_a_state_that_grows_with_the_length_has_no_ratio(command: Command, tmp_path: Path):
+    softmax = "model.stack.third={class_path: SoftmaxAttention}"
+    folder = exported(tmp_path / "hybrid", "hybrid", softmax)
+    done = command("statex", "--checkpoint", str(folder), "--layers=1", "--output=larger")
+    assert done.code == 0, done.err
+    assert done.out.count("grows") == 2
+    assert "ratio" not in done.out
