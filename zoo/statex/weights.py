@@ -18,7 +18,7 @@ def fill(after: LanguageModel, before: LanguageModel, layers: Mapping[int, Growt
     """Give a larger model, built on the meta device, its weights.
 
     Args:
-        after: The larger model; afterwards its parameters are on the CPU, and those that stay are `before`'s own.
+        after: The larger model; afterwards it is on the CPU.
         before: The trained model.
         layers: The layers that grow.
         init: What happens to the weights of their mixers.

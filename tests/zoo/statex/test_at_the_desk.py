@@ -1,5 +1,7 @@
 """The verb `statex`, and training on what it wrote."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,7 @@ MISTAKES = {
     ("GLA", "--way=merged"): ("way: 'merged' is not one of expand, merge; did you mean 'merge'?",),
     ("GLA", "--state_dim=512"): ("state_dim",),
     ("GLA", "--output=tiny.yaml"): ("output: tiny.yaml exists already",),
+    ("GLA", "--output=tiny.yaml/larger"): ("output: tiny.yaml/larger cannot be written",),
     ("transformer", "--layers=1"): ("layers: none can grow; layer 0 is a SoftmaxAttention, which has no matrix state",),
     ("hybrid", "--layers=[2]"): (
         "layers: layer 2 cannot grow, since it is a SlidingWindowAttention, which has no matrix",
@@ -89,6 +92,18 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(
     assert done.code == 2
     assert len(done.err.strip().splitlines()) == 1
     assert all(part in done.err for part in MISTAKES[mistake]), done.err
+    assert [path.name for path in desk.iterdir()] == ["tiny.yaml"]
+
+
+def test_a_full_disk_leaves_nothing(
+    command: Command, models: dict[str, Path], desk: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    done = command("statex", "--checkpoint", str(models["GLA"]), "--layers=1", "--output=larger")
+    assert (done.code, done.err) == (2, "error: output: larger cannot be written: No space left on device\n")
     assert [path.name for path in desk.iterdir()] == ["tiny.yaml"]
 
 
