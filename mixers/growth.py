@@ -151,7 +151,7 @@ class WiderMamba2(Growth):
     def resized(self, name: str, old: Tensor, fresh: Tensor, init: Init) -> Tensor:
         grouped = fresh.clone().unflatten(0, (self.mixer.num_key_heads, -1))
         grouped[:, : self.mixer.key_size] = old.unflatten(0, (self.mixer.num_key_heads, -1))
-        if init == "preserve" and name in ("in_proj.C.weight", "q_features.bias"):
+        if init == "preserve" and name.startswith(("in_proj.C.", "q_features.bias")):
             grouped[:, self.mixer.key_size :] = 0
         return grouped.flatten(0, 1)
 
