@@ -53,6 +53,8 @@ Train and compare language models of pluggable token mixers.
   evaluate   what models remember: python cli.py evaluate --checkpoint runs/NAME --tasks=s_niah_1,passkey
              all tasks: --tasks=list; several models side by side: repeat --checkpoint
   export     a trained model as a folder with one model.safetensors: --checkpoint runs/NAME --output FOLDER
+  statex     a trained model with a larger state in some layers, to train on:
+             python cli.py statex --checkpoint runs/NAME --layers=4 --init=reinit|inherit|preserve --output FOLDER
   compare    several configs on the same data, in one table and one picture:
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml --trainer.max_steps=300
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
@@ -87,7 +89,7 @@ OF_RUNS = Keys(configs.KEYS, configs.add_arguments)
 OF_BENCHES = Keys(configs.KEYS, lambda parser: None)  # without help: some benchmarks have options of the same names
 OF_SWEEPS = Keys((*FIELDS, *configs.KEYS), lambda parser: parser.add_class_arguments(Sweep))
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export"]
-VERBS += ["compare", "sweep", "bench", "tune", "mixers"]
+VERBS += ["statex", "compare", "sweep", "bench", "tune", "mixers"]
 
 
 def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int = 8, length: int = 4096) -> None:
@@ -136,6 +138,10 @@ def run(arguments: list[str]) -> int:
     elif verb == "export":
         folder = zoo.export(**arguments_of(zoo.export, rest, verb)[1])
         Console().print(f"{folder}/model.safetensors", style="dim")
+    elif verb == "statex":
+        grown = zoo.statex(**arguments_of(zoo.statex, rest, verb)[1])
+        Console().print(grown.report())
+        Console().print(f"{grown.folder}/model.safetensors", style="dim")
     elif verb == "bench":
         return bench(rest)
     elif verb == "tune":

@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache, lru_cache
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -96,13 +96,13 @@ def choose(
     if x.is_cuda and name == "torch" and "triton" in implementations and not torch.compiler.is_compiling():
         reason = _no_triton("cuda", fp64, limits)
         if reason and _chosen.get() == "auto":
-            _say(op, tuple(x.shape), reason)
+            _say(op, x.shape[-1], reason)
     return implementations[name]
 
 
-@lru_cache(maxsize=1024)  # warn once per shape
-def _say(op: str, shape: tuple[int, ...], reason: str) -> None:
-    log.warning("%s of %s runs in PyTorch, not on 'triton', %s", op, list(shape), reason)
+@cache  # warns once, however many batch sizes and lengths there are
+def _say(op: str, channels: int, reason: str) -> None:
+    log.warning("%s of %d channels runs in PyTorch, not on 'triton', %s", op, channels, reason)
 
 
 def _name(op: str, known: tuple[str, ...], device: str, fp64: bool, limits: str | None) -> str:

@@ -19,6 +19,7 @@ from .expansion import DPFP, LFM, Expanded, Expansion, HeadWise, LowRank
 from .features import LRPE, FeatureMap, Features, Rotary
 from .gated_deltanet import GatedDeltaNet
 from .gla import GLA
+from .growth import Growth, growths
 from .hgrn1 import HGRN1
 from .hgrn2 import HGRN2, LowerBounds
 from .linear_attention import LinearAttention
@@ -59,6 +60,7 @@ __all__ = [
     "GateOnly",
     "GatedDeltaNet",
     "GatedRMSNorm",
+    "Growth",
     "HeadWise",
     "History",
     "KeepsFp32",
@@ -92,6 +94,7 @@ __all__ = [
     "did_you_mean",
     "entry",
     "get",
+    "growths",
     "names",
     "positions",
     "register",

@@ -194,6 +194,7 @@ class LinearMixer(TokenMixer):
         G, expand = self.num_key_heads, site.expand
         self.q_expand = expand.build(G, key_size, site.hidden_size) if expand else None
         self.k_expand = expand.build(G, key_size, site.hidden_size) if expand else None
+        self.q_gain = expand.build_gain(G) if expand else None
         self.subheads = expand.subheads if expand else 1
         self.subhead_size = key_size * (expand.factor if expand else 1) // self.subheads
         self.gate_heads = num_heads * self.subheads
@@ -266,7 +267,8 @@ class LinearMixer(TokenMixer):
             y, history = path(stream, past, where, cu_seqlens, context_parallel)
             done.append(y)
             histories.append(history)
-        return s.replace(q=done[0], k=done[1], v=done[2]), tuple(histories), following
+        q = done[0] if self.q_gain is None else self.q_gain(done[0])
+        return s.replace(q=q, k=done[1], v=done[2]), tuple(histories), following
 
     @property
     def _needs_positions(self) -> bool:

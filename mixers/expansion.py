@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
 
 from .base import LinearMixer, Site
 from .features import ACTIVATIONS, Activation
+from .precision import KeepsFp32
 
 
 class Expansion(nn.Module):
@@ -136,6 +138,46 @@ class LFM(Expansion):
         return (p[..., None] * stream.relu()[..., None, :]).flatten(-2)
 
 
+class Residual(Expansion):
+    """The head as it is in subhead 0, and another expansion of it in the others.
+
+    Args:
+        others: The expansion that makes the other subheads, of a factor one less.
+    """
+
+    def __init__(self, others: Expansion):
+        super().__init__(others.heads, others.size, others.factor + 1, 0)
+        self.others = others
+
+    def forward(self, stream: Tensor, x: Tensor) -> Tensor:
+        return torch.cat([stream, self.others(stream, x)], -1)
+
+
+class SubheadGain(KeepsFp32):
+    """Queries [B,T,heads·E,K] times one learned number per subhead, initially 0; subhead 0 stays as it is.
+
+    It stands behind the features: a norm would cancel a gain in front of it, and magnify the gradient of one near 0.
+
+    Args:
+        heads: Number of key heads.
+        factor: Subheads E of a head.
+    """
+
+    no_weight_decay = keep_fp32 = ("weight",)
+
+    def __init__(self, heads: int, factor: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, factor - 1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, q: Tensor) -> Tensor:
+        gains = F.pad(self.weight, (1, 0), value=1.0).flatten()
+        return q * gains[:, None].to(q.dtype)
+
+
 @dataclass(frozen=True)
 class Expand:
     """How the mixer at a site is to be expanded."""
@@ -143,10 +185,17 @@ class Expand:
     factor: int
     subheads: int
     build_expansion: Callable[[int, int, int, int], Expansion]
+    residual: bool = False
 
     def build(self, heads: int, size: int, hidden_size: int) -> Expansion:
         """The expansion of queries or keys with `heads` heads of `size`."""
+        if self.residual:
+            return Residual(self.build_expansion(heads, size, self.factor - 1, hidden_size))
         return self.build_expansion(heads, size, self.factor, hidden_size)
+
+    def build_gain(self, heads: int) -> SubheadGain | None:
+        """The gains of the subheads of `heads` query heads; None if there are none."""
+        return SubheadGain(heads, self.factor) if self.residual else None
 
 
 class Expanded(LinearMixer):
@@ -162,6 +211,8 @@ class Expanded(LinearMixer):
         subheads: Whether to split an expanded head into E subheads of the original key size, with shared values, wider
             gates and summed outputs (equations 9 and 10); otherwise it is one head with key size E·K.
         expansion: How queries and keys are expanded: HeadWise, LowRank, DPFP, LFM, or your own.
+        residual: Whether subhead 0 is the head as it is, and the expansion makes the E − 1 others, whose outputs are
+            multiplied by learned gains that start at 0. The mixer then starts as the one that is not expanded.
     """
 
     def __new__(  # type: ignore[misc]
@@ -172,13 +223,16 @@ class Expanded(LinearMixer):
         factor: int = 1,
         subheads: bool = True,
         expansion: Callable[[int, int, int, int], Expansion] = HeadWise,
+        residual: bool = False,
     ) -> LinearMixer:
         if factor < 1:
             raise kernels.UserError(f"factor: {factor} must be at least 1 (no expansion)")
+        if residual and not subheads:
+            raise kernels.UserError("residual: true needs subheads, one of which is the head as it is")
         if site.expand is not None:
             raise kernels.UserError("mixer: an Expanded inside an Expanded; multiply the factors instead")
         if factor > 1:
-            site = site._replace(expand=Expand(factor, factor if subheads else 1, expansion))
+            site = site._replace(expand=Expand(factor, factor if subheads else 1, expansion, residual))
         built = mixer(site)
         if not isinstance(built, LinearMixer):
             raise kernels.UserError(

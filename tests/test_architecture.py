@@ -39,6 +39,7 @@ ROOMS = (
     "zoo.train.callbacks",
     "zoo.config",
     "zoo.loading",
+    "zoo.statex",
     "zoo.runs",
     "zoo.sweeps",
     "zoo.benchmarks",

@@ -9,6 +9,7 @@ from zoo.loading.export import export
 from zoo.loading.load import load, load_tokenizer
 from zoo.runs.fit import Result, fit, predict, test, validate
 from zoo.runs.generate import generate
+from zoo.statex import statex
 from zoo.sweeps import compare, sweep
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "load_tokenizer",
     "predict",
     "save_state",
+    "statex",
     "sweep",
     "take_states",
     "test",

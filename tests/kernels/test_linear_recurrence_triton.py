@@ -279,6 +279,14 @@ def test_device(dtype: torch.dtype, K: int, V: int, gate: str):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_device_one_wide_head(dtype: torch.dtype):
+    """The four heads of GLA-1.3B in one, as StateX merges them, against the fp32 loop."""
+    a = realistic(150, "channel", dtype, B=1, G=1, K=1024, V=2048)
+    compare(a, tolerance=2e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("decay", ["mild", "mixed"])
 @pytest.mark.parametrize("beta", [None, "random"])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (80, 48), (256, 128)])

@@ -258,3 +258,33 @@ def test_expanded_inside_expanded(factor: int):
 def test_attention_has_nothing_to_expand(factor: int):
     with pytest.raises(mixers.UserError, match=r"^mixer: SlidingWindowAttention has no matrix state"):
         Expanded(SITE, mixer=SlidingWindowAttention, factor=factor)
+
+
+@pytest.mark.parametrize("expansion", [HeadWise, LowRank, LFM])
+@pytest.mark.parametrize("mixer", [GatedDeltaNet, GLA, Mamba2])
+def test_with_a_residual_it_starts_as_the_mixer_itself(mixer: type[mixers.LinearMixer], expansion: type[Expansion]):
+    expanded = Expanded(SITE, mixer=mixer, factor=3, residual=True, expansion=expansion)
+    changed = [0.0] * 2
+    for step in range(2):
+        x = torch.randn(2, 30, 64)
+        first = expanded(x)[0]
+        with torch.no_grad():
+            for parameter in (*expanded.q_expand.parameters(), *expanded.k_expand.parameters()):
+                parameter.mul_(-2)
+        changed[step] = float((expanded(x)[0] - first).detach().abs().max())
+        torch.nn.init.ones_(expanded.q_gain.weight)
+    assert changed[0] == 0  # whatever the others write, it is not read yet
+    assert changed[1] > 0
+
+
+def test_gains_stay_exact_and_do_not_decay():
+    mixer = Expanded(SITE, mixer=GatedDeltaNet, factor=4, residual=True).bfloat16()
+    assert mixer.q_gain.weight.dtype == torch.float32
+    assert mixer.q_gain.weight.shape == (2, 3)
+    assert mixer.q_gain.no_weight_decay == ("weight",)
+    assert mixer(torch.randn(1, 5, 64).bfloat16())[0].dtype == torch.bfloat16
+
+
+def test_a_residual_needs_subheads():
+    with pytest.raises(mixers.UserError, match=r"^residual: true needs subheads, one of which is the head as it is"):
+        Expanded(SITE, mixer=GatedDeltaNet, factor=2, subheads=False, residual=True)

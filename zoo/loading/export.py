@@ -1,8 +1,13 @@
 """Exporting a trained model to a folder that other programs can read: weights, config and tokenizer."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from safetensors.torch import save
+from torch import Tensor
 
 from kernels import UserError
 from zoo.files.atomic import atomic_write
@@ -29,19 +34,57 @@ def export(checkpoint: str | Path, output: str | Path, trust: bool = False) -> P
     """
     file, folder = checkpoint_of(checkpoint), Path(output)
     contents = saved(file)
+    weights = load(file, trust=trust).state_dict()
+    write_folder(folder, contents["config"], weights, contents["tokenizer"], contents.get("signature"))
+    return folder
+
+
+def write_folder(
+    folder: Path, config: dict[str, Any], weights: Mapping[str, Tensor], tokenizer: str | None, signature: str | None
+) -> None:
+    """Write an exported folder: `config.yaml`, `model.safetensors`, `tokenizer.json` and `hashes.json`.
+
+    A folder that does not exist yet appears when it is complete.
+
+    Args:
+        folder: The folder to write; other files in it stay.
+        config: The config of the model's run.
+        weights: The model's state dict.
+        tokenizer: The tokenizer as JSON; None if there is none.
+        signature: The signature of the config; None if it has none.
+
+    Raises:
+        UserError: The folder is not writable.
+    """
     # cloned, since safetensors cannot represent tensors that share memory
-    weights = {name: tensor.clone().contiguous() for name, tensor in load(file, trust=trust).state_dict().items()}
-    files = {
-        "config.yaml": dump_yaml(contents["config"]).encode(),
-        "model.safetensors": save(weights),
-    }
-    if contents["tokenizer"] is not None:
-        files["tokenizer.json"] = contents["tokenizer"].encode()
-    files[NAME] = hashes(files, contents.get("signature"))
+    whole = {name: tensor.clone().contiguous() for name, tensor in weights.items()}
+    files = {"config.yaml": dump_yaml(config).encode(), "model.safetensors": save(whole)}
+    if tokenizer is not None:
+        files["tokenizer.json"] = tokenizer.encode()
+    files[NAME] = hashes(files, signature)
     try:
-        for name, content in files.items():
-            with atomic_write(folder / name) as opened:
-                opened.write(content)
+        with new_folder(folder) as written:
+            for name, content in files.items():
+                with atomic_write(written / name) as opened:
+                    opened.write(content)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
-    return folder
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` that takes its name when the block ends without an error; `folder` itself if it exists.
+
+    Args:
+        folder: The folder; the one around it is created if it does not exist.
+    """
+    if folder.exists():
+        yield folder
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.", ignore_cleanup_errors=True) as temporary:
+        (
+            partial := Path(temporary) / folder.name
+        ).mkdir()  # inside, as a temporary folder is readable by its owner only
+        yield partial
+        partial.rename(folder)

@@ -21,7 +21,7 @@ from zoo.data.resumable import ResumableData
 from zoo.data.whole_steps import forget_unfinished, unfinished_batches
 from zoo.lm.classifier import Classifier
 from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
-from zoo.train.optim import Optimisation, build_optimizer, build_schedule
+from zoo.train.optim import Optimisation, build_optimizer, build_schedule, freeze_others
 
 
 class Tokenizer(Protocol):
@@ -97,10 +97,10 @@ class Pretraining(L.LightningModule):
         self._tokens_before_step = 0
 
     def setup(self, stage: str) -> None:
-        """Set up context parallelism, and load the initial weights, before a strategy shards or copies parameters.
+        """Set up context parallelism, load the initial weights and freeze, before a strategy shards or copies.
 
         Raises:
-            UserError: Context parallelism is not possible here, or the weights do not fit.
+            UserError: Context parallelism is not possible here, or the weights or the names to train do not fit.
         """
         if self.context_parallel > 1 and self._part is None:
             self._check_context_parallel(stage)
@@ -108,6 +108,8 @@ class Pretraining(L.LightningModule):
             self._part = ContextParallel(group)
         if stage == "fit" and self.optim.initial_weights is not None:
             load_weights(self.model, self.optim.initial_weights)
+        if stage == "fit" and self.optim.train_only is not None:
+            freeze_others(self.model, self.optim.train_only)
 
     def configure_model(self) -> None:
         """Shard the parameters block by block if the strategy is Lightning's for FSDP2 (`zoo.train.fsdp2`)."""

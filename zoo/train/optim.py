@@ -2,7 +2,9 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
@@ -35,6 +37,8 @@ class Optimisation:
         gradient_clip: The largest allowed total norm of the gradients; null does not clip.
         initial_weights: Start from these weights with a fresh optimiser: a checkpoint, a .safetensors file or a
             saved state dict. To continue a run, use --resume instead.
+        train_only: Patterns of the names of the parameters to train, such as `layers.0.*`, all others staying as they
+            are; null trains all.
         fused: Use AdamW's fused kernel; null uses it if all parameters are on a GPU, or all on the CPU.
     """
 
@@ -49,6 +53,7 @@ class Optimisation:
     min_learning_rate_ratio: float = 0.1
     gradient_clip: float | None = 1.0
     initial_weights: str | None = None
+    train_only: list[str] | None = None
     fused: bool | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +68,7 @@ class Optimisation:
             "warmup_fraction": (self.warmup_fraction is None or 0 <= self.warmup_fraction < 1, "from 0 to below 1"),
             "decay_fraction": (0 < self.decay_fraction <= 1, "above 0 and at most 1"),
             "min_learning_rate_ratio": (0 <= self.min_learning_rate_ratio <= 1, "between 0 and 1"),
+            "train_only": (self.train_only != [], "a list of patterns, or null"),
             "gradient_clip": (self.gradient_clip is None or self.gradient_clip > 0, "above 0, or null"),
         }
         for field, (holds, allowed) in rules.items():
@@ -106,6 +112,26 @@ class Optimisation:
 def _progress(step: int, start: int, end: int) -> float:
     """Progress of `step` from `start` to `end`, between 0 and 1."""
     return min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+
+
+def freeze_others(model: nn.Module, train_only: Sequence[str]) -> None:
+    """Let only those parameters be trained that one of the patterns matches; a shared one by any of its names.
+
+    Raises:
+        UserError: A pattern matches no parameter.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    trained: set[int] = set()
+    for pattern in train_only:
+        matched = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
+        if not matched:
+            raise UserError(
+                f"optim.train_only: {pattern!r} matches no parameter; names are such as {named[-1][0]}, and * stands "
+                "for any part of them."
+            )
+        trained.update(map(id, matched))
+    for _, parameter in named:
+        parameter.requires_grad_(id(parameter) in trained)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

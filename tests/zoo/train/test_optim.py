@@ -8,7 +8,7 @@ from torch import nn
 
 from kernels.errors import UserError
 from tests.zoo.tiny import ResumableLoader, TinyModel, pretraining, trainer, validation_loader
-from zoo.train.optim import Optimisation, build_schedule, parameter_groups
+from zoo.train.optim import Optimisation, build_schedule, freeze_others, parameter_groups
 
 
 def factors(optim: Optimisation, total: int) -> list[float]:
@@ -79,9 +79,30 @@ def test_frozen_parameters_are_left_out():
     assert sum(len(group["params"]) for group in parameter_groups(model, 0.1)) == 3
 
 
+def test_only_what_is_named_is_trained(tmp_path):
+    module = pretraining(train_only=["head.*", "mixer_*"])
+    before = {name: parameter.detach().clone() for name, parameter in module.model.named_parameters()}
+    trainer(tmp_path).fit(module, ResumableLoader(12), validation_loader())
+    changed = {name for name, parameter in module.model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {"head.weight", "head.bias", "mixer_weight"}
+
+
+def test_names_to_train_that_match_nothing():
+    with pytest.raises(UserError, match=r"^optim.train_only: 'heads.\*' matches no parameter; names are such as head"):
+        pretraining(train_only=["head.*", "heads.*"]).setup("fit")
+
+
+def test_a_shared_parameter_is_trained_by_any_of_its_names():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    freeze_others(model, ["1.*"])
+    assert model[0].weight.requires_grad
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("train_only", []),
         ("learning_rate", 0.0),
         ("weight_decay", -1.0),
         ("betas", (0.9, 1.0)),

@@ -1,0 +1,188 @@
+"""How the state of a trained mixer grows: which of its arguments change, and what becomes of its weights.
+
+Nothing above the mixers knows more of a mixer than what is declared here. (StateX, and Liu et al. for subheads.)
+"""
+
+from typing import ClassVar, Literal, get_args
+
+from torch import Tensor
+
+import kernels
+
+from .base import LinearMixer, TokenMixer
+from .expansion import Expanded
+from .gated_deltanet import GatedDeltaNet
+from .gla import GLA
+from .hgrn2 import HGRN2
+from .mamba2 import Mamba2
+
+Init = Literal["reinit", "inherit", "preserve"]
+INITS: tuple[Init, ...] = get_args(Init)
+
+
+class Growth:
+    """One way in which the state of one kind of mixer grows. Subclass it for a mixer of your own.
+
+    Attributes:
+        grows: The class of mixers that grow in this way; its subclasses do, too.
+        way: What users call it.
+        around: A class that is put around the mixer and takes the new arguments; None if the mixer takes them itself.
+        renewed: Names of the parameters that `reinit` draws anew, or beginnings of names; the others are inherited.
+        renews_norm: Whether `reinit` also resets the norm in front of the mixer.
+
+    Args:
+        mixer: The mixer before; it may be on the meta device.
+    """
+
+    grows: ClassVar[type[LinearMixer]]
+    way: ClassVar[str]
+    around: ClassVar[type | None] = None
+    renewed: ClassVar[tuple[str, ...]] = ("",)
+    renews_norm: ClassVar[bool] = True
+
+    def __init__(self, mixer: LinearMixer):
+        self.mixer = mixer
+
+    def default_factor(self) -> int:
+        """How many times larger the state becomes unless the user says so."""
+        return 4
+
+    def arguments(self, factor: int, init: Init) -> dict[str, object]:
+        """The constructor's arguments that make the state `factor` times larger.
+
+        Raises:
+            UserError: The mixer cannot grow by this factor, or not with this `init`.
+        """
+        raise NotImplementedError
+
+    def resized(self, name: str, old: Tensor, fresh: Tensor, init: Init) -> Tensor:
+        """The trained tensor at its new size.
+
+        Args:
+            name: The name of a parameter whose shape changes.
+            old: The trained tensor.
+            fresh: The same parameter of the larger mixer, initialised.
+            init: `inherit` or `preserve`; or `reinit`, if the parameter is not `renewed`.
+        """
+        raise NotImplementedError
+
+
+class MergedHeads(Growth):
+    """`factor` neighbouring heads become one (StateX, section 4.1): as many channels, in a larger matrix.
+
+    What is per head is repeated for the channels of all heads (norms), or averaged over them (gates).
+    """
+
+    way = "merge"
+
+    def default_factor(self) -> int:
+        return self.mixer.num_key_heads
+
+    def arguments(self, factor: int, init: Init) -> dict[str, object]:
+        name, heads = type(self.mixer).__name__, self.mixer.num_key_heads
+        if heads == 1:
+            raise kernels.UserError(f"way: {name} has one head, so there is nothing to merge; choose --way=expand")
+        if heads % factor:
+            raise kernels.UserError(f"factor: {factor} does not divide the {heads} heads of {name} that are merged")
+        if init == "preserve":
+            raise kernels.UserError(
+                f"init: preserve is impossible where heads of {name} are merged, as the scores of all heads add up in "
+                "one head; choose reinit or inherit, or --way=expand"
+            )
+        return self.merged(factor)
+
+    def merged(self, factor: int) -> dict[str, object]:
+        """The constructor's arguments for `factor` times fewer heads of as many channels together."""
+        raise NotImplementedError
+
+    def resized(self, name: str, old: Tensor, fresh: Tensor, init: Init) -> Tensor:
+        if len(fresh) > len(old):
+            return old.repeat(len(fresh) // len(old), *[1] * (old.dim() - 1))
+        return old.unflatten(0, (len(fresh), -1)).mean(1)
+
+
+class MergedGLA(MergedHeads):
+    """GLA: keys and values have fixed widths, which fewer heads share."""
+
+    grows = GLA
+
+    def merged(self, factor: int) -> dict[str, object]:
+        return {"num_heads": self.mixer.num_heads // factor}
+
+
+class MergedHGRN2(MergedHeads):
+    """HGRN2: the number of heads follows from their size."""
+
+    grows = HGRN2
+
+    def merged(self, factor: int) -> dict[str, object]:
+        return {"head_dim": self.mixer.key_size * factor}
+
+
+class MergedGatedDeltaNet(MergedHeads):
+    """Gated DeltaNet: one β and one decay in place of those of `factor` heads."""
+
+    grows = GatedDeltaNet
+
+    def merged(self, factor: int) -> dict[str, object]:
+        return {
+            "num_heads": self.mixer.num_heads // factor,
+            "num_key_heads": self.mixer.num_key_heads // factor,
+            "head_dim": self.mixer.key_size * factor,
+            "value_dim": self.mixer.value_size * factor,
+        }
+
+
+class WiderMamba2(Growth):
+    """Mamba2: a larger state_dim, so more rows of B and C (StateX, section 4.2); 128 → 512 in the paper.
+
+    Its layers are MLPs as well, so that `reinit` draws only B, C, A and dt's bias anew. New rows are drawn at random;
+    with `preserve` those of C are 0, weights and biases, so that what the new rows of B write is not read yet. (In both
+    they would get no gradient.)
+    """
+
+    grows, way = Mamba2, "widen"
+    renewed = ("in_proj.B.", "in_proj.C.", "k_features.", "q_features.", "decay.")
+    renews_norm = False
+
+    def arguments(self, factor: int, init: Init) -> dict[str, object]:
+        return {"state_dim": self.mixer.key_size * factor}
+
+    def resized(self, name: str, old: Tensor, fresh: Tensor, init: Init) -> Tensor:
+        grouped = fresh.clone().unflatten(0, (self.mixer.num_key_heads, -1))
+        grouped[:, : self.mixer.key_size] = old.unflatten(0, (self.mixer.num_key_heads, -1))
+        if init == "preserve" and name.startswith(("in_proj.C.", "q_features.bias")):
+            grouped[:, self.mixer.key_size :] = 0
+        return grouped.flatten(0, 1)
+
+
+class Subheads(Growth):
+    """Any matrix state: each head becomes `factor` subheads, which start with its gates and convolutions.
+
+    With `preserve`, subhead 0 is the head as it was, and the outputs of the others start at zero.
+    """
+
+    grows, way, around = LinearMixer, "expand", Expanded
+
+    def arguments(self, factor: int, init: Init) -> dict[str, object]:
+        return {"factor": factor, "subheads": True, "residual": init == "preserve"}
+
+    def resized(self, name: str, old: Tensor, fresh: Tensor, init: Init) -> Tensor:
+        (axis,) = (axis for axis in range(old.dim()) if old.shape[axis] != fresh.shape[axis])
+        heads = self.mixer.num_key_heads if name.startswith(("q_features.", "k_features.")) else self.mixer.num_heads
+        of_heads = old.unflatten(axis, (heads, 1, -1))
+        repeats = [1] * of_heads.dim()
+        repeats[axis + 1] = fresh.shape[axis] // old.shape[axis]
+        return of_heads.repeat(repeats).flatten(axis, axis + 2)
+
+
+def growths(mixer: TokenMixer) -> list[Growth]:
+    """The ways in which the state of a mixer can grow, its own ones first; none if it is no matrix, or expanded."""
+    if not isinstance(mixer, LinearMixer) or mixer.site.expand is not None:
+        return []
+    kinds = [kind for kind in _below(Growth) if isinstance(mixer, getattr(kind, "grows", ()))]
+    return [kind(mixer) for kind in sorted(kinds, key=lambda kind: type(mixer).__mro__.index(kind.grows))]
+
+
+def _below(kind: type[Growth]) -> list[type[Growth]]:
+    return [found for direct in kind.__subclasses__() for found in (direct, *_below(direct))]

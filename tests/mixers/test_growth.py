@@ -1,0 +1,93 @@
+from functools import partial
+
+import pytest
+import torch
+
+import mixers
+from mixers import GLA, HGRN2, Expanded, GatedDeltaNet, Growth, Mamba2, RetNet, Site, SlidingWindowAttention, growths
+from mixers.contract import CLAUSES
+
+SITE = Site(hidden_size=64, num_heads=4)
+MIXERS = {
+    "GLA": GLA,
+    "HGRN2": partial(HGRN2, head_dim=16),
+    "GatedDeltaNet": GatedDeltaNet,
+    "fewer key heads": partial(GatedDeltaNet, num_heads=4, num_key_heads=2, head_dim=16),
+    "Mamba2": partial(Mamba2, head_dim=16, state_dim=8, num_groups=2),
+    "RetNet": RetNet,
+}
+
+
+@pytest.mark.parametrize("factor", [2, None])
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_arguments_of_each_way_make_the_state_so_many_times_larger(name: str, factor: int | None):
+    factory = MIXERS[name]
+    before = factory(SITE)
+    for growth in growths(before):
+        times = factor or growth.default_factor()
+        arguments = growth.arguments(times, "reinit")
+        after = (
+            growth.around(SITE, mixer=factory, **arguments) if growth.around else partial(factory, **arguments)(SITE)
+        )
+        assert after.state_size() == times * before.state_size()
+        fresh = after.state_dict()
+        for part, old in before.state_dict().items():
+            if old.shape != fresh[part].shape:
+                assert growth.resized(part, old, fresh[part], "inherit").shape == fresh[part].shape
+
+
+def test_the_ways_of_mixers():
+    ways = {name: [growth.way for growth in growths(factory(SITE))] for name, factory in MIXERS.items()}
+    assert ways == {
+        "GLA": ["merge", "expand"],
+        "HGRN2": ["merge", "expand"],
+        "GatedDeltaNet": ["merge", "expand"],
+        "fewer key heads": ["merge", "expand"],
+        "Mamba2": ["widen", "expand"],
+        "RetNet": ["expand"],
+    }
+    assert growths(SlidingWindowAttention(SITE)) == growths(Expanded(SITE, mixer=GLA, factor=2)) == []
+
+
+def test_new_rows_of_mamba2_follow_the_old_ones_of_their_group():
+    (wider, _) = growths(Mamba2(SITE, head_dim=16, state_dim=3, num_groups=2))
+    old, fresh = torch.arange(6.0)[:, None], -torch.ones(12, 1)
+    inherited = wider.resized("in_proj.C.weight", old, fresh, "inherit")
+    assert inherited.flatten().tolist() == [0, 1, 2, -1, -1, -1, 3, 4, 5, -1, -1, -1]
+    silent = wider.resized("in_proj.C.weight", old, fresh, "preserve")
+    assert silent.flatten().tolist() == [0, 1, 2, 0, 0, 0, 3, 4, 5, 0, 0, 0]
+    assert torch.equal(wider.resized("in_proj.B.weight", old, fresh, "preserve"), inherited)
+
+
+def test_merged_gates_are_means_and_merged_norms_are_repeated():
+    (merged, _) = growths(GatedDeltaNet(SITE))
+    assert merged.resized("decay.A_log", torch.arange(4.0), torch.empty(2), "inherit").tolist() == [0.5, 2.5]
+    assert merged.resized("o_norm.weight", torch.arange(2.0), torch.empty(4), "inherit").tolist() == [0, 1, 0, 1]
+
+
+def test_subheads_start_with_the_gates_of_their_head():
+    growth = growths(GatedDeltaNet(SITE, num_heads=2, num_key_heads=1, head_dim=3))[-1]
+    assert growth.resized("decay.A_log", torch.tensor([1.0, 2.0]), torch.empty(4), "inherit").tolist() == [1, 1, 2, 2]
+    channels = growth.resized("q_features.bias", torch.arange(3.0), torch.empty(6), "inherit")
+    assert channels.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_mixer_of_ones_own_says_how_it_grows():
+    class Mine(GLA):
+        pass
+
+    class Widened(Growth):
+        grows, way = Mine, "double keys"
+
+        def arguments(self, factor: int, init: str) -> dict[str, object]:
+            return {"expand_k": self.mixer.key_size * self.mixer.num_heads * factor / self.mixer.site.hidden_size}
+
+    assert [growth.way for growth in growths(Mine(SITE))] == ["double keys", "merge", "expand"]
+    assert [growth.way for growth in growths(GLA(SITE))] == ["merge", "expand"]
+    assert Mine(SITE, **growths(Mine(SITE))[0].arguments(2, "reinit")).state_size() == 2 * Mine(SITE).state_size()
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_residual_subheads_keep_the_contract(name: str):
+    factory = partial(Expanded, mixer=MIXERS[name], factor=3, residual=True)
+    assert len(mixers.check_mixer(factory)) == len(CLAUSES)

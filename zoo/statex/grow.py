@@ -1,0 +1,147 @@
+"""The verb `statex`: a trained model in, an exported folder with a larger model out."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Group
+from rich.table import Column, Table
+
+from kernels import UserError
+from mixers import Expanded, Growth, did_you_mean
+from mixers.growth import INITS, Init
+from zoo.checkpoints.signature import is_own, sign
+from zoo.config import from_config, parse, to_dict
+from zoo.config.moved import with_current_paths
+from zoo.lm import LanguageModel
+from zoo.loading.export import write_folder
+from zoo.loading.load import find, find_tokenizer, load
+from zoo.statex.layers import chosen_layers
+from zoo.statex.stack import Spec, replaced
+from zoo.statex.weights import fill
+
+
+class Size(NamedTuple):
+    """Numbers of a model: its parameters, and the elements of its state (infinite if it grows with the length)."""
+
+    parameters: int
+    state: int | float
+
+
+class Grown(NamedTuple):
+    """A model with a larger state.
+
+    Attributes:
+        folder: The exported folder.
+        layers: Layer → how it grew, such as "GLA: merge, num_heads=1".
+        before: Its size before.
+        after: Its size now.
+    """
+
+    folder: Path
+    layers: dict[int, str]
+    before: Size
+    after: Size
+
+    def report(self) -> Group:
+        """Parameters and state before and after, and the layers."""
+        table = Table("", Column("parameters", justify="right"), Column("state", justify="right"))
+        for name, size in {"before": self.before, "after": self.after}.items():
+            table.add_row(name, *("grows" if number == math.inf else f"{number:,}" for number in size))
+        if self.after.state < math.inf:
+            table.add_row("ratio", *(f"{now / then:.3f}" for then, now in zip(self.before, self.after, strict=True)))
+        alike: dict[str, list[str]] = {}
+        for layer, how in self.layers.items():
+            alike.setdefault(how, []).append(str(layer))
+        return Group(table, *(f"layers {', '.join(layers)}: {how}" for how, layers in alike.items()))
+
+
+def statex(
+    checkpoint: str | Path,
+    output: str | Path,
+    layers: int | list[int] = 4,
+    init: Init = "reinit",
+    way: str | None = None,
+    factor: int | None = None,
+    seed: int = 0,
+    trust: bool = False,
+) -> Grown:
+    """Make the state of a trained model larger in some layers, to train it on (StateX).
+
+    Args:
+        checkpoint: A run's folder, a .ckpt file or an exported folder.
+        output: The folder to write, which must not exist; `load`, `evaluate` and `optim.initial_weights` take it.
+        layers: How many layers grow, uniformly from the first; or a list of them, from 0.
+        init: What happens to the weights of these layers: `reinit` draws those that mix tokens anew, `inherit` keeps
+            them, `preserve` keeps what the model computes, where mathematics allows it.
+        way: How they grow: `merge` heads into one, `widen` the keys, or `expand` each head into subheads; null for the
+            mixer's own, and `expand` for mixers without one.
+        factor: How many times larger their state becomes; null merges all heads, and is 4 otherwise.
+        seed: Seed of new weights.
+        trust: Whether to import and call what the model's config names, even if someone else wrote it.
+
+    Returns:
+        The folder, the layers, and the sizes before and after.
+
+    Raises:
+        UserError: The model does not exist or is damaged, a layer cannot grow as asked, or the folder exists.
+    """
+    if init not in INITS:
+        raise UserError(f"init: {init!r} is not one of {', '.join(INITS)}{did_you_mean(init, list(INITS))}")
+    folder = Path(output)
+    if folder.exists():
+        raise UserError(f"output: {folder} exists already; choose another folder, or remove it")
+    saved = find(checkpoint)
+    before = load(checkpoint, trust=trust)
+    growing = chosen_layers(before.mixers, layers, way)
+    config, how = grown_config(with_current_paths(saved.config["model"]), before, growing, init, factor)
+    after = from_config(parse({"model": config}), "meta")
+    fill(after, before, growing, init, seed)
+    whole = {**saved.config, "model": config}
+    signature = sign(whole) if trust or is_own(saved.config, saved.signature) else None
+    tokenizer = find_tokenizer(checkpoint)
+    write_folder(folder, whole, after.state_dict(), None if tokenizer is None else tokenizer.to_json(), signature)
+    return Grown(folder, how, _size(before), _size(after))
+
+
+def grown_config(
+    model: dict[str, Any], before: LanguageModel, layers: Mapping[int, Growth], init: Init, factor: int | None
+) -> tuple[dict[str, Any], dict[int, str]]:
+    """The key `model` of the larger model's config, and layer → how it grew.
+
+    Args:
+        model: The same key of the trained model's.
+        before: The trained model; it may be on the meta device.
+        layers: The layers that grow.
+        init: What happens to their weights.
+        factor: How many times larger their state becomes; None for the default of each.
+
+    Raises:
+        UserError: A layer cannot grow as asked.
+    """
+    if factor is not None and factor < 2:
+        raise UserError(f"factor: {factor} must be at least 2, which is twice the state")
+    model = to_dict(parse({"model": model}))["model"]
+    change, how = {}, {}
+    for layer, growth in layers.items():
+        arguments = growth.arguments(factor or growth.default_factor(), init)
+        change[layer] = partial(_with_arguments, arguments, growth.around)
+        shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        how[layer] = f"{type(growth.mixer).__name__}, {growth.way}: {shown}"
+    return {**model, "stack": replaced(model["stack"], before.num_layers, change)}, how
+
+
+def _with_arguments(arguments: Mapping[str, object], around: type | None, spec: Spec) -> Spec:
+    """A mixer's config with other arguments, or inside a class with these arguments."""
+    inner, expanded = spec.get("init_args", {}), spec["class_path"].rpartition(".")[2] == Expanded.__name__
+    if expanded and around is None:  # by 1, as nothing else grows
+        return {**spec, "init_args": {**inner, "mixer": _with_arguments(arguments, None, inner["mixer"])}}
+    if expanded or around is None:
+        return {**spec, "init_args": {**inner, **arguments}}
+    return {"class_path": f"{around.__module__}.{around.__qualname__}", "init_args": {"mixer": spec, **arguments}}
+
+
+def _size(model: LanguageModel) -> Size:
+    return Size(model.num_parameters(), model.state_size())
