@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kernels.errors import UserError
 from zoo.checkpoints.archive import check_archive, is_sealed
+from zoo.checkpoints.tensor_files import TensorFiles, Weights, has_tensor_files
 from zoo.checkpoints.zero_shards import SHARDS, check_entry, whole_weights
 from zoo.files.safe_yaml import check_plain
 
@@ -70,7 +71,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the weights of a model from a checkpoint, a `.safetensors` file, a saved state dict, or a folder.
 
     Args:
-        path: The file, or a folder that has `model.safetensors`, `last.ckpt` or `checkpoints/last.ckpt`.
+        path: The file, or a folder that has `model.safetensors` or its shards, `last.ckpt` or `checkpoints/last.ckpt`.
 
     Returns:
         Parameter name in the model → tensor on the CPU.
@@ -79,14 +80,15 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         UserError: The file does not exist or has no weights.
     """
     path = Path(path)
+    if path.suffix == ".safetensors" or has_tensor_files(path):
+        files = TensorFiles(path)
+        return {name: files.tensor(name) for name in files.specs}
     if path.is_dir():
-        candidates = [path / "model.safetensors", path / "last.ckpt", path / "checkpoints" / "last.ckpt"]
+        candidates = [path / "last.ckpt", path / "checkpoints" / "last.ckpt"]
         file = next((candidate for candidate in candidates if candidate.is_file()), None)
         if file is None:
             raise UserError(f"the folder {path} has no weights: expected model.safetensors or last.ckpt in it.")
         path = file
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
     contents = _read(path, "cpu")
     if isinstance(contents, Mapping) and SHARDS in contents:
         check_entry(path, contents[SHARDS])
@@ -100,14 +102,39 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load the weights in `path` (anything that `read_weights` reads) into `model`.
+    """Load the weights in `path` (anything that `read_weights` reads) into `model`; safetensors a part at a time.
 
     Raises:
         UserError: Names or shapes differ; the message names the first difference.
     """
+    path = Path(path)
+    if path.suffix == ".safetensors" or has_tensor_files(path):
+        load_tensors(model, TensorFiles(path), path)
+        return
     weights = read_weights(path)
     check_weights(weights, model, path)
     model.load_state_dict(weights)
+
+
+def load_tensors(model: nn.Module, weights: Weights, path: str | os.PathLike[str]) -> None:
+    """Load weights into `model` block by block, so that memory never holds more than one block of them beside it.
+
+    Raises:
+        UserError: As for `load_weights`; `path` is named.
+    """
+    check_weights(weights.specs, model, path)
+    for name, part in _parts(model):
+        names = [other for other in weights.specs if other.startswith(f"{name}.")]
+        part.load_state_dict({other.removeprefix(f"{name}."): weights.tensor(other) for other in names})
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children of a model, and of its lists of blocks each block."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{i}", block) for i, block in enumerate(child))
+        else:
+            yield name, child
 
 
 def check_weights(weights: Mapping[str, Any], model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -126,7 +153,7 @@ def check_weights(weights: Mapping[str, Any], model: nn.Module, path: str | os.P
     if extra := [name for name in weights if name not in expected]:
         raise UserError(f"{path} does not fit the model, which has no {extra[0]} ({len(extra)} such weights).")
     for name, tensor in expected.items():
-        if weights[name].shape != tensor.shape:
+        if tuple(weights[name].shape) != tuple(tensor.shape):
             saved, required = tuple(weights[name].shape), tuple(tensor.shape)
             raise UserError(f"{path} does not fit the model: {name} has shape {saved}, the model's is {required}.")
 
@@ -158,13 +185,3 @@ def _read(path: str | os.PathLike[str], map_location: Any) -> Any:
     if isinstance(contents, Mapping) and contents.get("format") == FORMAT and not sealed:
         raise UserError(f"{path} is damaged: the hash at its end is missing.")
     return loaded
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError  # imported here, since other checkpoints do not need the package
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read as safetensors: {error}.") from error
