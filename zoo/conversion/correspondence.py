@@ -52,7 +52,8 @@ class Correspondence:
                 assert isinstance(rule, Rows), "a tensor shared by layers belongs in `tensors`"
                 ours = tuple(name.format(layer=layer) for name in rule.ours)
                 groups = 1 if rule.per is None else getattr(mixer, rule.per, 1)
-                self._bind(replace(rule, theirs=rule.theirs.format(layer=layer), ours=ours), groups)
+                theirs, other = rule.theirs.format(layer=layer), rule.or_theirs and rule.or_theirs.format(layer=layer)
+                self._bind(replace(rule, theirs=theirs, ours=ours, or_theirs=other), groups)
         covered = {name for rule, _ in self.rows for name in rule.ours} | {n for _, names in self.shared for n in names}
         if left := [name for name in self.ours if name not in covered]:
             raise UserError(f"to: {family.name} has no place for {_listed(left)} of this model.")
@@ -78,6 +79,7 @@ class Correspondence:
         Raises:
             UserError: Tensors are missing, left over or of other shapes; or tied ones differ.
         """
+        theirs = self._renamed(theirs)
         self._check(theirs, source)
         specs: dict[str, Spec] = {}
         place: dict[str, tuple[Rows, int, int] | str] = {}  # a part of a rule, or their name
@@ -119,6 +121,13 @@ class Correspondence:
             return rule.join([ours.tensor(part).to(dtype) for part in rule.ours], groups)
 
         return View(specs, read)
+
+    def _renamed(self, theirs: Weights) -> Weights:
+        """Their weights, those under a second name of theirs under the first."""
+        second = {rule.or_theirs: rule.theirs for rule, _ in self.rows if rule.or_theirs in theirs.specs}
+        first = {name: other for other, name in second.items() if other is not None}
+        specs = {second.get(name, name): spec for name, spec in theirs.specs.items()}
+        return View(specs, lambda name: theirs.tensor(first.get(name, name))) if second else theirs
 
     def _shape(self, rule: Rows, groups: int) -> tuple[int, ...]:
         return tuple(rule.join([torch.empty(self.ours[n], device="meta") for n in rule.ours], groups).shape)

@@ -61,6 +61,12 @@ def layer_tensors(names: Mapping[str, str | tuple[str, ...]]) -> tuple[Rows, ...
     return tuple(rules)
 
 
+def mixer_tensor(theirs: str, ours: str, or_theirs: str) -> Rows:
+    """A tensor of the mixer that has two names of theirs."""
+    prefix = "model.layers.{layer}.attn."
+    return same(prefix + theirs, "layers.{layer}.mixer." + ours, prefix + or_theirs)
+
+
 def short_convolutions(*pairs: tuple[str, str]) -> dict[str, str]:
     """The weights and biases of convolutions, as pairs of their stream and ours: (`f`, `k`)."""
     return {

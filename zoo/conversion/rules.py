@@ -20,11 +20,13 @@ class Rows:
             must theirs.
         per: The attribute of the mixer that counts groups of rows, such as `num_key_heads`: each group then holds its
             share of every tensor of ours, in order. None for one group.
+        or_theirs: Another name of theirs, which some of their checkpoints have; it is read, but not written.
     """
 
     theirs: str
     ours: tuple[str, ...]
     per: str | None = None
+    or_theirs: str | None = None
 
     def join(self, parts: Sequence[Tensor], groups: int) -> Tensor:
         """Ours → theirs."""
@@ -71,9 +73,9 @@ class Tied:
 Rule = Rows | Shared | Tied
 
 
-def same(theirs: str, ours: str) -> Rows:
-    """The same tensor under two names."""
-    return Rows(theirs, (ours,))
+def same(theirs: str, ours: str, or_theirs: str | None = None) -> Rows:
+    """The same tensor under two names; see `Rows` for a third."""
+    return Rows(theirs, (ours,), or_theirs=or_theirs)
 
 
 def rows(theirs: str, *ours: str, per: str | None = None) -> Rows:

@@ -96,6 +96,14 @@ def test_shards_of_ours_are_checked(desk: Path):
         zoo.load(ours)
 
 
+def test_a_weight_may_have_two_names(desk: Path):
+    """As the gated norm does with and without `fuse_norm`."""
+    renamed = {name.replace("g_norm_swish_gate", "g_norm"): tensor for name, tensor in tensors().items()}
+    models = zoo.load(write(desk / "one")), zoo.load(write(desk / "other", renamed, fuse_norm=False))
+    prompt = torch.randint(0, VOCABULARY, (1, 9))
+    assert torch.equal(models[0](prompt)[0], models[1](prompt)[0])
+
+
 def without(name: str) -> dict[str, torch.Tensor]:
     return {other: tensor for other, tensor in tensors().items() if other != name}
 

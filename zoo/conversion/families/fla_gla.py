@@ -56,24 +56,26 @@ FAMILY = Family(
         "elementwise_affine": (True,),
         "use_gk": (True,),
         "use_gv": (False,),
-        "fuse_norm": (True,),  # otherwise the weight of the gated norm has another name
     },
     harmless=fla.HARMLESS,
     to_ours=to_ours,
     to_theirs=to_theirs,
     tensors=fla.TENSORS,
-    layer_tensors=fla.layer_tensors(
-        {
-            "q_proj.weight": "in_proj.q.weight",
-            "k_proj.weight": "in_proj.k.weight",
-            "v_proj.weight": "in_proj.v.weight",
-            "g_proj.weight": "in_proj.g.weight",
-            "gk_proj.0.weight": "in_proj.decay.weight",
-            "gk_proj.1.weight": "decay_up.weight",
-            "gk_proj.1.bias": "decay_up.bias",
-            "g_norm_swish_gate.weight": "o_norm.weight",
-            "o_proj.weight": "o_proj.weight",
-            **fla.short_convolutions(("q", "q"), ("k", "k"), ("v", "v")),
-        }
+    layer_tensors=(
+        # the second is its name without `fuse_norm`
+        fla.mixer_tensor("g_norm_swish_gate.weight", "o_norm.weight", or_theirs="g_norm.weight"),
+        *fla.layer_tensors(
+            {
+                "q_proj.weight": "in_proj.q.weight",
+                "k_proj.weight": "in_proj.k.weight",
+                "v_proj.weight": "in_proj.v.weight",
+                "g_proj.weight": "in_proj.g.weight",
+                "gk_proj.0.weight": "in_proj.decay.weight",
+                "gk_proj.1.weight": "decay_up.weight",
+                "gk_proj.1.bias": "decay_up.bias",
+                "o_proj.weight": "o_proj.weight",
+                **fla.short_convolutions(("q", "q"), ("k", "k"), ("v", "v")),
+            }
+        ),
     ),
 )

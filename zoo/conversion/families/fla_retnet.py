@@ -54,17 +54,19 @@ FAMILY = Family(
         "feature_map": (None,),
         "use_output_gate": (True,),
         "elementwise_affine": (True,),
-        "fuse_norm": (True,),  # otherwise the weight of the gated norm has another name
     },
     harmless=fla.HARMLESS | {"use_short_conv", "conv_size"},  # which the model does not hand to its layers
     to_ours=to_ours,
     to_theirs=to_theirs,
     tensors=fla.TENSORS,
-    layer_tensors=fla.layer_tensors(
-        {
-            **{f"{name}_proj.weight": f"in_proj.{name}.weight" for name in "qkvg"},
-            "g_norm_swish_gate.weight": "o_norm.weight",
-            "o_proj.weight": "o_proj.weight",
-        }
+    layer_tensors=(
+        # the second is its name without `fuse_norm`
+        fla.mixer_tensor("g_norm_swish_gate.weight", "o_norm.weight", or_theirs="g_norm.weight"),
+        *fla.layer_tensors(
+            {
+                **{f"{name}_proj.weight": f"in_proj.{name}.weight" for name in "qkvg"},
+                "o_proj.weight": "o_proj.weight",
+            }
+        ),
     ),
 )
