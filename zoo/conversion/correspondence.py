@@ -1,7 +1,7 @@
 """A family's table, filled in for one model: weights in their names and shapes as ours, and ours as theirs."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -10,22 +10,11 @@ from torch import Tensor
 from kernels import UserError
 from zoo.checkpoints.tensor_files import Spec, Weights
 from zoo.conversion.family import Family
-from zoo.conversion.rules import Rows, Rule, Shared, Tied
+from zoo.conversion.rules import Recut, Rows, Rule, Shared, Tied
+from zoo.conversion.view import View, recut, renamed
 from zoo.lm.model import LanguageModel
 
 _MOST_NAMED = 5  # tensors in a message
-
-
-class View:
-    """Weights under other names, each computed when it is read.
-
-    Args:
-        specs: Name → shape and dtype.
-        read: Name → tensor.
-    """
-
-    def __init__(self, specs: Mapping[str, Spec], read: Callable[[str], Tensor]):
-        self.specs, self.tensor = specs, read
 
 
 class Correspondence:
@@ -45,14 +34,20 @@ class Correspondence:
         self.rows: list[tuple[Rows, int]] = []  # with the number of groups
         self.shared: list[tuple[Shared, list[str]]] = []  # with our names
         self.tied: list[Tied] = []
+        self.recuts: list[Recut] = []
         for rule in family.tensors:
             self._bind(rule, 1)
         for layer, mixer in enumerate(model.mixers):
             for rule in family.layer_tensors:
+                if isinstance(rule, Recut):
+                    self.recuts.append(Recut(_numbered(rule.theirs, layer), rule.whole.format(layer=layer)))
+                    continue
                 assert isinstance(rule, Rows), "a tensor shared by layers belongs in `tensors`"
-                ours = tuple(name.format(layer=layer) for name in rule.ours)
+                if rule.of not in (None, type(mixer).__name__):
+                    continue
+                (theirs,), ours = _numbered((rule.theirs,), layer), _numbered(rule.ours, layer)
                 groups = 1 if rule.per is None else getattr(mixer, rule.per, 1)
-                self._bind(replace(rule, theirs=rule.theirs.format(layer=layer), ours=ours), groups)
+                self._bind(replace(rule, theirs=theirs, ours=ours, aliases=_numbered(rule.aliases, layer)), groups)
         covered = {name for rule, _ in self.rows for name in rule.ours} | {n for _, names in self.shared for n in names}
         if left := [name for name in self.ours if name not in covered]:
             raise UserError(f"to: {family.name} has no place for {_listed(left)} of this model.")
@@ -65,6 +60,8 @@ class Correspondence:
             pattern = re.escape(rule.ours).replace(re.escape("{layer}"), r"\d+")
             if names := [name for name in self.ours if re.fullmatch(pattern, name)]:
                 self.shared.append((rule, names))
+        elif isinstance(rule, Recut):
+            self.recuts.append(rule)
         elif ours := tuple(name for name in rule.ours if name in self.ours):
             self.rows.append((replace(rule, ours=ours), groups))
 
@@ -78,6 +75,8 @@ class Correspondence:
         Raises:
             UserError: Tensors are missing, left over or of other shapes; or tied ones differ.
         """
+        aliases = {alias: rule.theirs for rule, _ in self.rows for alias in rule.aliases}
+        theirs = recut(renamed(theirs, aliases), self.recuts, dict(self._expected()))
         self._check(theirs, source)
         specs: dict[str, Spec] = {}
         place: dict[str, tuple[Rows, int, int] | str] = {}  # a part of a rule, or their name
@@ -155,6 +154,11 @@ class Correspondence:
                 raise UserError(
                     f"checkpoint: {source} ties {rule.theirs} to {rule.equals} by its config, but they differ."
                 )
+
+
+def _numbered(names: tuple[str, ...], layer: int) -> tuple[str, ...]:
+    """Names with the number of a layer in place of `{layer}`."""
+    return tuple(name.format(layer=layer) for name in names)
 
 
 def _listed(names: list[str]) -> str:

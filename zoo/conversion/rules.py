@@ -20,11 +20,15 @@ class Rows:
             must theirs.
         per: The attribute of the mixer that counts groups of rows, such as `num_key_heads`: each group then holds its
             share of every tensor of ours, in order. None for one group.
+        of: The mixer of ours in whose layers the rule counts, by class name; None for any.
+        aliases: Other names of theirs for it, which are read as well.
     """
 
     theirs: str
     ours: tuple[str, ...]
     per: str | None = None
+    of: str | None = None
+    aliases: tuple[str, ...] = ()
 
     def join(self, parts: Sequence[Tensor], groups: int) -> Tensor:
         """Ours → theirs."""
@@ -68,7 +72,20 @@ class Tied:
     unless: str
 
 
-Rule = Rows | Shared | Tied
+@dataclass(frozen=True)
+class Recut:
+    """The rows of several tensors of theirs, one after another, may be cut elsewhere, or be those of one tensor.
+
+    Attributes:
+        theirs: Their names, in the order of the rows; other rules say what they are.
+        whole: The name of the one tensor.
+    """
+
+    theirs: tuple[str, ...]
+    whole: str
+
+
+Rule = Rows | Shared | Tied | Recut
 
 
 def same(theirs: str, ours: str) -> Rows:
@@ -76,6 +93,6 @@ def same(theirs: str, ours: str) -> Rows:
     return Rows(theirs, (ours,))
 
 
-def rows(theirs: str, *ours: str, per: str | None = None) -> Rows:
+def rows(theirs: str, *ours: str, per: str | None = None, of: str | None = None) -> Rows:
     """One tensor of theirs that holds several of ours; see `Rows`."""
-    return Rows(theirs, ours, per)
+    return Rows(theirs, ours, per, of)
