@@ -106,7 +106,7 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
     if found.weights is None:
         load_weights(model, found.source)
     else:
-        load_tensors(model, found.weights, path)
+        load_tensors(model, found.weights, found.files[0] if len(found.files) == 1 else path)
     return model.to(device or "cpu").eval()
 
 
