@@ -5,8 +5,8 @@ from zoo.conversion.family import Family
 
 FAMILIES: tuple[Family, ...] = (
     fla_gla.FAMILY,
-    hf_qwen3_next.FAMILY,
     hf_qwen3_5.FAMILY,
+    hf_qwen3_next.FAMILY,
     hf_olmo_hybrid.FAMILY,
 )
 
