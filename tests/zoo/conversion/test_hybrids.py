@@ -18,7 +18,8 @@ from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory
 from zoo.conversion.convert import exported
 
 LENGTHS = (1, 7, 65, 77)  # of prompts, shorter and longer than a chunk
-TOLERANCE = 1e-5  # relative to the norm of all logits: fp32 rounding of both sides
+# relative to the norm of all logits: fp32 rounding of both sides, each up to 1e-5 away from our logits in fp64
+TOLERANCE = 3e-5
 SIZES = {
     "vocab_size": 96,
     "hidden_size": 48,
@@ -117,7 +118,6 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
     error = float((found - expected).norm() / expected.norm())
-    print("error", error)
     assert error < TOLERANCE, f"relative error {error:.2g}"
 
 
