@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mixers import Features
 from zoo.conversion.family import Config, refusal
-from zoo.conversion.rules import Rows, Rule, Tied, same
+from zoo.conversion.rules import Rows, Rule, Tied, rows, same
 from zoo.lm.mlp import SwiGLU
 from zoo.lm.model import LanguageModel
 
@@ -40,8 +41,12 @@ HARMLESS = frozenset(
 )
 
 
-def layer_tensors(names: Mapping[str, str]) -> tuple[Rows, ...]:
-    """The table of a layer: its norms and MLP, and the mixer's tensors (theirs → ours)."""
+# with a gate or without
+OUTPUT_NORM: Mapping[str, tuple[str, ...]] = {"o_norm.weight": ("o_norm.weight", "o_norm.norm.weight")}
+
+
+def layer_tensors(names: Mapping[str, str | tuple[str, ...]]) -> tuple[Rows, ...]:
+    """The table of a layer: its norms and MLP, and the mixer's tensors (theirs → ours, or where it is in ours)."""
     around = {
         "attn_norm.weight": "mixer_norm.weight",
         "mlp_norm.weight": "mlp_norm.weight",
@@ -49,11 +54,11 @@ def layer_tensors(names: Mapping[str, str]) -> tuple[Rows, ...]:
         "mlp.up_proj.weight": "mlp.in_proj.up.weight",
         "mlp.down_proj.weight": "mlp.down_proj.weight",
     }
-    mixer = {f"attn.{theirs}": f"mixer.{ours}" for theirs, ours in names.items()}
-    return tuple(
-        same(f"model.layers.{{layer}}.{theirs}", f"layers.{{layer}}.{ours}")
-        for theirs, ours in {**around, **mixer}.items()
-    )
+    rules = [same(f"model.layers.{{layer}}.{theirs}", f"layers.{{layer}}.{ours}") for theirs, ours in around.items()]
+    for theirs, ours in names.items():
+        parts = (ours,) if isinstance(ours, str) else ours
+        rules.append(rows(f"model.layers.{{layer}}.attn.{theirs}", *(f"layers.{{layer}}.mixer.{n}" for n in parts)))
+    return tuple(rules)
 
 
 def short_convolutions(*pairs: tuple[str, str]) -> dict[str, str]:
@@ -101,6 +106,17 @@ def convolved(config: Config, activation: str = "silu") -> dict[str, Any]:
     """Our features of a stream behind their short convolution, or without one if `use_short_conv` is false."""
     taps = config["conv_size"] if config["use_short_conv"] else 0
     return {"conv": taps, "activation": activation}
+
+
+def convolution_of(features: Features) -> dict[str, Any]:
+    """Their keys for the short convolution of a stream."""
+    return {"use_short_conv": features.conv > 0, "conv_size": features.conv or 4}
+
+
+def output_norm(config: Config) -> dict[str, Any]:
+    """Our norm of a head's output, with a gate if `use_gate` says so."""
+    name = "mixers.GatedRMSNorm" if config["use_gate"] else "mixers.NormOnly"
+    return {"class_path": name, "init_args": {"eps": config["norm_eps"]}}
 
 
 def check_one_to_one(config: Config) -> None:

@@ -29,8 +29,7 @@ def to_theirs(model: LanguageModel) -> dict[str, Any]:
         "num_heads": mixer.num_heads,
         "expand_k": mixer.num_heads * mixer.key_size / model.hidden_size,
         "expand_v": mixer.num_heads * mixer.value_size / model.hidden_size,
-        "use_short_conv": mixer.q_features.spec.conv > 0,
-        "conv_size": mixer.q_features.spec.conv or 4,
+        **fla.convolution_of(mixer.q_features.spec),
     }
 
 
