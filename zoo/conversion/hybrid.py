@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mixers import GatedDeltaNet, SoftmaxAttention
-from zoo.conversion import rotary
+from zoo.conversion import llama, rotary
 from zoo.conversion.family import Config, refusal
-from zoo.conversion.rules import Rows, Rule, Tied, rows, same
+from zoo.conversion.rules import Rows, Rule, rows
 from zoo.lm.mlp import SwiGLU
 from zoo.lm.model import LanguageModel
 
@@ -22,15 +22,6 @@ KEYS: Mapping[str, Any] = {
     "linear_conv_kernel_dim": 4,
     **rotary.KEYS,
 }
-FIXED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
-HARMLESS = frozenset({"attention_dropout"})  # while training only
-
-TENSORS: tuple[Rule, ...] = (
-    same("model.embed_tokens.weight", "embeddings.weight"),
-    same("model.norm.weight", "norm.weight"),
-    same("lm_head.weight", "lm_head.weight"),
-    Tied("lm_head.weight", "model.embed_tokens.weight", unless="lm_head.weight"),
-)
 
 
 def in_layer(theirs: str, *ours: str, per: str | None = None, of: str | None = None) -> Rows:
@@ -43,11 +34,7 @@ def in_mixer(of: str, where: str, names: Mapping[str, str]) -> tuple[Rows, ...]:
     return tuple(in_layer(f"{where}.{theirs}", f"mixer.{ours}", of=of) for theirs, ours in names.items())
 
 
-MLP: tuple[Rows, ...] = (
-    in_layer("mlp.gate_proj.weight", "mlp.in_proj.gate.weight"),
-    in_layer("mlp.up_proj.weight", "mlp.in_proj.up.weight"),
-    in_layer("mlp.down_proj.weight", "mlp.down_proj.weight"),
-)
+MLP: tuple[Rows, ...] = (*(in_layer(theirs, ours) for theirs, ours in llama.MLP.items()),)
 ATTENTION: tuple[Rows, ...] = in_mixer(
     FULL,
     "self_attn",

@@ -23,7 +23,7 @@ def map_of(config: Config) -> dict[str, Any] | None:
     base, fraction = given.pop("rope_theta"), given.pop("partial_rotary_factor", 1.0)
     if kind or given.keys() - _TEXT_ALONE:
         key = "rope_parameters" if config["rope_parameters"] else "rope_scaling"
-        raise refusal(key, config[key], 'the rope_type "default"')
+        raise refusal(key, config[key], 'null or the rope_type "default"')
     if base is None:
         return None
     return {"class_path": "Rotary", "init_args": {"base": float(base), "fraction": float(fraction)}}

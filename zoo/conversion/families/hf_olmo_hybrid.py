@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from mixers import GatedDeltaNet
-from zoo.conversion import hybrid, rotary
+from zoo.conversion import hybrid, llama, rotary
 from zoo.conversion.family import Config, Family, refusal
 from zoo.conversion.hybrid import FULL, LINEAR, in_layer, in_mixer
 from zoo.conversion.rules import Recut, Rows
@@ -76,12 +76,12 @@ FAMILY = Family(
         "linear_value_head_dim": None,
         "linear_allow_neg_eigval": True,
     },
-    fixed=hybrid.FIXED,
-    harmless=hybrid.HARMLESS
+    fixed=llama.FIXED,
+    harmless=llama.HARMLESS
     | {"linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"},
     to_ours=to_ours,
     to_theirs=to_theirs,
-    tensors=hybrid.TENSORS,
+    tensors=llama.TENSORS,
     layer_tensors=(
         # the norms of linear layers come before, those of attention layers after
         _norm("attention_layer_norm", "mixer_norm", LINEAR, "input_layernorm"),

@@ -1,6 +1,6 @@
 """The language models of Qwen3.5 in transformers, without experts; also those inside models that see images."""
 
-from zoo.conversion import hybrid, qwen
+from zoo.conversion import llama, qwen
 from zoo.conversion.family import Family
 from zoo.conversion.hybrid import LINEAR, in_layer, in_mixer, with_prefix
 
@@ -18,11 +18,11 @@ FAMILY = Family(
         "num_hidden_layers": 32,
         "num_key_value_heads": 4,
     },
-    fixed={**hybrid.FIXED, "attn_output_gate": (True,)},
-    harmless=hybrid.HARMLESS | {"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"},
+    fixed={**llama.FIXED, "attn_output_gate": (True,)},
+    harmless=llama.HARMLESS | {"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"},
     to_ours=qwen.to_ours,
     to_theirs=qwen.to_theirs,
-    tensors=with_prefix("model.language_model.", hybrid.TENSORS),
+    tensors=with_prefix("model.language_model.", llama.TENSORS),
     layer_tensors=with_prefix(
         "model.language_model.",
         (

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo.conversion import hybrid, qwen
+from zoo.conversion import llama, qwen
 from zoo.conversion.family import Config, Family, refusal
 from zoo.conversion.hybrid import LINEAR, in_layer
 from zoo.lm.model import LanguageModel
@@ -37,8 +37,8 @@ FAMILY = Family(
         "mlp_only_layers": None,
         "decoder_sparse_step": 1,
     },
-    fixed={**hybrid.FIXED, "use_sliding_window": (False,)},
-    harmless=hybrid.HARMLESS
+    fixed={**llama.FIXED, "use_sliding_window": (False,)},
+    harmless=llama.HARMLESS
     | {
         "moe_intermediate_size",
         "norm_topk_prob",
@@ -49,7 +49,7 @@ FAMILY = Family(
     },
     to_ours=to_ours,
     to_theirs=to_theirs,
-    tensors=hybrid.TENSORS,
+    tensors=llama.TENSORS,
     layer_tensors=(
         *qwen.LAYER,
         in_layer(
