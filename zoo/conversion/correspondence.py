@@ -40,7 +40,7 @@ class Correspondence:
         for layer, mixer in enumerate(model.mixers):
             for rule in family.layer_tensors:
                 if isinstance(rule, Recut):
-                    self.recuts.append(Recut(_numbered(rule.theirs, layer), rule.whole.format(layer=layer)))
+                    self._bind(Recut(_numbered(rule.theirs, layer), rule.whole.format(layer=layer)), 1)
                     continue
                 assert isinstance(rule, Rows), "a tensor shared by layers belongs in `tensors`"
                 if rule.of not in (None, type(mixer).__name__):

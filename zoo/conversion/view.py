@@ -34,7 +34,8 @@ def recut(weights: Weights, rules: Iterable[Recut], shapes: Mapping[str, tuple[i
     specs = dict(weights.specs)
     made: dict[str, tuple[tuple[str, ...], int, int]] = {}  # the tensors whose rows it has, and which of them
     for rule in rules:
-        sources = (rule.whole,) if rule.whole in specs else rule.theirs
+        whole = rule.whole in specs and not any(name in specs for name in rule.theirs)
+        sources = (rule.whole,) if whole else rule.theirs
         if not all(name in shapes for name in rule.theirs) or not all(name in specs for name in sources):
             continue
         wanted, found = [shapes[name] for name in rule.theirs], [specs[name] for name in sources]

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 import zoo
 from kernels import UserError
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory
-from zoo.conversion.convert import exported
+from zoo.conversion.convert import exported, on_meta
+from zoo.conversion.difference import difference
+from zoo.conversion.families import FAMILIES
 
 LENGTHS = (1, 7, 65, 77)  # of prompts, shorter and longer than a chunk
 # relative to the norm of all logits: fp32 rounding of both sides, each up to 1e-5 away from our logits in fp64
@@ -75,6 +77,7 @@ CLASSES = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
 }
+CONV = "model.layers.0.linear_attn."
 Make = Callable[..., Path]
 
 
@@ -219,6 +222,42 @@ def test_olmo_hybrid_as_it_was_released(theirs: Make, tmp_path: Path, packed: bo
     assert_same(zoo.load(folder).state_dict(), zoo.load(tmp_path / "ours").state_dict())
     tokens = torch.randint(96, (1, 33))
     assert_close(zoo.load(folder)(tokens)[0], model(tokens).logits)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {**w, f"{CONV}k_conv1d.weight": torch.ones(9, 1, 4)}, "other shapes .*k_conv1d.weight"),
+        (lambda w: {**w, f"{CONV}v_conv1d.weight": torch.ones(48, 1, 3)}, "other shapes .*v_conv1d.weight"),
+        (lambda w: {**w, f"{CONV}q_conv1d.weight": torch.tensor(1.0)}, "other shapes .*q_conv1d.weight"),
+        (lambda w: {**w, f"{CONV}conv1d.weight": torch.ones(80, 1, 4)}, "holds .*linear_attn.conv1d.weight"),
+        (lambda w: {k: x for k, x in w.items() if "0.linear_attn.q_conv" not in k}, "lacks .*q_conv1d.weight"),
+        (lambda w: {**w, "model.layers.0.input_layernorm.weight": torch.ones(48)}, "holds .*input_layernorm"),
+        (lambda w: {**w, "model.layers.3.input_layernorm.weight": torch.ones(48)}, "holds .*3.input_layernorm"),
+        (lambda w: {**w, "lm_head.bias": torch.ones(96)}, "holds lm_head.bias"),
+    ],
+    ids=["rows", "taps", "a number", "twice", "missing", "a norm twice", "of another kind of layer", "a bias"],
+)
+def test_weights_that_do_not_fit(theirs: Make, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str):
+    folder = theirs("olmo_hybrid", OLMO)
+    save_file(change(released(load_file(folder / "model.safetensors"))), folder / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        zoo.load(folder)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_configs_leave_out_is_as_in_theirs(oracle: Callable[[str], Any], name: str):
+    transformers, family = oracle("transformers"), next(f for f in FAMILIES if f.name == f"hf_{name}")
+    of_config, of_model = (getattr(transformers, kind) for kind in CLASSES[name])
+    given = {"num_hidden_layers": 4, "vocab_size": 1000} | ({"num_experts": 0} if name == "qwen3_next" else {})
+    config = of_config(**given, **({"pad_token_id": None} if name == "olmo_hybrid" else {}))
+    with torch.device("meta"):
+        theirs = of_model(config)
+    ours = on_meta(family.read(given))
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == ours.num_parameters()
+    assert difference(ours, on_meta(family.read(config.to_dict()))) is None
 
 
 @pytest.mark.parity
