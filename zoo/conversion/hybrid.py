@@ -34,7 +34,7 @@ def in_mixer(of: str, where: str, names: Mapping[str, str]) -> tuple[Rows, ...]:
     return tuple(in_layer(f"{where}.{theirs}", f"mixer.{ours}", of=of) for theirs, ours in names.items())
 
 
-MLP: tuple[Rows, ...] = (*(in_layer(theirs, ours) for theirs, ours in llama.MLP.items()),)
+MLP: tuple[Rows, ...] = tuple(in_layer(theirs, ours) for theirs, ours in llama.MLP.items())
 ATTENTION: tuple[Rows, ...] = in_mixer(
     FULL,
     "self_attn",
