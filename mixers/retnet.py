@@ -25,7 +25,6 @@ class RetNet(LinearMixer):
         head_dim: Key size K of a head; hidden_size / num_heads by default.
         expand_v: Value size over key size.
         qk: Features of queries and keys.
-        v: Features of values.
         norm_eps: Added inside the root of the output norm. The default is that of the paper; with 1e-3, first tokens
             whose q·k is near zero do not dominate the first gradients (configs/sweep/norm_eps.yaml).
     """
@@ -38,12 +37,11 @@ class RetNet(LinearMixer):
         head_dim: int | None = None,
         expand_v: float = 2,
         qk: Features = Features(map=Rotary),
-        v: Features = Features(),
         norm_eps: float = 1e-5,
     ):
         num_heads, head_dim = site.heads(num_heads, head_dim)
         value_dim = round(expand_v * head_dim)
-        super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=value_dim, q=qk, k=qk, v=v)
+        super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=value_dim, q=qk, k=qk)
         self.decay = ConstantDecay([math.log1p(-(2.0 ** (-5 - n / self.subheads))) for n in range(self.gate_heads)])
         keys, values = num_heads * head_dim, num_heads * value_dim
         self.in_proj = Projection(site.hidden_size, {"q": keys, "k": keys, "v": values, "g": values})

@@ -14,15 +14,13 @@ def to_ours(config: Config) -> dict[str, Any]:
     for name, width in (("expand_k", keys), ("expand_v", values)):
         if not width or width % heads:
             raise refusal(name, config[name], f"widths that num_heads {heads} divides")
-    features = fla.convolved(config) if config["use_short_conv"] else {"conv": 0}
     return fla.model_of(
         config,
         "RetNet",
         num_heads=heads,
         head_dim=keys // heads,
         expand_v=values / keys,
-        qk={**features, "map": {"class_path": "Rotary", "init_args": {"base": 10000.0}}},
-        v=features,
+        qk={"map": {"class_path": "Rotary", "init_args": {"base": 10000.0}}},
         norm_eps=config["norm_eps"],
     )
 
@@ -34,7 +32,6 @@ def to_theirs(model: LanguageModel) -> dict[str, Any]:
         "num_heads": mixer.num_heads,
         "expand_k": mixer.num_heads * mixer.key_size / model.hidden_size,
         "expand_v": mixer.num_heads * mixer.value_size / model.hidden_size,
-        **fla.convolution_of(mixer.q_features.spec),
     }
 
 
@@ -51,8 +48,6 @@ FAMILY = Family(
         "num_kv_heads": None,
         "expand_k": 1.0,
         "expand_v": 2.0,
-        "use_short_conv": False,
-        "conv_size": 4,
     },
     fixed={
         **fla.FIXED,
@@ -61,7 +56,7 @@ FAMILY = Family(
         "elementwise_affine": (True,),
         "fuse_norm": (True,),  # otherwise the weight of the gated norm has another name
     },
-    harmless=fla.HARMLESS,
+    harmless=fla.HARMLESS | {"use_short_conv", "conv_size"},  # which the model does not hand to its layers
     to_ours=to_ours,
     to_theirs=to_theirs,
     tensors=fla.TENSORS,
@@ -70,7 +65,6 @@ FAMILY = Family(
             **{f"{name}_proj.weight": f"in_proj.{name}.weight" for name in "qkvg"},
             "g_norm_swish_gate.weight": "o_norm.weight",
             "o_proj.weight": "o_proj.weight",
-            **fla.short_convolutions(("q", "q"), ("k", "k"), ("v", "v")),
         }
     ),
 )
