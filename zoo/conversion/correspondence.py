@@ -1,5 +1,6 @@
 """A family's table, filled in for one model: weights in their names and shapes as ours, and ours as theirs."""
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,8 @@ from zoo.conversion.family import Family
 from zoo.conversion.rules import Recut, Rows, Rule, Shared, Tied
 from zoo.conversion.view import View, recut, renamed
 from zoo.lm.model import LanguageModel
+
+log = logging.getLogger(__name__)
 
 _MOST_NAMED = 5  # tensors in a message
 
@@ -141,8 +144,9 @@ class Correspondence:
         if missing := [name for name in expected if name not in specs]:
             raise UserError(f"checkpoint: {source} lacks {_listed(missing)}.")
         known = expected.keys() | {rule.theirs for rule in self.tied}
-        harmless = [re.compile(pattern) for pattern in self.family.ignored]
-        if extra := [n for n in specs if n not in known and not any(pattern.search(n) for pattern in harmless)]:
+        others = [name for name in specs if name not in known]
+        left = [name for name in others if any(re.search(pattern, name) for pattern in self.family.ignored)]
+        if extra := [name for name in others if name not in left]:
             raise UserError(f"checkpoint: {source} holds {_listed(extra)}, for which {self.family.name} has no place.")
         if wrong := [name for name, shape in expected.items() if specs[name].shape != shape]:
             shapes = [f"{name} {list(specs[name].shape)} instead of {list(expected[name])}" for name in wrong]
@@ -154,6 +158,8 @@ class Correspondence:
                 raise UserError(
                     f"checkpoint: {source} ties {rule.theirs} to {rule.equals} by its config, but they differ."
                 )
+        if left:
+            log.warning("%s has no use for %s of %s, which are left out.", self.family.name, _listed(left), source)
 
 
 def _numbered(names: tuple[str, ...], layer: int) -> tuple[str, ...]:

@@ -262,7 +262,7 @@ def test_what_configs_leave_out_is_as_in_theirs(oracle: Callable[[str], Any], na
 
 @pytest.mark.parity
 @torch.no_grad()
-def test_the_text_of_qwen3_5_inside_a_model_that_sees(theirs: Make, tmp_path: Path):
+def test_the_text_of_qwen3_5_inside_a_model_that_sees(theirs: Make, caplog: pytest.LogCaptureFixture):
     folder = theirs("qwen3_5", QWEN)
     model, file, config = read(folder), folder / "model.safetensors", json.loads((folder / "config.json").read_text())
     inside = {name.replace("model.", "model.language_model.", 1): x for name, x in load_file(file).items()}
@@ -273,6 +273,8 @@ def test_the_text_of_qwen3_5_inside_a_model_that_sees(theirs: Make, tmp_path: Pa
     (folder / "config.json").write_text(json.dumps(whole))
     tokens = torch.randint(96, (1, 33))
     assert_close(zoo.load(folder)(tokens)[0], model(tokens).logits)
+    told = next(record.getMessage() for record in caplog.records if "has no use for" in record.getMessage())
+    assert all(name in told for name in others)  # nothing is lost in silence
 
 
 @pytest.mark.parity
