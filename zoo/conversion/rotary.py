@@ -6,6 +6,7 @@ from typing import Any
 from mixers import FeatureMap, Rotary
 from zoo.conversion.family import Config, refusal
 
+# where none of them says a base, not even null, transformers turns by 10,000
 KEYS: Mapping[str, Any] = {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": None}
 # images have positions along three axes, between which the channels are divided; those of text agree in all three
 _TEXT_ALONE = {"mrope_section", "mrope_interleaved"}
