@@ -1,5 +1,6 @@
 """The format of checkpoint files, and reading them."""
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -128,6 +129,13 @@ def load_tensors(model: nn.Module, weights: Weights, path: str | os.PathLike[str
         part.load_state_dict({other.removeprefix(f"{name}."): weights.tensor(other) for other in names})
 
 
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Name → shape in a model's state dict, of which modules may copy parts: one block of it is in memory at a time."""
+    if next(itertools.chain(model.parameters(recurse=False), model.buffers(recurse=False)), None) is not None:
+        return {name: tensor.shape for name, tensor in model.state_dict().items()}
+    return {f"{name}.{key}": tensor.shape for name, part in _parts(model) for key, tensor in part.state_dict().items()}
+
+
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The children of a model, and of its lists of blocks each block."""
     for name, child in model.named_children():
@@ -143,18 +151,18 @@ def check_weights(weights: Mapping[str, Any], model: nn.Module, path: str | os.P
     Names may be those of its state dict, or those of its modules' parameters and buffers, which differ if a module
     splits tensors in its state dict; DeepSpeed only knows the latter.
     """
-    expected = model.state_dict()
+    expected = _shapes(model)
     registered = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     if weights.keys() & (registered.keys() - expected.keys()):
         persistent = {name for name in expected if name in registered}
-        expected = {n: t for n, t in registered.items() if n in persistent or isinstance(t, nn.Parameter)}
+        expected = {n: t.shape for n, t in registered.items() if n in persistent or isinstance(t, nn.Parameter)}
     if missing := [name for name in expected if name not in weights]:
         raise UserError(f"{path} does not fit the model: it lacks {len(missing)} of its weights, first {missing[0]}.")
     if extra := [name for name in weights if name not in expected]:
         raise UserError(f"{path} does not fit the model, which has no {extra[0]} ({len(extra)} such weights).")
-    for name, tensor in expected.items():
-        if tuple(weights[name].shape) != tuple(tensor.shape):
-            saved, required = tuple(weights[name].shape), tuple(tensor.shape)
+    for name, shape in expected.items():
+        if tuple(weights[name].shape) != tuple(shape):
+            saved, required = tuple(weights[name].shape), tuple(shape)
             raise UserError(f"{path} does not fit the model: {name} has shape {saved}, the model's is {required}.")
 
 

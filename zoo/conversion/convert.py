@@ -17,7 +17,7 @@ from zoo.conversion.folder import CONFIG, read_config, read_tensors
 from zoo.lm.model import LanguageModel
 
 TARGETS: tuple[Target, ...] = ("fla", "huggingface")
-_MOST_LAYERS = 10_000
+_MOST_LAYERS = 1000
 
 
 class Imported(NamedTuple):

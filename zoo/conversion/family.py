@@ -73,6 +73,7 @@ class Family:
                 raise UserError(
                     f"config.json: {key} is {_shown(value)}, which {self.name} does not know; only null is."
                 )
+            _check_kind(key, value, self.keys.get(key))
         return self.to_ours({**self.keys, **{key: config[key] for key in self.keys if key in config}})
 
     def write(self, model: LanguageModel) -> dict[str, Any]:
@@ -85,6 +86,21 @@ class Family:
 def refusal(key: str, value: object, allowed: str) -> UserError:
     """The error to raise for a key whose value our mixers cannot follow; `allowed` says which they can."""
     return UserError(f"config.json: {key} is {_shown(value)}; our mixers can do {allowed}.")
+
+
+def _check_kind(key: str, value: object, default: object) -> None:
+    """Refuse a number, or yes or no, of another kind than its default; null has a meaning of its own."""
+    if value is None or not isinstance(default, bool | int | float):
+        return
+    if isinstance(default, bool):
+        fits, allowed = isinstance(value, bool), "true or false"
+    elif isinstance(default, int):
+        least = min(default, 1)
+        fits, allowed = type(value) is int and value >= least, f"whole numbers of at least {least}"
+    else:
+        fits, allowed = type(value) in (int, float), "numbers"
+    if not fits:
+        raise refusal(key, value, allowed)
 
 
 def _shown(value: object) -> str:
