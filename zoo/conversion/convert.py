@@ -96,17 +96,18 @@ def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
     Args:
         model: Our model, on the meta device.
         weights: Its weights.
-        to: `fla` or `huggingface`.
+        to: `fla` or `huggingface`, or the name of a family where several can hold the model.
 
     Raises:
         UserError: There is no such target, or none of its families can hold the model.
     """
-    if to not in TARGETS:
-        raise UserError(f"to: {to!r} is not one of {', '.join(TARGETS)}{did_you_mean(to, list(TARGETS))}")
-    kinds = {type(mixer).__name__ for mixer in model.mixers}
-    candidates = [family for family in FAMILIES if family.target == to and kinds <= family.mixers]
+    known = [*TARGETS, *(family.name for family in FAMILIES)]
+    if to not in known:
+        raise UserError(f"to: {to!r} is not one of {', '.join(known)}{did_you_mean(to, known)}")
+    kinds, meant = {type(mixer).__name__ for mixer in model.mixers}, [f for f in FAMILIES if to in (f.target, f.name)]
+    candidates = [family for family in meant if kinds <= family.mixers]
     if not candidates:
-        held = sorted({name for family in FAMILIES if family.target == to for name in family.mixers})
+        held = sorted({name for family in meant for name in family.mixers})
         raise UserError(f"to: no family of {to} has layers of {', '.join(sorted(kinds))}; they have {', '.join(held)}.")
     refused: UserError | None = None
     for family in candidates:

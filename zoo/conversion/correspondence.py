@@ -1,7 +1,8 @@
 """A family's table, filled in for one model: weights in their names and shapes as ours, and ours as theirs."""
 
+import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -10,22 +11,13 @@ from torch import Tensor
 from kernels import UserError
 from zoo.checkpoints.tensor_files import Spec, Weights
 from zoo.conversion.family import Family
-from zoo.conversion.rules import Rows, Rule, Shared, Tied
+from zoo.conversion.rules import Recut, Rows, Rule, Shared, Tied
+from zoo.conversion.view import View, recut, renamed
 from zoo.lm.model import LanguageModel
 
+log = logging.getLogger(__name__)
+
 _MOST_NAMED = 5  # tensors in a message
-
-
-class View:
-    """Weights under other names, each computed when it is read.
-
-    Args:
-        specs: Name → shape and dtype.
-        read: Name → tensor.
-    """
-
-    def __init__(self, specs: Mapping[str, Spec], read: Callable[[str], Tensor]):
-        self.specs, self.tensor = specs, read
 
 
 class Correspondence:
@@ -45,15 +37,20 @@ class Correspondence:
         self.rows: list[tuple[Rows, int]] = []  # with the number of groups
         self.shared: list[tuple[Shared, list[str]]] = []  # with our names
         self.tied: list[Tied] = []
+        self.recuts: list[Recut] = []
         for rule in family.tensors:
             self._bind(rule, 1)
         for layer, mixer in enumerate(model.mixers):
             for rule in family.layer_tensors:
+                if isinstance(rule, Recut):
+                    self._bind(Recut(_numbered(rule.theirs, layer), rule.whole.format(layer=layer)), 1)
+                    continue
                 assert isinstance(rule, Rows), "a tensor shared by layers belongs in `tensors`"
-                ours = tuple(name.format(layer=layer) for name in rule.ours)
+                if rule.of not in (None, type(mixer).__name__):
+                    continue
+                (theirs,), ours = _numbered((rule.theirs,), layer), _numbered(rule.ours, layer)
                 groups = 1 if rule.per is None else getattr(mixer, rule.per, 1)
-                theirs, other = rule.theirs.format(layer=layer), rule.or_theirs and rule.or_theirs.format(layer=layer)
-                self._bind(replace(rule, theirs=theirs, ours=ours, or_theirs=other), groups)
+                self._bind(replace(rule, theirs=theirs, ours=ours, aliases=_numbered(rule.aliases, layer)), groups)
         covered = {name for rule, _ in self.rows for name in rule.ours} | {n for _, names in self.shared for n in names}
         if left := [name for name in self.ours if name not in covered]:
             raise UserError(f"to: {family.name} has no place for {_listed(left)} of this model.")
@@ -66,6 +63,8 @@ class Correspondence:
             pattern = re.escape(rule.ours).replace(re.escape("{layer}"), r"\d+")
             if names := [name for name in self.ours if re.fullmatch(pattern, name)]:
                 self.shared.append((rule, names))
+        elif isinstance(rule, Recut):
+            self.recuts.append(rule)
         elif ours := tuple(name for name in rule.ours if name in self.ours):
             self.rows.append((replace(rule, ours=ours), groups))
 
@@ -79,7 +78,8 @@ class Correspondence:
         Raises:
             UserError: Tensors are missing, left over or of other shapes; or tied ones differ.
         """
-        theirs = self._renamed(theirs)
+        aliases = {alias: rule.theirs for rule, _ in self.rows for alias in rule.aliases}
+        theirs = recut(renamed(theirs, aliases), self.recuts, dict(self._expected()))
         self._check(theirs, source)
         specs: dict[str, Spec] = {}
         place: dict[str, tuple[Rows, int, int] | str] = {}  # a part of a rule, or their name
@@ -122,13 +122,6 @@ class Correspondence:
 
         return View(specs, read)
 
-    def _renamed(self, theirs: Weights) -> Weights:
-        """Their weights, those under a second name of theirs under the first."""
-        second = {rule.or_theirs: rule.theirs for rule, _ in self.rows if rule.or_theirs in theirs.specs}
-        first = {name: other for other, name in second.items() if other is not None}
-        specs = {second.get(name, name): spec for name, spec in theirs.specs.items()}
-        return View(specs, lambda name: theirs.tensor(first.get(name, name))) if second else theirs
-
     def _shape(self, rule: Rows, groups: int) -> tuple[int, ...]:
         return tuple(rule.join([torch.empty(self.ours[n], device="meta") for n in rule.ours], groups).shape)
 
@@ -151,8 +144,9 @@ class Correspondence:
         if missing := [name for name in expected if name not in specs]:
             raise UserError(f"checkpoint: {source} lacks {_listed(missing)}.")
         known = expected.keys() | {rule.theirs for rule in self.tied}
-        harmless = [re.compile(pattern) for pattern in self.family.ignored]
-        if extra := [n for n in specs if n not in known and not any(pattern.search(n) for pattern in harmless)]:
+        others = [name for name in specs if name not in known]
+        left = [name for name in others if any(re.search(pattern, name) for pattern in self.family.ignored)]
+        if extra := [name for name in others if name not in left]:
             raise UserError(f"checkpoint: {source} holds {_listed(extra)}, for which {self.family.name} has no place.")
         if wrong := [name for name, shape in expected.items() if specs[name].shape != shape]:
             shapes = [f"{name} {list(specs[name].shape)} instead of {list(expected[name])}" for name in wrong]
@@ -164,6 +158,13 @@ class Correspondence:
                 raise UserError(
                     f"checkpoint: {source} ties {rule.theirs} to {rule.equals} by its config, but they differ."
                 )
+        if left:
+            log.warning("%s has no use for %s of %s, which are left out.", self.family.name, _listed(left), source)
+
+
+def _numbered(names: tuple[str, ...], layer: int) -> tuple[str, ...]:
+    """Names with the number of a layer in place of `{layer}`."""
+    return tuple(name.format(layer=layer) for name in names)
 
 
 def _listed(names: list[str]) -> str:

@@ -6,7 +6,16 @@ from typing import Any
 from torch import nn
 
 # what only matters to a model that is not trained yet; a Features' map is a module, which is compared itself
-_INITIAL = {"initializer_range", "linear_initializer", "scale_output_projections", "low", "high", "site", "map"}
+_INITIAL = {
+    "training",
+    "initializer_range",
+    "linear_initializer",
+    "scale_output_projections",
+    "low",
+    "high",
+    "site",
+    "map",
+}
 _PLAIN = (bool, int, float, str, type(None))
 
 

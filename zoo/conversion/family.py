@@ -38,6 +38,7 @@ class Family:
             all are listed: a rule counts where our model has its tensors.
         ignored: Patterns of names of theirs that are no weights, or of no use: rotary tables, heads for speculation.
         also: A further test of a config.json whose model_type another family has as well.
+        part: The key under which a config.json of a larger model holds that of its language model.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Family:
     harmless: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
     also: Callable[[Config], bool] = field(default=lambda config: True)
+    part: str | None = None
 
     def read(self, config: Config) -> dict[str, Any]:
         """Our `model` config for the contents of a config.json.
@@ -61,6 +63,8 @@ class Family:
         Raises:
             UserError: It asks for something that our mixers cannot do; the key is named.
         """
+        if self.part is not None and self.part in config:
+            config = {**{key: config[key] for key in self.keys if key in config}, **config[self.part]}
         for key, value in config.items():
             allowed = self.fixed.get(key)
             if allowed is not None and value not in allowed:

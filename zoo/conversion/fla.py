@@ -61,10 +61,10 @@ def layer_tensors(names: Mapping[str, str | tuple[str, ...]]) -> tuple[Rows, ...
     return tuple(rules)
 
 
-def mixer_tensor(theirs: str, ours: str, or_theirs: str) -> Rows:
+def mixer_tensor(theirs: str, ours: str, alias: str) -> Rows:
     """A tensor of the mixer that has two names of theirs."""
     prefix = "model.layers.{layer}.attn."
-    return same(prefix + theirs, "layers.{layer}.mixer." + ours, prefix + or_theirs)
+    return same(prefix + theirs, "layers.{layer}.mixer." + ours, prefix + alias)
 
 
 def short_convolutions(*pairs: tuple[str, str]) -> dict[str, str]:

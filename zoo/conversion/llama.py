@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from zoo.conversion import rotary
 from zoo.conversion.family import Config, refusal
 from zoo.conversion.rules import Rule, Tied, same
 from zoo.lm.mlp import SwiGLU
@@ -43,10 +44,8 @@ KEYS: Mapping[str, Any] = {
     "num_key_value_heads": None,
     "head_dim": None,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "rope_parameters": None,
     "tie_word_embeddings": False,
+    **rotary.KEYS,
 }
 FIXED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
 # dropout is for training; `pretraining_tp` cuts products into parts that are the same
@@ -60,7 +59,7 @@ def model_of(config: Config, mixer: str, arguments: Mapping[str, Any]) -> dict[s
         "num_heads": config["num_attention_heads"],
         "num_kv_heads": config["num_key_value_heads"],
         "head_dim": config["head_dim"],
-        "qk": {"map": {"class_path": "Rotary", "init_args": {"base": rotary_base(config)}}},
+        "qk": {"map": _whole_heads(config)},
         **arguments,
     }
     return {
@@ -74,31 +73,24 @@ def model_of(config: Config, mixer: str, arguments: Mapping[str, Any]) -> dict[s
     }
 
 
-def rotary_base(config: Config) -> float:
-    """How fast positions turn, from `rope_parameters` or, in older configs, `rope_theta`.
+def _whole_heads(config: Config) -> dict[str, Any]:
+    """Rotary positions of whole heads.
 
     Raises:
-        UserError: Positions are scaled, or turn only a part of each head.
+        UserError: Positions are scaled, turn only a part of each head, or are missing.
     """
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = config[name]
-        if not rope:
-            continue
-        if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
-            raise refusal(name, rope, 'null or the rope_type "default"')
-        if rope.get("partial_rotary_factor", 1) not in (1, None):
-            raise refusal(name, rope, "the partial_rotary_factor 1")
-        if rope.get("rope_theta") is not None:
-            return float(rope["rope_theta"])
-    return float(config["rope_theta"])
+    turning = rotary.map_of(config)
+    if turning is None:
+        raise refusal("rope_theta", None, "a number")
+    if turning["init_args"].pop("fraction") != 1:
+        raise refusal("rope_parameters", config["rope_parameters"], "the partial_rotary_factor 1")
+    return turning
 
 
 def keys_of(model: LanguageModel) -> dict[str, Any]:
     """Their keys for all but biases and windows."""
     mixer: Any = model.mixers[0]
     mlp = model.mlps[0] if model.mlps else None
-    turning = mixer.q_features.map
-    base = float(getattr(turning, "base", 10000.0))
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -108,7 +100,6 @@ def keys_of(model: LanguageModel) -> dict[str, Any]:
         "num_key_value_heads": mixer.num_kv_heads,
         "head_dim": mixer.head_dim,
         "rms_norm_eps": model.norm.eps,
-        "rope_theta": base,  # for transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": base},
         "tie_word_embeddings": model.lm_head is None,
+        **rotary.keys_of(mixer.q_features.map),
     }

@@ -20,13 +20,15 @@ class Rows:
             must theirs.
         per: The attribute of the mixer that counts groups of rows, such as `num_key_heads`: each group then holds its
             share of every tensor of ours, in order. None for one group.
-        or_theirs: Another name of theirs, which some of their checkpoints have; it is read, but not written.
+        of: The mixer of ours in whose layers the rule counts, by class name; None for any.
+        aliases: Other names of theirs for it, which are read as well.
     """
 
     theirs: str
     ours: tuple[str, ...]
     per: str | None = None
-    or_theirs: str | None = None
+    of: str | None = None
+    aliases: tuple[str, ...] = ()
 
     def join(self, parts: Sequence[Tensor], groups: int) -> Tensor:
         """Ours → theirs."""
@@ -70,14 +72,27 @@ class Tied:
     unless: str
 
 
-Rule = Rows | Shared | Tied
+@dataclass(frozen=True)
+class Recut:
+    """The rows of several tensors of theirs, one after another, may be cut elsewhere, or be those of one tensor.
+
+    Attributes:
+        theirs: Their names, in the order of the rows; other rules say what they are.
+        whole: The name of the one tensor.
+    """
+
+    theirs: tuple[str, ...]
+    whole: str
 
 
-def same(theirs: str, ours: str, or_theirs: str | None = None) -> Rows:
-    """The same tensor under two names; see `Rows` for a third."""
-    return Rows(theirs, (ours,), or_theirs=or_theirs)
+Rule = Rows | Shared | Tied | Recut
 
 
-def rows(theirs: str, *ours: str, per: str | None = None) -> Rows:
+def same(theirs: str, ours: str, *aliases: str) -> Rows:
+    """The same tensor under two names; theirs may have others, see `Rows`."""
+    return Rows(theirs, (ours,), aliases=aliases)
+
+
+def rows(theirs: str, *ours: str, per: str | None = None, of: str | None = None) -> Rows:
     """One tensor of theirs that holds several of ours; see `Rows`."""
-    return Rows(theirs, ours, per)
+    return Rows(theirs, ours, per, of)

@@ -36,7 +36,8 @@ def convert(
         checkpoint: A folder of Hugging Face or flash-linear-attention; with `to` also a run's folder, a .ckpt file or
             an exported folder.
         output: The folder to write, which must not exist.
-        to: `fla` or `huggingface`, for a folder that `from_pretrained` loads; None for one of ours, as `export` writes.
+        to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
+            hold the model, such as `hf_qwen3_next`; None for one of ours, as `export` writes.
         max_shard_size: Bytes of a file with weights, at most; larger models are divided.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
 

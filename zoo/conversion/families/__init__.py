@@ -11,7 +11,10 @@ from zoo.conversion.families import (
     hf_mamba,
     hf_mamba2,
     hf_mistral,
+    hf_olmo_hybrid,
     hf_qwen2,
+    hf_qwen3_5,
+    hf_qwen3_next,
 )
 from zoo.conversion.family import Family
 
@@ -28,6 +31,9 @@ FAMILIES: tuple[Family, ...] = (
     hf_llama.FAMILY,
     hf_mistral.FAMILY,
     hf_qwen2.FAMILY,
+    hf_qwen3_5.FAMILY,
+    hf_qwen3_next.FAMILY,
+    hf_olmo_hybrid.FAMILY,
 )
 
 __all__ = ["FAMILIES"]

@@ -61,7 +61,7 @@ FAMILY = Family(
     tensors=fla.TENSORS,
     layer_tensors=(
         # the second is its name without `fuse_norm`
-        fla.mixer_tensor("g_norm_swish_gate.weight", "o_norm.weight", or_theirs="g_norm.weight"),
+        fla.mixer_tensor("g_norm_swish_gate.weight", "o_norm.weight", alias="g_norm.weight"),
         *fla.layer_tensors(
             {
                 **{f"{name}_proj.weight": f"in_proj.{name}.weight" for name in "qkvg"},
