@@ -96,7 +96,7 @@ def _check_kind(key: str, value: object, default: object) -> None:
         fits, allowed = isinstance(value, bool), "true or false"
     elif isinstance(default, int):
         least = min(default, 1)
-        fits, allowed = type(value) is int and value >= least, f"whole numbers of at least {least}"
+        fits, allowed = type(value) is int and value >= least, f"{least} or more"
     else:
         fits, allowed = type(value) in (int, float), "numbers"
     if not fits:

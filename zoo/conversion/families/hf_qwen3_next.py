@@ -11,7 +11,7 @@ from zoo.lm.model import LanguageModel
 def to_ours(config: Config) -> dict[str, Any]:
     dense, every = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
     sparse = {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % every == 0} - set(dense)
-    if config["num_experts"] > 0 and sparse:
+    if config["num_experts"] != 0 and sparse:
         raise refusal("num_experts", config["num_experts"], "0, as they have no experts")
     return qwen.to_ours(config)
 
@@ -33,7 +33,7 @@ FAMILY = Family(
         "intermediate_size": 5632,
         "num_hidden_layers": 48,
         "num_key_value_heads": 2,
-        "num_experts": 512,
+        "num_experts": None,  # stands for 512
         "mlp_only_layers": None,
         "decoder_sparse_step": 1,
     },
