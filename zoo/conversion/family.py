@@ -14,6 +14,9 @@ Target = Literal["fla", "huggingface"]
 Config = Mapping[str, Any]
 
 
+_LARGEST = 10_000_000  # of a size, so that a few digits cannot ask for all memory
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of checkpoints, declared in one file of `families`.
@@ -97,6 +100,8 @@ def _check_kind(key: str, value: object, default: object) -> None:
     elif isinstance(default, int):
         least = min(default, 1)
         fits, allowed = type(value) is int and value >= least, f"{least} or more"
+        if fits and isinstance(value, int) and value > _LARGEST:
+            fits, allowed = False, f"{_LARGEST:,} at most"
     else:
         fits, allowed = type(value) in (int, float), "numbers"
     if not fits:

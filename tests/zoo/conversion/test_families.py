@@ -71,6 +71,13 @@ def test_logits_are_theirs(case: str, oracle: Oracle, tmp_path: Path):
     close(decoded(ours, tokens, 11), found)
 
 
+def test_one_layout_becomes_another(oracle: Oracle, tmp_path: Path):
+    written = save(build("fla mamba2", oracle), tmp_path / "fla")
+    zoo.convert(tmp_path / "fla", tmp_path / "hf", to="huggingface")
+    loaded = oracle("transformers").AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in written.items())
+
+
 def decoded(model: zoo.LanguageModel, tokens: Tensor, prompt: int) -> Tensor:
     """Logits of a prompt, and then of one token at a time, by states."""
     with torch.no_grad():

@@ -104,6 +104,17 @@ def test_a_weight_may_have_two_names(desk: Path):
     assert torch.equal(models[0](prompt)[0], models[1](prompt)[0])
 
 
+def test_links_within_the_cache_of_hugging_face(desk: Path):
+    snapshot = write(desk / "models--a--b" / "snapshots" / "1a2b")
+    blobs = desk / "models--a--b" / "blobs"
+    blobs.mkdir()
+    for file in list(snapshot.iterdir()):
+        file.rename(blobs / file.name)
+        file.symlink_to(Path("../../blobs") / file.name)
+    assert zoo.load(snapshot).vocab_size == VOCABULARY
+    assert zoo.load_tokenizer(snapshot).eos_id == 256
+
+
 def without(name: str) -> dict[str, torch.Tensor]:
     return {other: tensor for other, tensor in tensors().items() if other != name}
 
@@ -182,6 +193,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a class as size": (with_config(intermediate_size=CLASS), "intermediate_size"),
     "a class as eps": (with_config(norm_eps=CLASS), "norm_eps is .*; .* numbers"),
     "no heads": (with_config(num_heads=0), "num_heads is 0; .* 1 or more"),
+    "endless heads": (with_config(num_heads=10**12, hidden_size=10**12), "is 1000000000000; .* 10,000,000 at most"),
     "neither yes nor no": (with_config(use_short_conv=1), "use_short_conv is 1; .* true or false"),
     "too many layers": (with_config(num_hidden_layers=10**9), "1000000000 layers"),
     "another size": (with_config(intermediate_size=64), r"mlp.gate_proj.weight \[48, 32\] instead of \[64, 32\]"),
