@@ -55,6 +55,8 @@ Train and compare language models of pluggable token mixers.
   export     a trained model as a folder with one model.safetensors: --checkpoint runs/NAME --output FOLDER
   statex     a trained model with a larger state in some layers, to train on:
              python cli.py statex --checkpoint runs/NAME --layers=4 --init=reinit|inherit|preserve --output FOLDER
+  convert    a public checkpoint into such a folder: --checkpoint some-hf-folder --output FOLDER
+             and back: --checkpoint runs/NAME --to=fla --output FOLDER (or huggingface)
   compare    several configs on the same data, in one table and one picture:
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml --trainer.max_steps=300
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
@@ -88,7 +90,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 OF_RUNS = Keys(configs.KEYS, configs.add_arguments)
 OF_BENCHES = Keys(configs.KEYS, lambda parser: None)  # without help: some benchmarks have options of the same names
 OF_SWEEPS = Keys((*FIELDS, *configs.KEYS), lambda parser: parser.add_class_arguments(Sweep))
-VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export"]
+VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export", "convert"]
 VERBS += ["statex", "compare", "sweep", "bench", "tune", "mixers"]
 
 
@@ -142,6 +144,9 @@ def run(arguments: list[str]) -> int:
         grown = zoo.statex(**arguments_of(zoo.statex, rest, verb)[1])
         Console().print(grown.report())
         Console().print(f"{grown.folder}/model.safetensors", style="dim")
+    elif verb == "convert":
+        folder = zoo.convert(**arguments_of(zoo.convert, rest, verb)[1])
+        Console().print(str(folder), style="dim")
     elif verb == "bench":
         return bench(rest)
     elif verb == "tune":

@@ -26,7 +26,7 @@ from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .namesake import warn_of_hidden
-from .norm import GatedRMSNorm, GateOnly, NormOnly, Output, ResidualNorm, RMSNorm
+from .norm import GatedRMSNorm, GateOnly, NormOnly, Output, RMSNorm, ZeroCentredRMSNorm
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
@@ -80,7 +80,6 @@ __all__ = [
     "Position",
     "Projection",
     "RMSNorm",
-    "ResidualNorm",
     "RetNet",
     "Rotary",
     "Site",
@@ -89,6 +88,7 @@ __all__ = [
     "Streams",
     "TokenMixer",
     "UserError",
+    "ZeroCentredRMSNorm",
     "alibi_slopes",
     "check_mixer",
     "did_you_mean",

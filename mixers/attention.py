@@ -1,7 +1,8 @@
 """Softmax attention, over everything or over a sliding window."""
 
 import math
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,13 @@ import kernels
 from .base import Site, TokenMixer, dense_flops, positions
 from .context_parallel import ContextParallel
 from .features import FeaturePath, Features, Rotary
+from .norm import RMSNorm
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 from .state import History, Position
+
+Per = Literal["head", "channel"]
+Over = Literal["head", "width"]
 
 
 class AttentionState(NamedTuple):
@@ -35,7 +40,15 @@ class SoftmaxAttention(TokenMixer):
         num_heads: Query heads; the model's by default.
         head_dim: Size D of a head; hidden_size / num_heads by default.
         num_kv_heads: Key and value heads, shared by groups of query heads; num_heads by default.
-        qk: Features of queries and keys.
+        qk: Features of queries and keys: by default rotary positions; `map: null` leaves positions out.
+        qk_norm: The norm of queries and keys before their features, such as RMSNorm or ZeroCentredRMSNorm; null for
+            none.
+        qk_norm_over: What it normalises: each `head` by itself, with one weight for all heads (Qwen3), or the whole
+            `width` of all heads together (OLMo 3).
+        gate: Whether σ(W x) multiplies the output, a number per `head` or per `channel` (Qwen3-Next; arXiv
+            2505.06708); null for no gate.
+        bias: Whether the projections of queries, keys, values and gate have biases.
+        output_bias: Whether the output projection has one.
     """
 
     constant_state: ClassVar[bool] = False
@@ -49,17 +62,32 @@ class SoftmaxAttention(TokenMixer):
         head_dim: int | None = None,
         num_kv_heads: int | None = None,
         qk: Features = Features(map=Rotary),
+        qk_norm: Callable[[int], RMSNorm] | None = None,
+        qk_norm_over: Over = "head",
+        gate: Per | None = None,
+        bias: bool = False,
+        output_bias: bool = False,
     ):
         super().__init__()
         self.num_heads, self.head_dim = site.heads(num_heads, head_dim)
         self.num_kv_heads = num_kv_heads or self.num_heads
         if self.num_heads % self.num_kv_heads:
             raise kernels.UserError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        if qk_norm_over not in get_args(Over):
+            raise kernels.UserError(f"qk_norm_over: {qk_norm_over!r} is not one of {', '.join(get_args(Over))}")
+        if gate is not None and gate not in get_args(Per):
+            raise kernels.UserError(f"gate: {gate!r} is not one of {', '.join(get_args(Per))}, or null")
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.in_proj = Projection(site.hidden_size, {"q": width, "k": kv_width, "v": kv_width})
+        widths = {"q": width, "k": kv_width, "v": kv_width}
+        if gate is not None:
+            widths["g"] = self.num_heads if gate == "head" else width
+        self.in_proj = Projection(site.hidden_size, widths, bias=bias)
+        self.qk_norm_over, per_head = qk_norm_over, qk_norm_over == "head"
+        self.q_norm = None if qk_norm is None else qk_norm(self.head_dim if per_head else width)
+        self.k_norm = None if qk_norm is None else qk_norm(self.head_dim if per_head else kv_width)
         self.q_features = FeaturePath(qk, self.num_heads, self.head_dim)
         self.k_features = FeaturePath(qk, self.num_kv_heads, self.head_dim)
-        self.o_proj = OutputProjection(width, site.hidden_size)
+        self.o_proj = OutputProjection(width, site.hidden_size, bias=output_bias)
 
     def forward(
         self,
@@ -69,8 +97,9 @@ class SoftmaxAttention(TokenMixer):
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, AttentionState | None]:
-        q, k, v = self.in_proj(x)
+        q, k, v, *gate = self.in_proj(x)
         q, k, v = split_heads(q, self.num_heads), split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
+        q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         seen, histories = (None, (None, None)) if state is None else (state.position, state.histories)
         if context_parallel is not None:
             context_parallel.check(state, cu_seqlens)
@@ -86,7 +115,15 @@ class SoftmaxAttention(TokenMixer):
         else:
             o, keys, values = self._continue_packed(q, k, v, state, cu_seqlens)
             cache = AttentionState(keys, values, (q_history, k_history), following)
+        if gate:
+            o = o * split_heads(gate[0], self.num_heads).sigmoid()
         return self.o_proj(o.flatten(2)), cache
+
+    def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
+        """Queries or keys [B,T,heads,D] after their norm, if they have one."""
+        if norm is None or self.qk_norm_over == "head":
+            return x if norm is None else norm(x)
+        return norm(x.flatten(2)).view_as(x)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
@@ -138,7 +175,7 @@ class SoftmaxAttention(TokenMixer):
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> AttentionState:
-        like = next(self.parameters())
+        like = self.in_stream
         device, dtype = device or like.device, dtype or like.dtype
         size = 0 if self.window_size is None else self.window_size - 1
         cache = torch.zeros(batch_size, size, self.num_kv_heads, self.head_dim, device=device, dtype=dtype)
@@ -175,7 +212,15 @@ class SlidingWindowAttention(SoftmaxAttention):
         num_heads: Query heads; the model's by default.
         head_dim: Size D of a head; hidden_size / num_heads by default.
         num_kv_heads: Key and value heads, shared by groups of query heads; num_heads by default.
-        qk: Features of queries and keys.
+        qk: Features of queries and keys: by default rotary positions; `map: null` leaves positions out.
+        qk_norm: The norm of queries and keys before their features, such as RMSNorm or ZeroCentredRMSNorm; null for
+            none.
+        qk_norm_over: What it normalises: each `head` by itself, with one weight for all heads (Qwen3), or the whole
+            `width` of all heads together (OLMo 3).
+        gate: Whether σ(W x) multiplies the output, a number per `head` or per `channel` (Qwen3-Next; arXiv
+            2505.06708); null for no gate.
+        bias: Whether the projections of queries, keys, values and gate have biases.
+        output_bias: Whether the output projection has one.
     """
 
     constant_state: ClassVar[bool] = True
@@ -189,8 +234,24 @@ class SlidingWindowAttention(SoftmaxAttention):
         head_dim: int | None = None,
         num_kv_heads: int | None = None,
         qk: Features = Features(map=Rotary),
+        qk_norm: Callable[[int], RMSNorm] | None = None,
+        qk_norm_over: Over = "head",
+        gate: Per | None = None,
+        bias: bool = False,
+        output_bias: bool = False,
     ):
-        super().__init__(site, num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads, qk=qk)
+        super().__init__(
+            site,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            num_kv_heads=num_kv_heads,
+            qk=qk,
+            qk_norm=qk_norm,
+            qk_norm_over=qk_norm_over,
+            gate=gate,
+            bias=bias,
+            output_bias=output_bias,
+        )
         if window_size < 2:
             raise kernels.UserError(f"window_size: {window_size} must be at least 2; the token itself counts")
         self.window_size = window_size

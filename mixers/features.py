@@ -106,26 +106,39 @@ class FeaturePath(nn.Module):
 
 
 class Rotary(FeatureMap):
-    """Rotary position embedding over the whole head, the halves forming the pairs (arXiv 2104.09864).
+    """Rotary position embedding, the halves of what turns forming the pairs (arXiv 2104.09864).
 
     Args:
         heads: Number of heads.
-        size: Size of a head, even.
-        base: The slowest pair turns by 1/base per token.
+        size: Size of a head.
+        base: The slowest pair turns by about 1/base per token.
+        fraction: How much of each head turns: its first fraction · size entries, an even number. The others
+            carry no position.
     """
 
-    def __init__(self, heads: int, size: int, *, base: float = 10000.0):
+    def __init__(self, heads: int, size: int, *, base: float = 10000.0, fraction: float = 1.0):
         super().__init__(heads, size)
-        if size % 2:
+        if fraction == 1 and size % 2:
             raise kernels.UserError(f"head_dim: {size} is odd; rotary embedding needs pairs")
-        self.base = base
+        self.base, self.turning = base, int(size * fraction)
+        if not 0 < fraction <= 1 or self.turning < 2 or self.turning % 2:
+            raise kernels.UserError(
+                f"fraction: {fraction} of head_dim {size} is {self.turning}; rotary embedding needs an even number of "
+                f"entries from 2 to {size}"
+            )
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         # angles in at least fp32, whatever the module's dtype: bf16 cannot represent position 10001
         dtype = torch.promote_types(x.dtype, torch.float32)
-        pair = torch.arange(self.size // 2, device=x.device, dtype=dtype)
-        angle = positions[..., None, None] * self.base ** (-2 * pair / self.size)
+        pair = torch.arange(self.turning // 2, device=x.device, dtype=dtype)
+        angle = positions[..., None, None] * self.base ** (-2 * pair / self.turning)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        if self.turning == self.size:
+            return self._turn(x, cos, sin)
+        x, still = x.split([self.turning, self.size - self.turning], -1)
+        return torch.cat([self._turn(x, cos, sin), still], -1)
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if x.is_cpu and plain((x,)):
             return _Turn.apply(x, cos, sin)
         a, b = x.chunk(2, -1)

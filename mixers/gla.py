@@ -51,7 +51,7 @@ class GLA(LinearMixer):
         norm_eps: float = 1e-5,
     ):
         num_heads, _ = site.heads(num_heads)
-        keys, values = int(site.hidden_size * expand_k), int(site.hidden_size * expand_v)
+        keys, values = round(site.hidden_size * expand_k), round(site.hidden_size * expand_v)
         for name, width in (("expand_k", keys), ("expand_v", values)):
             if not width or width % num_heads:
                 raise kernels.UserError(f"{name}: a width of {width} cannot be divided into {num_heads} heads")

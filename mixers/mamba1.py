@@ -53,17 +53,27 @@ class Mamba1(TokenMixer):
         state_dim: States per channel N.
         conv: Taps of the short convolution.
         dt_rank: Rank of the projection that makes dt; hidden_size / 16, rounded up, by default.
+        conv_bias: Whether the short convolution has a bias.
     """
 
     no_weight_decay = ("A_log", "D")
     keep_fp32 = ("A_log", "D", "dt_bias")
 
-    def __init__(self, site: Site, *, expand: int = 2, state_dim: int = 16, conv: int = 4, dt_rank: int | None = None):
+    def __init__(
+        self,
+        site: Site,
+        *,
+        expand: int = 2,
+        state_dim: int = 16,
+        conv: int = 4,
+        dt_rank: int | None = None,
+        conv_bias: bool = True,
+    ):
         super().__init__()
         self.width, self.state_dim = expand * site.hidden_size, state_dim
         rank = dt_rank or math.ceil(site.hidden_size / 16)
         self.in_proj = Projection(site.hidden_size, {"x": self.width, "z": self.width})
-        self.x_features = FeaturePath(Features(conv, bias=True, activation="silu"), self.width, 1)
+        self.x_features = FeaturePath(Features(conv, bias=conv_bias, activation="silu"), self.width, 1)
         self.x_proj = Projection(self.width, {"dt": rank, "B": state_dim, "C": state_dim})
         self.dt_proj, self.dt_bias = StepProjection(rank, self.width), nn.Parameter(torch.empty(self.width))
         self.A_log = nn.Parameter(torch.empty(self.width, state_dim))

@@ -1,6 +1,6 @@
 """Root-mean-square normalisation as a module, and the modules between recurrence and output projection."""
 
-from typing import ClassVar
+from typing import ClassVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -29,23 +29,38 @@ class RMSNorm(KeepsFp32):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self.eps)
+    @property
+    def scale(self) -> Tensor:
+        """What each channel is multiplied by [size]."""
+        return self.weight
+
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x [...,size] → its norm; x and y → x + y and its norm: the residual stream, and the input of a layer."""
+        if y is None:
+            return kernels.rms_norm(x, self.scale, self.eps)
+        return kernels.add_rms_norm(x, y, self.scale, self.eps)
 
 
-class ResidualNorm(RMSNorm):
-    """The norm between two layers, which also adds the output of the layer below to the residual stream.
+class ZeroCentredRMSNorm(RMSNorm):
+    """x / √(mean x² + eps) · (1 + weight) over the last axis; the weight starts at 0.
 
     Args:
         size: Size of the last axis.
         eps: Added inside the root.
     """
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """x [...,size] and an optional summand y → x + y, and its norm."""
-        if y is None:
-            return x, super().forward(x)
-        return kernels.add_rms_norm(x, y, self.weight, self.eps)
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    @property
+    def scale(self) -> Tensor:
+        return 1 + self.weight
 
 
 class Output(KeepsFp32):

@@ -10,18 +10,19 @@ import kernels
 
 
 class Projection(nn.Linear):
-    """Named linear maps of x without bias, computed as one product; the outputs are views of its result.
+    """Named linear maps of x, computed as one product; the outputs are views of its result.
 
     A state dict holds each map under its name (`in_proj.q.weight` …), so that checkpoints do not depend on the fused
-    layout; the fused `in_proj.weight`, which sharded optimisers save, is accepted as well.
+    layout; the fused `in_proj.weight`, which sharded optimisers save, is accepted as well. So it is with biases.
 
     Args:
         size: Size of the input.
         widths: Width of each output by name, in the order of the fused matrix.
+        bias: Whether each map has a bias.
     """
 
-    def __init__(self, size: int, widths: Mapping[str, int]):
-        super().__init__(size, sum(widths.values()), bias=False)
+    def __init__(self, size: int, widths: Mapping[str, int], *, bias: bool = False):
+        super().__init__(size, sum(widths.values()), bias=bias)
         self.widths = dict(widths)
         self.register_load_state_dict_pre_hook(_join)
         self.register_state_dict_post_hook(_split)
@@ -34,32 +35,38 @@ class Projection(nn.Linear):
         return super().forward(x)
 
 
-def _names(module: Projection, prefix: str) -> list[str]:
-    return [f"{prefix}{name}.weight" for name in module.widths]
+def _fused(module: Projection, prefix: str) -> dict[str, list[str]]:
+    """The name of each fused parameter → the names of its parts."""
+    return {
+        f"{prefix}{kind}": [f"{prefix}{name}.{kind}" for name in module.widths]
+        for kind in ("weight", "bias")[: 1 if module.bias is None else 2]
+    }
 
 
 def _split(module: Projection, state: dict[str, Any], prefix: str, _: object) -> None:
-    parts = state.pop(prefix + "weight").split(list(module.widths.values()))
-    # clones, because each view would be saved with all of the storage
-    state.update(zip(_names(module, prefix), (part.clone() for part in parts), strict=True))
+    for fused, names in _fused(module, prefix).items():
+        parts = state.pop(fused).split(list(module.widths.values()))
+        # clones, because each view would be saved with all of the storage
+        state.update(zip(names, (part.clone() for part in parts), strict=True))
 
 
 def _join(module: Projection, state: dict[str, Any], prefix: str, *_: object) -> None:
-    names = _names(module, prefix)
-    if all(name in state for name in names):
-        state[prefix + "weight"] = torch.cat([state.pop(name) for name in names])
+    for fused, names in _fused(module, prefix).items():
+        if all(name in state for name in names):
+            state[fused] = torch.cat([state.pop(name) for name in names])
 
 
 class OutputProjection(nn.Linear):
-    """A linear map without bias whose result is added to the residual stream; see `scale_output_projections`.
+    """A linear map whose result is added to the residual stream; see `scale_output_projections`.
 
     Args:
         inputs: Size of the input.
         outputs: Size of the output.
+        bias: Whether it has a bias.
     """
 
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False):
+        super().__init__(inputs, outputs, bias=bias)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

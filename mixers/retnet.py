@@ -35,12 +35,12 @@ class RetNet(LinearMixer):
         *,
         num_heads: int | None = None,
         head_dim: int | None = None,
-        expand_v: int = 2,
+        expand_v: float = 2,
         qk: Features = Features(map=Rotary),
         norm_eps: float = 1e-5,
     ):
         num_heads, head_dim = site.heads(num_heads, head_dim)
-        value_dim = expand_v * head_dim
+        value_dim = round(expand_v * head_dim)
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=value_dim, q=qk, k=qk)
         self.decay = ConstantDecay([math.log1p(-(2.0 ** (-5 - n / self.subheads))) for n in range(self.gate_heads)])
         keys, values = num_heads * head_dim, num_heads * value_dim

@@ -171,7 +171,7 @@ def test_a_block_is_gathered_at_once(desk: Path):
         assert (
             {"Block", "Embedding"}
             <= set(row["fetched"])
-            <= {*("Block", "Embedding", "ResidualNorm", "Linear", "LanguageModel", "Pretraining")}
+            <= {*("Block", "Embedding", "RMSNorm", "Linear", "LanguageModel", "Pretraining")}
         )
         assert row["fetched"].count("Linear") <= 2  # the head
         assert row["whole"] == 0

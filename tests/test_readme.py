@@ -12,6 +12,7 @@ from zoo.config.parser import read
 from zoo.sweeps.comparison import whole_configs
 
 from .commands import ROOT, Command
+from .zoo.conversion.public_folder import write
 
 pytest_plugins = "tests.desk"
 
@@ -68,6 +69,8 @@ def test_a_command_of_the_readme_parses(
         assert all(option in command(*arguments).out for option in options)
     elif arguments and arguments[0] == "bench":
         arguments += ["--lengths=[]", "--shapes=[[1,1,64,16]]", "--seconds=0.01", f"--folder={tmp_path}"]
+    elif arguments and arguments[0] == "convert":
+        write(tmp_path / "desk" / "some-hf-folder")
     elif arguments and arguments[0] == "generate":
         arguments.append("--max_new_tokens=1")
     shown = command(*arguments)

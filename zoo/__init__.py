@@ -5,6 +5,7 @@ from zoo.benchmarks import bench
 from zoo.config import build
 from zoo.evaluation import evaluate
 from zoo.lm import LanguageModel, join_states, load_state, save_state, take_states
+from zoo.loading.convert import convert
 from zoo.loading.export import export
 from zoo.loading.load import load, load_tokenizer
 from zoo.runs.fit import Result, fit, predict, test, validate
@@ -21,6 +22,7 @@ __all__ = [
     "bench",
     "build",
     "compare",
+    "convert",
     "evaluate",
     "export",
     "fit",

@@ -1,10 +1,14 @@
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import mixers
-from mixers import Site, SlidingWindowAttention, SoftmaxAttention
+import zoo
+from mixers import Features, Rotary, Site, SlidingWindowAttention, SoftmaxAttention
 
 SITE = Site(hidden_size=32, num_heads=4)
 
@@ -103,3 +107,127 @@ def test_positions_are_relative():
 def test_mistakes(arguments: dict, field: str):
     with pytest.raises(mixers.UserError, match=rf"^{field}: "):
         SlidingWindowAttention(SITE, **arguments)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def turned(x: Tensor, base: float, count: int) -> Tensor:
+    """Rotary positions of the first `count` entries of heads [T,heads,size], as complex numbers."""
+    angle = torch.arange(len(x))[:, None, None] * base ** (-torch.arange(0, count, 2) / count)
+    pairs = torch.complex(x[..., : count // 2], x[..., count // 2 : count]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([pairs.real, pairs.imag, x[..., count:]], -1)
+
+
+def by_hand(x: Tensor, w: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
+    """Attention of 4 query heads of size 8 over 2 key heads, for one sequence x [T,32]."""
+    project = lambda name: x @ w[f"in_proj.{name}.weight"].T + w.get(f"in_proj.{name}.bias", 0)  # noqa: E731
+    q, k, v = project("q"), project("k"), project("v").unflatten(-1, (2, 8))
+    wide = options.get("qk_norm_over") == "width"
+    q, k = (y if wide else y.unflatten(-1, (-1, 8)) for y in (q, k))
+    if norm := options.get("qk_norm"):
+        first = 1 if norm is mixers.ZeroCentredRMSNorm else 0
+        q, k = normed(q, first + w["q_norm.weight"]), normed(k, first + w["k_norm.weight"])
+    q, k = (y.unflatten(-1, (-1, 8)) if wide else y for y in (q, k))
+    rotary = options.get("qk", Features(map=Rotary)).map
+    if rotary is not None:
+        given = getattr(rotary, "keywords", {})
+        q, k = (turned(y, given.get("base", 1e4), int(8 * given.get("fraction", 1))) for y in (q, k))
+    outputs = []
+    for head in range(4):
+        scores = q[:, head] @ k[:, head // 2].T / math.sqrt(8)
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        outputs.append(scores.softmax(-1) @ v[:, head // 2])
+    o = torch.stack(outputs, 1)
+    if "gate" in options:
+        o = o * project("g").unflatten(-1, (4, -1)).sigmoid()
+    return o.flatten(1) @ w["o_proj.weight"].T + w.get("o_proj.bias", 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"qk": Features()},
+        {"qk": Features(map=partial(Rotary, base=1e6))},
+        {"qk": Features(map=partial(Rotary, fraction=0.25))},
+        {"qk_norm": mixers.RMSNorm},
+        {"qk_norm": mixers.ZeroCentredRMSNorm},
+        {"qk_norm": mixers.RMSNorm, "qk_norm_over": "width"},
+        {"gate": "head"},
+        {"gate": "channel"},
+        {"bias": True},
+        {"output_bias": True},
+        {
+            "qk": Features(map=partial(Rotary, base=1e7, fraction=0.5)),
+            "qk_norm": mixers.ZeroCentredRMSNorm,
+            "gate": "channel",
+            "bias": True,
+            "output_bias": True,
+        },
+    ],
+    ids=str,
+)
+def test_options_are_the_formula(options: dict[str, Any]):
+    torch.manual_seed(0)
+    mixer, x = SoftmaxAttention(SITE, num_kv_heads=2, **options), torch.randn(13, 32, requires_grad=True)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    parts = {name: part.clone().requires_grad_() for name, part in mixer.state_dict().items()}
+    expected, dy = by_hand(x, parts, options), torch.randn(13, 32)
+    y = mixer(x[None])[0][0]
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    y.backward(dy)
+    with torch.no_grad():  # gradients under the names of the parts
+        for parameter in mixer.parameters():
+            parameter.copy_(parameter.grad)
+    found = {"x": dx, **mixer.state_dict()}
+    wanted = torch.autograd.grad(expected, [x, *parts.values()], dy)
+    for (name, gradient), by_formula in zip(found.items(), wanted, strict=True):
+        assert torch.allclose(gradient, by_formula, rtol=1e-4, atol=1e-5), name
+
+
+def test_options_while_decoding():
+    options = {"qk_norm": mixers.RMSNorm, "qk_norm_over": "width", "gate": "channel", "bias": True}
+    mixer, x = SoftmaxAttention(SITE, num_kv_heads=2, **options).double(), torch.randn(2, 9, 32, dtype=torch.float64)
+    state, outputs = mixer.init_state(2), []
+    for t in range(9):
+        y, state = mixer(x[:, t : t + 1], state)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), mixer(x)[0])
+    assert mixer.state_size(9) == SoftmaxAttention(SITE, num_kv_heads=2).state_size(9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gate": "row"}, "gate: 'row' is not one of head, channel, or null"),
+        ({"qk_norm_over": "row"}, "qk_norm_over: 'row' is not one of head, width"),
+        ({"qk": Features(map=partial(Rotary, fraction=0.4))}, "fraction: 0.4 of head_dim 8 is 3; .* from 2 to 8"),
+        ({"qk": Features(map=partial(Rotary, fraction=1.5))}, "fraction: 1.5 of head_dim 8 is 12; .* from 2 to 8"),
+        ({"qk": Features(map=partial(Rotary, fraction=0.0))}, "fraction: 0.0 of head_dim 8 is 0; .* from 2 to 8"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_exist(arguments: dict[str, Any], message: str):
+    with pytest.raises(mixers.UserError, match=f"^{message}$"):
+        SoftmaxAttention(SITE, **arguments)
+
+
+@pytest.mark.parametrize("config", ["transformer.yaml", "swa.yaml"])
+def test_options_in_a_config(config: str):
+    mixer = "model.stack.mixer."
+    (attention,) = zoo.build(
+        config,
+        *("model.vocab_size=64", "model.hidden_size=64", "model.num_heads=2", "model.num_layers=1"),
+        *(f"{mixer}gate=channel", f"{mixer}qk_norm_over=width", f"{mixer}bias=true"),
+        f"{mixer}qk_norm={{class_path: ZeroCentredRMSNorm, init_args: {{eps: 1.0e-5}}}}",
+        f"{mixer}qk.map={{class_path: Rotary, init_args: {{base: 1.0e+6, fraction: 0.25}}}}",
+    ).mixers
+    assert attention.q_norm.weight.shape == (64,)
+    assert attention.q_norm.eps == 1e-5
+    assert (attention.q_features.map.base, attention.q_features.map.turning) == (1e6, 8)
+    assert set(attention.in_proj.widths) == {"q", "k", "v", "g"}

@@ -41,6 +41,21 @@ ARGUMENTS = {
     "no positions": partial(SoftmaxAttention, qk=mixers.Features()),
     "window of grouped queries": partial(SlidingWindowAttention, window_size=2, num_heads=4, num_kv_heads=1),
     "window with a convolution": partial(SlidingWindowAttention, window_size=5, qk=mixers.Features(3, bias=True)),
+    "normed and gated heads": partial(
+        SoftmaxAttention,
+        num_heads=4,
+        num_kv_heads=2,
+        qk=mixers.Features(map=partial(mixers.Rotary, base=1e6, fraction=0.25)),
+        qk_norm=mixers.ZeroCentredRMSNorm,
+        gate="channel",
+    ),
+    "a norm over all heads, and a gate of each": partial(
+        SoftmaxAttention, num_kv_heads=1, qk_norm=mixers.RMSNorm, qk_norm_over="width", gate="head"
+    ),
+    "biases": partial(SoftmaxAttention, gate="channel", bias=True, output_bias=True),
+    "window of normed and gated heads": partial(
+        SlidingWindowAttention, window_size=5, qk_norm=mixers.RMSNorm, gate="channel", bias=True
+    ),
     "window longer than the sequence": partial(SlidingWindowAttention, window_size=300, head_dim=16),
 }
 FEATURES = {

@@ -1,4 +1,4 @@
-"""The norm between the recurrence and the output projection."""
+"""Norms, and those between the recurrence and the output projection."""
 
 import pytest
 import torch
@@ -29,3 +29,29 @@ def test_gated_deltanet_has_it_in_its_output():
     overlay = {"model": {"num_layers": 1, "stack": {"mixer": {"mixer": {"output": output}}}}}
     (mixer,) = zoo.build(*base, str(overlay).replace("'", '"')).mixers
     assert outputs(mixer).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("norm", "first"), [(mixers.RMSNorm, 0), (mixers.ZeroCentredRMSNorm, 1)])
+def test_norms_are_the_formula(norm: type[mixers.RMSNorm], first: int):
+    layer, (x, y, dy) = norm(16, 1e-3), torch.randn(3, 5, 16)
+    assert torch.equal(layer(x), mixers.RMSNorm(16, 1e-3)(x))  # as they start
+    with torch.no_grad():
+        layer.weight.normal_()
+    weight, x = layer.weight.detach().clone().requires_grad_(), x.requires_grad_()
+    total, added = layer(x, y)
+    assert torch.equal(total, x + y)
+    for given, h in ((x, layer(x)), (x + y, added)):
+        expected = given / (given.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (first + weight)
+        torch.testing.assert_close(h, expected)
+        for a, b in zip(
+            torch.autograd.grad(h, [x, layer.weight], dy), torch.autograd.grad(expected, [x, weight], dy), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_zero_centred_weight_keeps_its_bits():
+    layer = mixers.ZeroCentredRMSNorm(8)
+    given = {"weight": torch.full((8,), 1e-9)}  # 1 + w would round to 1
+    layer.load_state_dict(given)
+    assert torch.equal(layer.state_dict()["weight"], given["weight"])
+    assert layer.bfloat16().weight.dtype == torch.float32

@@ -28,11 +28,23 @@ def test_a_state_dict_goes_by_names():
     assert sizes == {4 * 4 * 6, 4 * 10 * 6}
 
 
+def test_biases_go_by_names_too():
+    projection, x = Projection(6, WIDTHS, bias=True), torch.randn(2, 3, 6)
+    parts = projection.state_dict()
+    assert {name: len(part) for name, part in parts.items() if name.endswith("bias")} == {
+        f"{name}.bias": width for name, width in WIDTHS.items()
+    }
+    for y, name in zip(projection(x), WIDTHS, strict=True):
+        torch.testing.assert_close(y, x @ parts[f"{name}.weight"].T + parts[f"{name}.bias"])
+
+
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("assign", [False, True])
-def test_split_and_fused_weights_load(assign: bool):
-    source, x = Projection(6, WIDTHS), torch.randn(2, 6)
-    for state in (source.state_dict(), {"weight": source.weight.detach().clone()}):
-        before, copy = dict(state), Projection(6, WIDTHS)
+def test_split_and_fused_weights_load(assign: bool, bias: bool):
+    source, x = Projection(6, WIDTHS, bias=bias), torch.randn(2, 6)
+    fused = {name: parameter.detach().clone() for name, parameter in source.named_parameters()}
+    for state in (source.state_dict(), fused):
+        before, copy = dict(state), Projection(6, WIDTHS, bias=bias)
         copy.load_state_dict(state, assign=assign)
         assert all(torch.equal(a, b) for a, b in zip(copy(x), source(x), strict=True))
         assert isinstance(copy.weight, nn.Parameter)

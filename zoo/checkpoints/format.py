@@ -1,8 +1,9 @@
 """The format of checkpoint files, and reading them."""
 
+import itertools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from kernels.errors import UserError
 from zoo.checkpoints.archive import check_archive, is_sealed
+from zoo.checkpoints.tensor_files import TensorFiles, Weights, has_tensor_files
 from zoo.checkpoints.zero_shards import SHARDS, check_entry, whole_weights
 from zoo.files.safe_yaml import check_plain
 
@@ -70,7 +72,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the weights of a model from a checkpoint, a `.safetensors` file, a saved state dict, or a folder.
 
     Args:
-        path: The file, or a folder that has `model.safetensors`, `last.ckpt` or `checkpoints/last.ckpt`.
+        path: The file, or a folder that has `model.safetensors` or its shards, `last.ckpt` or `checkpoints/last.ckpt`.
 
     Returns:
         Parameter name in the model → tensor on the CPU.
@@ -79,14 +81,15 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         UserError: The file does not exist or has no weights.
     """
     path = Path(path)
+    if path.suffix == ".safetensors" or has_tensor_files(path):
+        files = TensorFiles(path)
+        return {name: files.tensor(name) for name in files.specs}
     if path.is_dir():
-        candidates = [path / "model.safetensors", path / "last.ckpt", path / "checkpoints" / "last.ckpt"]
+        candidates = [path / "last.ckpt", path / "checkpoints" / "last.ckpt"]
         file = next((candidate for candidate in candidates if candidate.is_file()), None)
         if file is None:
             raise UserError(f"the folder {path} has no weights: expected model.safetensors or last.ckpt in it.")
         path = file
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
     contents = _read(path, "cpu")
     if isinstance(contents, Mapping) and SHARDS in contents:
         check_entry(path, contents[SHARDS])
@@ -100,14 +103,46 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load the weights in `path` (anything that `read_weights` reads) into `model`.
+    """Load the weights in `path` (anything that `read_weights` reads) into `model`; safetensors a part at a time.
 
     Raises:
         UserError: Names or shapes differ; the message names the first difference.
     """
+    path = Path(path)
+    if path.suffix == ".safetensors" or has_tensor_files(path):
+        load_tensors(model, TensorFiles(path), path)
+        return
     weights = read_weights(path)
     check_weights(weights, model, path)
     model.load_state_dict(weights)
+
+
+def load_tensors(model: nn.Module, weights: Weights, path: str | os.PathLike[str]) -> None:
+    """Load weights into `model` block by block, so that memory never holds more than one block of them beside it.
+
+    Raises:
+        UserError: As for `load_weights`; `path` is named.
+    """
+    check_weights(weights.specs, model, path)
+    for name, part in _parts(model):
+        names = [other for other in weights.specs if other.startswith(f"{name}.")]
+        part.load_state_dict({other.removeprefix(f"{name}."): weights.tensor(other) for other in names})
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Name → shape in a model's state dict, of which modules may copy parts: one block of it is in memory at a time."""
+    if next(itertools.chain(model.parameters(recurse=False), model.buffers(recurse=False)), None) is not None:
+        return {name: tensor.shape for name, tensor in model.state_dict().items()}
+    return {f"{name}.{key}": tensor.shape for name, part in _parts(model) for key, tensor in part.state_dict().items()}
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children of a model, and of its lists of blocks each block."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{i}", block) for i, block in enumerate(child))
+        else:
+            yield name, child
 
 
 def check_weights(weights: Mapping[str, Any], model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -116,18 +151,18 @@ def check_weights(weights: Mapping[str, Any], model: nn.Module, path: str | os.P
     Names may be those of its state dict, or those of its modules' parameters and buffers, which differ if a module
     splits tensors in its state dict; DeepSpeed only knows the latter.
     """
-    expected = model.state_dict()
+    expected = _shapes(model)
     registered = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     if weights.keys() & (registered.keys() - expected.keys()):
         persistent = {name for name in expected if name in registered}
-        expected = {n: t for n, t in registered.items() if n in persistent or isinstance(t, nn.Parameter)}
+        expected = {n: t.shape for n, t in registered.items() if n in persistent or isinstance(t, nn.Parameter)}
     if missing := [name for name in expected if name not in weights]:
         raise UserError(f"{path} does not fit the model: it lacks {len(missing)} of its weights, first {missing[0]}.")
     if extra := [name for name in weights if name not in expected]:
         raise UserError(f"{path} does not fit the model, which has no {extra[0]} ({len(extra)} such weights).")
-    for name, tensor in expected.items():
-        if weights[name].shape != tensor.shape:
-            saved, required = tuple(weights[name].shape), tuple(tensor.shape)
+    for name, shape in expected.items():
+        if tuple(weights[name].shape) != tuple(shape):
+            saved, required = tuple(weights[name].shape), tuple(shape)
             raise UserError(f"{path} does not fit the model: {name} has shape {saved}, the model's is {required}.")
 
 
@@ -158,13 +193,3 @@ def _read(path: str | os.PathLike[str], map_location: Any) -> Any:
     if isinstance(contents, Mapping) and contents.get("format") == FORMAT and not sealed:
         raise UserError(f"{path} is damaged: the hash at its end is missing.")
     return loaded
-
-
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError  # imported here, since other checkpoints do not need the package
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read as safetensors: {error}.") from error

@@ -13,7 +13,7 @@ from kernels import UserError
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.evaluation.subject import Scored, TokenScores
-from zoo.files.hashing import file_digest
+from zoo.files.hashing import files_digest
 from zoo.generation.generate import generate_tokens
 from zoo.generation.read import at_once
 from zoo.lm.classifier import check_predicts_tokens
@@ -163,7 +163,7 @@ def load_subject(
     arguments = (found.config.get("data") or {}).get("init_args") or {}
     identity = {
         "checkpoint": str(path),
-        "checkpoint_xxh3_128": file_digest(found.weights),
+        "checkpoint_xxh3_128": files_digest(found.files),
         "parameters": model.num_parameters(),
         "model": found.config["model"],
     }

@@ -6,6 +6,7 @@ CPU where this was measured XXH3 reads 21 GB/s, SHA-256 1.7 (0.4 without SHA ins
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import xxhash
@@ -22,6 +23,12 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     """The hash of a file, as 32 hexadecimal digits."""
     with open(path, "rb") as file:
         return hash_of(file, os.fstat(file.fileno()).st_size).hexdigest()
+
+
+def files_digest(paths: Sequence[str | os.PathLike[str]]) -> str:
+    """The hash of several files in order; that of one file is its `file_digest`."""
+    digests = [file_digest(path) for path in paths]
+    return digests[0] if len(digests) == 1 else digest("".join(digests).encode())
 
 
 def hash_of(file: BinaryIO, size: int) -> Any:

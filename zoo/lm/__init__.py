@@ -1,9 +1,10 @@
 """Language models built from token mixers: stacks, blocks, channel mixers, inputs, classifiers, states."""
 
+from zoo.lm.block import Block, PostNormBlock
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs, Patches
 from zoo.lm.mlp import GLU, ChannelMixer, SwiGLU
-from zoo.lm.model import Block, LanguageModel
+from zoo.lm.model import LanguageModel
 from zoo.lm.stack import H1, H2, Pattern, Stack, Uniform
 from zoo.lm.states import join_states, load_state, save_state, take_states
 
@@ -18,6 +19,7 @@ __all__ = [
     "LanguageModel",
     "Patches",
     "Pattern",
+    "PostNormBlock",
     "Stack",
     "SwiGLU",
     "Uniform",

@@ -5,14 +5,16 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import UserError, linear_cross_entropy, linear_token_losses, recomputing
-from mixers import ContextParallel, OutputProjection, ResidualNorm, Site, TokenMixer, takes_context_parallel
+from kernels import UserError, linear_cross_entropy, linear_token_losses
+from mixers import ContextParallel, OutputProjection, RMSNorm, Site, TokenMixer
+from zoo.lm.block import Block, PostNormBlock, mix
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs
 from zoo.lm.mlp import ChannelMixer, SwiGLU
@@ -38,48 +40,6 @@ class TokenLosses(NamedTuple):
     state: tuple[Any, ...] | None = None
 
 
-class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP.
-
-    The output of a block is added to the residual stream by the norm that follows, in the next block or the last one.
-    """
-
-    def __init__(self, hidden_size: int, mixer: TokenMixer, mlp: ChannelMixer | None, norm_eps: float):
-        super().__init__()
-        self.mixer_norm, self.mixer = ResidualNorm(hidden_size, norm_eps), mixer
-        self.mlp_norm = None if mlp is None else ResidualNorm(hidden_size, norm_eps)
-        self.mlp = mlp
-
-    def forward(
-        self,
-        x: Tensor,
-        y: Tensor | None,
-        state: Any,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None = None,
-    ) -> tuple[Tensor, Tensor, Any]:
-        """x and y [B,T,hidden], whose sum is the residual stream, and a state → all three after the block."""
-        if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler decides for itself
-            with recomputing():
-                return self._forward(x, y, state, cu_seqlens, context_parallel)
-        return self._forward(x, y, state, cu_seqlens, context_parallel)
-
-    def _forward(
-        self,
-        x: Tensor,
-        y: Tensor | None,
-        state: Any,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None,
-    ) -> tuple[Tensor, Tensor, Any]:
-        x, h = self.mixer_norm(x, y)
-        y, state = _mix(self.mixer, h, state, cu_seqlens, context_parallel)
-        if self.mlp is not None and self.mlp_norm is not None:
-            x, h = self.mlp_norm(x, y)
-            y = self.mlp(h)
-        return x, y, state
-
-
 class LanguageModel(nn.Module):
     """A causal language model: embedding, blocks of a token mixer and an MLP, norm, head.
 
@@ -99,7 +59,8 @@ class LanguageModel(nn.Module):
         inputs: What takes the place of token embeddings, such as Patches; null for token embeddings.
         head: What takes the place of logits for the next tokens, such as Classifier; null for these logits.
         tie_embeddings: Whether the head reuses the embedding matrix.
-        norm_eps: Added inside the root of the norms.
+        norm: The norm before (or after) each mixer and MLP, and before the head: RMSNorm, or ZeroCentredRMSNorm.
+        norm_eps: Added inside the root of these norms.
         initializer_range: Initial standard deviation of all linear and embedding weights.
         linear_initializer: How linear weights start: `normal`, as above, or `uniform`, PyTorch's default U(±inputs^-½).
         scale_output_projections: Whether the weights of every `OutputProjection`, whose results are added to the
@@ -124,6 +85,7 @@ class LanguageModel(nn.Module):
         inputs: Callable[[int], Inputs] | None = None,
         head: Callable[[int], Classifier] | None = None,
         tie_embeddings: bool = False,
+        norm: Callable[[int, float], RMSNorm] = RMSNorm,
         norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
         linear_initializer: LinearInitializer = "normal",
@@ -152,8 +114,9 @@ class LanguageModel(nn.Module):
         for layer in range(num_layers):
             mixer = stack(Site(hidden_size, num_heads, layer, num_layers))
             channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)
-            self.layers.append(Block(hidden_size, mixer, channel_mixer, norm_eps))
-        self.norm = ResidualNorm(hidden_size, norm_eps)
+            kind = PostNormBlock if stack.post_norm(layer) else Block
+            self.layers.append(kind(mixer, channel_mixer, partial(norm, hidden_size, norm_eps)))
+        self.norm = norm(hidden_size, norm_eps)
         self.head = None if head is None else head(hidden_size)
         self.lm_head = (
             None if tie_embeddings or head is not None else nn.Linear(hidden_size, self.vocab_size, bias=False)
@@ -330,7 +293,7 @@ class LanguageModel(nn.Module):
         x, states = self._embed(tokens), []
         layer_states = iter(state) if state is not None else itertools.repeat(None)
         if self.position is not None:
-            x, following = _mix(self.position, x, next(layer_states), cu_seqlens, context_parallel)
+            x, following = mix(self.position, x, next(layer_states), cu_seqlens, context_parallel)
             states.append(following)
         y = None
         for block in self.layers:
@@ -385,17 +348,6 @@ class LanguageModel(nn.Module):
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def _mix(
-    mixer: TokenMixer, x: Tensor, state: Any, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
-) -> tuple[Tensor, Any]:
-    """Call a mixer; it needs the argument `context_parallel` only if there is one."""
-    if context_parallel is None:
-        return mixer(x, state, cu_seqlens=cu_seqlens)
-    if not takes_context_parallel(type(mixer)):
-        raise UserError(f"context_parallel: {type(mixer).__name__} works on whole sequences only")
-    return mixer(x, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
 
 
 def _silence(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

@@ -17,6 +17,10 @@ class Stack:
         """The mixer of one layer."""
         return self.slots[site.layer % len(self.slots)](site)
 
+    def post_norm(self, layer: int) -> bool:
+        """Whether the block of a layer has its norms after its mixer and MLP, x + norm(mixer(x)); by default before."""
+        return False
+
 
 class Uniform(Stack):
     """The same mixer in every layer.
@@ -65,11 +69,19 @@ class Pattern(Stack):
     Args:
         pattern: One letter per layer, repeated over the depth.
         mixers: The mixer of each letter. (An overlay replaces the whole mapping; H1 and H2 are merged slot by slot.)
+        post_norm: The letters whose layers have their norms after mixer and MLP, x + norm(mixer(x)), not before. In
+            OLMo-Hybrid, LLLA with A, attention after OLMo 3.
     """
 
-    def __init__(self, pattern: str, mixers: dict[str, Callable[[Site], TokenMixer]]):
+    def __init__(self, pattern: str, mixers: dict[str, Callable[[Site], TokenMixer]], post_norm: str = ""):
         missing, unused = sorted(set(pattern) - set(mixers)), sorted(set(mixers) - set(pattern))
         if not pattern or missing or unused:
             reason = "is empty" if not pattern else f"has no mixer for {missing}" if missing else f"never uses {unused}"
             raise UserError(f"pattern: {pattern!r} {reason}; each letter names one of mixers ({', '.join(mixers)})")
+        if unknown := sorted(set(post_norm) - set(pattern)):
+            raise UserError(f"post_norm: {post_norm!r} has {unknown}; its letters are those of pattern {pattern!r}")
         self.slots = [mixers[letter] for letter in pattern]
+        self._post_norm = [letter in post_norm for letter in pattern]
+
+    def post_norm(self, layer: int) -> bool:
+        return self._post_norm[layer % len(self._post_norm)]

@@ -83,8 +83,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.", ignore_cleanup_errors=True) as temporary:
-        (
-            partial := Path(temporary) / folder.name
-        ).mkdir()  # inside, as a temporary folder is readable by its owner only
+        partial = Path(temporary) / folder.name  # inside, as only its owner can read a temporary folder
+        partial.mkdir()
         yield partial
         partial.rename(folder)

@@ -11,15 +11,20 @@ NAME = "hashes.json"
 _LARGEST = 1 << 20  # bytes that are read of the file, at most
 
 
-def hashes(files: Mapping[str, bytes], signature: str | None) -> bytes:
+def hashes(files: Mapping[str, bytes | Path], signature: str | None) -> bytes:
     """The contents of `hashes.json`.
 
     Args:
-        files: File name → content.
+        files: File name → content, or where it is written already.
         signature: The signature of the config.
     """
-    described = {name: {"bytes": len(content), "xxh3_128": digest(content)} for name, content in files.items()}
-    return sealed({"files": described, "signature": signature})
+    return sealed({"files": {name: _described(content) for name, content in files.items()}, "signature": signature})
+
+
+def _described(content: bytes | Path) -> dict[str, int | str]:
+    if isinstance(content, Path):
+        return {"bytes": content.stat().st_size, "xxh3_128": file_digest(content)}
+    return {"bytes": len(content), "xxh3_128": digest(content)}
 
 
 def check_hashes(folder: Path) -> str | None:
@@ -50,7 +55,7 @@ def check_hashes(folder: Path) -> str | None:
             raise UserError(f"{file} is refused: {name} is not in its folder.")
         if not path.is_file():
             raise UserError(f"{folder} is incomplete: {name} is missing.")
-        if {"bytes": path.stat().st_size, "xxh3_128": file_digest(path)} != described:
+        if _described(path) != described:
             raise UserError(
                 f"{path} is damaged: its bytes are not those that were exported (if you changed it yourself, "
                 f"delete {file})."

@@ -6,12 +6,16 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels import UserError
-from zoo.checkpoints.format import KEY, load_weights, read_checkpoint
+from zoo.checkpoints.format import KEY, load_tensors, load_weights, read_checkpoint
 from zoo.checkpoints.signature import is_own
+from zoo.checkpoints.tensor_files import TensorFiles, Weights, has_tensor_files
 from zoo.config.build import from_config
 from zoo.config.moved import with_current_paths
 from zoo.config.parser import parse
 from zoo.config.trust import vet_model
+from zoo.conversion.convert import imported
+from zoo.conversion.folder import CONFIG, is_public
+from zoo.conversion.tokenizer import read_tokenizer
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.files.safe_yaml import read_yaml
 from zoo.lm.model import LanguageModel
@@ -41,16 +45,18 @@ class Saved(NamedTuple):
     """A saved model, before its weights are read.
 
     Attributes:
-        weights: The file with the weights.
+        files: The files with the weights.
         source: The file with the config, which error messages name.
         config: The config of its run.
         signature: The signature of the config; None if it has none.
+        weights: The weights, to be read one at a time; None in a checkpoint.
     """
 
-    weights: Path
+    files: list[Path]
     source: Path
     config: dict[str, Any]
     signature: Any
+    weights: Weights | None = None
 
 
 def find(path: str | Path) -> Saved:
@@ -62,27 +68,31 @@ def find(path: str | Path) -> Saved:
     Raises:
         UserError: The model does not exist, or is damaged.
     """
-    folder = Path(path)
-    if (folder / "model.safetensors").is_file():
-        weights, source = folder / "model.safetensors", folder / "config.yaml"
-        signature = check_hashes(folder)
+    folder, weights = Path(path), None
+    if is_public(folder):
+        public = imported(folder)
+        return Saved(public.files, folder / CONFIG, {"model": public.model}, None, public.weights)
+    if has_tensor_files(folder):
+        source, signature = folder / "config.yaml", check_hashes(folder)
         if not source.is_file():
             raise UserError(f"checkpoint: {source} is missing")
-        config = read_yaml(source, "checkpoint")
+        config, weights = read_yaml(source, "checkpoint"), TensorFiles(folder)
+        files = weights.files
     else:
-        weights = source = checkpoint_of(path)
-        contents = saved(source)
+        source = checkpoint_of(path)
+        contents, files = saved(source), [source]
         config, signature = contents["config"], contents.get("signature")
     if not isinstance(config, dict) or "model" not in config:
         raise UserError(f"checkpoint: {source} has no config of a model")
-    return Saved(weights, source, config, signature)
+    return Saved(files, source, config, signature, weights)
 
 
 def load(path: str | Path, device: torch.device | str | None = None, trust: bool = False) -> LanguageModel:
-    """Load the trained model of a checkpoint, a run's folder or an exported folder, in evaluation mode.
+    """Load the trained model of a checkpoint, a run's folder, an exported or a public folder, in evaluation mode.
 
     Args:
-        path: A `.ckpt` file, a folder of a run, or a folder with `config.yaml` and `model.safetensors`.
+        path: A `.ckpt` file, a folder of a run, a folder that `export` or `convert` wrote, or a folder of Hugging Face
+            or flash-linear-attention in one of the layouts that `convert` reads.
         device: Device of the model; None is the CPU.
         trust: Whether to import and call whatever classes its config names. Otherwise a model that someone else saved
             may only use components of this project, and classes that are already imported or registered.
@@ -91,13 +101,25 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
         UserError: The model does not exist, is damaged, not trusted, or of another format; or the device is invalid.
     """
     _check_device(device or "cpu")
-    weights, source, config, signature = find(path)
-    model_config = with_current_paths(config["model"])
-    if not (trust or is_own(config, signature)):
-        vet_model(model_config, source)
-    model = from_config(parse({"model": model_config}))
-    load_weights(model, weights)
+    found = find(path)
+    model = build_saved(found, trust)
+    if found.weights is None:
+        load_weights(model, found.source)
+    else:
+        load_tensors(model, found.weights, found.files[0] if len(found.files) == 1 else path)
     return model.to(device or "cpu").eval()
+
+
+def build_saved(found: Saved, trust: bool, device: str | None = None) -> LanguageModel:
+    """The model of a saved config, with fresh weights.
+
+    Raises:
+        UserError: It is not trusted, or of another format.
+    """
+    model = with_current_paths(found.config["model"])
+    if not (trust or is_own(found.config, found.signature)):
+        vet_model(model, found.source)
+    return from_config(parse({"model": model}), device)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -118,10 +140,12 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
         UserError: The model does not exist, or the tokenizer is damaged.
     """
     folder = Path(path)
+    if is_public(folder):
+        return read_tokenizer(folder)
     if (file := folder / "tokenizer.json").is_file():
         check_hashes(folder)
         text = _read_text(file)
-    elif (folder / "model.safetensors").is_file():
+    elif has_tensor_files(folder):
         return None
     else:
         file = checkpoint_of(path)

@@ -24,7 +24,7 @@ def generate(
     """Continue a prompt.
 
     Args:
-        checkpoint: A run's folder, a .ckpt file, or an exported folder.
+        checkpoint: A run's folder, a .ckpt file, an exported folder, or a public one that `convert` reads.
         prompt: The text to continue; an empty prompt starts a new document.
         max_new_tokens: Largest number of tokens to generate; the document may end earlier.
         temperature: Divides the logits; 0 takes the likeliest token.

@@ -39,7 +39,7 @@ from zoo.checkpoints.zero_shards import (
     without_code,
 )
 from zoo.files.atomic import atomic_write
-from zoo.lm.model import Block
+from zoo.lm.block import Block
 
 PRECISIONS = ("32-true", "bf16-mixed")
 BUCKET = 2 * 10**8  # numbers sent at once

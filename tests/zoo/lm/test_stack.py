@@ -45,6 +45,14 @@ def test_a_pattern_and_its_mixers_must_agree(pattern: str, reason: str):
         Pattern(pattern, {"M": A, "G": B})
 
 
+def test_a_pattern_says_which_layers_have_their_norms_after():
+    stack = Pattern("MMG", {"M": A, "G": B}, post_norm="G")
+    assert [stack.post_norm(layer) for layer in range(6)] == [False, False, True] * 2
+    assert not any(plain.post_norm(1) for plain in (Uniform(A), H1(A, B), Pattern("MG", {"M": A, "G": B})))
+    with pytest.raises(UserError, match=r"^post_norm: 'GS' has \['S'\]; its letters are those of pattern 'MMG'$"):
+        Pattern("MMG", {"M": A, "G": B}, post_norm="GS")
+
+
 def test_a_pattern_in_a_config(tmp_path):
     config = tmp_path / "samba.yaml"
     config.write_text("""

@@ -13,7 +13,8 @@ import mixers
 from kernels import UserError, recomputing
 from tests.zoo.tiny import VOCAB, ResumableLoader, trainer, validation_loader
 from zoo.data.batch import Batch
-from zoo.lm.model import Block, LanguageModel
+from zoo.lm.block import Block
+from zoo.lm.model import LanguageModel
 from zoo.lm.stack import H1
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks

@@ -1,0 +1,126 @@
+"""What flash-linear-attention's models compute, written out token by token: its own code needs a GPU.
+
+All functions take a prompt's activations x [T,hidden] and `w`, which gives the weight of a layer by its public name.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weight = Callable[[str], Tensor]
+
+
+def logits(family: str, weights: Mapping[str, Tensor], config: Mapping[str, Any], tokens: Tensor) -> Tensor:
+    """Tokens [T] → logits [T,vocab] of a model of flash-linear-attention."""
+    eps, x = config["norm_eps"], weights["model.embeddings.weight"][tokens]
+    for layer in range(config["num_hidden_layers"]):
+
+        def w(name: str, layer: int = layer) -> Tensor:
+            return weights[f"model.layers.{layer}.{name}"]
+
+        h = rms(x, w("attn_norm.weight"), eps)
+        x = x + MIXERS[family](h, lambda name: w(f"attn.{name}"), config, layer, weights)
+        h = rms(x, w("mlp_norm.weight"), eps)
+        x = (
+            x
+            + (F.silu(h @ w("mlp.gate_proj.weight").T) * (h @ w("mlp.up_proj.weight").T)) @ w("mlp.down_proj.weight").T
+        )
+    head = weights["model.embeddings.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
+    return rms(x, weights["model.norm.weight"], eps) @ head.T
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def stream(
+    x: Tensor, w: Weight, name: str, config: Mapping[str, Any], heads: int, act: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """A projection, its short convolution if there is one, and its activation: [T,heads,size]."""
+    y = x @ w(f"{name}_proj.weight").T
+    if config["use_short_conv"]:
+        taps = w(f"{name}_conv1d.weight")
+        y = F.conv1d(F.pad(y.T, (taps.shape[-1] - 1, 0)), taps, groups=len(taps)).T
+    return act(y).unflatten(-1, (heads, -1))
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None) -> Tensor:
+    """S = diag(decay) S; S += k vᵀ, or by the delta rule β k (v − kᵀS)ᵀ; o = Sᵀ q / √K. All [T,H,…]."""
+    S, outputs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), []
+    for t in range(len(q)):
+        S = decay[t][..., None] * S
+        new = v[t] if beta is None else beta[t][:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], S))
+        S = S + torch.einsum("hk,hv->hkv", k[t], new)
+        outputs.append(torch.einsum("hk,hkv->hv", q[t], S) * q.shape[2] ** -0.5)
+    return torch.stack(outputs)
+
+
+def gla(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
+    H, act = c["num_heads"], F.silu if c["use_short_conv"] else identity
+    q, k, v = (stream(x, w, name, c, H, act) for name in "qkv")
+    raw = x @ w("gk_proj.0.weight").T @ w("gk_proj.1.weight").T + w("gk_proj.1.bias")
+    o = recurrence(q, k, v, (F.logsigmoid(raw) / 16).exp().unflatten(-1, (H, -1)))
+    gate = (x @ w("g_proj.weight").T).unflatten(-1, (H, -1))
+    return (rms(o, w("g_norm_swish_gate.weight"), c["norm_eps"]) * F.silu(gate)).flatten(1) @ w("o_proj.weight").T
+
+
+def retnet(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
+    H, c = c["num_heads"], {**c, "use_short_conv": False}  # their model does not hand it on
+    q, k, v = (stream(x, w, name, c, H, identity) for name in "qkv")
+    half = q.shape[-1] // 2
+    angle = torch.arange(len(x))[:, None, None] * 10000.0 ** (-torch.arange(half) / half)
+    q, k = (
+        torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+        for a, b in ((y[..., :half], y[..., half:]) for y in (q, k))
+    )
+    decay = (1 - 2.0 ** (-5 - torch.arange(H)))[None, :, None].expand(len(x), -1, 1)
+    gate = (x @ w("g_proj.weight").T).unflatten(-1, (H, -1))
+    o = rms(recurrence(q, k, v, decay), w("g_norm_swish_gate.weight"), c["norm_eps"])
+    return (o * F.silu(gate)).flatten(1) @ w("o_proj.weight").T
+
+
+def hgrn2(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: Mapping[str, Tensor]) -> Tensor:
+    H = c["hidden_size"] // c["expand_ratio"]
+    q, f, i = (stream(x, w, n, c, H, act) for n, act in (("q", F.silu), ("f", identity), ("i", identity)))
+    bound = torch.zeros(H, c["expand_ratio"])
+    if c["use_lower_bound"]:
+        bounds = weights["model.lower_bounds"].softmax(0)
+        bound = (bounds.cumsum(0) - bounds[0])[layer].unflatten(0, (H, -1))
+    decay = bound + (1 - bound) * f.sigmoid()
+    o = recurrence(q, 1 - decay, i, decay).flatten(1)
+    return rms(o, w("g_norm.weight"), 1e-5) @ w("o_proj.weight").T  # 1e-5 whatever the config says
+
+
+def delta(x: Tensor, w: Weight, c: Mapping[str, Any], heads: int, decay: Tensor) -> Tensor:
+    """The delta rule, with or without a decay [T,H], and with or without an output gate."""
+    q, k = (unit(stream(x, w, name, c, c["num_heads"], F.silu)) for name in "qk")
+    q, k = (y.repeat_interleave(heads // c["num_heads"], 1) for y in (q, k))
+    v = stream(x, w, "v", c, heads, F.silu)
+    beta = (x @ w("b_proj.weight").T).sigmoid() * (2 if c["allow_neg_eigval"] else 1)
+    o = rms(recurrence(q, k, v, decay[..., None], beta), w("o_norm.weight"), c["norm_eps"])
+    if c["use_gate"]:
+        o = o * F.silu(x @ w("g_proj.weight").T).view_as(o)
+    return o.flatten(1) @ w("o_proj.weight").T
+
+
+def delta_net(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
+    return delta(x, w, c, c["num_heads"], torch.ones(len(x), c["num_heads"]))
+
+
+def gated_deltanet(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
+    dt = F.softplus(x @ w("a_proj.weight").T + w("dt_bias"))
+    return delta(x, w, c, c["num_v_heads"] or c["num_heads"], (-w("A_log").exp() * dt).exp())
+
+
+MIXERS = {"gla": gla, "retnet": retnet, "hgrn2": hgrn2, "delta_net": delta_net, "gated_deltanet": gated_deltanet}

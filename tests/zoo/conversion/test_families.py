@@ -1,0 +1,110 @@
+"""Each family, with small random models of its own project: bits there and back, and equal logits."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+
+from .formulas import logits
+from .zoo_of_others import CASES, Oracle, build, save, stored
+
+pytestmark = pytest.mark.parity
+LENGTHS = (1, 7, 67)  # the last one is also decoded
+TOLERANCE = 2e-5  # of the largest logit: fp32 rounding through three layers
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * expected.abs().max().item())
+
+
+def target(case: str) -> str:
+    return "fla" if CASES[case][0] == "fla" else "huggingface"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_return_bit_for_bit(case: str, oracle: Oracle, tmp_path: Path):
+    model = build(case, oracle).to(torch.bfloat16)
+    model.lm_head.to(torch.float32)  # every tensor keeps a dtype of its own
+    written = save(model, tmp_path / "theirs", max_shard_size="50KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    zoo.convert(tmp_path / "theirs", tmp_path / "ours", max_shard_size=40_000)
+    zoo.convert(tmp_path / "ours", tmp_path / "back", to=target(case), max_shard_size=60_000)
+    returned, loaded = stored(tmp_path / "back"), type(model).from_pretrained(tmp_path / "back").state_dict()
+    assert returned.keys() == written.keys()
+    for name, tensor in written.items():
+        assert returned[name].dtype == tensor.dtype, name
+        assert torch.equal(returned[name], tensor), name
+        assert torch.equal(loaded[name].to(tensor.dtype), tensor), name  # they keep some weights in fp32
+    config, before = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("back", "theirs"))
+    # without a window, it is the same model as a Llama
+    assert config["model_type"] == ("llama" if case == "mistral, no window" else before["model_type"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_theirs(case: str, oracle: Oracle, tmp_path: Path):
+    model = build(case, oracle)
+    save(model, tmp_path / "theirs")
+    ours = zoo.load(tmp_path / "theirs")  # without converting it first
+    zoo.convert(tmp_path / "theirs", tmp_path / "ours")
+    zoo.convert(tmp_path / "ours", tmp_path / "back", to=target(case))
+    converted = zoo.load(tmp_path / "ours")
+    reference = model if CASES[case][0] == "transformers" else theirs_on_a_cpu(case, model, oracle)
+    for length in LENGTHS:
+        tokens = torch.randint(0, 97, (1, length))
+        with torch.no_grad():
+            expected = (
+                reference(tokens).logits
+                if reference is not None
+                else logits(model.config.model_type, model.state_dict(), model.config.to_dict(), tokens[0])[None]
+            )
+            found = ours(tokens)[0]
+            close(found, expected)
+            assert torch.equal(converted(tokens)[0], found)
+    if CASES[case][0] == "transformers":
+        again = type(model).from_pretrained(tmp_path / "back")
+        with torch.no_grad():
+            close(again(tokens).logits, found)
+    close(decoded(ours, tokens, 11), found)
+
+
+def test_one_layout_becomes_another(oracle: Oracle, tmp_path: Path):
+    written = save(build("fla mamba2", oracle), tmp_path / "fla")
+    zoo.convert(tmp_path / "fla", tmp_path / "hf", to="huggingface")
+    loaded = oracle("transformers").AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in written.items())
+
+
+def decoded(model: zoo.LanguageModel, tokens: Tensor, prompt: int) -> Tensor:
+    """Logits of a prompt, and then of one token at a time, by states."""
+    with torch.no_grad():
+        part, state = model(tokens[:, :prompt], model.init_state(len(tokens)))
+        parts = [part]
+        for t in range(prompt, tokens.shape[1]):
+            part, state = model(tokens[:, t : t + 1], state)
+            parts.append(part)
+    return torch.cat(parts, 1)
+
+
+def theirs_on_a_cpu(case: str, model: torch.nn.Module, oracle: Oracle) -> torch.nn.Module | None:
+    """The same model in transformers, where flash-linear-attention has its layout from there; else None."""
+    if case != "fla mamba2":
+        return None
+    other = build("mamba2", oracle)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] == "fla"])
+def test_logits_are_those_of_their_kernels(case: str, oracle: Oracle, tmp_path: Path):
+    model = build(case, oracle).cuda()
+    save(model, tmp_path / "theirs")
+    ours, tokens = zoo.load(tmp_path / "theirs", device="cuda"), torch.randint(0, 97, (2, 130), device="cuda")
+    with torch.no_grad():
+        expected, found = model(tokens).logits.float(), ours(tokens)[0]
+    # their kernels multiply in TF32
+    assert (found - expected).norm() < 1e-2 * expected.norm()

@@ -1,0 +1,67 @@
+"""The tokenizer of a public folder is one of ours afterwards, and transformers loads ours."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import processors
+
+import zoo
+from kernels import UserError
+
+from .public_folder import byte_level, write
+from .zoo_of_others import Oracle
+
+TEXT = "hello, wörld<done>\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "theirs")
+
+
+def test_ids_and_added_tokens_are_kept(folder: Path, tmp_path: Path):
+    ours = zoo.convert(folder, tmp_path / "ours")
+    for place in (folder, ours):
+        tokenizer = zoo.load_tokenizer(place)
+        assert tokenizer.eos_id == 256
+        assert tokenizer.bos_id is None
+        ids = tokenizer.encode(TEXT)
+        assert ids[0] == 257  # an added token
+        assert 256 not in ids  # a text that spells the end does not end
+        assert tokenizer.decode(ids) == TEXT
+
+
+def test_the_end_that_config_json_names(folder: Path):
+    (folder / "tokenizer_config.json").unlink()
+    assert zoo.load_tokenizer(folder).eos_id == 256
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace("256", "999"))
+    with pytest.raises(UserError, match="does not say which token ends a document; name it as eos_token"):
+        zoo.load_tokenizer(folder)
+
+
+def test_a_token_that_starts_texts_starts_documents(folder: Path):
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<begin>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 258)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert zoo.load_tokenizer(folder).bos_id == 258
+    assert zoo.load_tokenizer(folder).encode("a") == byte_level().encode("a").ids
+
+
+def test_without_a_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    ours = zoo.convert(write(tmp_path / "theirs", tokenizer=False), tmp_path / "ours")
+    assert "has no tokenizer.json, so the converted model has no tokenizer" in caplog.text
+    with pytest.raises(UserError, match="without a tokenizer"):
+        zoo.load_tokenizer(ours)
+
+
+@pytest.mark.parity
+def test_transformers_loads_ours(folder: Path, tmp_path: Path, oracle: Oracle):
+    back = zoo.convert(zoo.convert(folder, tmp_path / "ours"), tmp_path / "back", to="fla")
+    loaded = oracle("transformers").AutoTokenizer.from_pretrained(back)
+    assert loaded.encode("hello, wörld\n", add_special_tokens=False) == zoo.load_tokenizer(back).encode(
+        "hello, wörld\n"
+    )
+    assert (loaded.eos_token, loaded.eos_token_id) == ("<done>", 256)
+    assert json.loads((back / "config.json").read_text())["eos_token_id"] == 256

@@ -1,0 +1,112 @@
+"""Small models of other projects with random weights, and folders that they save."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+Oracle = Callable[[str], ModuleType]
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 97}
+FLA = {**SIZES, "intermediate_size": 96, "norm_eps": 1e-4}
+LLAMA = {**SIZES, "intermediate_size": 96, "num_attention_heads": 4, "rms_norm_eps": 1e-4}
+# name → package, config class, its arguments
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gla": ("fla", "GLAConfig", {**FLA, "num_heads": 2}),
+    "gla, convolved and tied": (
+        "fla",
+        "GLAConfig",
+        {**FLA, "num_heads": 2, "use_short_conv": True, "expand_k": 1.0, "tie_word_embeddings": True},
+    ),
+    "gated deltanet": ("fla", "GatedDeltaNetConfig", {**FLA, "num_heads": 2, "head_dim": 16}),
+    "gated deltanet, grouped": (
+        "fla",
+        "GatedDeltaNetConfig",
+        {**FLA, "num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 1.0, "allow_neg_eigval": True},
+    ),
+    "gated deltanet, no gate": (
+        "fla",
+        "GatedDeltaNetConfig",
+        {**FLA, "num_heads": 2, "head_dim": 16, "use_gate": False},
+    ),
+    "deltanet": ("fla", "DeltaNetConfig", {**FLA, "num_heads": 2}),
+    "deltanet, gated": ("fla", "DeltaNetConfig", {**FLA, "num_heads": 2, "use_gate": True, "allow_neg_eigval": True}),
+    "deltanet, wide values": (
+        "fla",
+        "DeltaNetConfig",
+        {**FLA, "num_heads": 2, "expand_v": 2.0, "tie_word_embeddings": True},
+    ),
+    "hgrn2": ("fla", "HGRN2Config", {**FLA, "expand_ratio": 16}),
+    "hgrn2, convolved": (
+        "fla",
+        "HGRN2Config",
+        {**FLA, "expand_ratio": 32, "use_short_conv": True, "use_lower_bound": False},
+    ),
+    "retnet": ("fla", "RetNetConfig", {**FLA, "num_heads": 2}),
+    "retnet, narrow and tied": (
+        "fla",
+        "RetNetConfig",
+        {**FLA, "num_heads": 2, "use_short_conv": True, "expand_v": 1.0, "tie_word_embeddings": True},
+    ),
+    "fla mamba2": ("fla", "Mamba2Config", {**SIZES, "head_dim": 16, "state_size": 16, "n_groups": 2, "norm_eps": 1e-4}),
+    "mamba": ("transformers", "MambaConfig", {**SIZES, "layer_norm_epsilon": 1e-4}),
+    "mamba, no bias": (
+        "transformers",
+        "MambaConfig",
+        {**SIZES, "use_conv_bias": False, "tie_word_embeddings": False, "time_step_rank": 3, "state_size": 8},
+    ),
+    "mamba2": (
+        "transformers",
+        "Mamba2Config",
+        {**SIZES, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "layer_norm_epsilon": 1e-4},
+    ),
+    "mamba2, tied": (
+        "transformers",
+        "Mamba2Config",
+        {**SIZES, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "tie_word_embeddings": True},
+    ),
+    "llama": ("transformers", "LlamaConfig", {**LLAMA, "num_key_value_heads": 2}),
+    "llama, biased and tied": (
+        "transformers",
+        "LlamaConfig",
+        {**LLAMA, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 8},
+    ),
+    "mistral": ("transformers", "MistralConfig", {**LLAMA, "num_key_value_heads": 2, "sliding_window": 5}),
+    "mistral, no window": (
+        "transformers",
+        "MistralConfig",
+        {**LLAMA, "num_key_value_heads": 4, "sliding_window": None},
+    ),
+    "qwen2": ("transformers", "Qwen2Config", {**LLAMA, "num_key_value_heads": 2}),
+}
+
+
+def build(case: str, oracle: Oracle, **changes: Any) -> Any:
+    """A model of a case, with every weight random; `oracle` imports its project."""
+    package, name, arguments = CASES[case]
+    module = oracle("fla.models" if package == "fla" else "transformers")
+    config = getattr(module, name)(**{**arguments, **changes})
+    torch.manual_seed(len(case))
+    model = getattr(module, name.replace("Config", "ForCausalLM"))(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1 or parameter.shape[0] == config.num_hidden_layers:  # norms, biases, bounds
+            nn.init.uniform_(parameter, 0.3, 1.2)
+        else:
+            nn.init.normal_(parameter, std=0.2)
+    model.tie_weights()
+    return model
+
+
+def save(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """Save a model as its project does, and return what is in its files."""
+    model.save_pretrained(folder, **options)
+    return stored(folder)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors in the files of a folder."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

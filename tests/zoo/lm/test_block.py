@@ -1,0 +1,76 @@
+"""Blocks with the norms before or after their layers, and with other norms."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from mixers import ZeroCentredRMSNorm
+from zoo.lm import Block, PostNormBlock
+
+SIZES = ("model.vocab_size=64", "model.hidden_size=32", "model.num_heads=2", "model.num_layers=4")
+PATTERN = """
+{class_path: Pattern, init_args: {pattern: GGA, mixers: {G: GatedDeltaNet, A: SoftmaxAttention}, post_norm: A}}
+"""
+
+
+@pytest.fixture
+def model() -> zoo.LanguageModel:
+    torch.manual_seed(0)
+    built = zoo.build("transformer.yaml", *SIZES, f"model.stack={PATTERN.strip()}", "model.norm=ZeroCentredRMSNorm")
+    with torch.no_grad():
+        for part in built.modules():
+            if isinstance(part, ZeroCentredRMSNorm):
+                part.weight.normal_(std=0.3)
+    return built
+
+
+def by_hand(model: zoo.LanguageModel, tokens: Tensor) -> Tensor:
+    """The logits of a model whose layer 2 has its norms after mixer and MLP, the others before."""
+
+    def norm(part: ZeroCentredRMSNorm, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + part.weight)
+
+    x = model.embeddings(tokens)
+    for layer, block in enumerate(model.layers):
+        if layer == 2:
+            x = x + norm(block.mixer_norm, block.mixer(x)[0])
+            x = x + norm(block.mlp_norm, block.mlp(x))
+        else:
+            x = x + block.mixer(norm(block.mixer_norm, x))[0]
+            x = x + block.mlp(norm(block.mlp_norm, x))
+    return norm(model.norm, x) @ model.lm_head.weight.T
+
+
+def test_norms_before_and_after_in_one_model(model: zoo.LanguageModel):
+    assert [type(block) for block in model.layers] == [Block, Block, PostNormBlock, Block]
+    tokens = torch.randint(64, (2, 11))
+    logits, expected = model(tokens)[0], by_hand(model, tokens)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    found, wanted = (torch.autograd.grad(y.square().sum(), list(model.parameters())) for y in (logits, expected))
+    for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max())), name
+
+
+@torch.no_grad()
+def test_tokens_one_by_one(model: zoo.LanguageModel):
+    tokens = torch.randint(64, (2, 9))
+    state, outputs = model.init_state(2), []
+    for t in range(9):
+        logits, state = model(tokens[:, t : t + 1], state)
+        outputs.append(logits)
+    torch.testing.assert_close(torch.cat(outputs, 1), model(tokens)[0], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_without_an_mlp():
+    built = zoo.build("transformer.yaml", *SIZES, f"model.stack={PATTERN.strip()}", "model.mlp=null")
+    assert all(block.mlp_norm is None for block in built.layers)
+    assert built(torch.randint(64, (1, 5)))[0].isfinite().all()
+
+
+def test_zero_centred_norms_start_at_zero():
+    built = zoo.build("transformer.yaml", *SIZES, "model.norm=ZeroCentredRMSNorm", "model.norm_eps=0.1")
+    norms = [part for part in built.modules() if isinstance(part, ZeroCentredRMSNorm)]
+    assert len(norms) == 2 * 4 + 1
+    assert all(part.eps == 0.1 and not part.weight.any() for part in norms)

@@ -1,0 +1,200 @@
+"""Weights as safetensors, in one file or in shards with Hugging Face's index, read and written a shard at a time."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.errors import UserError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000  # of a shard, as is customary
+_LARGEST_INDEX = 64 << 20  # bytes; the index of the largest public models has a few
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Spec(NamedTuple):
+    """The shape and dtype of a tensor that is not read yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Weights(Protocol):
+    """Named tensors that are read one at a time."""
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """Name → shape and dtype."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor, on the CPU."""
+        ...
+
+
+class TensorsInMemory:
+    """Tensors that were read before.
+
+    Args:
+        tensors: Name → tensor.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self._tensors = tensors
+        self.specs = {name: Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def tensor(self, name: str) -> Tensor:
+        """One of the tensors."""
+        return self._tensors[name]
+
+
+class TensorFiles:
+    """The tensors of a folder, or of one `.safetensors` file. One file at a time is mapped into memory.
+
+    Args:
+        path: The file, or a folder with `model.safetensors` or `model.safetensors.index.json`.
+
+    Attributes:
+        files: All files with weights.
+        specs: Name → shape and dtype.
+
+    Raises:
+        UserError: A file is missing or damaged, the index names a file outside the folder, or a tensor is not of
+            floating point.
+    """
+
+    def __init__(self, path: Path):
+        self._opened: tuple[Path, Any] | None = None
+        self._file: dict[str, Path] = {}
+        self.specs: dict[str, Spec] = {}
+        index = None if path.is_file() or (path / SINGLE).is_file() else _read_index(path / INDEX)
+        single = path if path.is_file() else path / SINGLE
+        self.files = [single] if index is None else [path / name for name in sorted(set(index.values()))]
+        for file in self.files:
+            if not file.is_file():
+                raise UserError(f"{path} is incomplete: {file.name}, which {INDEX} names, is missing.")
+            opened = self._open(file)
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                if index is None or index.get(name) == file.name:
+                    self.specs[name], self._file[name] = _spec(opened.get_slice(name), name, file), file
+        if index is not None and (lost := next((name for name in index if name not in self.specs), None)):
+            raise UserError(f"{path} is incomplete: {index[lost]} lacks {lost}, which {INDEX} says is in it.")
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor; its memory is a map of the file."""
+        file = self._file[name]
+        try:
+            return self._open(file).get_tensor(name)
+        except Exception as error:  # the library raises its own types
+            raise _unreadable(file, error) from error
+
+    def _open(self, file: Path) -> Any:
+        from safetensors import safe_open  # imported here, since other checkpoints do not need the package
+
+        if self._opened is None or self._opened[0] != file:
+            try:
+                self._opened = file, safe_open(file, framework="pt")
+            except Exception as error:  # the library raises its own types
+                raise _unreadable(file, error) from error
+        return self._opened[1]
+
+
+def has_tensor_files(folder: Path) -> bool:
+    """Whether a folder holds weights that `TensorFiles` reads."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
+def write_tensor_files(weights: Weights, folder: Path, most_bytes: int = SHARD_BYTES) -> list[str]:
+    """Write weights as `model.safetensors`, or in shards with an index if they are larger than `most_bytes`.
+
+    Args:
+        weights: What to write; memory holds one shard of them at a time.
+        folder: Where to.
+        most_bytes: The largest size of a shard; a larger tensor gets a shard of its own.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    shards = list(_shards(weights.specs, most_bytes))
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = [SINGLE] if len(shards) == 1 else names
+    for file, shard in zip(names, shards, strict=True):
+        # cloned, since safetensors cannot represent tensors that share memory
+        tensors = {name: weights.tensor(name).clone(memory_format=torch.contiguous_format) for name in shard}
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # what became of an OSError
+            raise OSError(str(error)) from error
+    if len(shards) == 1:
+        return names
+    index = {
+        "metadata": {"total_size": sum(spec.bytes for spec in weights.specs.values())},
+        "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return [*names, INDEX]
+
+
+def _shards(specs: Mapping[str, Spec], most_bytes: int) -> Iterator[list[str]]:
+    shard: list[str] = []
+    size = 0
+    for name, spec in specs.items():
+        if shard and size + spec.bytes > most_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(name)
+        size += spec.bytes
+    yield shard
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    """Tensor → file name, from an index.
+
+    Raises:
+        UserError: It is no index, or names a file outside its folder.
+    """
+    try:
+        with open(file, "rb") as opened:
+            contents = json.loads(opened.read(_LARGEST_INDEX))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read as an index of weights: {error}.") from None
+    places = contents.get("weight_map") if isinstance(contents, dict) else None
+    if not isinstance(places, dict) or not places or not _are_names(places.values()):
+        raise UserError(f"{file} is no index of weights: it needs a weight_map of tensors to files.")
+    for name in places.values():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"{file} is refused: {name!r} is not a .safetensors file in its folder.")
+    return places
+
+
+def _are_names(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _spec(described: Any, name: str, file: Path) -> Spec:
+    if (dtype := _DTYPES.get(described.get_dtype())) is None:
+        raise UserError(
+            f"{file} is refused: {name} has the dtype {described.get_dtype()}; {', '.join(_DTYPES)} are read."
+        )
+    return Spec(tuple(described.get_shape()), dtype)
+
+
+def _unreadable(file: Path, error: Exception) -> UserError:
+    return UserError(f"{file} cannot be read as safetensors: {' '.join(str(error).split())}.")

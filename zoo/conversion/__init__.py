@@ -1,0 +1,1 @@
+"""Public checkpoints: what other projects' layouts mean in our terms, and back."""

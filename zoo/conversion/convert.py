@@ -1,0 +1,143 @@
+"""Both directions: a public folder as a model of ours, and a model of ours as a public folder."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo.checkpoints.tensor_files import TensorFiles, Weights
+from zoo.config.build import from_config
+from zoo.config.parser import parse
+from zoo.conversion.correspondence import Correspondence
+from zoo.conversion.difference import difference
+from zoo.conversion.families import FAMILIES
+from zoo.conversion.family import Family, Target
+from zoo.conversion.folder import CONFIG, read_config, read_tensors
+from zoo.lm.model import LanguageModel
+
+TARGETS: tuple[Target, ...] = ("fla", "huggingface")
+_MOST_LAYERS = 1000
+
+
+class Imported(NamedTuple):
+    """A public folder in our terms.
+
+    Attributes:
+        family: What it is.
+        model: Our `model` config.
+        weights: Its weights under our names.
+        files: The files with its weights.
+    """
+
+    family: Family
+    model: dict[str, Any]
+    weights: Weights
+    files: list[Path]
+
+
+def imported(folder: Path) -> Imported:
+    """Read a public folder.
+
+    Raises:
+        UserError: No family knows it, our mixers cannot do what its config says, or weights are missing, damaged, left
+            over or misshapen.
+    """
+    config = read_config(folder)
+    family = family_of(config, folder)
+    try:
+        model = family.read(config)
+        if not 1 <= model["num_layers"] <= _MOST_LAYERS:
+            raise UserError(f"config.json: {model['num_layers']} layers are not between 1 and {_MOST_LAYERS}.")
+        ours = on_meta(model)
+    except UserError as error:
+        raise UserError(f"checkpoint: {folder}, {error}") from None
+    except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError) as error:  # a value of another type
+        raise UserError(f"checkpoint: {folder / CONFIG} has a value that no {family.name} has: {error}.") from None
+    tensors: TensorFiles = read_tensors(folder)
+    return Imported(family, model, Correspondence(family, ours).as_ours(tensors, folder), tensors.files)
+
+
+def family_of(config: dict[str, Any], folder: Path) -> Family:
+    """The family that a config.json belongs to.
+
+    Raises:
+        UserError: None does.
+    """
+    kind = config.get("model_type")
+    for family in FAMILIES:
+        if kind in family.model_types and family.also(config):
+            return family
+    known = sorted({name for family in FAMILIES for name in family.model_types})
+    hint = did_you_mean(kind, known) if isinstance(kind, str) else ""
+    raise UserError(
+        f"checkpoint: {folder} has the model_type {json.dumps(kind, default=repr)[:80]}, which is no family that this "
+        f"version knows{hint} (known: {', '.join(known)})."
+    )
+
+
+class Exported(NamedTuple):
+    """A model of ours in the terms of a family.
+
+    Attributes:
+        family: Which.
+        config: The contents of config.json.
+        weights: Its weights under their names.
+    """
+
+    family: Family
+    config: dict[str, Any]
+    weights: Weights
+
+
+def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
+    """Write a model in the terms of the first family of a target that can hold it.
+
+    Args:
+        model: Our model, on the meta device.
+        weights: Its weights.
+        to: `fla` or `huggingface`, or the name of a family where several can hold the model.
+
+    Raises:
+        UserError: There is no such target, or none of its families can hold the model.
+    """
+    known = [*TARGETS, *(family.name for family in FAMILIES)]
+    if to not in known:
+        raise UserError(f"to: {to!r} is not one of {', '.join(known)}{did_you_mean(to, known)}")
+    kinds, meant = {type(mixer).__name__ for mixer in model.mixers}, [f for f in FAMILIES if to in (f.target, f.name)]
+    candidates = [family for family in meant if kinds <= family.mixers]
+    if not candidates:
+        held = sorted({name for family in meant for name in family.mixers})
+        raise UserError(f"to: no family of {to} has layers of {', '.join(sorted(kinds))}; they have {', '.join(held)}.")
+    refused: UserError | None = None
+    for family in candidates:
+        try:
+            config = family.write(model)
+            table = Correspondence(family, _held(model, family, config))
+        except UserError as error:
+            refused = refused or error
+            continue
+        dtype = str(weights.specs["embeddings.weight"].dtype).removeprefix("torch.")
+        return Exported(family, {**config, "dtype": dtype}, table.as_theirs(weights))
+    assert refused is not None
+    raise refused
+
+
+def _held(model: LanguageModel, family: Family, config: dict[str, Any]) -> LanguageModel:
+    """The model that a config of theirs describes, which must be the one that it was written for.
+
+    Raises:
+        UserError: It is another one.
+    """
+    try:
+        again = on_meta(family.read(config))
+    except UserError as error:
+        raise UserError(f"to: {family.name} cannot hold this model: {error}") from None
+    if (found := difference(model, again)) is not None:
+        raise UserError(f"to: {family.name} cannot hold this model: {found}.")
+    return again
+
+
+def on_meta(model: dict[str, Any]) -> LanguageModel:
+    """The model of a `model` config, without memory for its weights."""
+    return from_config(parse({"model": model}), "meta")
