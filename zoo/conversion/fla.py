@@ -19,7 +19,7 @@ KEYS: Mapping[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 2048,
     "num_hidden_layers": 24,
-    "hidden_ratio": 4,
+    "hidden_ratio": 4.0,
     "intermediate_size": None,
     "norm_eps": 1e-6,
     "tie_word_embeddings": False,

@@ -104,6 +104,12 @@ def test_a_weight_may_have_two_names(desk: Path):
     assert torch.equal(models[0](prompt)[0], models[1](prompt)[0])
 
 
+def test_the_size_of_mlps_by_their_ratio(desk: Path):
+    """2/3 · hidden_ratio · hidden_size, rounded up to a multiple of 256."""
+    folder = write(desk / "theirs", tensors(inner=512), intermediate_size=None, hidden_ratio=12.5)
+    assert zoo.load(folder).mlps[0].down_proj.in_features == 512
+
+
 def test_links_within_the_cache_of_hugging_face(desk: Path):
     snapshot = write(desk / "models--a--b" / "snapshots" / "1a2b")
     blobs = desk / "models--a--b" / "blobs"

@@ -43,7 +43,7 @@ FAMILY = Family(
     mixers=frozenset({"RetNet"}),
     keys={
         **fla.KEYS,
-        "hidden_ratio": 2,
+        "hidden_ratio": 2.0,
         "num_heads": 8,
         "num_kv_heads": None,
         "expand_k": 1.0,
