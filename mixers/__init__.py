@@ -7,7 +7,7 @@ except ImportError:
 
     raise another_is_first() from None
 
-from .attention import SlidingWindowAttention, SoftmaxAttention
+from .attention import SoftmaxAttention
 from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, positions
 from .bidirectional import Bidirectional
 from .context_parallel import ContextParallel, takes_context_parallel
@@ -31,6 +31,7 @@ from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
 from .retnet import RetNet
+from .sliding_window import SlidingWindowAttention
 from .state import History, Position, remembered
 from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE

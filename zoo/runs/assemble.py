@@ -13,7 +13,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import UserError
 from zoo import config as configs
+from zoo.data.text.tokenizer import Tokenizer
 from zoo.lm.model import LanguageModel
+from zoo.loading.load import find_tokenizer
 from zoo.runs.loggers import for_run, missing_package
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
@@ -60,6 +62,7 @@ def parts(config: Namespace) -> Parts:
     datamodule = configs.instantiate("data", config)
     _check_labels(config, datamodule)
     tokenizer = datamodule.get_tokenizer()
+    _check_tokenizer(config.optim.initial_weights, tokenizer)
     config.model.vocab_size = configs.vocabulary(config, configs.vocabulary_of(datamodule))
     seed(config)  # again: whether a tokenizer was just trained must not change the model
     model = configs.from_config(config)
@@ -78,6 +81,21 @@ def parts(config: Namespace) -> Parts:
         size,
     )
     return Parts(model, module, datamodule)
+
+
+def _check_tokenizer(initial_weights: str | None, tokenizer: Tokenizer | None) -> None:
+    """Refuse tokens that mean something else to the weights that training starts from."""
+    if initial_weights is None or tokenizer is None:
+        return
+    try:
+        trained = find_tokenizer(initial_weights)
+    except UserError:  # weights alone, or nothing that can be read, which whoever loads them says
+        return
+    if trained is not None and trained.to_json() != tokenizer.to_json():
+        raise UserError(
+            f"data.tokenizer: {initial_weights} was trained with another tokenizer than that of the data; set "
+            f"--data.tokenizer={initial_weights}, or start from its weights alone, a .safetensors file"
+        )
 
 
 def _check_labels(config: Namespace, datamodule: L.LightningDataModule) -> None:

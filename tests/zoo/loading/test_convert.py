@@ -53,6 +53,16 @@ def test_a_converted_model_is_trained_on(command: Command, desk: Path):
     assert all(torch.allclose(after[name], tensor, atol=1e-9) for name, tensor in before.items())
 
 
+def test_training_with_another_tokenizer_is_refused(command: Command, desk: Path):
+    zoo.convert(write(desk / "theirs"), desk / "ours")
+    (desk / "data.yaml").write_text("data: {sequence_length: 32, batch_size: 2, max_characters: 20000}")
+    configs = ("--config", "ours/config.yaml", "--config", "data.yaml", "--run", "more")
+    done = command("fit", *configs, "--optim.initial_weights=ours", "--trainer.accelerator=cpu")
+    assert done.code == 2
+    assert "data.tokenizer: ours was trained with another tokenizer" in done.err
+    assert not (desk / "runs").exists()
+
+
 def test_there_and_back_in_shards(command: Command, desk: Path):
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in tensors().items()}
     weights["model.norm.weight"] = weights["model.norm.weight"].float()
