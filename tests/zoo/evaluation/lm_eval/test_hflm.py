@@ -1,0 +1,80 @@
+"""The same weights, read by Hugging Face's code through lm-eval's own adaptor, give the same numbers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.zoo.conversion.public_folder import byte_level
+from tests.zoo.evaluation.lm_eval.conftest import TEXTS
+from tests.zoo.evaluation.lm_eval.test_model import PIQA, instances
+from zoo.evaluation.lm_eval.task import lm_eval_task
+from zoo.evaluation.loaded import load_subject
+from zoo.evaluation.task import Options
+
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 260, "eos_token_id": 256, "bos_token_id": 256}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama": {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 32},
+}
+LONG = "".join(TEXTS) * 4
+
+
+@pytest.fixture(params=CONFIGS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path, oracle: Callable[[str], ModuleType]) -> Path:
+    """A small model of transformers, with sharp logits, and its tokenizer."""
+    transformers = oracle("transformers")
+    config = getattr(transformers, f"{request.param}Config")(**SIZES, **CONFIGS[request.param])
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{request.param}ForCausalLM")(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(6)
+    model.save_pretrained(tmp_path / "theirs")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<done>")
+    fast.save_pretrained(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+@pytest.fixture
+def both(folder: Path, oracle: Callable[[str], ModuleType]) -> tuple[Any, Any]:
+    """lm-eval's adaptor of the model, and ours."""
+    theirs = oracle("lm_eval.models.huggingface").HFLM(pretrained=str(folder), device="cpu", dtype="float32")
+    ours = oracle("zoo.evaluation.lm_eval.model").SubjectLM(load_subject(folder, "ours", bf16=False))
+    return theirs, ours
+
+
+def test_log_likelihoods(both: tuple[Any, Any]) -> None:
+    pairs = [("Open a jar", " Turn"), (LONG, " and then some"), ("", "Turn it"), ("Open a ", "jar")]
+    expected, found = (lm.loglikelihood(instances("loglikelihood", *pairs)) for lm in both)
+    for theirs, ours in zip(expected, found, strict=True):
+        assert ours == (pytest.approx(theirs[0], abs=1e-4), theirs[1])
+    expected, found = (lm.loglikelihood_rolling(instances("loglikelihood_rolling", (LONG,), ("a",))) for lm in both)
+    assert found == pytest.approx(expected, abs=1e-3, rel=1e-6)
+
+
+def test_greedy_answers(both: tuple[Any, Any]) -> None:
+    arguments = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
+    prompts = [(text, dict(arguments)) for text in (*TEXTS, LONG)]
+    expected, found = (lm.generate_until(instances("generate_until", *prompts)) for lm in both)
+    assert found == expected
+    assert any(found)
+
+
+def test_a_task_over_local_files(both: tuple[Any, Any], data: Callable[..., Path]) -> None:
+    where = data("piqa.jsonl", *PIQA)
+    task = lm_eval_task("piqa")(Options(data=str(where)))
+    theirs, ours = both
+    (cell,) = task.cells(ours.subject)
+    rows = {row["metric"]: row["value"] for row in task.run(ours.subject, cell)}
+    questions = [[(f"Question: {doc['goal']}\nAnswer:", f" {doc[key]}") for key in ("sol1", "sol2")] for doc in PIQA]
+    right = []
+    for document, pairs in zip(PIQA, questions, strict=True):
+        scores = [score for score, _ in theirs.loglikelihood(instances("loglikelihood", *pairs))]
+        right.append(scores.index(max(scores)) == document["label"])
+    assert rows["acc"] == pytest.approx(sum(right) / len(right))
