@@ -1,0 +1,87 @@
+"""`zoo.scaling.fit`: laws out of runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rich.console import Console
+from tqdm import tqdm
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo.files.atomic import atomic_write
+from zoo.scaling.curves import Curve
+from zoo.scaling.law import Law, as_row, fit_law
+from zoo.scaling.optima import METHODS
+from zoo.scaling.report import remarks, table, write_pictures
+from zoo.scaling.runs import find_runs, select
+
+Counting = Literal["model", "6n"]
+
+
+def fit(
+    runs: list[str] | str | Path,
+    method: str = "envelope",
+    output: str | Path | None = None,
+    flops: Counting = "model",
+    draws: int = 200,
+    seed: int = 0,
+    verbose: bool = True,
+) -> list[dict[str, Any]]:
+    """Fit scaling laws to trained runs: how loss, best size and best number of tokens follow compute, for each mixer.
+
+    ``zoo.scaling.fit("ladder/", method="envelope")``
+
+    Args:
+        runs: Folders of runs, or folders that hold runs, such as those of a sweep.
+        method: `envelope`: the lowest loss at each amount of compute; `isoflop`: parabolas over size at equal compute;
+            `parametric`: E + A/N^α + B/D^β.
+        output: The folder for laws.json and pictures; null: `law` in the first of the folders.
+        flops: `model` counts the FLOPs that a model executes, `6n` six per token and parameter without embeddings.
+        draws: Draws of the bootstrap over runs; 0: no intervals.
+        seed: Seed of the draws.
+        verbose: Whether to print the table and what was left out.
+
+    Returns:
+        A row for each mixer that could be fitted.
+
+    Raises:
+        UserError: A folder does not exist, or nothing can be fitted; the message says why.
+    """
+    places = [runs] if isinstance(runs, str | Path) else list(runs)
+    if method not in METHODS:
+        raise UserError(f"method: {method!r} is not one of {', '.join(METHODS)}{did_you_mean(method, list(METHODS))}")
+    if flops not in get_args(Counting):
+        raise UserError(f"flops: {flops!r} is not one of {', '.join(get_args(Counting))}")
+    if draws < 0:
+        raise UserError(f"draws: {draws} must be at least 0")
+    selection = select(find_runs(places))
+    console = Console(quiet=not verbose)
+    for name, reason in selection.left_out.items():
+        console.print(f"left out {name}: {reason}", style="dim", highlight=False)
+    curves: dict[str, list[Curve]] = {}
+    for run in selection.runs:
+        curve = run.curve if flops == "model" else replace(run.curve, flops_per_token=6 * run.curve.size)
+        curves.setdefault(curve.mixer, []).append(curve)
+    laws: list[Law] = []
+    failures = []
+    for of_mixer in tqdm(curves.values(), desc="fitting", unit=" mixers", disable=not verbose, leave=False):
+        try:
+            laws.append(fit_law(of_mixer, method, draws, seed))  # type: ignore[arg-type]
+        except UserError as error:
+            failures.append(str(error))
+    if not laws:
+        raise UserError("; ".join(failures))
+    folder = Path(places[0]) / "law" if output is None else Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [as_row(law) | {"counting": flops} for law in laws]
+        with atomic_write(folder / "laws.json") as file:
+            file.write(json.dumps({"laws": rows, "left_out": selection.left_out}, indent=1).encode())
+        pictures = write_pictures(laws, folder)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
+    console.print(table(laws), *failures, *remarks(laws), sep="\n", highlight=False)
+    console.print(f"{folder / 'laws.json'} {pictures[0]}", style="dim", highlight=False)
+    return rows
