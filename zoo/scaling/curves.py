@@ -1,7 +1,8 @@
 """Training curves as scaling laws see them: losses over tokens and compute."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ class Curve:
         flops_per_token: Training FLOPs of a token, three times the forward pass.
         tokens: Tokens seen [P], rising.
         losses: Training losses in nats per token [P].
+        weight: How much the run counts in a fit; a bootstrap draws it.
     """
 
     run: str
@@ -29,6 +31,7 @@ class Curve:
     flops_per_token: float
     tokens: Numbers
     losses: Numbers
+    weight: float = 1.0
 
     @property
     def flops(self) -> Numbers:
@@ -44,8 +47,7 @@ class Curve:
         sums = np.concatenate([[0.0], np.cumsum(self.losses)])
         first = np.searchsorted(self.tokens, self.tokens / (1 + width), side="left")
         last = np.searchsorted(self.tokens, self.tokens * (1 + width), side="right")
-        losses = (sums[last] - sums[first]) / (last - first)
-        return Curve(self.run, self.mixer, self.size, self.flops_per_token, self.tokens, losses)
+        return replace(self, losses=(sums[last] - sums[first]) / (last - first))
 
 
 def sizes(curves: Sequence[Curve]) -> list[float]:
@@ -53,13 +55,30 @@ def sizes(curves: Sequence[Curve]) -> list[float]:
     return sorted({curve.size for curve in curves})
 
 
-def mean_of_seeds(curves: Sequence[Curve], flops: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Sizes [S], their losses at given compute [S,C], averaged over runs of the same size, and their tokens [S,C].
+class Ladder(NamedTuple):
+    """The sizes of a mixer's runs at given compute.
 
-    Losses are NaN where not all runs of a size have got there.
+    Attributes:
+        sizes: [S], rising.
+        losses: Averaged over runs of the same size [S,C]; NaN where not all of them have got there.
+        tokens: That the compute pays for [S,C].
+        weights: Of the runs of each size together [S].
     """
+
+    sizes: Numbers
+    losses: Numbers
+    tokens: Numbers
+    weights: Numbers
+
+
+def ladder(curves: Sequence[Curve], flops: Numbers) -> Ladder:
+    """The sizes of a mixer's runs at given compute [C]."""
     known = sizes(curves)
     groups = [[curve for curve in curves if curve.size == size] for size in known]
-    losses = np.stack([np.mean([curve.at(flops) for curve in group], axis=0) for group in groups])
-    tokens = np.stack([flops / group[0].flops_per_token for group in groups])
-    return np.array(known), losses, tokens
+    weights = [[curve.weight for curve in group] for group in groups]
+    means = [
+        np.average([curve.at(flops) for curve in group], axis=0, weights=w)
+        for group, w in zip(groups, weights, strict=True)
+    ]
+    tokens = [flops / group[0].flops_per_token for group in groups]
+    return Ladder(np.array(known), np.stack(means), np.stack(tokens), np.array([sum(w) for w in weights]))

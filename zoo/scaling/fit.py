@@ -1,6 +1,6 @@
 """`zoo.scaling.fit`: laws out of runs."""
 
-import json
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -10,10 +10,10 @@ from tqdm import tqdm
 
 from kernels import UserError
 from mixers import did_you_mean
-from zoo.files.atomic import atomic_write
+from zoo.files.sealed_json import write_sealed
 from zoo.scaling.curves import Curve
 from zoo.scaling.law import Law, as_row, fit_law
-from zoo.scaling.optima import METHODS
+from zoo.scaling.optima import METHODS, Method
 from zoo.scaling.report import remarks, table, write_pictures
 from zoo.scaling.runs import find_runs, select
 
@@ -22,7 +22,7 @@ Counting = Literal["model", "6n"]
 
 def fit(
     runs: list[str] | str | Path,
-    method: str = "envelope",
+    method: Method = "envelope",
     output: str | Path | None = None,
     flops: Counting = "model",
     draws: int = 200,
@@ -34,7 +34,8 @@ def fit(
     ``zoo.scaling.fit("ladder/", method="envelope")``
 
     Args:
-        runs: Folders of runs, or folders that hold runs, such as those of a sweep.
+        runs: Folders of runs, or folders that hold runs, such as those of a sweep; on the command line as plain
+            arguments.
         method: `envelope`: the lowest loss at each amount of compute; `isoflop`: parabolas over size at equal compute;
             `parametric`: E + A/N^α + B/D^β.
         output: The folder for laws.json and pictures; null: `law` in the first of the folders.
@@ -47,8 +48,10 @@ def fit(
         A row for each mixer that could be fitted.
 
     Raises:
-        UserError: A folder does not exist, or nothing can be fitted; the message says why.
+        UserError: A folder does not exist, nothing can be fitted (the message says why), or scipy is not installed.
     """
+    if importlib.util.find_spec("scipy") is None:
+        raise UserError("scaling fit: needs scipy; pip install 'token-mixer-zoo[scaling]'")
     places = [runs] if isinstance(runs, str | Path) else list(runs)
     if method not in METHODS:
         raise UserError(f"method: {method!r} is not one of {', '.join(METHODS)}{did_you_mean(method, list(METHODS))}")
@@ -68,7 +71,7 @@ def fit(
     failures = []
     for of_mixer in tqdm(curves.values(), desc="fitting", unit=" mixers", disable=not verbose, leave=False):
         try:
-            laws.append(fit_law(of_mixer, method, draws, seed))  # type: ignore[arg-type]
+            laws.append(fit_law(of_mixer, method, draws, seed))
         except UserError as error:
             failures.append(str(error))
     if not laws:
@@ -77,11 +80,11 @@ def fit(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         rows = [as_row(law) | {"counting": flops} for law in laws]
-        with atomic_write(folder / "laws.json") as file:
-            file.write(json.dumps({"laws": rows, "left_out": selection.left_out}, indent=1).encode())
+        found = {"laws": rows, "not_fitted": failures, "left_out": selection.left_out, "remarks": remarks(laws)}
+        write_sealed(folder / "laws.json", found)
         pictures = write_pictures(laws, folder)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
-    console.print(table(laws), *failures, *remarks(laws), sep="\n", highlight=False)
+    console.print(table(laws), *failures, *found["remarks"], sep="\n", highlight=False)
     console.print(f"{folder / 'laws.json'} {pictures[0]}", style="dim", highlight=False)
     return rows

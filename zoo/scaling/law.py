@@ -1,13 +1,14 @@
-"""`zoo.scaling.fit`: the laws of each mixer, with intervals."""
+"""The laws of one mixer, with intervals, and where two cross."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from kernels import UserError
-from zoo.scaling.curves import Curve
+from zoo.scaling.curves import Curve, sizes
 from zoo.scaling.optima import Laws, Method, Offset, Optima, check_ladder, envelope, isoflop, laws, offset
 from zoo.scaling.parametric import Parametric, fit_parametric, points_of
 from zoo.scaling.power import Numbers
@@ -53,7 +54,8 @@ class Law:
 def fit_law(curves: Sequence[Curve], method: Method, draws: int = 200, seed: int = 0) -> Law:
     """The laws of one mixer.
 
-    Whole runs are drawn for the bootstrap: points of one curve are not independent of each other.
+    Each draw of the bootstrap gives every run a random weight (Rubin's Bayesian bootstrap, so that no draw lacks one of
+    a few sizes): whole runs, since points of one curve are not independent of each other.
 
     Args:
         curves: Its runs.
@@ -64,33 +66,48 @@ def fit_law(curves: Sequence[Curve], method: Method, draws: int = 200, seed: int
     Raises:
         UserError: The runs do not determine a law; the message begins with the mixer.
     """
-    mixer = curves[0].mixer
+    curves, mixer = list(curves), curves[0].mixer
     try:
         check_ladder(curves)
         law = _fit(curves, method)
+        _check_range(law)
     except UserError as error:
         raise UserError(f"{mixer}: {error}") from None
     generator = np.random.default_rng(seed)
     found: list[Laws] = []
     for _ in range(draws):
-        drawn = [curves[i] for i in generator.integers(len(curves), size=len(curves))]
-        try:
-            check_ladder(drawn)
-            found.append(_fit(drawn, method).laws)
-        except UserError:
-            continue
-    return Law(**{**vars(law), "draws": found, "failed_draws": draws - len(found)})
+        weights = generator.dirichlet(np.ones(len(curves))) * len(curves)
+        drawn = [replace(curve, weight=float(weight)) for curve, weight in zip(curves, weights, strict=True)]
+        with suppress(UserError):
+            found.append(_fit(drawn, method, law.parametric).laws)
+    return replace(
+        law, draws=found, failed_draws=draws - len(found), offset=None if law.optima is None else offset(law.optima)
+    )
 
 
-def _fit(curves: Sequence[Curve], method: Method) -> Law:
-    mixer, curves = curves[0].mixer, list(curves)
+def _fit(curves: list[Curve], method: Method, start: Parametric | None = None) -> Law:
+    mixer = curves[0].mixer
     if method == "parametric":
-        sizes, tokens, losses = points_of(curves)
-        parametric = fit_parametric(sizes, tokens, losses)
+        parametric = fit_parametric(points_of(curves), start)
         per_product = float(np.exp(np.mean([np.log(curve.flops_per_token / curve.size) for curve in curves])))
         return Law(mixer, method, curves, parametric.laws(per_product), parametric=parametric)
     optima = envelope(curves) if method == "envelope" else isoflop(curves)
-    return Law(mixer, method, curves, laws(optima), optima=optima, offset=offset(optima))
+    return Law(mixer, method, curves, laws(optima), optima=optima)
+
+
+def _check_range(law: Law) -> None:
+    """Refuse a law that says nothing about the sizes that were trained.
+
+    Raises:
+        UserError: At the compute of a typical run the best size is smaller or larger than all of them.
+    """
+    spent = float(np.exp(np.median([np.log(curve.flops[-1]) for curve in law.curves])))
+    best, known = float(law.laws.size(spent)), sizes(law.curves)
+    if not known[0] <= best <= known[-1]:
+        raise UserError(
+            f"it cannot be fitted, because its best size for {spent:.2g} FLOPs, {best:.3g} parameters, lies outside of "
+            f"the sizes that were trained, {known[0]:.3g} to {known[-1]:.3g}"
+        )
 
 
 def crossing(one: Laws, other: Laws, between: tuple[float, float]) -> float | None:
@@ -134,7 +151,6 @@ def as_row(law: Law) -> dict[str, Any]:
         "method": law.method,
         "runs": [curve.run for curve in law.curves],
         "sizes": sorted({curve.size for curve in law.curves}),
-        "flops": "training FLOPs by the model's own count; sizes without embeddings and head",
         "draws": len(law.draws),
         "failed_draws": law.failed_draws,
     }

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from kernels import UserError
-from zoo.scaling.curves import Curve, mean_of_seeds, sizes
+from zoo.scaling.curves import Curve, ladder, sizes
 from zoo.scaling.power import Numbers, PowerLaw, fit_falling_power_with_offset, fit_power
 
 Method = Literal["envelope", "isoflop", "parametric"]
@@ -25,6 +25,7 @@ class Optima(NamedTuple):
     Attributes:
         flops: Compute [P].
         losses, sizes, tokens: Of the best model, [P].
+        weights: Of the runs behind them [P].
         left_out: Why amounts of compute have no optimum, and how many do not.
     """
 
@@ -32,6 +33,7 @@ class Optima(NamedTuple):
     losses: Numbers
     sizes: Numbers
     tokens: Numbers
+    weights: Numbers
     left_out: dict[str, int]
 
 
@@ -80,7 +82,7 @@ def envelope(curves: Sequence[Curve], bins: int = BINS) -> Optima:
         UserError: Fewer than two sizes are best anywhere between the others.
     """
     grid = _grid(curves, bins)
-    known, losses, tokens = mean_of_seeds(curves, grid)
+    known, losses, tokens, weights = ladder(curves, grid)
     reached = np.isfinite(losses)
     several = reached.sum(0) >= 2
     best = np.argmin(np.where(reached, losses, np.inf), axis=0)
@@ -98,7 +100,7 @@ def envelope(curves: Sequence[Curve], bins: int = BINS) -> Optima:
     }
     columns = np.flatnonzero(inside)
     rows = best[columns]
-    return Optima(grid[columns], losses[rows, columns], known[rows], tokens[rows, columns], left_out)
+    return Optima(grid[columns], losses[rows, columns], known[rows], tokens[rows, columns], weights[rows], left_out)
 
 
 def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
@@ -112,7 +114,7 @@ def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
         UserError: Fewer than three parabolas have their lowest point between the sizes.
     """
     grid = _grid(curves, budgets + 2)[1:-1]
-    known, losses, tokens = mean_of_seeds(curves, grid)
+    known, losses, tokens, weights = ladder(curves, grid)
     found, left_out = [], {"fewer than four sizes have got there": 0, "the parabola has no lowest point inside": 0}
     for column, flops in enumerate(grid):
         reached = np.isfinite(losses[:, column])
@@ -120,7 +122,7 @@ def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
             left_out["fewer than four sizes have got there"] += 1
             continue
         logs = np.log(known[reached])
-        bend, slope, height = np.polyfit(logs - logs.mean(), losses[reached, column], 2)
+        bend, slope, height = np.polyfit(logs - logs.mean(), losses[reached, column], 2, w=np.sqrt(weights[reached]))
         lowest = logs.mean() - slope / (2 * bend) if bend > 0 else np.inf
         if not logs[0] < lowest < logs[-1]:
             left_out["the parabola has no lowest point inside"] += 1
@@ -134,12 +136,13 @@ def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
             f"the sizes that were trained ({reasons})"
         )
     at, lowest_losses, best_sizes, best_tokens = np.array(found).T
-    return Optima(at, lowest_losses, best_sizes, best_tokens, left_out)
+    return Optima(at, lowest_losses, best_sizes, best_tokens, np.ones_like(at), left_out)
 
 
 def laws(optima: Optima) -> Laws:
     """Power laws without an offset through the optima."""
-    return Laws(*(fit_power(optima.flops, y) for y in (optima.losses, optima.sizes, optima.tokens)))
+    parts = (optima.losses, optima.sizes, optima.tokens)
+    return Laws(*(fit_power(optima.flops, y, optima.weights) for y in parts))
 
 
 class Offset(NamedTuple):

@@ -5,6 +5,7 @@ tolerances stops early, which is what went wrong in the paper (arXiv 2404.10102)
 linear problem, whose best solutions on a grid are the starts.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,9 @@ from zoo.scaling.optima import Laws
 from zoo.scaling.power import Numbers, PowerLaw
 
 HUBER = 1e-3  # width of the robust loss, in log loss
+EXPONENTS = np.linspace(0.05, 1.5, 30)  # α and β of the grid
 STARTS = 4
+LEAST = 1e-6  # nats: a smaller term is none
 STOP = {"maxiter": 5000, "ftol": 1e-15, "gtol": 1e-9}
 
 
@@ -51,21 +54,40 @@ class Parametric(NamedTuple):
         return Laws(PowerLaw(falling, -self.alpha * a, self.E), size, tokens)
 
 
-def fit_parametric(sizes: Numbers, tokens: Numbers, losses: Numbers) -> Parametric:
+class Points(NamedTuple):
+    """Points of training curves, each [P]: N, D, L, and how much they count."""
+
+    sizes: Numbers
+    tokens: Numbers
+    losses: Numbers
+    weights: Numbers
+
+
+def points_of(curves: Sequence[Curve], count: int = 40) -> Points:
+    """`count` points of each curve, evenly over log tokens."""
+    at = [np.geomspace(curve.tokens[0], curve.tokens[-1], count) for curve in curves]
+    losses = [np.interp(np.log(t), np.log(c.tokens), c.losses) for t, c in zip(at, curves, strict=True)]
+    sizes = np.repeat([float(curve.size) for curve in curves], count)
+    return Points(sizes, np.concatenate(at), np.concatenate(losses), np.repeat([c.weight for c in curves], count))
+
+
+def fit_parametric(points: Points, start: Parametric | None = None) -> Parametric:
     """Fit the constants to points.
 
     Args:
-        sizes, tokens, losses: N, D and L of each point, [P].
+        points: The points.
+        start: Where the optimiser starts; by default at the best of a grid of exponents.
 
     Raises:
-        UserError: Fewer than five points, or fewer than two sizes or numbers of tokens.
+        UserError: There are fewer than three sizes or numbers of tokens, or the loss does not fall with both.
     """
-    from scipy.optimize import minimize, nnls
+    from scipy.optimize import minimize
 
-    if len(losses) < 5 or len(np.unique(sizes)) < 2 or len(np.unique(tokens)) < 2:
+    sizes, tokens, losses, point_weights = points
+    if min(len(np.unique(sizes)), len(np.unique(tokens))) < 3:
         raise UserError(
-            f"it cannot be fitted, because five constants need at least five points of two sizes and two numbers of "
-            f"tokens; there are {len(losses)} points of {len(np.unique(sizes))} sizes"
+            f"it cannot be fitted, because five constants need at least three sizes and three numbers of tokens; there "
+            f"are {len(np.unique(sizes))} sizes and {len(np.unique(tokens))} numbers of tokens"
         )
     # around their means, so that the constants are of order one
     n, d = np.log(sizes), np.log(tokens)
@@ -81,20 +103,21 @@ def fit_parametric(sizes: Numbers, tokens: Numbers, losses: Numbers) -> Parametr
         weights /= total
         r = (np.log(total) + most - target) / HUBER
         small = np.abs(r) <= 1
-        slope = np.where(small, r, np.sign(r)) / HUBER
+        slope = point_weights * np.where(small, r, np.sign(r)) / HUBER
         gradient = [slope @ w for w in weights] + [-(slope * weights[0]) @ n, -(slope * weights[1]) @ d]
-        return float(np.where(small, r**2 / 2, np.abs(r) - 0.5).sum()), np.array(gradient)
+        return float(point_weights @ np.where(small, r**2 / 2, np.abs(r) - 0.5)), np.array(gradient)
 
-    starts = []
-    for alpha in np.linspace(0.05, 1.5, 30):
-        for beta in np.linspace(0.05, 1.5, 30):
-            columns = np.stack([np.exp(-alpha * n), np.exp(-beta * d), np.ones_like(n)], 1) / losses[:, None]
-            solution, error = nnls(columns, np.ones_like(losses))
-            starts.append((error, [*np.log(np.maximum(solution, 1e-6)), alpha, beta]))
-    starts.sort(key=lambda start: start[0])
-    found = [minimize(objective, start, jac=True, method="L-BFGS-B", options=STOP) for _, start in starts[:STARTS]]
+    if start is None:
+        starts = _starts(n, d, losses)
+    else:
+        constants = start.A * np.exp(-start.alpha * mean_n), start.B * np.exp(-start.beta * mean_d), start.E
+        starts = [[*np.log(np.maximum(constants, LEAST)), start.alpha, start.beta]]
+    found = [minimize(objective, x, jac=True, method="L-BFGS-B", options=STOP) for x in starts]
     best = min(found, key=lambda result: result.fun)
     a, b, e, alpha, beta = best.x
+    for name, exponent, height in (("size", alpha, a), ("number of tokens", beta, b)):
+        if exponent <= 0 or height < np.log(LEAST):
+            raise UserError(f"it cannot be fitted, because the loss does not fall with the {name} as a power of it")
     return Parametric(
         float(np.exp(e)),
         float(np.exp(a + alpha * mean_n)),
@@ -105,12 +128,13 @@ def fit_parametric(sizes: Numbers, tokens: Numbers, losses: Numbers) -> Parametr
     )
 
 
-def points_of(curves: Sequence[Curve], count: int = 40) -> tuple[Numbers, Numbers, Numbers]:
-    """Sizes, tokens and losses of `count` points of each curve, evenly over log tokens."""
-    sizes, tokens, losses = [], [], []
-    for curve in curves:
-        at = np.geomspace(curve.tokens[0], curve.tokens[-1], count)
-        sizes.append(np.full(count, curve.size))
-        tokens.append(at)
-        losses.append(np.interp(np.log(at), np.log(curve.tokens), curve.losses))
-    return np.concatenate(sizes), np.concatenate(tokens), np.concatenate(losses)
+def _starts(n: Numbers, d: Numbers, losses: Numbers) -> list[list[float]]:
+    """The best starts, as logs of A, B, E and the exponents: for given exponents the others are a linear problem."""
+    from scipy.optimize import nnls
+
+    found = []
+    for alpha, beta in itertools.product(EXPONENTS, EXPONENTS):
+        columns = np.stack([np.exp(-alpha * n), np.exp(-beta * d), np.ones_like(n)], 1) / losses[:, None]
+        solution, error = nnls(columns, np.ones_like(losses))
+        found.append((error, [*np.log(np.maximum(solution, LEAST)), alpha, beta]))
+    return [start for _, start in sorted(found)[:STARTS]]

@@ -1,6 +1,7 @@
 """What people look at: a table of laws, and pictures fit for a paper."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,11 @@ def table(laws: Sequence[Law]) -> Table:
     for name in ("runs", "a + b"):
         shown.add_column(name, justify="right")
     for law in laws:
-        cells = [_cell(law, lambda laws, part=part: getattr(laws, part)) for part in Laws._fields]
+        cells = [_cell(law, attrgetter(part)) for part in Laws._fields]
         shown.add_row(law.mixer, *cells, str(len(law.curves)), f"{law.laws.balance:.2f}")
-    shown.caption = "C in PF-days (8.64e19 FLOPs); N without embeddings; in brackets 95 % of draws of whole runs"
+    shown.caption = (
+        "C in PF-days (8.64e19 FLOPs); N without embeddings; in brackets the middle 95 % over random weights of runs"
+    )
     shown.caption_justify = "left"
     return shown
 
@@ -61,8 +64,8 @@ def remarks(laws: Sequence[Law]) -> list[str]:
             )
         if abs(law.laws.balance - 1) > 0.1:
             lines.append(
-                f"{law.mixer}: the exponents of N_opt and D_opt add up to {law.laws.balance:.2f}, so FLOPs per token do "
-                "not grow as the size does"
+                f"{law.mixer}: the exponents of N_opt and D_opt add up to {law.laws.balance:.2f}, so FLOPs per token "
+                "do not grow as the size does"
             )
         if law.failed_draws:
             lines.append(
@@ -73,8 +76,8 @@ def remarks(laws: Sequence[Law]) -> list[str]:
         for other in laws[i + 1 :]:
             at = crossing(one.laws, other.laws, between)
             if at is None:
-                better = one if one.laws.loss(between[1]) < other.laws.loss(between[1]) else other
-                lines.append(f"{one.mixer} and {other.mixer} do not cross; {better.mixer} has the lower loss")
+                lower = min(one, other, key=lambda law: float(law.laws.loss(between[1])))
+                lines.append(f"{one.mixer} and {other.mixer} do not cross; {lower.mixer} has the lower loss")
             else:
                 interval = crossing_interval(one, other, between)
                 ends = "interval unknown" if interval is None else f"95 %: {interval[0]:.2g} to {interval[1]:.2g}"
@@ -88,7 +91,7 @@ def _span(laws: Sequence[Law]) -> tuple[float, float]:
 
 
 def write_pictures(laws: Sequence[Law], folder: Path) -> list[Path]:
-    """Write `laws.png` and `.svg`: a row of L(C), N_opt(C), D_opt(C) for each mixer, and all laws of the loss together."""
+    """Write `laws.png` and `.svg`: L(C), N_opt(C) and D_opt(C) of all mixers together, and a row for each."""
     files = []
     for form in ("png", "svg"):
         with atomic_write(folder / f"laws.{form}") as file:
@@ -115,8 +118,7 @@ def picture(laws: Sequence[Law]) -> Figure:
         for panel, part in zip(row, Laws._fields, strict=True):
             if law.optima is not None:
                 points = {"loss": law.optima.losses, "size": law.optima.sizes, "tokens": law.optima.tokens}[part]
-                every = max(1, len(points) // 60)
-                marker = MARKERS[index % len(MARKERS)]
+                every, marker = max(1, len(points) // 60), MARKERS[index % len(MARKERS)]
                 panel.plot(law.optima.flops[::every], points[::every], marker, color=colour, markersize=3, alpha=0.5)
             _line(panel, law, part, colour, None)
         row[0].set_title(law.mixer)

@@ -18,8 +18,10 @@ NEEDED = (
     "mixers",
     "parameters_without_embeddings",
     "training_flops_per_token",
+    "learning_rate",
     "schedule",
     "warmup_steps",
+    "decay_starts",
     "data_hash",
     "context_length",
 )
@@ -73,12 +75,14 @@ def select(folders: Sequence[Path]) -> Selection:
     for folder in folders:
         found = _read(folder)
         if isinstance(found, str):
-            left_out[folder.name] = found
+            left_out[str(folder)] = found
         else:
             runs.append(found)
-    for name, reason in itertools.chain(_of_other_data(runs), _repeated(runs)):
-        left_out.setdefault(name, reason)
-    runs = [run for run in runs if run.folder.name not in left_out]
+    # one rule after the other, so that what one of them leaves out does not count in the next
+    for rule in (_of_other_lengths, _of_other_data, _repeated):
+        named = dict(rule(runs))
+        left_out |= named
+        runs = [run for run in runs if str(run.folder) not in named]
     if not runs:
         listed = "; ".join(f"{name}: {reason}" for name, reason in itertools.islice(left_out.items(), 3))
         raise UserError(f"runs: none of {len(folders)} can be used ({listed})")
@@ -98,54 +102,53 @@ def _read(folder: Path) -> Trained | str:
     if missing := [name for name in NEEDED if row.get(name) is None]:
         return f"its results.json has no {missing[0]}; it is of an earlier version, or not a run on tokens"
     if row["schedule"] == "cosine":
-        return "its learning rate falls all the time (schedule: cosine), so its losses on the way are not those of shorter runs"
-    points = [
-        (metrics["tokens"], metrics["train_loss"])
+        return "its learning rate falls all the time (schedule: cosine), so its losses are not those of shorter runs"
+    inside = [
+        metrics
         for metrics in read_metrics(folder / "metrics.jsonl")
-        if metrics.get("train_loss") is not None
-        and metrics.get("tokens") is not None
-        and row["warmup_steps"] <= metrics["step"] < row["decay_starts"]
+        if "train_loss" in metrics and row["warmup_steps"] <= metrics["step"] < row["decay_starts"]
     ]
+    if bad := [metrics["step"] for metrics in inside if metrics["train_loss"] is None]:
+        return f"it has diverged: its loss at step {bad[0]} is not a number"
+    points = [(metrics["tokens"], metrics["train_loss"]) for metrics in inside if metrics.get("tokens")]
     if len(points) < LEAST_POINTS:
         return f"it has {len(points)} training losses after its warm-up and before its decay, fewer than {LEAST_POINTS}"
     tokens, losses = np.array(points, np.float64).T
-    curve = Curve(
-        folder.name,
-        row["mixers"],
-        row["parameters_without_embeddings"],
-        row["training_flops_per_token"],
-        tokens,
-        losses,
-    ).smoothed(WIDTH)
-    if not np.isfinite(losses).all() or curve.losses[-1] > curve.losses.min() + DIVERGED:
+    size, flops = row["parameters_without_embeddings"], row["training_flops_per_token"]
+    curve = Curve(str(folder), row["mixers"], size, flops, tokens, losses).smoothed(WIDTH)
+    if curve.losses[-1] > curve.losses.min() + DIVERGED:
         return f"it has diverged: its loss ends at {curve.losses[-1]:.2f} and had been {curve.losses.min():.2f}"
     return Trained(folder, row, curve)
 
 
+def _of_other_lengths(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
+    return _minority(runs, "context_length", "sequences of another length")
+
+
 def _of_other_data(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
-    """Runs on other data, or other lengths of it, than most."""
-    for name, what in (("data_hash", "other data"), ("context_length", "sequences of another length")):
-        counts = Counter(run.row[name] for run in runs)
-        if len(counts) > 1:
-            most, count = counts.most_common(1)[0]
-            for run in runs:
-                if run.row[name] != most:
-                    yield run.folder.name, f"it was trained on {what} ({run.row[name]}) than {count} others ({most})"
+    return _minority(runs, "data_hash", "other data")
+
+
+def _minority(runs: Sequence[Trained], name: str, what: str) -> Iterable[tuple[str, str]]:
+    """Runs whose rows have another value than most."""
+    for most, count in Counter(run.row[name] for run in runs).most_common(1):
+        for run in runs:
+            if run.row[name] != most:
+                yield str(run.folder), f"it was trained on {what} ({run.row[name]}) than {count} others ({most})"
 
 
 def _repeated(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
-    """All but the best of the runs that differ in nothing but their learning rate, and copies of a run."""
+    """Of runs that differ only in learning rate and length: all but the longest at the best learning rate."""
     groups: dict[tuple[Any, ...], list[Trained]] = {}
     for run in runs:
         groups.setdefault((run.curve.mixer, run.curve.size, run.row.get("seed")), []).append(run)
     for group in groups.values():
-        group.sort(key=lambda run: run.curve.losses[-1])
-        best, *others = group
-        for other in others:
-            same = other.row["learning_rate"] == best.row["learning_rate"]
-            yield (
-                other.folder.name,
-                f"it repeats {best.folder.name}: the same mixer, size, seed and learning rate"
-                if same
-                else f"{best.folder.name}, with the learning rate {best.row['learning_rate']:g}, ends with a lower loss",
-            )
+        common = min(run.curve.flops[-1] for run in group)
+        at_common = [np.nan_to_num(run.curve.at(common), nan=np.inf) for run in group]
+        rate = group[int(np.argmin(at_common))].row["learning_rate"]
+        kept = max((run for run in group if run.row["learning_rate"] == rate), key=lambda run: run.curve.tokens[-1])
+        for run in group:
+            if run is not kept and run.row["learning_rate"] == rate:
+                yield str(run.folder), f"it repeats {kept.folder}: the same mixer, size, seed and learning rate"
+            elif run is not kept:
+                yield str(run.folder), f"{kept.folder}, with the learning rate {rate:g}, has a lower loss"
