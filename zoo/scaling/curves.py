@@ -22,7 +22,6 @@ class Curve:
         flops_per_token: Training FLOPs of a token, three times the forward pass.
         tokens: Tokens seen [P], rising.
         losses: Training losses in nats per token [P].
-        weight: How much the run counts in a fit; a bootstrap draws it.
     """
 
     run: str
@@ -31,7 +30,6 @@ class Curve:
     flops_per_token: float
     tokens: Numbers
     losses: Numbers
-    weight: float = 1.0
 
     @property
     def flops(self) -> Numbers:
@@ -62,23 +60,17 @@ class Ladder(NamedTuple):
         sizes: [S], rising.
         losses: Averaged over runs of the same size [S,C]; NaN where not all of them have got there.
         tokens: That the compute pays for [S,C].
-        weights: Of the runs of each size together [S].
     """
 
     sizes: Numbers
     losses: Numbers
     tokens: Numbers
-    weights: Numbers
 
 
 def ladder(curves: Sequence[Curve], flops: Numbers) -> Ladder:
     """The sizes of a mixer's runs at given compute [C]."""
     known = sizes(curves)
     groups = [[curve for curve in curves if curve.size == size] for size in known]
-    weights = [[curve.weight for curve in group] for group in groups]
-    means = [
-        np.average([curve.at(flops) for curve in group], axis=0, weights=w)
-        for group, w in zip(groups, weights, strict=True)
-    ]
-    tokens = [flops / group[0].flops_per_token for group in groups]
-    return Ladder(np.array(known), np.stack(means), np.stack(tokens), np.array([sum(w) for w in weights]))
+    losses = np.stack([np.mean([curve.at(flops) for curve in group], axis=0) for group in groups])
+    tokens = np.stack([flops / group[0].flops_per_token for group in groups])
+    return Ladder(np.array(known), losses, tokens)

@@ -69,7 +69,8 @@ def fit(
         curves.setdefault(curve.mixer, []).append(curve)
     laws: list[Law] = []
     failures = []
-    for of_mixer in tqdm(curves.values(), desc="fitting", unit=" mixers", disable=not verbose, leave=False):
+    hidden = None if verbose else True  # None: shown in a terminal
+    for of_mixer in tqdm(curves.values(), desc="fitting", unit=" mixers", disable=hidden, leave=False):
         try:
             laws.append(fit_law(of_mixer, method, draws, seed))
         except UserError as error:
@@ -80,11 +81,11 @@ def fit(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         rows = [as_row(law) | {"counting": flops} for law in laws]
-        found = {"laws": rows, "not_fitted": failures, "left_out": selection.left_out, "remarks": remarks(laws)}
-        write_sealed(folder / "laws.json", found)
+        said = [*failures, *remarks(laws)]
+        write_sealed(folder / "laws.json", {"laws": rows, "left_out": selection.left_out, "remarks": said})
         pictures = write_pictures(laws, folder)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
-    console.print(table(laws), *failures, *found["remarks"], sep="\n", highlight=False)
+    console.print(table(laws), *said, sep="\n", highlight=False)
     console.print(f"{folder / 'laws.json'} {pictures[0]}", style="dim", highlight=False)
     return rows

@@ -14,6 +14,7 @@ from zoo.scaling.parametric import Parametric, fit_parametric, points_of
 from zoo.scaling.power import Numbers
 
 LEAST_DRAWS = 0.5  # of the draws of a bootstrap, for an interval
+FITTED = 3  # constants of the parametric form that follow differences between runs: E, A, α
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class Law:
 def fit_law(curves: Sequence[Curve], method: Method, draws: int = 200, seed: int = 0) -> Law:
     """The laws of one mixer.
 
-    Each draw of the bootstrap gives every run a random weight (Rubin's Bayesian bootstrap, so that no draw lacks one of
-    a few sizes): whole runs, since points of one curve are not independent of each other.
+    Each draw of the bootstrap refits runs that were made anew (`redrawn`); whole runs, since points of one curve are
+    not independent of each other.
 
     Args:
         curves: Its runs.
@@ -75,14 +76,34 @@ def fit_law(curves: Sequence[Curve], method: Method, draws: int = 200, seed: int
         raise UserError(f"{mixer}: {error}") from None
     generator = np.random.default_rng(seed)
     found: list[Laws] = []
-    for _ in range(draws):
-        weights = generator.dirichlet(np.ones(len(curves))) * len(curves)
-        drawn = [replace(curve, weight=float(weight)) for curve, weight in zip(curves, weights, strict=True)]
-        with suppress(UserError):
-            found.append(_fit(drawn, method, law.parametric).laws)
-    return replace(
-        law, draws=found, failed_draws=draws - len(found), offset=None if law.optima is None else offset(law.optima)
-    )
+    with suppress(UserError):  # without a parametric form there are no intervals
+        form = law.parametric or fit_parametric(points_of(curves))
+        for drawn in (redrawn(curves, form, generator) for _ in range(draws)):
+            with suppress(UserError):
+                found.append(_fit(drawn, method, form).laws)
+    tested = None if law.optima is None else offset(law.optima)
+    return replace(law, draws=found, failed_draws=draws - len(found), offset=tested)
+
+
+def redrawn(curves: Sequence[Curve], form: Parametric, generator: np.random.Generator) -> list[Curve]:
+    """The runs as they might have been: each is the parametric form, off by as much as a random run was all along it.
+
+    (Drawing runs in place of what they are off by would leave most draws without one of a few sizes.) Signs are drawn,
+    too, and what runs are off by is scaled up, since the form was fitted to them, and as Student's t is wider for few.
+    """
+    from scipy.stats import t as student
+
+    places = [np.log(c.tokens / c.tokens[0]) / np.log(c.tokens[-1] / c.tokens[0]) for c in curves]
+    models = [form(np.full_like(c.tokens, c.size), c.tokens) for c in curves]
+    off = [np.log(c.losses / model) for c, model in zip(curves, models, strict=True)]
+    freedom = len(curves) - FITTED
+    scale = np.sqrt(len(curves) / freedom) * student.ppf(0.975, freedom) / student.ppf(0.975, np.inf)
+    drawn = []
+    for curve, place, model in zip(curves, places, models, strict=True):
+        other, sign = generator.integers(len(curves)), generator.choice([-1.0, 1.0])
+        factor = np.exp(sign * scale * np.interp(place, places[other], off[other]))
+        drawn.append(replace(curve, losses=model * factor))
+    return drawn
 
 
 def _fit(curves: list[Curve], method: Method, start: Parametric | None = None) -> Law:

@@ -25,7 +25,6 @@ class Optima(NamedTuple):
     Attributes:
         flops: Compute [P].
         losses, sizes, tokens: Of the best model, [P].
-        weights: Of the runs behind them [P].
         left_out: Why amounts of compute have no optimum, and how many do not.
     """
 
@@ -33,7 +32,6 @@ class Optima(NamedTuple):
     losses: Numbers
     sizes: Numbers
     tokens: Numbers
-    weights: Numbers
     left_out: dict[str, int]
 
 
@@ -72,7 +70,8 @@ def check_ladder(curves: Sequence[Curve]) -> None:
 def envelope(curves: Sequence[Curve], bins: int = BINS) -> Optima:
     """The lowest loss at each amount of compute.
 
-    Where the smallest or the largest model is the best, a still smaller or larger one might be better: left out.
+    Where the smallest or the largest model that was trained with that compute is the best, a still smaller or larger
+    one might be better: left out.
 
     Args:
         curves: Runs of one mixer.
@@ -82,25 +81,26 @@ def envelope(curves: Sequence[Curve], bins: int = BINS) -> Optima:
         UserError: Fewer than two sizes are best anywhere between the others.
     """
     grid = _grid(curves, bins)
-    known, losses, tokens, weights = ladder(curves, grid)
+    known, losses, tokens = ladder(curves, grid)
     reached = np.isfinite(losses)
     several = reached.sum(0) >= 2
     best = np.argmin(np.where(reached, losses, np.inf), axis=0)
-    edge = several & ((best == 0) | (best == len(known) - 1))
-    inside = several & ~edge
+    smallest = several & (best == reached.argmax(0))
+    largest = several & (best == len(known) - 1 - reached[::-1].argmax(0))
+    inside = several & ~smallest & ~largest
     if len(np.unique(best[inside])) < 2:
         raise UserError(
             "it cannot be fitted, because fewer than two sizes between the smallest and the largest are the best at "
             "any amount of compute; train more sizes, or longer"
         )
     left_out = {
-        "fewer than two runs have got there": int((~several).sum()),
-        "the best size is the smallest": int((several & (best == 0)).sum()),
-        "the best size is the largest": int((several & (best == len(known) - 1)).sum()),
+        "fewer than two sizes have got there": int((~several).sum()),
+        "the smallest size that was trained there is the best": int(smallest.sum()),
+        "the largest size that was trained there is the best": int(largest.sum()),
     }
     columns = np.flatnonzero(inside)
     rows = best[columns]
-    return Optima(grid[columns], losses[rows, columns], known[rows], tokens[rows, columns], weights[rows], left_out)
+    return Optima(grid[columns], losses[rows, columns], known[rows], tokens[rows, columns], left_out)
 
 
 def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
@@ -108,13 +108,18 @@ def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
 
     Args:
         curves: Runs of one mixer.
-        budgets: Amounts of compute, evenly over its log.
+        budgets: Amounts of compute, evenly over its log, from the first to the last that four sizes have got to.
 
     Raises:
-        UserError: Fewer than three parabolas have their lowest point between the sizes.
+        UserError: No amount of compute has four sizes, or fewer than three parabolas have their lowest point between
+            the sizes.
     """
-    grid = _grid(curves, budgets + 2)[1:-1]
-    known, losses, tokens, weights = ladder(curves, grid)
+    everywhere = _grid(curves, BINS)
+    enough = everywhere[np.isfinite(ladder(curves, everywhere).losses).sum(0) >= LEAST_SIZES]
+    if not len(enough):
+        raise UserError(f"it cannot be fitted, because at no amount of compute {LEAST_SIZES} sizes have got there")
+    grid = np.geomspace(enough[0], enough[-1], budgets)
+    known, losses, tokens = ladder(curves, grid)
     found, left_out = [], {"fewer than four sizes have got there": 0, "the parabola has no lowest point inside": 0}
     for column, flops in enumerate(grid):
         reached = np.isfinite(losses[:, column])
@@ -122,7 +127,7 @@ def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
             left_out["fewer than four sizes have got there"] += 1
             continue
         logs = np.log(known[reached])
-        bend, slope, height = np.polyfit(logs - logs.mean(), losses[reached, column], 2, w=np.sqrt(weights[reached]))
+        bend, slope, height = np.polyfit(logs - logs.mean(), losses[reached, column], 2)
         lowest = logs.mean() - slope / (2 * bend) if bend > 0 else np.inf
         if not logs[0] < lowest < logs[-1]:
             left_out["the parabola has no lowest point inside"] += 1
@@ -136,13 +141,12 @@ def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
             f"the sizes that were trained ({reasons})"
         )
     at, lowest_losses, best_sizes, best_tokens = np.array(found).T
-    return Optima(at, lowest_losses, best_sizes, best_tokens, np.ones_like(at), left_out)
+    return Optima(at, lowest_losses, best_sizes, best_tokens, left_out)
 
 
 def laws(optima: Optima) -> Laws:
     """Power laws without an offset through the optima."""
-    parts = (optima.losses, optima.sizes, optima.tokens)
-    return Laws(*(fit_power(optima.flops, y, optima.weights) for y in parts))
+    return Laws(*(fit_power(optima.flops, y) for y in (optima.losses, optima.sizes, optima.tokens)))
 
 
 class Offset(NamedTuple):

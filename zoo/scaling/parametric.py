@@ -55,12 +55,11 @@ class Parametric(NamedTuple):
 
 
 class Points(NamedTuple):
-    """Points of training curves, each [P]: N, D, L, and how much they count."""
+    """Points of training curves, N, D and L, each [P]."""
 
     sizes: Numbers
     tokens: Numbers
     losses: Numbers
-    weights: Numbers
 
 
 def points_of(curves: Sequence[Curve], count: int = 40) -> Points:
@@ -68,7 +67,7 @@ def points_of(curves: Sequence[Curve], count: int = 40) -> Points:
     at = [np.geomspace(curve.tokens[0], curve.tokens[-1], count) for curve in curves]
     losses = [np.interp(np.log(t), np.log(c.tokens), c.losses) for t, c in zip(at, curves, strict=True)]
     sizes = np.repeat([float(curve.size) for curve in curves], count)
-    return Points(sizes, np.concatenate(at), np.concatenate(losses), np.repeat([c.weight for c in curves], count))
+    return Points(sizes, np.concatenate(at), np.concatenate(losses))
 
 
 def fit_parametric(points: Points, start: Parametric | None = None) -> Parametric:
@@ -83,7 +82,7 @@ def fit_parametric(points: Points, start: Parametric | None = None) -> Parametri
     """
     from scipy.optimize import minimize
 
-    sizes, tokens, losses, point_weights = points
+    sizes, tokens, losses = points
     if min(len(np.unique(sizes)), len(np.unique(tokens))) < 3:
         raise UserError(
             f"it cannot be fitted, because five constants need at least three sizes and three numbers of tokens; there "
@@ -103,9 +102,9 @@ def fit_parametric(points: Points, start: Parametric | None = None) -> Parametri
         weights /= total
         r = (np.log(total) + most - target) / HUBER
         small = np.abs(r) <= 1
-        slope = point_weights * np.where(small, r, np.sign(r)) / HUBER
+        slope = np.where(small, r, np.sign(r)) / HUBER
         gradient = [slope @ w for w in weights] + [-(slope * weights[0]) @ n, -(slope * weights[1]) @ d]
-        return float(point_weights @ np.where(small, r**2 / 2, np.abs(r) - 0.5)), np.array(gradient)
+        return float(np.where(small, r**2 / 2, np.abs(r) - 0.5).sum()), np.array(gradient)
 
     if start is None:
         starts = _starts(n, d, losses)

@@ -181,7 +181,7 @@ def plan(
     hours = None if peak is None else spent / (mfu * peak) / 3600
     made = Plan(folder, rungs, tokens, spent, hours, float(laws.size(flops)), float(laws.tokens(flops)))
     if verbose:
-        _show(made, flops, law, hours and made.hours / spent)
+        _show(made, flops, law, None if hours is None else hours / spent)
     return made
 
 

@@ -22,12 +22,11 @@ class PowerLaw(NamedTuple):
         return self.offset + self.coefficient * np.asarray(x, np.float64) ** self.exponent
 
 
-def fit_power(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) -> PowerLaw:
+def fit_power(x: ArrayLike, y: ArrayLike) -> PowerLaw:
     """Least squares of log y over log x: the form of arXiv 2406.16690, without an offset.
 
     Args:
         x, y: Positive numbers, at least two different x.
-        weights: Of the squares; by default all count the same.
 
     Raises:
         UserError: There are fewer than two different x.
@@ -35,10 +34,9 @@ def fit_power(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) -> P
     u, v = np.log(np.asarray(x, np.float64)), np.log(np.asarray(y, np.float64))
     if np.ptp(u) == 0:
         raise UserError("a power law cannot be fitted, because all points have the same x")
-    w = np.ones_like(u) if weights is None else np.asarray(weights, np.float64)
-    mean_u, mean_v = np.average(u, weights=w), np.average(v, weights=w)
-    exponent = float(w * (u - mean_u) @ (v - mean_v) / (w @ (u - mean_u) ** 2))
-    return PowerLaw(float(np.exp(mean_v - exponent * mean_u)), exponent)
+    centred = u - u.mean()
+    exponent = float(centred @ (v - v.mean()) / (centred @ centred))
+    return PowerLaw(float(np.exp(v.mean() - exponent * u.mean())), exponent)
 
 
 def fit_falling_power_with_offset(x: ArrayLike, y: ArrayLike) -> PowerLaw:

@@ -12,11 +12,12 @@ from rich.table import Table
 
 from zoo.evaluation.report import COLOURS, MARKERS, blank
 from zoo.files.atomic import atomic_write
-from zoo.scaling.curves import PF_DAY
+from zoo.scaling.curves import PF_DAY, sizes
 from zoo.scaling.law import Law, crossing, crossing_interval
 from zoo.scaling.optima import Laws
 from zoo.scaling.power import PowerLaw
 
+FEW_SIZES = 8  # for an envelope
 BEYOND = 10.0  # how far crossings are looked for, beyond the compute that was spent
 
 
@@ -32,7 +33,7 @@ def table(laws: Sequence[Law]) -> Table:
         cells = [_cell(law, attrgetter(part)) for part in Laws._fields]
         shown.add_row(law.mixer, *cells, str(len(law.curves)), f"{law.laws.balance:.2f}")
     shown.caption = (
-        "C in PF-days (8.64e19 FLOPs); N without embeddings; in brackets the middle 95 % over random weights of runs"
+        "C in PF-days (8.64e19 FLOPs); N without embeddings; in brackets the middle 95 % of a bootstrap over runs"
     )
     shown.caption_justify = "left"
     return shown
@@ -66,6 +67,11 @@ def remarks(laws: Sequence[Law]) -> list[str]:
             lines.append(
                 f"{law.mixer}: the exponents of N_opt and D_opt add up to {law.laws.balance:.2f}, so FLOPs per token "
                 "do not grow as the size does"
+            )
+        if law.method == "envelope" and len(sizes(law.curves)) < FEW_SIZES:
+            lines.append(
+                f"{law.mixer}: an envelope of {len(sizes(law.curves))} sizes has steps that its intervals do not know "
+                "of (without noise they shift exponents by 0.03 to 0.05); compare --method=isoflop"
             )
         if law.failed_draws:
             lines.append(

@@ -216,7 +216,7 @@ def _data_hash(trainer: L.Trainer) -> str | None:
     if not isinstance(data, ResumableData):
         return None
     identity = {name: value for name, value in data.identity().items() if name not in ("seed", "batch_size")}
-    return xxhash.xxh3_64_hexdigest(json.dumps(identity, sort_keys=True, default=str))
+    return xxhash.xxh3_64_hexdigest(json.dumps(identity, sort_keys=True, default=str).encode())
 
 
 def _device_name(device: torch.device) -> str:
