@@ -1,7 +1,7 @@
 """Language models with pluggable token mixers: built from configs, trained with Lightning."""
 
 from kernels import UserError
-from zoo import scaling
+from zoo import scaling as scaling
 from zoo.benchmarks import bench
 from zoo.config import build
 from zoo.evaluation import evaluate
@@ -31,7 +31,6 @@ __all__ = [
     "load_tokenizer",
     "predict",
     "save_state",
-    "scaling",
     "sweep",
     "take_states",
     "test",
