@@ -63,6 +63,8 @@ def test_what_cannot_be_fitted_says_why():
         with pytest.raises(UserError, match=f"M: it cannot be fitted, because .*{reason}"):
             fit_law(curves, "envelope")
     with pytest.raises(UserError, match=r"only \d of 12 IsoFLOP curves have their optimum between"):
+        fit_law(ladder(CHINCHILLA, np.geomspace(1e10, 1e12, 6), tokens=(1e7, 3e9)), "isoflop")
+    with pytest.raises(UserError, match="at no amount of compute 4 sizes have got there"):
         fit_law(ladder(CHINCHILLA, SIZES, tokens=(1e7, 3e7)), "isoflop")
     with pytest.raises(UserError, match="lies outside of the sizes that were trained"):
         fit_law(ladder(CHINCHILLA, np.geomspace(1e10, 1e12, 6), tokens=(1e7, 3e9)), "parametric")
