@@ -61,6 +61,8 @@ def fit(
         raise UserError(f"draws: {draws} must be at least 0")
     selection = select(find_runs(places))
     console = Console(quiet=not verbose)
+    if not console.is_terminal:  # in a log file, wide enough for all columns
+        console = Console(quiet=not verbose, width=max(console.width, 120))
     for name, reason in selection.left_out.items():
         console.print(f"left out {name}: {reason}", style="dim", highlight=False)
     curves: dict[str, list[Curve]] = {}
