@@ -30,11 +30,14 @@ except ImportError as error:  # another package named `kernels` is in the way
 import zoo  # noqa: E402
 from kernels import UserError  # noqa: E402
 from zoo import config as configs  # noqa: E402
+from zoo.benchmarks import HELP as BENCH_HELP  # noqa: E402
 from zoo.benchmarks import KINDS  # noqa: E402
 from zoo.benchmarks.tune import tune  # noqa: E402
 from zoo.config.command_line import Keys, arguments_of  # noqa: E402
 from zoo.lm.catalogue import catalogue, page  # noqa: E402
 from zoo.runs.folder import launched  # noqa: E402
+from zoo.scaling import HELP as SCALING_HELP  # noqa: E402
+from zoo.scaling import part  # noqa: E402
 from zoo.sweeps import Sweep  # noqa: E402
 from zoo.sweeps.ablation import FIELDS  # noqa: E402
 from zoo.train.signals import end_with_parent  # noqa: E402
@@ -62,6 +65,7 @@ Train and compare language models of pluggable token mixers.
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
              python cli.py sweep --config sweep/heads.yaml [--dry-run]
   bench      speed on this machine: python cli.py bench kernels|training|decode|scaling
+  scaling    scaling laws: python cli.py scaling plan|fit
   tune       the best launch configurations for this GPU, to a file: python cli.py tune [--kernels=delta_rule]
   mixers     a table of the token mixers, or a page about one: python cli.py mixers GatedDeltaNet
 
@@ -70,20 +74,6 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
   python cli.py fit --config gdn_h2.yaml --print_config      shows what would run
   python cli.py VERB --help                                  lists every key of a verb
 """
-BENCH_HELP = """\
-usage: python cli.py bench kernels|training|decode|scaling …
-
-  kernels    forward and backward times of the ops:
-             python cli.py bench kernels --ops=delta_rule,window_attention [--peers]
-  training   tokens per second in training, and where the time of a step goes:
-             python cli.py bench training --config gated_deltanet.yaml --config size/400m.yaml --length=4096
-  decode     time of the next token, at a batch size and a position:
-             python cli.py bench decode --config gated_deltanet.yaml --batch_sizes=[1,64] --positions=[1024,65536]
-  scaling    training on 1, 2, 4 … devices with DDP, ZeRO and others: speed, memory, and whether the losses are equal:
-             python cli.py bench scaling --config gated_deltanet.yaml --config size/400m.yaml --devices=[1,2,4]
-
-python cli.py bench KIND --help lists the options of each.
-"""
 
 # errors of a disk, which are not bugs: full, over quota, read-only, no permission
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
@@ -91,7 +81,7 @@ OF_RUNS = Keys(configs.KEYS, configs.add_arguments)
 OF_BENCHES = Keys(configs.KEYS, lambda parser: None)  # without help: some benchmarks have options of the same names
 OF_SWEEPS = Keys((*FIELDS, *configs.KEYS), lambda parser: parser.add_class_arguments(Sweep))
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export", "convert"]
-VERBS += ["statex", "compare", "sweep", "bench", "tune", "mixers"]
+VERBS += ["statex", "compare", "sweep", "bench", "scaling", "tune", "mixers"]
 
 
 def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int = 8, length: int = 4096) -> None:
@@ -149,6 +139,8 @@ def run(arguments: list[str]) -> int:
         Console().print(str(folder), style="dim")
     elif verb == "bench":
         return bench(rest)
+    elif verb == "scaling":
+        scaling(rest)
     elif verb == "tune":
         tune(**arguments_of(tune, rest, verb)[1])
     elif verb == "mixers":
@@ -169,6 +161,16 @@ def bench(arguments: list[str]) -> int:
     keys = None if name == "kernels" else OF_BENCHES
     items, options = arguments_of(KINDS[name], rest, f"bench {name}", keys)
     return int(zoo.bench(name, *items, **options).failed)
+
+
+def scaling(arguments: list[str]) -> None:
+    """Run the part of `scaling` named by the first argument."""
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in ("-h", "--help"):
+        write(SCALING_HELP)
+    else:
+        function, positional = part(name)
+        function(**arguments_of(function, rest, f"scaling {name}", positional=positional)[1])
 
 
 def main() -> None:

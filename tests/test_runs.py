@@ -23,6 +23,28 @@ pytest_plugins = "tests.desk"
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
 
 
+def test_a_row_has_what_a_scaling_law_needs(finished: Path) -> None:
+    row = read_sealed(finished / "runs" / "done" / "results.json")
+    assert row["mixers"] == "Mamba2+GatedDeltaNet+SlidingWindowAttention"
+    assert row["parameters"] - row["parameters_without_embeddings"] == 2 * 512 * 32
+    assert row["training_flops_per_token"] == 3 * row["forward_flops_per_token"]
+    assert (row["schedule"], row["learning_rate"], row["warmup_steps"]) == ("cosine", 3e-3, 50)
+    assert row["decay_starts"] == 50  # a warm-up longer than the run
+    assert row["tokens_per_step"] == row["tokens_seen"] / row["steps"] == 2 * 32
+    assert len(row["data_hash"]) == 16
+
+
+def test_the_data_hash_is_of_the_samples_and_not_of_their_order(command: Command, finished: Path) -> None:
+    def data_hash(*arguments: str) -> str:
+        name = f"run{len(arguments[0])}"
+        assert command(*FIT, *arguments, "--run", name, "--trainer.max_steps=1").code == 0
+        return read_sealed(f"runs/{name}/results.json")["data_hash"]
+
+    whole = read_sealed(finished / "runs" / "done" / "results.json")["data_hash"]
+    assert data_hash("--data.seed=7", "--data.batch_size=4") == whole
+    assert data_hash("--data.max_characters=150000") != whole
+
+
 @pytest.fixture
 def copied(finished: Path, desk: Path) -> Path:
     """A copy of the complete run, in `runs/done` of the desk."""

@@ -1,6 +1,7 @@
 """Language models with pluggable token mixers: built from configs, trained with Lightning."""
 
 from kernels import UserError
+from zoo import scaling as scaling
 from zoo.benchmarks import bench
 from zoo.config import build
 from zoo.evaluation import evaluate

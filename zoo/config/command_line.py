@@ -49,7 +49,8 @@ def arguments_of(
         arguments: The command line after the verb.
         verb: Name of the verb, for messages.
         keys: The config keys of the verb; None if it takes no configs.
-        positional: The option set by a plain argument, or "configs" if plain arguments are configs.
+        positional: The option set by a plain argument, or by all of them if it takes a list; "configs" if plain
+            arguments are configs.
 
     Returns:
         Positional arguments (configs and overrides, in order), and keyword arguments.
@@ -61,12 +62,15 @@ def arguments_of(
     parameters = {name: parameter for name, parameter in signature.items() if name not in IN_PYTHON}
     flags = [name for name, parameter in parameters.items() if parameter.annotation is bool]
     options, items, plain = _split(arguments, flags, parameters)
-    options = _joined(options, [name for name, parameter in parameters.items() if _takes_list(parameter.annotation)])
+    lists = [name for name, parameter in parameters.items() if _takes_list(parameter.annotation)]
     if positional == "configs":
-        items = [*plain, *items]
-    elif positional is not None and plain:
-        options.append(f"--{positional}={plain.pop(0)}")
-    if plain and positional != "configs":
+        items, plain = [*plain, *items], []
+    elif positional is not None:
+        taken = len(plain) if positional in lists else 1
+        options += [f"--{positional}={value}" for value in plain[:taken]]
+        plain = plain[taken:]
+    options = _joined(options, lists)
+    if plain:
         named = "" if keys is None else "configs are named by --config, and "
         raise UserError(f"{plain[0]!r}: an argument without a key; {named}options are written --key=value")
     usage = f"cli.py {verb}{'' if keys is None else ' --config NAME [--config OVERLAY …]'} [--key=value …]"

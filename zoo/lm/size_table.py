@@ -4,6 +4,24 @@ from typing import Any
 
 from rich.table import Table
 
+from mixers import LinearMixer, TokenMixer
+
+
+def mixer_names(model: Any) -> str:
+    """The mixers of a language model, each once, from the bottom up: `Mamba2+GLA×4`, where GLA is expanded by 4."""
+    return "+".join(dict.fromkeys(map(_name, model.mixers)))
+
+
+def _name(mixer: TokenMixer) -> str:
+    expand = mixer.site.expand if isinstance(mixer, LinearMixer) else None
+    return type(mixer).__name__ + ("" if expand is None else f"×{expand.factor}")
+
+
+def parameters_without_embeddings(model: Any) -> int:
+    """Number of parameters of a language model outside of its embedding and the head over its vocabulary."""
+    outside = {p for part in (model.embeddings, model.lm_head) if part is not None for p in part.parameters()}
+    return model.num_parameters() - sum(p.numel() for p in outside)
+
 
 def size_table(model: Any, length: int) -> Table:
     """Parameters, state size and forward FLOPs of a language model, one row per distinct layer.

@@ -43,7 +43,7 @@ def sweep(
     Args:
         configs_and_overrides: The sweep, such as `sweep/heads.yaml`; overrides `key=value` of the sweep's keys, such as
             `seeds=[0,1]`; and overrides for all of its runs.
-        folder: The folder of the runs; null for `runs/NAME` after the sweep's name.
+        folder: The folder of the runs; null for the sweep's `runs_in`, or else `runs/NAME` after the sweep's name.
         jobs: Number of runs at a time; null for one per GPU, or one without GPUs.
         dry_run: Only list the runs with their sizes.
         cluster: Submit the runs to a cluster, through submitit: slurm. Null runs them on this machine.
@@ -58,7 +58,7 @@ def sweep(
     if not any(not isinstance(item, str) or item.startswith("base=") for item in settings):
         raise UserError("sweep: missing; give --config sweep/heads.yaml, or a file of your own (tutorial 06)")
     plan = _plan(settings)
-    target = Path("runs") / (first_name(configs_and_overrides) or "sweep") if folder is None else Path(folder)
+    target = Path(folder or plan.runs_in or Path("runs") / (first_name(configs_and_overrides) or "sweep"))
     runs, console = plan.runs(overrides), Console()
     if dry_run:
         console.print(report.preview(runs, target))

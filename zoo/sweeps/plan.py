@@ -88,6 +88,7 @@ class Sweep:
         lines: The axes whose values become lines in the picture; by default all but `x`.
         also: Further numbers to show beside the metric, as columns of the table and as panels of the picture.
         gates: What runs must reach for the results to mean something. Whatever does not is marked and named.
+        runs_in: The folder of the runs, unless `--folder` names one; null for `runs/NAME` after the sweep's name.
 
     Raises:
         UserError: `seeds`, `learning_rates`, `metric`, `x`, `lines`, `also` or `gates` is invalid.
@@ -104,6 +105,7 @@ class Sweep:
     lines: list[str] | None = None
     also: list[str] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
+    runs_in: str | None = None
 
     def __post_init__(self) -> None:
         if not self.seeds:

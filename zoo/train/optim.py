@@ -86,6 +86,13 @@ class Optimisation:
             return round(self.warmup_fraction * total_steps)
         return DEFAULT_WARMUP if self.warmup_steps is None else self.warmup_steps
 
+    def decay_start(self, total_steps: int) -> int:
+        """The step from which the learning rate falls, in a run of `total_steps`; `total_steps` if it never does."""
+        if self.schedule == "constant":
+            return total_steps
+        stable = 0 if self.schedule == "cosine" else round(total_steps * (1 - self.decay_fraction))
+        return max(self.warmup(total_steps), stable)
+
     def factor(self, step: int, total_steps: int) -> float:
         """The factor by which the learning rate is multiplied.
 
@@ -96,16 +103,13 @@ class Optimisation:
         Returns:
             A number between 0 and 1.
         """
-        start = self.warmup(total_steps)
-        if step < start:
-            return (step + 1) / start
+        warmup = self.warmup(total_steps)
+        if step < warmup:
+            return (step + 1) / warmup
         if self.schedule == "constant":
             return 1.0
-        if self.schedule == "cosine":
-            shape = 0.5 * (1 + math.cos(math.pi * _progress(step, start, total_steps)))
-        else:
-            start = max(start, round(total_steps * (1 - self.decay_fraction)))
-            shape = 1 - _progress(step, start, total_steps)
+        progress = _progress(step, self.decay_start(total_steps), total_steps)
+        shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
         return self.min_learning_rate_ratio + (1 - self.min_learning_rate_ratio) * shape
 
 

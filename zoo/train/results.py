@@ -14,9 +14,11 @@ COLUMNS = (
     "steps",
     "tokens_seen",
     "parameters",
+    "parameters_without_embeddings",
     "context_length",
     "state_size",
     "forward_flops_per_token",
+    "training_flops_per_token",
     "val_loss",
     "val_batches",
     "val_perplexity",
@@ -29,6 +31,10 @@ COLUMNS = (
     "bigram_loss",
     "tokens_per_second",
     "wall_seconds",
+    "learning_rate",
+    "warmup_steps",
+    "decay_starts",
+    "tokens_per_step",
 )
 
 

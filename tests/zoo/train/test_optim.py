@@ -43,6 +43,16 @@ def test_warmup_stable_decay():
     assert found[10:81] == [1.0] * 71
     assert found[90] == pytest.approx(0.5)
     assert found[99] == pytest.approx(0.05)
+    assert optim.decay_start(100) == 80
+
+
+@pytest.mark.parametrize(("schedule", "start"), [("constant", 100), ("cosine", 10), ("wsd", 80)])
+def test_where_the_learning_rate_begins_to_fall(schedule, start):
+    optim = Optimisation(schedule=schedule, warmup_steps=10)
+    assert optim.decay_start(100) == start
+    found = factors(optim, 100)
+    assert found[10 : start + 1] == [1.0] * len(found[10 : start + 1])
+    assert start == 100 or found[start + 1] < 1
 
 
 def test_the_schedule_is_applied_and_nothing_is_warmed_up_without_warmup():

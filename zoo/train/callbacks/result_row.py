@@ -1,5 +1,6 @@
 """The results of a run, written when it ends."""
 
+import json
 import logging
 import os
 import platform
@@ -13,12 +14,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning as L
 import torch
+import xxhash
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
 from kernels import UserError
 from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.resumable import ResumableData
 from zoo.files.sealed_json import write_sealed
+from zoo.lm.size_table import mixer_names, parameters_without_embeddings
 from zoo.train.baseline import bigram_loss
 from zoo.train.callbacks.progress_bar import batches_of
 from zoo.train.callbacks.run_callback import RunCallback
@@ -52,7 +56,7 @@ class ResultRow(RunCallback):
     def __init__(self, zeroed_batches: int = 4) -> None:
         self.zeroed_batches = zeroed_batches
         self._row: dict[str, Any] | None = None
-        self._parameters = 0
+        self._parameters = self._without_embeddings = 0
         self._earlier_seconds = 0.0  # of the process or processes that this one resumes
         self._start = time.perf_counter()
         self._trained = self._finishing = False
@@ -68,6 +72,7 @@ class ResultRow(RunCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Count the parameters, before a strategy shards them."""
         self._parameters = pl_module.model.num_parameters()
+        self._without_embeddings = parameters_without_embeddings(pl_module.model)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
@@ -153,16 +158,21 @@ class ResultRow(RunCallback):
         model, metrics = pl_module.model, trainer.callback_metrics
         length = pl_module.context_length or pl_module.context_loss.context_length
         speed = metrics.get("tokens_per_second")
-        batches = batches_of(trainer)
+        batches, optim = batches_of(trainer), pl_module.optim
+        planned = trainer.max_steps if trainer.max_steps > 0 else trainer.global_step
+        forward = model.flops(length) / length if length else None
         row = {
             "run": Path(trainer.default_root_dir).resolve().name,
             "status": status,
             "steps": trainer.global_step,
             "tokens_seen": pl_module.tokens_seen,
+            "mixers": mixer_names(model),
             "parameters": self._parameters,
+            "parameters_without_embeddings": self._without_embeddings,
             "context_length": length,
             "state_size": model.state_size(length) if length else None,
-            "forward_flops_per_token": model.flops(length) / length if length else None,
+            "forward_flops_per_token": forward,
+            "training_flops_per_token": forward and 3 * forward,
             "val_loss": metrics.get("val_loss"),
             "val_batches": batches[0],
             "val_batches_in_split": batches[1],
@@ -174,6 +184,12 @@ class ResultRow(RunCallback):
             "val_loss_same_batches": mixers.get("val_loss_same_batches"),
             "val_loss_mixers_zeroed": mixers.get("val_loss_mixers_zeroed"),
             "bigram_loss": bigram_loss(trainer),
+            "learning_rate": optim.learning_rate,
+            "schedule": optim.schedule,
+            "warmup_steps": optim.warmup(planned),
+            "decay_starts": optim.decay_start(planned),
+            "tokens_per_step": round(pl_module.tokens_seen / trainer.global_step) if trainer.global_step else None,
+            "data_hash": _data_hash(trainer),
             "tokens_per_second": speed,
             "wall_seconds": round(self._wall_seconds(), 1),
             "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
@@ -192,6 +208,15 @@ class ResultRow(RunCallback):
 
 def _first_loader(loaders: Any) -> Iterable[Batch]:
     return loaders[0] if isinstance(loaders, list | tuple) else loaders
+
+
+def _data_hash(trainer: L.Trainer) -> str | None:
+    """A hash of what the samples are, whatever their order; None if the data module is not one of ours."""
+    data = getattr(trainer, "datamodule", None)
+    if not isinstance(data, ResumableData):
+        return None
+    identity = {name: value for name, value in data.identity().items() if name not in ("seed", "batch_size")}
+    return xxhash.xxh3_64_hexdigest(json.dumps(identity, sort_keys=True, default=str).encode())
 
 
 def _device_name(device: torch.device) -> str:

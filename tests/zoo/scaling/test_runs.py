@@ -1,0 +1,151 @@
+"""`scaling fit` at the command line: which runs are used, what is said about the others, what is written."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import zoo
+from tests.zoo.scaling.curves import write_run
+from zoo.scaling.published import CHINCHILLA
+
+pytest.importorskip("scipy")
+pytest_plugins = "tests.desk"
+SIZES = np.geomspace(1e8, 1e10, 6)
+
+
+@pytest.fixture
+def ladder(desk: Path) -> Path:
+    for i, size in enumerate(SIZES):
+        write_run(desk / "ladder" / f"run{i}", size)
+    return desk / "ladder"
+
+
+def test_a_law_its_table_and_its_picture(command, ladder: Path) -> None:
+    done = command("scaling", "fit", "ladder/", "--method=parametric", "--draws=8", "--output=law/")
+    assert done.code == 0, done.err
+    for word in ("N_opt(C)", "D_opt(C)", "PF-days", "law/laws.json"):
+        assert word in done.out
+    law = json.loads(Path("law/laws.json").read_text())["laws"][0]
+    expected = CHINCHILLA.laws(6.0)
+    assert law["size_exponent"] == pytest.approx(expected.size.exponent, abs=0.005)
+    low, high = law["size_exponent_interval"]
+    assert low <= law["size_exponent"] <= high
+    assert law["parametric"]["alpha"] == pytest.approx(CHINCHILLA.alpha, abs=0.01)
+    assert (Path("law/laws.png").stat().st_size, Path("law/laws.svg").stat().st_size) > (5000, 5000)
+
+
+def test_several_places_and_mixers_that_cross(command, ladder: Path) -> None:
+    for i, size in enumerate(SIZES):
+        write_run(ladder.parent / "more" / f"run{i}", size, law=CHINCHILLA._replace(E=1.6, A=600.0), mixers="Other×2")
+    done = command("scaling", "fit", "ladder", "more", "--draws=4", "--method=parametric")
+    assert done.code == 0, done.err
+    assert "M and Other×2 cross at" in done.out
+    assert "left out" not in done.out  # runs of the same name in two places are two runs
+    assert len(json.loads((ladder / "law" / "laws.json").read_text())["laws"]) == 2
+
+
+def test_from_python(ladder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = zoo.scaling.fit([ladder], method="parametric", draws=0, verbose=False, flops="6n")
+    assert (rows[0]["counting"], rows[0]["size_exponent_interval"]) == ("6n", None)
+    assert not capsys.readouterr().out
+
+
+def test_each_rule_names_the_run_and_the_reason(command, ladder: Path) -> None:
+    size = float(SIZES[0])
+    bad: dict[str, tuple[dict[str, Any], str]] = {
+        "older": ({"mixers": None}, "its results.json has no mixers; it is of an earlier version"),
+        "cosine": ({"schedule": "cosine"}, "its learning rate falls all the time (schedule: cosine)"),
+        "half": ({"status": "interrupted"}, "its status is interrupted"),
+        "same": ({}, "it repeats"),
+        "worse": (
+            {"learning_rate": 2e-3, "law": CHINCHILLA._replace(E=2.0)},
+            "with the learning rate 0.001, has a low",
+        ),
+        "short": ({"decay_starts": 9}, "it has 7 training losses after its warm-up and before its decay, fewer than 8"),
+        "corpus": ({"seed": 1, "data_hash": "xyz"}, "it was trained on other data (xyz) than"),
+        "longer": ({"seed": 2, "context_length": 4096}, "it was trained on sequences of another length (4096) than"),
+    }
+    for name, (row, _) in bad.items():
+        write_run(ladder / name, size, **row)
+    nan, up = write_run(ladder / "nan", size, seed=3), write_run(ladder / "up", size, seed=4)
+    rows = (nan / "metrics.jsonl").read_text().splitlines()
+    (nan / "metrics.jsonl").write_text("\n".join([*rows[:30], '{"step": 30, "tokens": 9, "train_loss": null}']))
+    rows = (up / "metrics.jsonl").read_text().splitlines()
+    late = [json.dumps(json.loads(row) | {"train_loss": 9.0}) for row in rows[50:]]
+    (up / "metrics.jsonl").write_text("\n".join([*rows[:50], *late]))
+    killed, damaged = write_run(ladder / "killed", size), write_run(ladder / "damaged", size)
+    (killed / "results.json").unlink()
+    (damaged / "results.json").write_text("{")
+    done = command("scaling", "fit", "ladder", "--draws=0", "--method=parametric")
+    assert done.code == 0, done.err
+    said = " ".join(done.out.split())
+    reasons = {name: reason for name, (_, reason) in bad.items()} | {
+        "nan": "it has diverged: its loss at step 30 is not a number",
+        "up": "it has diverged: its loss ends at 9.00",
+        "killed": "it has no results.json, so it has not ended",
+        "damaged": "is damaged",
+    }
+    left_out = json.loads((ladder / "law" / "laws.json").read_text())["left_out"]
+    assert left_out.keys() == {f"ladder/{name}" for name in reasons}
+    for name, reason in reasons.items():
+        assert reason in left_out[f"ladder/{name}"]
+        assert f"left out ladder/{name}: " in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nowhere"], "runs: there is no folder nowhere"),
+        (["."], "is no run and holds none (a run has a metrics.jsonl)"),
+        ([], "runs: missing"),
+        (["ladder", "--method=isoflp"], "method: 'isoflp' is not one of envelope, isoflop, parametric"),
+        (["ladder", "--flops=7n"], "flops: '7n' is not one of model, 6n"),
+        (["ladder", "--draws=-1"], "draws: -1 must be at least 0"),
+        (["ladder", "--metod=envelope"], "did you mean 'method'"),
+        (["ladder/run0"], "M: it cannot be fitted, because 1 size of model was trained; 4 are needed"),
+        ([f"ladder/run{i}" for i in range(3)], "because 3 sizes of model were trained; 4 are needed"),
+    ],
+)
+def test_a_mistake_is_one_sentence(command, ladder: Path, arguments: list[str], expected: str) -> None:
+    done = command("scaling", "fit", *arguments)
+    assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
+    assert expected in done.err
+
+
+def test_curves_that_no_law_can_be_read_off(command, desk: Path) -> None:
+    for i, size in enumerate(np.geomspace(1e11, 1e13, 6)):  # far too large for their tokens
+        write_run(desk / "ladder" / f"run{i}", size)
+    reasons = {
+        "envelope": "fewer than two sizes between the smallest and the largest are the best at any amount of compute",
+        "isoflop": "of 12 IsoFLOP curves have their optimum between the sizes that were trained",
+        "parametric": "lies outside of the sizes that were trained",
+    }
+    for method, reason in reasons.items():
+        failed = command("scaling", "fit", "ladder", f"--method={method}")
+        assert failed.code == 2
+        assert "M: it cannot be fitted, because" in failed.err
+        assert reason in failed.err
+
+
+def test_without_scipy_one_sentence_says_what_to_install(command, ladder: Path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    failed = command("scaling", "fit", "ladder")
+    assert failed.err == "error: scaling fit: needs scipy; pip install 'token-mixer-zoo[scaling]'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["scaling"], "plan|fit"), (["scaling", "--help"], "plan|fit"), (["scaling", "fit", "--help"], "--method")],
+)
+def test_help(command, arguments: list[str], expected: str) -> None:
+    done = command(*arguments)
+    assert done.code == 0
+    assert expected in done.out
+
+
+def test_an_unknown_part(command) -> None:
+    assert "scaling: 'fitt' is not one of plan, fit; did you mean 'fit'" in command("scaling", "fitt").err

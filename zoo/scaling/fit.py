@@ -1,0 +1,93 @@
+"""`zoo.scaling.fit`: laws out of runs."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rich.console import Console
+from tqdm import tqdm
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo.files.sealed_json import write_sealed
+from zoo.scaling.curves import Curve
+from zoo.scaling.law import Law, as_row, fit_law
+from zoo.scaling.optima import METHODS, Method
+from zoo.scaling.report import remarks, table, write_pictures
+from zoo.scaling.runs import find_runs, select
+
+Counting = Literal["model", "6n"]
+
+
+def fit(
+    runs: list[str] | str | Path,
+    method: Method = "envelope",
+    output: str | Path | None = None,
+    flops: Counting = "model",
+    draws: int = 200,
+    seed: int = 0,
+    verbose: bool = True,
+) -> list[dict[str, Any]]:
+    """Fit scaling laws to trained runs: how loss, best size and best number of tokens follow compute, for each mixer.
+
+    ``zoo.scaling.fit("ladder/", method="envelope")``
+
+    Args:
+        runs: Folders of runs, or folders that hold runs, such as those of a sweep; on the command line as plain
+            arguments.
+        method: `envelope`: the lowest loss at each amount of compute; `isoflop`: parabolas over size at equal compute;
+            `parametric`: E + A/N^α + B/D^β.
+        output: The folder for laws.json and pictures; null: `law` in the first of the folders.
+        flops: `model` counts the FLOPs that a model executes, `6n` six per token and parameter without embeddings.
+        draws: Draws of the bootstrap over runs; 0: no intervals.
+        seed: Seed of the draws.
+        verbose: Whether to print the table and what was left out.
+
+    Returns:
+        A row for each mixer that could be fitted.
+
+    Raises:
+        UserError: A folder does not exist, nothing can be fitted (the message says why), or scipy is not installed.
+    """
+    if importlib.util.find_spec("scipy") is None:
+        raise UserError("scaling fit: needs scipy; pip install 'token-mixer-zoo[scaling]'")
+    places = [runs] if isinstance(runs, str | Path) else list(runs)
+    if method not in METHODS:
+        raise UserError(f"method: {method!r} is not one of {', '.join(METHODS)}{did_you_mean(method, list(METHODS))}")
+    if flops not in get_args(Counting):
+        raise UserError(f"flops: {flops!r} is not one of {', '.join(get_args(Counting))}")
+    if draws < 0:
+        raise UserError(f"draws: {draws} must be at least 0")
+    selection = select(find_runs(places))
+    console = Console(quiet=not verbose)
+    if not console.is_terminal:  # in a log file, wide enough for all columns
+        console = Console(quiet=not verbose, width=max(console.width, 120))
+    for name, reason in selection.left_out.items():
+        console.print(f"left out {name}: {reason}", style="dim", highlight=False)
+    curves: dict[str, list[Curve]] = {}
+    for run in selection.runs:
+        curve = run.curve if flops == "model" else replace(run.curve, flops_per_token=6 * run.curve.size)
+        curves.setdefault(curve.mixer, []).append(curve)
+    laws: list[Law] = []
+    failures = []
+    hidden = None if verbose else True  # None: shown in a terminal
+    for of_mixer in tqdm(curves.values(), desc="fitting", unit=" mixers", disable=hidden, leave=False):
+        try:
+            laws.append(fit_law(of_mixer, method, draws, seed))
+        except UserError as error:
+            failures.append(str(error))
+    if not laws:
+        raise UserError("; ".join(failures))
+    folder = Path(places[0]) / "law" if output is None else Path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [as_row(law) | {"counting": flops} for law in laws]
+        said = [*failures, *remarks(laws)]
+        write_sealed(folder / "laws.json", {"laws": rows, "left_out": selection.left_out, "remarks": said})
+        pictures = write_pictures(laws, folder)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
+    console.print(table(laws), *said, sep="\n", highlight=False)
+    console.print(f"{folder / 'laws.json'} {pictures[0]}", style="dim", highlight=False)
+    return rows

@@ -1,0 +1,144 @@
+"""What people look at: a table of laws, and pictures fit for a paper."""
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+from zoo.evaluation.report import COLOURS, MARKERS, blank
+from zoo.files.atomic import atomic_write
+from zoo.scaling.curves import PF_DAY, sizes
+from zoo.scaling.law import Law, crossing, crossing_interval
+from zoo.scaling.optima import Laws
+from zoo.scaling.power import PowerLaw
+
+FEW_SIZES = 8  # for an envelope
+BEYOND = 10.0  # how far crossings are looked for, beyond the compute that was spent
+
+
+def table(laws: Sequence[Law]) -> Table:
+    """Laws in the form of Table 3 of arXiv 2406.16690, with C in PF-days, exponents with their intervals."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    shown.add_column("mixer", no_wrap=True)
+    for column in ("L(C)", "N_opt(C)", "D_opt(C)"):
+        shown.add_column(column, justify="right")
+    for name in ("runs", "a + b"):
+        shown.add_column(name, justify="right")
+    for law in laws:
+        cells = [_cell(law, attrgetter(part)) for part in Laws._fields]
+        shown.add_row(law.mixer, *cells, str(len(law.curves)), f"{law.laws.balance:.2f}")
+    shown.caption = (
+        "C in PF-days (8.64e19 FLOPs); N without embeddings; in brackets the middle 95 % of a bootstrap over runs"
+    )
+    shown.caption_justify = "left"
+    return shown
+
+
+def _cell(law: Law, part: Callable[[Laws], PowerLaw]) -> str:
+    fitted = part(law.laws)
+    coefficient = fitted.coefficient * PF_DAY**fitted.exponent
+    start = f"{fitted.offset:.3f} + " if fitted.offset else ""
+    interval = law.interval(lambda laws: part(laws).exponent)
+    ends = "[?]" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]"
+    return f"{start}{coefficient:.4g} · C^{fitted.exponent:.4f}\n{ends}"
+
+
+def remarks(laws: Sequence[Law]) -> list[str]:
+    """What a reader has to know about the laws: what was left out, offsets, balances, crossings."""
+    lines = []
+    for law in laws:
+        if law.optima is not None and (reasons := {why: n for why, n in law.optima.left_out.items() if n}):
+            kept = len(law.optima.flops)
+            listed = ", ".join(f"{count} since {why}" for why, count in reasons.items())
+            lines.append(f"{law.mixer}: {kept} amounts of compute have an optimum; without: {listed}")
+        if law.offset is not None:
+            power, with_offset = law.offset.errors
+            better = "with an offset" if with_offset < power else "without an offset"
+            lines.append(
+                f"{law.mixer}: L(C) {better} predicts the largest best size better: {100 * power:.2f} % off without, "
+                f"{100 * with_offset:.2f} % with ({law.offset.with_offset.offset:.3f})"
+            )
+        if abs(law.laws.balance - 1) > 0.1:
+            lines.append(
+                f"{law.mixer}: the exponents of N_opt and D_opt add up to {law.laws.balance:.2f}, so FLOPs per token "
+                "do not grow as the size does"
+            )
+        if law.method == "envelope" and len(sizes(law.curves)) < FEW_SIZES:
+            lines.append(
+                f"{law.mixer}: an envelope of {len(sizes(law.curves))} sizes has steps that its intervals do not know "
+                "of (without noise they shift exponents by 0.03 to 0.05); compare --method=isoflop"
+            )
+        if law.failed_draws:
+            lines.append(
+                f"{law.mixer}: {law.failed_draws} of {law.failed_draws + len(law.draws)} draws could not be fitted"
+            )
+    between = _span(laws)
+    for i, one in enumerate(laws):
+        for other in laws[i + 1 :]:
+            at = crossing(one.laws, other.laws, between)
+            if at is None:
+                lower = min(one, other, key=lambda law: float(law.laws.loss(between[1])))
+                lines.append(f"{one.mixer} and {other.mixer} do not cross; {lower.mixer} has the lower loss")
+            else:
+                interval = crossing_interval(one, other, between)
+                ends = "interval unknown" if interval is None else f"95 %: {interval[0]:.2g} to {interval[1]:.2g}"
+                lines.append(f"{one.mixer} and {other.mixer} cross at {at:.2g} FLOPs ({ends})")
+    return lines
+
+
+def _span(laws: Sequence[Law]) -> tuple[float, float]:
+    flops = np.concatenate([curve.flops[[0, -1]] for law in laws for curve in law.curves])
+    return float(flops.min()), float(flops.max()) * BEYOND
+
+
+def write_pictures(laws: Sequence[Law], folder: Path) -> list[Path]:
+    """Write `laws.png` and `.svg`: L(C), N_opt(C) and D_opt(C) of all mixers together, and a row for each."""
+    files = []
+    for form in ("png", "svg"):
+        with atomic_write(folder / f"laws.{form}") as file:
+            picture(laws).savefig(file, format=form)
+        files.append(folder / f"laws.{form}")
+    return files
+
+
+def picture(laws: Sequence[Law]) -> Figure:
+    """Curves, optima and laws, after Figure 1 of arXiv 2406.16690."""
+    drawn = blank(12, 3.3 * (len(laws) + (len(laws) > 1)))
+    panels = drawn.subplots(len(laws) + (len(laws) > 1), 3, squeeze=False)
+    if len(laws) > 1:
+        for panel, part in zip(panels[0], Laws._fields, strict=True):
+            for index, law in enumerate(laws):
+                _line(panel, law, part, COLOURS[index % len(COLOURS)], law.mixer)
+            panel.legend(fontsize="x-small", frameon=False)
+        panels[0][0].set_title("all")
+    for index, law in enumerate(laws):
+        colour = COLOURS[index % len(COLOURS)]
+        row = panels[index + (len(laws) > 1)]
+        for curve in law.curves:
+            row[0].plot(curve.flops, curve.losses, color="0.7", linewidth=0.8)
+        for panel, part in zip(row, Laws._fields, strict=True):
+            if law.optima is not None:
+                points = {"loss": law.optima.losses, "size": law.optima.sizes, "tokens": law.optima.tokens}[part]
+                every, marker = max(1, len(points) // 60), MARKERS[index % len(MARKERS)]
+                panel.plot(law.optima.flops[::every], points[::every], marker, color=colour, markersize=3, alpha=0.5)
+            _line(panel, law, part, colour, None)
+        row[0].set_title(law.mixer)
+    names = {"loss": "loss (nats per token)", "size": "best size (without embeddings)", "tokens": "best tokens"}
+    for row in panels:
+        for panel, part in zip(row, Laws._fields, strict=True):
+            panel.set(xscale="log", yscale="log", xlabel="compute (FLOPs)", ylabel=names[part])
+            panel.grid(alpha=0.3)
+    return drawn
+
+
+def _line(panel: Axes, law: Law, part: str, colour: str, label: str | None) -> None:
+    at = np.geomspace(*_span([law]), 100)
+    panel.plot(at, getattr(law.laws, part)(at), color=colour, label=label)
+    if len(law.draws) >= law.failed_draws and law.draws:
+        low, high = np.percentile([getattr(drawn, part)(at) for drawn in law.draws], [2.5, 97.5], axis=0)
+        panel.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)

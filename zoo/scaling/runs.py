@@ -1,0 +1,154 @@
+"""Which runs a scaling law is fitted to, and why others are left out."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kernels import UserError
+from zoo.scaling.curves import Curve
+from zoo.train.metrics_file import read_metrics
+from zoo.train.results import read_row
+
+# what a row needs beside the curve; rows of earlier versions have none of these
+NEEDED = (
+    "mixers",
+    "parameters_without_embeddings",
+    "training_flops_per_token",
+    "learning_rate",
+    "schedule",
+    "warmup_steps",
+    "decay_starts",
+    "data_hash",
+    "context_length",
+)
+LEAST_POINTS = 8
+DIVERGED = 0.5  # nats above the run's lowest loss
+WIDTH = 0.05  # of the smoothing of training losses, as a fraction of the tokens
+
+
+class Trained(NamedTuple):
+    """A run that a law can be fitted to."""
+
+    folder: Path
+    row: dict[str, Any]
+    curve: Curve
+
+
+class Selection(NamedTuple):
+    """The runs of a law, and the reason why each of the others is left out."""
+
+    runs: list[Trained]
+    left_out: dict[str, str]
+
+
+def find_runs(places: Iterable[str | Path]) -> list[Path]:
+    """The folders of runs: the places themselves, or the runs in them.
+
+    Raises:
+        UserError: A place does not exist, or holds no runs.
+    """
+    found: list[Path] = []
+    for place in map(Path, places):
+        if not place.is_dir():
+            raise UserError(f"runs: there is no folder {place}")
+        inside = (
+            [place] if (place / "metrics.jsonl").is_file() else sorted(f.parent for f in place.glob("*/metrics.jsonl"))
+        )
+        if not inside:
+            raise UserError(f"runs: {place} is no run and holds none (a run has a metrics.jsonl)")
+        found += [folder for folder in inside if folder not in found]
+    return found
+
+
+def select(folders: Sequence[Path]) -> Selection:
+    """Read runs, and leave out by rule what does not belong to one law.
+
+    Raises:
+        UserError: No run is left.
+    """
+    left_out: dict[str, str] = {}
+    runs: list[Trained] = []
+    for folder in folders:
+        found = _read(folder)
+        if isinstance(found, str):
+            left_out[str(folder)] = found
+        else:
+            runs.append(found)
+    # one rule after the other, so that what one of them leaves out does not count in the next
+    for rule in (_of_other_lengths, _of_other_data, _repeated):
+        named = dict(rule(runs))
+        left_out |= named
+        runs = [run for run in runs if str(run.folder) not in named]
+    if not runs:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in itertools.islice(left_out.items(), 3))
+        raise UserError(f"runs: none of {len(folders)} can be used ({listed})")
+    return Selection(runs, left_out)
+
+
+def _read(folder: Path) -> Trained | str:
+    """A run, or why it cannot be used."""
+    try:
+        row = read_row(folder)
+    except UserError as error:
+        return str(error)
+    if row is None:
+        return "it has no results.json, so it has not ended"
+    if row["status"] != "complete":
+        return f"its status is {row['status']}"
+    if missing := [name for name in NEEDED if row.get(name) is None]:
+        return f"its results.json has no {missing[0]}; it is of an earlier version, or not a run on tokens"
+    if row["schedule"] == "cosine":
+        return "its learning rate falls all the time (schedule: cosine), so its losses are not those of shorter runs"
+    inside = [
+        metrics
+        for metrics in read_metrics(folder / "metrics.jsonl")
+        if "train_loss" in metrics and row["warmup_steps"] <= metrics["step"] < row["decay_starts"]
+    ]
+    if bad := [metrics["step"] for metrics in inside if metrics["train_loss"] is None]:
+        return f"it has diverged: its loss at step {bad[0]} is not a number"
+    points = [(metrics["tokens"], metrics["train_loss"]) for metrics in inside if metrics.get("tokens")]
+    if len(points) < LEAST_POINTS:
+        return f"it has {len(points)} training losses after its warm-up and before its decay, fewer than {LEAST_POINTS}"
+    tokens, losses = np.array(points, np.float64).T
+    size, flops = row["parameters_without_embeddings"], row["training_flops_per_token"]
+    curve = Curve(str(folder), row["mixers"], size, flops, tokens, losses).smoothed(WIDTH)
+    if curve.losses[-1] > curve.losses.min() + DIVERGED:
+        return f"it has diverged: its loss ends at {curve.losses[-1]:.2f} and had been {curve.losses.min():.2f}"
+    return Trained(folder, row, curve)
+
+
+def _of_other_lengths(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
+    return _minority(runs, "context_length", "sequences of another length")
+
+
+def _of_other_data(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
+    return _minority(runs, "data_hash", "other data")
+
+
+def _minority(runs: Sequence[Trained], name: str, what: str) -> Iterable[tuple[str, str]]:
+    """Runs whose rows have another value than most."""
+    for most, count in Counter(run.row[name] for run in runs).most_common(1):
+        for run in runs:
+            if run.row[name] != most:
+                yield str(run.folder), f"it was trained on {what} ({run.row[name]}) than {count} others ({most})"
+
+
+def _repeated(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
+    """Of runs that differ only in learning rate and length: all but the longest at the best learning rate."""
+    groups: dict[tuple[Any, ...], list[Trained]] = {}
+    for run in runs:
+        groups.setdefault((run.curve.mixer, run.curve.size, run.row.get("seed")), []).append(run)
+    for group in groups.values():
+        common = min(run.curve.flops[-1] for run in group)
+        at_common = [np.nan_to_num(run.curve.at(common), nan=np.inf) for run in group]
+        rate = group[int(np.argmin(at_common))].row["learning_rate"]
+        kept = max((run for run in group if run.row["learning_rate"] == rate), key=lambda run: run.curve.tokens[-1])
+        for run in group:
+            if run is not kept and run.row["learning_rate"] == rate:
+                yield str(run.folder), f"it repeats {kept.folder}: the same mixer, size, seed and learning rate"
+            elif run is not kept:
+                yield str(run.folder), f"{kept.folder}, with the learning rate {rate:g}, has a lower loss"
