@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from zoo.benchmarks.device import pick_device
 from zoo.generation.generate import generate as pieces_of
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.loading.load import load, load_tokenizer
+from zoo.train.devices import pick_device
 
 
 def generate(
