@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 
 # warnings meant for library authors, not for users
@@ -20,27 +21,6 @@ for pattern in (
 ):
     warnings.filterwarnings("ignore", message=f".*{pattern}.*")
 warnings.filterwarnings("ignore", category=DeprecationWarning)
-
-from rich.console import Console  # noqa: E402
-
-try:
-    import mixers
-except ImportError as error:  # another package named `kernels` is in the way
-    sys.exit(f"error: {error}")
-import zoo  # noqa: E402
-from kernels import UserError  # noqa: E402
-from zoo import config as configs  # noqa: E402
-from zoo.benchmarks import HELP as BENCH_HELP  # noqa: E402
-from zoo.benchmarks import KINDS  # noqa: E402
-from zoo.benchmarks.tune import tune  # noqa: E402
-from zoo.config.command_line import Keys, arguments_of  # noqa: E402
-from zoo.lm.catalogue import catalogue, page  # noqa: E402
-from zoo.runs.folder import launched  # noqa: E402
-from zoo.scaling import HELP as SCALING_HELP  # noqa: E402
-from zoo.scaling import part  # noqa: E402
-from zoo.sweeps import Sweep  # noqa: E402
-from zoo.sweeps.ablation import FIELDS  # noqa: E402
-from zoo.train.signals import end_with_parent  # noqa: E402
 
 HELP = """\
 usage: python cli.py VERB …
@@ -77,30 +57,19 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
 
 # errors of a disk, which are not bugs: full, over quota, read-only, no permission
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-OF_RUNS = Keys(configs.KEYS, configs.add_arguments)
-OF_BENCHES = Keys(configs.KEYS, lambda parser: None)  # without help: some benchmarks have options of the same names
-OF_SWEEPS = Keys((*FIELDS, *configs.KEYS), lambda parser: parser.add_class_arguments(Sweep))
+SAID_BY_ANOTHER = 10.0  # seconds
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export", "convert"]
 VERBS += ["statex", "compare", "sweep", "bench", "scaling", "tune", "mixers"]
 
 
-def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int = 8, length: int = 4096) -> None:
-    """List the token mixers with their sizes, or describe one of them.
-
-    Args:
-        name: The mixer to describe; by default all are listed.
-        hidden_size: Size of the residual stream.
-        num_heads: Number of heads.
-        length: Tokens in a sequence, for FLOPs and growing states.
-    """
-    site = mixers.Site(hidden_size, num_heads)
-    Console().print(catalogue(site, length) if name is None else page(name, site, length))
-
-
 def write(text: str) -> None:
-    """Write text to the terminal immediately."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Write text to the terminal immediately; whoever read it may have left (`| head`), which ends the process."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its exit
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def run(arguments: list[str]) -> int:
@@ -112,15 +81,32 @@ def run(arguments: list[str]) -> int:
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if verb in ("-h", "--help", "help"):
         write(HELP)
-    elif verb in ("fit", "validate", "test", "predict"):
+        return 0
+    from rich.console import Console
+
+    import mixers
+    import zoo
+    from kernels import UserError
+    from zoo.benchmarks.command_line import run_bench
+    from zoo.benchmarks.tune import tune
+    from zoo.config import KEYS, add_arguments
+    from zoo.config.command_line import Keys, arguments_of
+    from zoo.lm.catalogue import show_mixers
+    from zoo.scaling.command_line import run_scaling
+    from zoo.sweeps import Sweep
+    from zoo.sweeps.ablation import FIELDS
+
+    of_runs = Keys(KEYS, add_arguments)
+    if verb in ("fit", "validate", "test", "predict"):
         function = getattr(zoo, verb)
-        items, options = arguments_of(function, rest, verb, OF_RUNS)
+        items, options = arguments_of(function, rest, verb, of_runs)
         function(*items, **options)
     elif verb == "compare":
-        items, options = arguments_of(zoo.compare, rest, verb, OF_RUNS, positional="configs")
+        items, options = arguments_of(zoo.compare, rest, verb, of_runs, positional="configs")
         zoo.compare(*items, **options)
     elif verb == "sweep":
-        items, options = arguments_of(zoo.sweep, rest, verb, OF_SWEEPS)
+        of_sweeps = Keys((*FIELDS, *KEYS), lambda parser: parser.add_class_arguments(Sweep))
+        items, options = arguments_of(zoo.sweep, rest, verb, of_sweeps)
         zoo.sweep(*items, **options)
     elif verb == "evaluate":
         zoo.evaluate(**arguments_of(zoo.evaluate, rest, verb)[1])
@@ -138,9 +124,9 @@ def run(arguments: list[str]) -> int:
         folder = zoo.convert(**arguments_of(zoo.convert, rest, verb)[1])
         Console().print(str(folder), style="dim")
     elif verb == "bench":
-        return bench(rest)
+        return run_bench(rest)
     elif verb == "scaling":
-        scaling(rest)
+        run_scaling(rest)
     elif verb == "tune":
         tune(**arguments_of(tune, rest, verb)[1])
     elif verb == "mixers":
@@ -150,51 +136,47 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def bench(arguments: list[str]) -> int:
-    """Run the benchmark named by the first argument; returns 1 if a result was wrong."""
-    name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    if name in ("-h", "--help"):
-        write(BENCH_HELP)
-        return 0
-    if name not in KINDS:
-        zoo.bench(name)  # raises an error that lists the benchmarks
-    keys = None if name == "kernels" else OF_BENCHES
-    items, options = arguments_of(KINDS[name], rest, f"bench {name}", keys)
-    return int(zoo.bench(name, *items, **options).failed)
-
-
-def scaling(arguments: list[str]) -> None:
-    """Run the part of `scaling` named by the first argument."""
-    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    if name in ("-h", "--help"):
-        write(SCALING_HELP)
-    else:
-        function, positional = part(name)
-        function(**arguments_of(function, rest, f"scaling {name}", positional=positional)[1])
-
-
 def main() -> None:
     """Entry point: a user's mistake is one sentence and exit code 2; a bug keeps its traceback."""
+    try:
+        sys.exit(started())
+    except KeyboardInterrupt:  # perhaps of an import
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # so that a second Ctrl-C does not interrupt the exit
+        sys.exit(130)
+
+
+def started() -> int:
+    """Run the command line of this process, and return the exit code."""
+    # its help needs no imports, which take seconds
+    if sys.argv[1:2] in ([], ["-h"], ["--help"], ["help"]):
+        return run(sys.argv[1:])
+    try:
+        import mixers
+    except ImportError as error:  # another package named `kernels` is in the way
+        sys.exit(f"error: {error}")
+    from kernels import UserError
+    from zoo.runs.folder import launched
+    from zoo.train.signals import end_with_parent
+
     mixers.names()  # imports installed plug-ins, before the working folder is searched for modules
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for the user's mixers; last, so as not to shadow the standard library
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    end_with_parent(signal.SIGTERM if int(os.environ.get("LOCAL_RANK", "0")) == 0 else signal.SIGKILL)
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    end_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
     try:
-        code = run(launched(sys.argv[1:]))
+        return run(launched(sys.argv[1:]))
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        code = 2
+        message = str(error)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        sys.stderr.write(f"error: {error.strerror}{'' if error.filename is None else f': {error.filename}'}\n")
-        code = 2
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # so that a second Ctrl-C does not interrupt the exit
-        code = 130
-    sys.exit(code)
+        message = f"{error.strerror}{'' if error.filename is None else f': {error.filename}'}"
+    if rank > 0:
+        time.sleep(SAID_BY_ANOTHER)  # the first process makes most mistakes, too, says so, and ends the others
+    sys.stderr.write(f"error: {message}\n")
+    return 2
 
 
 if __name__ == "__main__":

@@ -217,7 +217,7 @@ def test_a_namesake_that_hides_our_kernels_is_told_in_one_sentence(tmp_path: Pat
     (tmp_path / "kernels" / "__init__.py").write_text("")
     (tmp_path / "start.py").write_text("import sys, cli; cli.main()")
     done = subprocess.run(
-        [sys.executable, "start.py", "--help"],
+        [sys.executable, "start.py", "mixers"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         capture_output=True,

@@ -1,9 +1,12 @@
 """`compare` trains several configs, keeps what is finished, and shows one table and one picture."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
+from zoo.sweeps import comparison
 from zoo.sweeps.comparison import whole_configs
 
 pytest_plugins = "tests.desk"
@@ -45,6 +48,10 @@ def test_two_configs_one_table_and_nothing_twice(command, tmp_path) -> None:
         (["gla.yaml", "--model.hiden_size=3"], "did you mean 'hidden_size'"),
         (["gla.yaml", "--jobs=0"], "jobs: 0 must be at least 1"),
         (["gla.yaml", "--jobs"], "jobs"),
+        (["gla.yaml", "--config=tiny.yaml", "--model.num_heads=5"], "5 does not divide hidden_size 32"),
+        (["gla.yaml", "gdn_h2.yaml", "--config=ablate/no_conv.yaml"], "mixer"),  # of Gated DeltaNet only
+        (["gla.yaml", "--config=num_heads=1,seed=0/config.yaml"], "neither a file nor one of configs/"),
+        (["gla.yaml", "scaling_laws/../gla.yaml"], "scaling_laws/../gla.yaml have the same name, gla"),
     ],
 )
 def test_a_mistake_is_named_before_the_first_run(command, tmp_path, arguments, expected) -> None:
@@ -57,3 +64,60 @@ def test_a_mistake_is_named_before_the_first_run(command, tmp_path, arguments, e
 def test_overlays_are_no_whole_configs() -> None:
     assert "gdn_h2.yaml" in whole_configs()
     assert not any("/" in name for name in whole_configs())
+
+
+ROW = {
+    "status": "complete",
+    "parameters": 1000,
+    "state_size": 64,
+    "tokens_seen": 128,
+    "val_loss": 2.5,
+    "val_loss_by_position": [2.5],
+    "bigram_loss": 3.9,
+    "tokens_per_second": 10.0,
+    "wall_seconds": 1.0,
+}
+
+
+def finished_run(folder: Path) -> None:
+    """A folder as a complete run leaves it, as far as a comparison reads it."""
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(json.dumps({**ROW, "run": folder.name}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "tokens": 128, "val_loss": 2.5}) + "\n")
+
+
+def recorded(folder: Path) -> dict:
+    """Name → config of the runs in the folder of a comparison."""
+    return {name: run for name, run in json.loads((folder / "runs.json").read_text()).items() if isinstance(run, dict)}
+
+
+@pytest.mark.parametrize("overlay", ["--config=tiny.yaml", "tiny.yaml"])
+def test_an_overlay_is_applied_to_every_config(command, desk, overlay) -> None:
+    for name in ("gdn_h2", "gla"):
+        finished_run(desk / "out" / name)
+    done = command("compare", "gdn_h2.yaml", overlay, "gla.yaml", "--model.num_layers=6", "--folder=out")
+    assert done.code == 0, done.err
+    runs = recorded(desk / "out")
+    assert [*runs] == ["gdn_h2", "gla"]
+    assert all(run["model"]["hidden_size"] == 32 and run["model"]["num_layers"] == 6 for run in runs.values())
+
+
+def test_a_run_that_fails_is_named_below_the_table_of_the_others(command, desk, monkeypatch) -> None:
+    finished_run(desk / "out" / "gla")
+    monkeypatch.setattr(comparison, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    done = command("compare", "gla.yaml", "gdn_h2.yaml", "--config=tiny.yaml", "--folder=out")
+    assert done.code == 2
+    assert "2.500" in done.out
+    assert "1 of 2 runs failed: gdn_h2 (exit code 3, see out/gdn_h2.log)" in done.err.splitlines()[-1]
+
+
+def test_configs_of_runs_whose_names_have_equals_signs(command, desk, monkeypatch) -> None:
+    names = ["num_heads=1,seed=0", "num_heads=2,seed=0"]
+    for name in names:
+        (desk / name).mkdir()
+        (desk / name / "config.yaml").write_text((comparison.CONFIGS / "gla.yaml").read_text())
+        finished_run(desk / "out" / name)
+    configs = [f"{name}/config.yaml" for name in names]
+    done = command("compare", *configs, "--config=tiny.yaml", "--folder=out")
+    assert done.code == 0, done.err
+    assert [*recorded(desk / "out")] == names

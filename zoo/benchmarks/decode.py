@@ -13,11 +13,12 @@ from tqdm import tqdm
 from zoo import config as configs
 from zoo.benchmarks import model as models
 from zoo.benchmarks import peers as others
-from zoo.benchmarks.device import described, pick_backend, pick_device
+from zoo.benchmarks.device import described, pick_backend
 from zoo.benchmarks.report import Report
 from zoo.benchmarks.timing import medians
 from zoo.generation.decoder import Decoder
 from zoo.lm.model import LanguageModel
+from zoo.train.devices import pick_device
 
 PEER_POSITION = 1024  # largest prefill of a peer; more is not needed, since its state has constant size, too
 

@@ -1,4 +1,4 @@
-"""The device of a benchmark: choosing, describing, and its peak speed."""
+"""What a benchmark says of its device, its peak speed, and the dtypes and backends to choose from."""
 
 import importlib.metadata
 import os
@@ -27,22 +27,6 @@ PEAK_BANDWIDTH = {
     "3090": 936e9,
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def pick_device(name: str | None) -> torch.device:
-    """The named device, by default the GPU if available.
-
-    Raises:
-        UserError: The name is unknown, or there is no GPU.
-    """
-    available = torch.cuda.is_available()
-    if name is None:
-        return torch.device("cuda" if available else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise UserError(f"device: {name!r} is not one of cpu, cuda{did_you_mean(name, ['cpu', 'cuda'])}")
-    if name == "cuda" and not available:
-        raise UserError("device: PyTorch finds no CUDA device on this machine; leave --device out to run on the CPU")
-    return torch.device(name)
 
 
 def pick_dtype(name: str | None, device: torch.device) -> str:

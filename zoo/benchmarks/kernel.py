@@ -10,10 +10,11 @@ from kernels import UserError
 from mixers import did_you_mean
 from zoo.benchmarks import peers as others
 from zoo.benchmarks.cases import OPS, Case, Shape, Tensors
-from zoo.benchmarks.device import described, pick_backend, pick_device, pick_dtype, roofline_ms
+from zoo.benchmarks.device import described, pick_backend, pick_dtype, roofline_ms
 from zoo.benchmarks.gate import relative_error
 from zoo.benchmarks.report import Report
 from zoo.benchmarks.timing import TimedCall, as_graph, medians
+from zoo.train.devices import pick_device
 
 ON_GPU = [(4, 8, 4096, 128), (4, 64, 4096, 128), (1, 8, 65536, 128)]
 WINDOW_ON_GPU = [(4, 8, 8192, 128)]

@@ -14,13 +14,13 @@ from kernels import UserError
 from zoo import config as configs
 from zoo.benchmarks import model as models
 from zoo.benchmarks import peers as others
-from zoo.benchmarks.device import described, pick_backend, pick_device
+from zoo.benchmarks.device import described, pick_backend
 from zoo.benchmarks.report import Report
 from zoo.benchmarks.timing import Clock, process_age, synchronize
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.cpu import use_processor
-from zoo.train.devices import peak_flops
+from zoo.train.devices import peak_flops, pick_device
 from zoo.train.module import best_precision
 from zoo.train.optim import Optimisation, build_optimizer
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 from kernels import UserError
 from zoo.config.explain import unknown
+from zoo.config.find import find_config
 from zoo.config.overlays import as_arguments, is_override, load_items
 from zoo.config.parser import ConfigFile, Parser, explained
 
@@ -132,6 +133,8 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
                     raise UserError(f"{argument} has no value; options are written --key=value")
                 value = following
             if key in ("-c", "--config"):
+                if is_override(value):
+                    find_config(value)  # raises: a path with a "=" that is no file would count as an override
                 split.items.append(value)
             elif option in names:
                 split.options.append(f"--{option}={value}")

@@ -37,8 +37,11 @@ def explain(message: str, options: Iterable[str]) -> str:
 
     if match := re.search(r"Expected a dot import path string: (\S+?)\.?(?: Got value|\s|$)", message):
         return _unknown_class(key, match[1], owner, keys[-1] if keys else key)
-    if match := re.search(r"No module named '([\w.]+)'\. Got value: (\S+?)\.?(?:\s|$)", message):
-        return f"{key}: {match[2]!r} cannot be imported, as there is no module {match[1]!r} in this folder or installed"
+    if match := re.search(r"No module named '([\w.]+)'\. Got value: (?:Namespace\(class_path=')?([\w.]+\w)", message):
+        return (
+            f"{key}: {match[2]!r} cannot be imported, as there is no module {match[1]!r} in this folder or installed; "
+            "go to the folder that it is in, or add that to PYTHONPATH"
+        )
     if match := re.search(r"No module named '([\w.]+)'", message):
         return f"{key}: there is no module {match[1]!r} in this folder or installed"
     if match := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
@@ -56,11 +59,19 @@ def explain(message: str, options: Iterable[str]) -> str:
         return _unknown_key(key, argument.lstrip("-").partition("=")[0], _owner(paths, None), known)
     if match := re.search(r"arguments are required: ([\w., ]+?)\.?(?: Got value|\s*$)", message):
         return _missing(key, match[1], _owner(paths, None))
+    if match := re.search(
+        r"given class_path '(?:\w+\.)*(\w+)':\s+the following arguments are required: ([\w, ]+)", message
+    ):
+        return f"{key}: {match[1]} needs a value for {match[2]}, under init_args"
+    if match := re.search(r"Subclasses are disabled for \w+, thus '([\w.]+)' is not accepted", message):
+        allowed = sorted({name.split(".")[1] for name in known if name.startswith(f"{key}.")})
+        return f"{key}: takes no class such as {match[1]}, only keys of its own (allowed: {', '.join(allowed)})"
     if match := re.search(r"Given value: (.*?)(?:\. Got value|\n|$)", message) or re.search(
         r"Expected a [^\n]*?\. Got value: (.*?)(?:\. Got value|\n|$)", message
     ):
         nested = re.search(r"NestedArg\(key='.*?', val='?(.*?)'?\)$", match[1].rstrip("."))
-        value = nested[1] if nested else match[1].rstrip(".")
+        named = re.match(r"Namespace\(class_path='([\w.]+)'", match[1])
+        value = nested[1] if nested else named[1] if named else match[1].rstrip(".")
         choices = ", ".join(re.findall(r"Expected a typing\.Literal\[(.*?)\]", message)).replace("'", "")
         if choices:
             return f"{key}: {value!r} is not one of {', '.join(dict.fromkeys(choices.split(', ')))}"
@@ -93,6 +104,8 @@ def unknown(key: str, name: str, known: Iterable[str]) -> str:
 
 def _unknown_key(key: str, name: str, owner: Any, known: list[str]) -> str:
     """The sentence for a `name` that is not a parameter of the class `owner` at `key`, or not an option (no owner)."""
+    if owner is not None and owner.__init__ is object.__init__:  # a base class, as no other was named
+        return _missing(key, key, None)
     if owner is not None:
         part, parameters = _unknown_part(owner, name)
         return unknown(f"{key}.{name}", part, parameters)

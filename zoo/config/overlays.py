@@ -1,5 +1,6 @@
 """Loading configs and overrides, which the parser then merges in order."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,8 +16,8 @@ Item = str | Path | Mapping[str, Any]  # a config's name or path, an override `k
 
 
 def is_override(item: Item) -> bool:
-    """Whether an item is an override `key=value` rather than a config."""
-    return isinstance(item, str) and _OVERRIDE.match(item) is not None
+    """Whether an item is an override `key=value` rather than a config, whose path may have a "=" as well."""
+    return isinstance(item, str) and _OVERRIDE.match(item) is not None and not os.path.isfile(item)
 
 
 def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:

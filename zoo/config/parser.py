@@ -17,6 +17,7 @@ from typing import Any, get_args
 import lightning as L
 import yaml
 from jsonargparse import ActionConfigFile, Namespace, get_loader, set_dumper, set_loader
+from lightning.fabric.utilities.seed import max_seed_value
 from lightning.pytorch.cli import LightningArgumentParser
 
 import mixers
@@ -172,7 +173,11 @@ def read(*configs_and_overrides: Item) -> Namespace:
     parser.add_argument("-c", "--config", action=ConfigFile)
     arguments = [*as_arguments(load_items(configs_and_overrides))]
     with explained(parser):
-        return parser.parse_args(arguments)
+        config = parser.parse_args(arguments)
+    seed = config.seed_everything
+    if not isinstance(seed, bool) and not 0 <= seed <= max_seed_value:
+        raise UserError(f"seed_everything: {seed} must be a number from 0 to {max_seed_value}, true or false")
+    return config
 
 
 def run_parser() -> Parser:

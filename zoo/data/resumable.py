@@ -56,6 +56,11 @@ class ResumableData(L.LightningDataModule):
         """Start training at the first sample, until a checkpoint is loaded."""
         self._position, self._train_loader = 0, None
 
+    def check_batch_size(self, samples: int) -> None:
+        """Refuse batches that are larger than the training data; they may not even fit into memory."""
+        if self.batch_size > samples:
+            raise UserError(f"data.batch_size is {self.batch_size}; the training data has only {samples} samples.")
+
     def train_dataloader(self) -> TrainLoader:
         """Batches of this rank, shuffled and endless."""
         if self.trainer is not None and self.trainer.overfit_batches:

@@ -4,7 +4,7 @@ import inspect
 
 import torch
 from docstring_parser import parse
-from rich.console import Group
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -72,3 +72,16 @@ def _measures(mixer: type[mixers.TokenMixer], site: Site, length: int, factor: i
     state = f"{built.state_size(length):,}" + ("" if built.constant_state else "\ngrows")
     parameters = sum(parameter.numel() for parameter in built.parameters())
     return f"{parameters:,}", state, f"{built.flops(length) / length / 1e6:.1f}"
+
+
+def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int = 8, length: int = 4096) -> None:
+    """List the token mixers with their sizes, or describe one of them.
+
+    Args:
+        name: The mixer to describe; by default all are listed.
+        hidden_size: Size of the residual stream.
+        num_heads: Number of heads.
+        length: Tokens in a sequence, for FLOPs and growing states.
+    """
+    site = mixers.Site(hidden_size, num_heads)
+    Console().print(catalogue(site, length) if name is None else page(name, site, length))

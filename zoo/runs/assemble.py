@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+import torch
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
@@ -25,6 +26,7 @@ from zoo.train.cpu import use_processor
 from zoo.train.metrics_file import MetricsFile
 from zoo.train.module import Pretraining, best_precision
 from zoo.train.trainer import install
+from zoo.train.zero import Zero
 
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 # smallest allowed values of arguments that Lightning does not check
@@ -59,6 +61,7 @@ def parts(config: Namespace) -> Parts:
         UserError: A constructor rejects a value, or two keys contradict each other.
     """
     seed(config)
+    _check_accelerator(config.trainer)
     datamodule = configs.instantiate("data", config)
     _check_labels(config, datamodule)
     tokenizer = datamodule.get_tokenizer()
@@ -81,6 +84,15 @@ def parts(config: Namespace) -> Parts:
         size,
     )
     return Parts(model, module, datamodule)
+
+
+def _check_accelerator(trainer: Namespace) -> None:
+    """Refuse a GPU that does not exist, before the data is prepared."""
+    if trainer.accelerator not in ("gpu", "cuda") or torch.accelerator.is_available():
+        return
+    sharded = str(getattr(trainer.strategy, "class_path", "")) == f"{Zero.__module__}.{Zero.__qualname__}"
+    way = "add --config train/cpu_deepspeed.yaml" if sharded else "set --trainer.accelerator=cpu"
+    raise UserError(f"trainer.accelerator: {trainer.accelerator}, but PyTorch finds no GPU here; for the CPU, {way}")
 
 
 def _check_tokenizer(initial_weights: str | None, tokenizer: Tokenizer | None) -> None:

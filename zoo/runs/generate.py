@@ -7,6 +7,7 @@ from pathlib import Path
 from zoo.generation.generate import generate as pieces_of
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.loading.load import load, load_tokenizer
+from zoo.train.devices import pick_device
 
 
 def generate(
@@ -17,7 +18,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = 0.95,
     seed: int | None = None,
-    device: str = "cpu",
+    device: str | None = None,
     trust: bool = False,
     stream: Callable[[str], object] | None = None,
 ) -> str:
@@ -31,7 +32,7 @@ def generate(
         top_k: Sample only from the k likeliest tokens.
         top_p: Sample only from the fewest likeliest tokens whose probabilities add up to this.
         seed: Seed of the sampling, for repeatable text.
-        device: Where to run: cpu, cuda, mps.
+        device: Where to run: cpu, cuda, mps; null for the GPU if available.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         stream: Called with the prompt, and then with each piece of text as soon as it is generated.
 
@@ -41,7 +42,7 @@ def generate(
     Raises:
         UserError: The model or device does not exist, the model is a classifier, or an argument is out of range.
     """
-    model = load(checkpoint, device=device, trust=trust)
+    model = load(checkpoint, device=device or pick_device(None), trust=trust)
     check_predicts_tokens(model, "generate")  # otherwise the complaint would be about a missing tokenizer
     tokenizer = load_tokenizer(checkpoint)
     pieces = pieces_of(

@@ -1,7 +1,8 @@
 """The verb `compare`: train several configs on the same data, and write one table and one picture."""
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kernels import UserError
 from zoo.config.find import CONFIGS, find_config
-from zoo.config.overlays import is_override
+from zoo.config.overlays import Item, is_override, load_config
 from zoo.files.atomic import atomic_write
+from zoo.files.safe_yaml import dump_yaml
 from zoo.runs.command import COMMAND
 from zoo.sweeps.plan import Run
 from zoo.sweeps.runner import Runner, failed, result
@@ -82,27 +85,28 @@ class Comparison(NamedTuple):
     rows: list[dict[str, Any]]
 
 
-def compare(
-    *configs_and_overrides: str | Path, folder: str | Path = "runs/compare", jobs: int | None = None
-) -> Comparison:
+def compare(*configs_and_overrides: Item, folder: str | Path = "runs/compare", jobs: int | None = None) -> Comparison:
     """Train several configs (by default all) on the same data, and print one table.
 
-    It also writes `comparison.png` and `comparison.json`, even if some runs failed.
+    A config that names its stack is whole, and is compared. Any other, such as `size/400m.yaml`, is an overlay of all
+    that are compared, wherever it stands, as is every `key=value`. Everything is built before the first run starts.
+    The table, `comparison.png` and `comparison.json` are of the runs that are complete, even if others failed.
 
     Args:
-        configs_and_overrides: Names or paths of whole configs, and overrides `key=value` for all of them.
+        configs_and_overrides: Names or paths of whole configs; and overlays, as files or mappings, and overrides
+            `key=value`, which are applied in order to each of them.
         folder: The folder of the runs, with a folder for each config.
         jobs: Number of runs at a time, which share the CPU cores. Null for one per GPU, or one without GPUs.
 
     Raises:
         UserError: A config is missing or wrong; or runs failed, after all others have completed.
     """
-    folder, items = Path(folder), [str(item) for item in configs_and_overrides]
-    overrides = tuple(item for item in items if is_override(item))
-    configs = [item for item in items if not is_override(item)] or whole_configs()
-    runs = [Run(find_config(config).stem, (config, *overrides)) for config in configs]
+    folder = Path(folder)
+    configs, overlays = _sorted_out(configs_and_overrides)
+    configs = configs or whole_configs()
+    runs = [Run(name, (config, *overlays)) for name, config in zip(_names(configs), configs, strict=True)]
     for run in runs:  # reports mistakes before any run starts
-        run.read()
+        run.check()
     failures = Runner(COMMAND, folder, jobs).run(runs)
     rows = [row for run in runs if (row := result(folder / run.name))]
     if rows:
@@ -110,7 +114,39 @@ def compare(
             comparison_figure(rows, folder).savefig(file, format="png")
         with atomic_write(folder / "comparison.json") as file:
             file.write(json.dumps(rows, indent=1).encode())
+        Console().print(comparison_table(rows))
     if failures:
         raise failed(failures, len(runs))
-    Console().print(comparison_table(rows))
     return Comparison(folder, rows)
+
+
+def _sorted_out(items: Iterable[Item]) -> tuple[list[str], list[str]]:
+    """The whole configs to compare; and the overlays and overrides for all of them, in order."""
+    configs, overlays = list[str](), list[str]()
+    for item in items:
+        if isinstance(item, str) and is_override(item):
+            overlays.append(item)
+            continue
+        model = (contents := load_config(item)).get("model")
+        stack = model.get("stack") if isinstance(model, dict) else None
+        inline = isinstance(item, Mapping) or str(item).startswith("{")
+        if not inline and (isinstance(stack, str) or (isinstance(stack, dict) and "class_path" in stack)):
+            configs.append(str(item))
+        else:
+            overlays.append(dump_yaml(contents, one_line=True))
+    return configs, overlays
+
+
+def _names(configs: Sequence[str]) -> list[str]:
+    """A name of each config: that of its file, or of the run whose `config.yaml` it is.
+
+    Raises:
+        UserError: Two have the same name.
+    """
+    files = [find_config(config) for config in configs]
+    names = [file.absolute().parent.name if file.name == "config.yaml" else file.stem for file in files]
+    for name, count in Counter(names).items():
+        if count > 1:
+            both = " and ".join(config for config, each in zip(configs, names, strict=True) if each == name)
+            raise UserError(f"config: {both} have the same name, {name}; copy one to a file of another name")
+    return names

@@ -1,8 +1,11 @@
-"""Peak FLOP/s of a device, and the peak memory used on it."""
+"""Choosing a device, its peak FLOP/s, and the peak memory used on it."""
 
 import sys
 
 import torch
+
+from kernels import UserError
+from mixers import did_you_mean
 
 # Dense bf16 FLOP/s of the tensor cores, from the data sheets; the first key contained in the device's name applies.
 # (Lightning's `get_available_flops` looks for an H200 under names that no device has, and does not know the B200.)
@@ -18,6 +21,22 @@ PEAK_FLOPS = {
     "4090": 165e12,
     "3090": 71e12,
 }
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The named device, by default the GPU if available.
+
+    Raises:
+        UserError: The name is unknown, or there is no GPU.
+    """
+    available = torch.cuda.is_available()
+    if name is None:
+        return torch.device("cuda" if available else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise UserError(f"device: {name!r} is not one of cpu, cuda{did_you_mean(name, ['cpu', 'cuda'])}")
+    if name == "cuda" and not available:
+        raise UserError("device: PyTorch finds no CUDA device on this machine; leave --device out to run on the CPU")
+    return torch.device(name)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 
+import zoo
 from zoo import config as configs
 from zoo.config.overlays import first_name, is_override, load_items
 from zoo.files.safe_yaml import dump_yaml
+
+pytest_plugins = "tests.desk"
 
 
 @pytest.mark.parametrize(
@@ -22,6 +25,19 @@ from zoo.files.safe_yaml import dump_yaml
 )
 def test_what_is_an_override(item, expected: bool) -> None:
     assert is_override(item) is expected
+
+
+def test_a_path_with_an_equals_sign_is_a_config_in_every_function(command, desk: Path) -> None:
+    file = desk / "num_heads=1,seed=0" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text((configs.CONFIGS / "gla.yaml").read_text())
+    name = str(file.relative_to(desk))
+    assert zoo.build(name, "tiny.yaml", "model.vocab_size=300", device="meta").hidden_size == 32
+    printed = command("fit", f"--config={name}", "--config=tiny.yaml", "--print_config")
+    assert printed.code == 0, printed.err
+    assert "GLA" in printed.out
+    missing = command("fit", "--config=num_heads=2,seed=0/config.yaml")
+    assert missing.err.startswith("error: config: 'num_heads=2,seed=0/config.yaml' is neither a file nor")
 
 
 def test_a_run_is_named_after_its_first_file() -> None:

@@ -140,6 +140,8 @@ class MixedText(TokenisedText):
                     opened.append(self.windows(corpus))
             self._train = Blend([train for train, _ in opened], self._weights())
             self._validation = [validation for _, validation in opened]
+        if stage == "fit":
+            self.check_batch_size(len(self._train))
         if stage == "fit" and self.trainer is not None and self.trainer.max_steps > 0 and self.ranks()[0] == 0:
             self._log_passes(self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size)
 

@@ -102,9 +102,10 @@ class TextData(TokenisedText):
     def setup(self, stage: str | None = None) -> None:
         """Open and check the token shards, and start training at the first sample until a checkpoint is loaded."""
         super().setup(stage)
-        if self._validation is not None:
-            return
-        self._train, self._validation = self.windows(self.corpus)
+        if self._validation is None:
+            self._train, self._validation = self.windows(self.corpus)
+        if stage == "fit":
+            self.check_batch_size(len(self.train))
 
     @property
     def train(self) -> Windows:

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from lm_eval.api.registry import register_model
 
-from zoo.benchmarks.device import pick_device
 from zoo.evaluation.lm_eval.model import SubjectLM
 from zoo.evaluation.loaded import load_subject
+from zoo.train.devices import pick_device
 
 log = logging.getLogger(__name__)
 

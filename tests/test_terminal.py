@@ -1,0 +1,121 @@
+"""What a terminal shows when something is missing or interrupted: a sentence or nothing, never a traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from .commands import CLI, FIT, Command, start
+
+pytest_plugins = "tests.desk"
+
+AS_A_PROGRAM = """
+import runpy, sys
+sys.argv = ["cli.py", *sys.argv[1:]]
+class Interrupts:
+    def find_spec(self, name, *rest):
+        if name == "torch" and "fit" in sys.argv:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+try:
+    runpy.run_path(CLI, run_name="__main__")
+finally:
+    sys.stderr.write(" ".join(sys.modules))
+"""
+
+
+def loaded(*arguments: str) -> tuple[int, str, set[str]]:
+    """Exit code, output and imported modules of `python cli.py …`; `fit` is interrupted when it imports torch."""
+    code = AS_A_PROGRAM.replace("CLI", repr(str(CLI)))
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, set(done.stderr.split())
+
+
+def test_help_imports_next_to_nothing():
+    code, out, modules = loaded("--help")
+    assert code == 0
+    assert "python cli.py fit --config gdn_h2.yaml" in out
+    assert not modules & {"torch", "numpy", "lightning", "jsonargparse", "rich", "kernels", "mixers", "zoo"}
+    assert len(modules) < 250
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback():
+    code, out, modules = loaded("fit", "--config=gdn_h2.yaml")
+    assert code == 130
+    assert out == ""
+    assert "Traceback" not in modules
+
+
+def test_a_reader_that_leaves_ends_generate(command: Command, finished: Path, monkeypatch: pytest.MonkeyPatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        done = command("generate", "--checkpoint", str(finished / "runs" / "done"), "--prompt=def", "--device=cpu")
+    assert done.code == 141  # as of a process that SIGPIPE ended
+    assert done.err == ""
+
+
+STOPPING = "lightning.pytorch.callbacks.EarlyStopping"
+NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without a GPU")
+MISTAKES = {
+    (*FIT, "--seed_everything=-3"): "seed_everything: -3 must be a number from 0 to 4294967295, true or false",
+    (*FIT, f"--trainer.callbacks={STOPPING}"): "trainer.callbacks: EarlyStopping needs a value for monitor",
+    (*FIT, f"--trainer.callbacks=[{STOPPING}]"): "trainer.callbacks: EarlyStopping needs a value for monitor",
+    (*FIT, "--optim.class_path=torch.optim.SGD"): "optim.class_path: unknown key (allowed: betas, ",
+    (*FIT, "--optim=torch.optim.SGD"): "optim: takes no class such as torch.optim.SGD, only keys of its own",
+    ("fit", "--config=ablate/no_conv.yaml"): "model.stack: missing; give a config with a model, such as --config gdn",
+    (*FIT, "--data.batch_size=100000"): "data.batch_size is 100000; the training data has only ",
+    ("compare", "gla.yaml", "--config=tiny.yaml", "--seed_everything=-3"): "seed_everything: -3 must be",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
+def test_a_mistake_is_one_sentence_before_anything_runs(command: Command, desk: Path, arguments: tuple[str, ...]):
+    done = command(*arguments)
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith(f"error: {MISTAKES[arguments]}")
+    assert len(done.err.splitlines()[-1]) < 300
+    assert not [path for path in desk.rglob("*") if path.is_file() and path.name != "tiny.yaml"]
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    ("overlay", "advice"),
+    [("zero2", "add --config train/cpu_deepspeed.yaml"), ("ddp", "set --trainer.accelerator=cpu")],
+)
+def test_a_gpu_that_is_not_there(command: Command, desk: Path, overlay: str, advice: str):
+    done = command(*FIT, f"--config=train/{overlay}.yaml")
+    assert done.code == 2
+    assert done.err == f"error: trainer.accelerator: gpu, but PyTorch finds no GPU here; for the CPU, {advice}\n"
+
+
+def test_a_model_whose_mixer_lies_in_another_folder(command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch):
+    there, here = desk / "there", desk / "here"
+    there.mkdir()
+    here.mkdir()
+    (there / "far_mixer.py").write_text("import mixers\n\nclass Far(mixers.LinearAttention):\n    pass\n")
+    monkeypatch.syspath_prepend(str(there))
+    fit = ("fit", "--config=linear_attention.yaml", "--config=tiny.yaml", "--model.stack.mixer=far_mixer.Far")
+    assert command(*fit, f"--run={desk}/run", "--trainer.max_steps=1", "--trainer.val_check_interval=1").code == 0
+    sys.path.remove(str(there))
+    del sys.modules["far_mixer"]
+    monkeypatch.chdir(here)
+    done = command("generate", f"--checkpoint={desk}/run")
+    assert done.code == 2
+    assert done.err == (
+        "error: model.stack.mixer: 'far_mixer.Far' cannot be imported, as there is no module 'far_mixer' in this "
+        "folder or installed; go to the folder that it is in, or add that to PYTHONPATH\n"
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_say_it_once(desk: Path, shared_cache: Path):
+    ways = ("--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=3")
+    process = start(desk, shared_cache, *FIT, *ways)
+    _, err = process.communicate(timeout=180)
+    assert process.returncode == 2
+    assert err.count("error: data.batch_size is 3") == 1
