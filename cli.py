@@ -41,7 +41,7 @@ Train and compare language models of pluggable token mixers.
   convert    a public checkpoint into such a folder: --checkpoint some-hf-folder --output FOLDER
              and back: --checkpoint runs/NAME --to=fla --output FOLDER (or huggingface)
   compare    several configs on the same data, in one table and one picture:
-             python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml --trainer.max_steps=300
+             python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml [--config OVERLAY …] --trainer.max_steps=300
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
              python cli.py sweep --config sweep/heads.yaml [--dry-run]
   bench      speed on this machine: python cli.py bench kernels|training|decode|scaling
