@@ -180,9 +180,9 @@ def growths(mixer: TokenMixer) -> list[Growth]:
     """The ways in which the state of a mixer can grow, its own ones first; none if it is no matrix, or expanded."""
     if not isinstance(mixer, LinearMixer) or mixer.site.expand is not None:
         return []
-    kinds = [kind for kind in _below(Growth) if isinstance(mixer, getattr(kind, "grows", ()))]
-    return [kind(mixer) for kind in sorted(kinds, key=lambda kind: type(mixer).__mro__.index(kind.grows))]
+    rules = [rule for rule in _below(Growth) if isinstance(mixer, getattr(rule, "grows", ()))]
+    return [rule(mixer) for rule in sorted(rules, key=lambda rule: type(mixer).__mro__.index(rule.grows))]
 
 
-def _below(kind: type[Growth]) -> list[type[Growth]]:
-    return [found for direct in kind.__subclasses__() for found in (direct, *_below(direct))]
+def _below(rule: type[Growth]) -> list[type[Growth]]:
+    return [found for direct in rule.__subclasses__() for found in (direct, *_below(direct))]

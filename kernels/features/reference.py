@@ -24,8 +24,8 @@ def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
             past = window[1:]
         tails.append(past)
     y = torch.stack(outputs).view_as(stream.x).to(stream.x.dtype)
-    kind = stream.x.dtype if stream.history is None else stream.history.dtype
-    return y, torch.stack(tails).to(kind) if stream.return_history else None
+    dtype = stream.x.dtype if stream.history is None else stream.history.dtype
+    return y, torch.stack(tails).to(dtype) if stream.return_history else None
 
 
 def _one(window: Tensor, stream: Stream) -> Tensor:

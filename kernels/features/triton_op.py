@@ -209,8 +209,8 @@ def compute_step(
     norm: str,
 ) -> tuple[Tensor, Tensor]:
     """y, shaped as x [B,T,heads,size], and the last W − 1 inputs [B,W−1,C], in one launch."""
-    kind = x.dtype if history is None else history.dtype
-    tail = new(x, x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=kind)
+    dtype = x.dtype if history is None else history.dtype
+    tail = new(x, x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=dtype)
     return run(x, weight, bias, history, None, tail, activation, norm), tail
 
 
@@ -223,8 +223,8 @@ def fake_step(
     norm: str,
 ) -> tuple[Tensor, Tensor]:
     """Empty tensors of the shapes and dtypes that `compute_step` returns."""
-    kind = x.dtype if history is None else history.dtype
-    return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=kind)
+    dtype = x.dtype if history is None else history.dtype
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=dtype)
 
 
 step = op.register("features_step", compute_step, None, fake_step, results=2)

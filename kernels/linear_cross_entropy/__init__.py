@@ -86,6 +86,6 @@ def _checked(x: Tensor, weight: Tensor, labels: Tensor) -> str | None:
             raise ValueError(f"{name}: is on {y.device}, but x is on {x.device}")
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"weight: is {weight.dtype}, but x is {x.dtype}")
-    kind = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     # fp16 lacks the range for the probabilities of rare tokens, unless the loss is scaled
-    return "which does not take fp16" if kind == torch.float16 else None
+    return "which does not take fp16" if dtype == torch.float16 else None

@@ -37,9 +37,9 @@ def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tens
     """The sum and its norm in one launch."""
     from .triton_op import Added
 
-    kind = _dtype(x)
-    total, h = Added.apply(x, y, weight, eps, kind)
-    return total, remake(h, triton, total, None, weight, eps, False, kind)
+    dtype = _dtype(x)
+    total, h = Added.apply(x, y, weight, eps, dtype)
+    return total, remake(h, triton, total, None, weight, eps, False, dtype)
 
 
 ADDING = {"triton": added, "torch": separately, "reference": separately}
@@ -124,5 +124,6 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
 
 def _dtype(x: Tensor) -> torch.dtype:
     """The dtype of the norm of x."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else x.dtype
+    device = x.device.type
+    casts = x.dtype == torch.float32 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if casts else x.dtype

@@ -14,11 +14,11 @@ def forward(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
 ) -> Tensor:
     """The norm in the shape of x; see `gated_rms_norm`."""
-    kind = torch.promote_types(x.dtype, torch.float32)
-    given, opened = x.to(kind), None if gate is None else F.silu(gate.to(kind))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    given, opened = x.to(wide), None if gate is None else F.silu(gate.to(wide))
     if opened is not None and gate_first:
         given = given * opened
-    weight = None if weight is None else weight.to(kind)
+    weight = None if weight is None else weight.to(wide)
     if given.is_cpu and plain((given, weight)):
         y = _Norm.apply(given, weight, eps)
     else:

@@ -71,9 +71,9 @@ def compute(
     """y in the shape of x."""
     y, rows = new(x, dtype=dtype), x.numel() // max(x.shape[-1], 1)
     weight = None if weight is None else weight.contiguous()
-    kind = (rows, inner(x), x.shape[-1], order(gate, gate_first))
+    shape = (rows, inner(x), x.shape[-1], order(gate, gate_first))
     (x, outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
-    forward(*kind, outer, gate_outer, eps)(x, gate, weight, None, y, None)
+    forward(*shape, outer, gate_outer, eps)(x, gate, weight, None, y, None)
     return (y,)
 
 

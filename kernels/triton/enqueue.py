@@ -83,8 +83,8 @@ class Prepared:
                     known.append(None)
                     values.append(None)
                 else:
-                    at, kind = x.data_ptr(), x.dtype
-                    known.append((kind,) if at & 15 else kind)
+                    at, dtype = x.data_ptr(), x.dtype
+                    known.append((dtype,) if at & 15 else dtype)
                     values.append(at if x.is_cuda else x)
             alike = tuple(known)
         found = self.found.get(alike)
@@ -116,8 +116,8 @@ def _enqueue(
             bits = 32 if -(2**31) <= x < 2**31 else 64 if x < 2**63 else 65
             known.append(1 if x == 1 else -bits if x & 15 else bits)  # Triton treats 1 as a constant
         elif isinstance(x, Tensor):
-            at, kind = x.data_ptr(), x.dtype
-            known.append((kind,) if at & 15 else kind)
+            at, dtype = x.data_ptr(), x.dtype
+            known.append((dtype,) if at & 15 else dtype)
             if x.is_cuda:  # the launcher rejects tensors elsewhere
                 x = at
         else:  # of other values, the compiler knows only the type

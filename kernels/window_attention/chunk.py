@@ -89,7 +89,7 @@ def _products(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Te
     """o [B,T,H,D]: two products around a softmax, which saves the scores for backward, but is faster on a CPU."""
     with torch.autocast(q.device.type, enabled=False):
         (B, T, _, _), heads = q.shape, k.shape[2]
-        kind, (count, _, keys) = v.dtype, mask.shape
+        dtype, (count, _, keys) = v.dtype, mask.shape
         before, after = keys - BLOCK, count * BLOCK - T
         # heads first, so that products need no copies
         q = (at_least_fp32(q) * a.scale).transpose(1, 2)
@@ -100,7 +100,7 @@ def _products(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Te
         unseen = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
         scores = (q @ k.mT).add_(unseen.repeat(1, q.shape[3] // BLOCK, 1))  # [B,Hkv,N,R·BLOCK,before+BLOCK]
         o = (torch.softmax(scores, -1) @ v).unflatten(3, (-1, BLOCK))
-        return o.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)[:, :T].to(kind)
+        return o.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)[:, :T].to(dtype)
 
 
 def padded(keys: int) -> int:

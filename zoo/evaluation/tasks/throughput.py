@@ -35,9 +35,9 @@ class Throughput(Task):
         """One for each length."""
         if not isinstance(subject, LoadedModel):
             raise UserError(f"{self.name}: {subject.name} is not a model of this project")
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        budget = BUDGET[kind] if subject.batch_tokens is None else subject.batch_tokens
-        lengths = self.options.lengths or LENGTHS[kind]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        budget = BUDGET[device] if subject.batch_tokens is None else subject.batch_tokens
+        lengths = self.options.lengths or LENGTHS[device]
         if max(lengths) > budget:
             raise UserError(
                 f"lengths: {max(lengths)} is more than the {budget} tokens of a batch; raise --batch_tokens"
