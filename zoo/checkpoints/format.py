@@ -124,6 +124,9 @@ def load_tensors(model: nn.Module, weights: Weights, path: str | os.PathLike[str
         UserError: As for `load_weights`; `path` is named.
     """
     check_weights(weights.specs, model, path)
+    direct = {**dict(model.named_parameters(recurse=False)), **dict(model.named_buffers(recurse=False))}
+    for name in direct.keys() & weights.specs.keys():
+        direct[name].data.copy_(weights.tensor(name))
     for name, part in _parts(model):
         names = [other for other in weights.specs if other.startswith(f"{name}.")]
         part.load_state_dict({other.removeprefix(f"{name}."): weights.tensor(other) for other in names})

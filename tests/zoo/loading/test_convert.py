@@ -211,7 +211,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no heads": (with_config(num_heads=0), "num_heads is 0; .* 1 or more"),
     "endless heads": (with_config(num_heads=10**12, hidden_size=10**12), "is 1000000000000; .* 10,000,000 at most"),
     "neither yes nor no": (with_config(use_short_conv=1), "use_short_conv is 1; .* true or false"),
-    "too many layers": (with_config(num_hidden_layers=10**9), "1000000000 layers"),
+    "too many layers": (with_config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; .* 10,000,000 at most"),
+    "many layers": (with_config(num_hidden_layers=10**6), "1000000 layers"),
     "another size": (with_config(intermediate_size=64), r"mlp.gate_proj.weight \[48, 32\] instead of \[64, 32\]"),
     "more layers": (with_config(num_hidden_layers=3), "lacks model.layers.2.attn.*attn_norm.weight.* and 9 more"),
     "fewer layers": (with_config(num_hidden_layers=1), "holds model.layers.1.*no place"),
@@ -298,6 +299,7 @@ MEASURE = """
 import re, pathlib, zoo
 def measured(name):
     return int(re.search(name + r":\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
+zoo.load({small!r})  # what is imported on first use is no memory of weights
 before = measured("VmRSS")
 {action}
 print(measured("VmHWM") - before)
@@ -306,14 +308,19 @@ print(measured("VmHWM") - before)
 
 @pytest.mark.slow
 def test_memory_stays_near_one_shard(tmp_path: Path):
-    """A model of 400 MB in shards of 50."""
+    """A model of 400 MB in shards of 50. A second copy of it in memory would be 366 MB.
+
+    The pages of mapped files that the kernel counts vary: loading took 135 to 202 MB beside the parameters in ten runs.
+    """
     weights = tensors(layers=20, inner=50_000)
     write(tmp_path / "theirs", weights, shards=8, intermediate_size=50_000, num_hidden_layers=20)
     size = sum(tensor.nbytes for tensor in weights.values()) / 2**20
     assert size > 360
+    small = str(write(tmp_path / "small"))
     convert = f"zoo.convert({str(tmp_path / 'theirs')!r}, {str(tmp_path / 'ours')!r}, max_shard_size=50_000_000)"
     load = f"model = zoo.load({str(tmp_path / 'ours')!r})"
-    for action, most in ((convert, 150), (load, size + 150)):
-        done = subprocess.run([sys.executable, "-c", MEASURE.format(action=action)], capture_output=True, text=True)
+    for action, most in ((convert, 150), (load, size + 250)):
+        program = MEASURE.format(action=action, small=small)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert float(done.stdout) < most, action
+        assert float(done.stdout) < most, (action, done.stdout)

@@ -25,8 +25,8 @@ LONG = "".join(TEXTS) * 4
 
 
 @pytest.fixture(params=CONFIGS)
-def folder(request: pytest.FixtureRequest, tmp_path: Path, oracle: Callable[[str], ModuleType]) -> Path:
-    """A small model of transformers, with sharp logits, and its tokenizer."""
+def both(request: pytest.FixtureRequest, tmp_path: Path, oracle: Callable[[str], ModuleType]) -> tuple[Any, Any]:
+    """lm-eval's adaptor of a small model of transformers, with sharp logits, and ours of the folder that it saves."""
     transformers = oracle("transformers")
     config = getattr(transformers, f"{request.param}Config")(**SIZES, **CONFIGS[request.param])
     torch.manual_seed(0)
@@ -38,14 +38,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, oracle: Callable[[str
     model.save_pretrained(tmp_path / "theirs")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<done>")
     fast.save_pretrained(tmp_path / "theirs")
-    return tmp_path / "theirs"
-
-
-@pytest.fixture
-def both(folder: Path, oracle: Callable[[str], ModuleType]) -> tuple[Any, Any]:
-    """lm-eval's adaptor of the model, and ours."""
-    theirs = oracle("lm_eval.models.huggingface").HFLM(pretrained=str(folder), device="cpu", dtype="float32")
-    ours = oracle("zoo.evaluation.lm_eval.model").SubjectLM(load_subject(folder, "ours", bf16=False))
+    # the model itself, not its folder: flash-linear-attention, once imported, reads a folder of Mamba2 with its kernels
+    theirs = oracle("lm_eval.models.huggingface").HFLM(pretrained=model.eval(), tokenizer=fast, device="cpu")
+    ours = oracle("zoo.evaluation.lm_eval.model").SubjectLM(load_subject(tmp_path / "theirs", "ours", bf16=False))
     return theirs, ours
 
 
