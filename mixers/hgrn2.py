@@ -1,5 +1,6 @@
 """HGRN2."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -27,17 +28,24 @@ class LowerBounds(KeepsFp32):
     Args:
         num_layers: Rows of γ.
         size: Channels.
+        high: The bound of the top layer at the start, between 0 and 1; those below rise to it evenly. Null for γ = 0,
+            which is (L − 1)/L for L layers: in a model of few layers every channel then forgets within a few tokens.
     """
 
     no_weight_decay = keep_fp32 = ("weight",)
 
-    def __init__(self, num_layers: int, size: int):
+    def __init__(self, num_layers: int, size: int, high: float | None = None):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_layers, size))
+        if high is not None and not 0 < high < 1:
+            raise kernels.UserError(f"high: {high} must be between 0 and 1, both excluded")
+        self.high, self.weight = high, nn.Parameter(torch.empty(num_layers, size))
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
+        if self.high is not None:  # softmax(γ)_0 = 1 − high, and the other rows share the rest
+            self.weight[1:] += math.log(self.high / (1 - self.high) / max(len(self.weight) - 1, 1))
 
     def log_forget(self, f: Tensor, layer: int) -> Tensor:
         """log(lb + (1 − lb) σ(f)) of raw forget gates f [...,size] at a layer, at least fp32."""

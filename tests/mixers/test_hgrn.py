@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kernels
 import mixers
 import zoo
 from mixers import HGRN1, HGRN2, Expanded, Site
@@ -96,6 +97,19 @@ def test_bounds_rise_with_the_layer():
     assert (by_layer < 1).all()
     share = found.weight.softmax(0)
     torch.testing.assert_close(by_layer, share.cumsum(0) - share[:1])
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_bounds_can_start_higher(layers: int):
+    found = LowerBounds(layers, 3, high=0.98)
+    by_layer = torch.stack([lowest(found, layer) for layer in range(layers)])
+    torch.testing.assert_close(by_layer, torch.linspace(0, 0.98, layers)[:, None].expand(layers, 3))
+
+
+@pytest.mark.parametrize("high", [0.0, 1.0, -0.5])
+def test_a_bound_outside_of_its_range_is_refused(high: float):
+    with pytest.raises(kernels.UserError, match=f"high: {high} must be between 0 and 1"):
+        LowerBounds(4, 3, high=high)
 
 
 def test_gates_learn_what_is_left():

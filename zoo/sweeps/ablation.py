@@ -1,6 +1,7 @@
 """The verb `sweep`: run all combinations of a sweep's axes, and write one table, CSV and picture."""
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,14 +60,15 @@ def sweep(
         raise UserError("sweep: missing; give --config sweep/heads.yaml, or a file of your own (tutorial 06)")
     plan = _plan(settings)
     target = Path(folder or plan.runs_in or Path("runs") / (first_name(configs_and_overrides) or "sweep"))
-    runs, console = plan.runs(overrides), Console()
+    runs = plan.runs(overrides)
+    console = Console(width=None if sys.stdout.isatty() else 2 * report.WIDE)  # a file has no width
     if dry_run:
         console.print(report.preview(runs, target))
         return SweepResult(target, [report.Outcome(run, None) for run in runs])
     runner = Runner(COMMAND, target, jobs)
     failures = runner.run(runs) if cluster is None else run_on_cluster(runner, runs, cluster, cluster_options or {})
     outcomes = report.outcomes(runs, target)
-    console.print(report.write(plan, outcomes, target))
+    console.print(report.write(plan, outcomes, target, console.width))
     if problems := [problem for _, problem in report.failures(plan, outcomes)]:
         listed, more = "; ".join(problems[:5]), f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         many = "1 run fails" if len(problems) == 1 else f"{len(problems)} runs fail"

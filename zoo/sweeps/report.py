@@ -23,6 +23,8 @@ from zoo.sweeps.capacity import with_capacity
 from zoo.sweeps.plan import CONTROL, Run, Sweep
 from zoo.sweeps.runner import result
 
+WIDE = 120  # columns in which a table of a sweep fits whole
+
 
 class Outcome(NamedTuple):
     """A run and its results row, which is None if the run is not complete."""
@@ -53,23 +55,24 @@ def outcomes(runs: Sequence[Run], folder: Path) -> list[Outcome]:
 def cells(sweep: Sweep, results: Sequence[Outcome]) -> list[Cell]:
     """All combinations of values, in order, each at the learning rate with the best median over seeds.
 
+    A learning rate at which every seed passes the gates goes before one at which some seed fails.
+
     Raises:
         UserError: The results have no number named `sweep.metric`.
     """
-    grouped: dict[tuple[tuple[str, str], ...], dict[float | None, list[dict[str, Any]]]] = {}
-    for run, row in results:
-        rows = grouped.setdefault(run.cell, {}).setdefault(run.learning_rate, [])
-        if row is not None:
-            rows.append(row)
+    grouped: dict[tuple[tuple[str, str], ...], dict[float | None, list[Outcome]]] = {}
+    for outcome in results:
+        grouped.setdefault(outcome.run.cell, {}).setdefault(outcome.run.learning_rate, []).append(outcome)
+    sign = -1 if sweep.mode == "min" else 1
     best_cells = []
     for labels, rates in grouped.items():
-        alternatives = [
-            Cell(dict(labels), rate, rows, [_number(row, sweep.metric, "metric") for row in rows])
-            for rate, rows in rates.items()
-        ]
-        complete = [cell for cell in alternatives if cell.values]
-        best = (min if sweep.mode == "min" else max)(complete, key=lambda cell: cell.median, default=alternatives[0])
-        best_cells.append(best)
+        alternatives = []
+        for rate, group in rates.items():
+            rows = [row for _, row in group if row is not None]
+            cell = Cell(dict(labels), rate, rows, [_number(row, sweep.metric, "metric") for row in rows])
+            passed = not any(_failure(sweep, run, row) for run, row in group)
+            alternatives.append((bool(rows), passed, sign * cell.median, cell))
+        best_cells.append(max(alternatives, key=lambda alternative: alternative[:-1])[-1])
     return best_cells
 
 
@@ -84,33 +87,40 @@ def _number(row: dict[str, Any], name: str, argument: str) -> float:
     return math.inf if row[name] is None else float(row[name])
 
 
-def table(sweep: Sweep, results: Sequence[Outcome]) -> Table:
-    """A table with one row per combination of values: sizes, best learning rate, and the metric over the seeds."""
-    best = "lowest" if sweep.mode == "min" else "highest"
-    caption = f"{sweep.metric} (best is {best}) of {len(sweep.seeds)} seeds; ± is the standard deviation"
+def table(sweep: Sweep, results: Sequence[Outcome], width: int = WIDE) -> Table:
+    """A table with one row per combination of values: sizes, best learning rate, and the metric over the seeds.
+
+    In fewer than 120 columns of `width`, what the other columns imply is left to `sweep.csv`.
+    """
+    best, wide = "lowest" if sweep.mode == "min" else "highest", width >= WIDE
+    caption = f"{sweep.metric} (best is {best}) of {len(sweep.seeds)} seeds"
+    caption += "; ± is the standard deviation" if wide else "; more in sweep.csv"
     if len(sweep.learning_rates) > 1:
         caption += f"; lr: the best of {', '.join(f'{rate:g}' for rate in sweep.learning_rates)} by the median"
+        caption += " among those that pass the gates" if sweep.gates else ""
     shown = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     columns = [*sweep.axes, *([CONTROL] if sweep.controls else [])]
     rows = cells(sweep, results)
     for column in columns:  # in narrow terminals, labels wrap between words and are never cut
-        words = [word for cell in rows for word in cell.labels.get(column, "").split()]
-        shown.add_column(column.split(".")[-1], min_width=max(map(len, words), default=0))
+        name = column.split(".")[-1]
+        words = [name, *(word for cell in rows for word in cell.labels.get(column, "").split())]
+        shown.add_column(name, min_width=max(map(len, words)))
     rates, failing = len(sweep.learning_rates) > 1, {place for place, _ in failures(sweep, results)}
     further = [name.rpartition(".")[2].replace("_", " ") for name in sweep.also]
     marked = ["gates"] if sweep.gates else []
-    for column in ("params", "state", *(["lr"] if rates else []), "median", "mean", *further, "all seeds", *marked):
-        many = column == "all seeds"
+    sizes, spread = (["params", "state"], ["median", "mean"]) if wide else (["state"], ["median"])
+    for column in (*sizes, *(["lr"] if rates else []), *spread, *further, "all seeds", *marked):
+        many = column == "all seeds" or column in further
         shown.add_column(column, justify="right", no_wrap=not many, min_width=5 if many else None)
     for cell in rows:
         row = cell.rows[0] if cell.rows else {}
         shown.add_row(
             *(cell.labels.get(column, "") for column in columns),
-            _short(row.get("parameters")),
+            *([_short(row.get("parameters"))] if wide else []),
             _short(row.get("state_size")),
             *([f"{cell.learning_rate:g}"] if rates else []),
             f"{cell.median:.3f}" if cell.values else "",
-            _mean(cell.values),
+            *([_mean(cell.values)] if wide else []),
             *(_median([_number(row, name, "also") for row in cell.rows]) for name in sweep.also),
             " ".join(f"{value:.3f}" for value in sorted(cell.values)),
             *(["" if not cell.values else "failed" if _place(cell.labels) in failing else "passed"] if marked else []),
@@ -246,9 +256,9 @@ def _is_number(label: str) -> bool:
     return True
 
 
-def write(sweep: Sweep, results: Sequence[Outcome], folder: Path) -> Table:
-    """Write `sweep.csv` and `sweep.png` to the folder, and return the table."""
-    shown = table(sweep, results)
+def write(sweep: Sweep, results: Sequence[Outcome], folder: Path, width: int = WIDE) -> Table:
+    """Write `sweep.csv` and `sweep.png` to the folder, and return the table, made for a terminal of `width` columns."""
+    shown = table(sweep, results, width)
     write_csv(sweep, results, folder / "sweep.csv")
     with atomic_write(folder / "sweep.png") as file:
         figure(sweep, results).savefig(file, format="png")

@@ -189,6 +189,27 @@ def test_the_best_learning_rate_stands_for_a_cell(tmp_path: Path):
     assert (cell.learning_rate, cell.values) == (0.1, [2.0])
 
 
+def test_a_learning_rate_that_passes_the_gates_goes_before_a_better_one_that_fails():
+    sweep = Sweep(
+        "gated_deltanet.yaml",
+        axes={"model.num_heads": [1]},
+        seeds=[0, 1],
+        learning_rates=[0.1, 0.2],
+        metric="val_accuracy",
+        mode="max",
+        gates=[Gate(["val_accuracy_by_task.pairs_4"], at_least=0.95)],
+    )
+    numbers = {(0.1, 0): (0.9, 1.0), (0.1, 1): (0.8, 0.1), (0.2, 0): (0.6, 1.0), (0.2, 1): (0.5, 1.0)}
+    found = []
+    for run in sweep.runs():
+        accuracy, easy = numbers[run.learning_rate, run.seed]
+        row = {"val_accuracy": accuracy, "val_accuracy_by_task": {"pairs_4": easy}, "status": "complete"}
+        found.append(report.Outcome(run, row))
+    (cell,) = report.cells(sweep, found)
+    assert (cell.learning_rate, cell.values) == (0.2, [0.6, 0.5])
+    assert report.failures(sweep, found) == []
+
+
 @pytest.mark.slow
 def test_a_number_that_no_run_has(tmp_path: Path):
     Runner(FAKE, tmp_path).run(runs()[:1])
@@ -244,6 +265,15 @@ def test_what_fails_a_gate_is_named_and_marked(gated, tmp_path: Path):
         rows = list(csv.DictReader(file))
     wrong = "val_accuracy_by_task.pairs_4 is 0.9, below 0.95"
     assert [row["gates"] for row in rows] == ["passed", "passed", "passed", wrong, "passed", ""]
+
+
+def test_a_narrow_terminal_cuts_no_label(gated):
+    sweep, found = gated
+    console = Console(width=80, record=True)
+    console.print(report.table(sweep, found, console.width))
+    text = console.export_text()
+    assert "…" not in text
+    assert all(word in text for word in ("num_heads", "deep", "median", "passed", "sweep.csv"))
 
 
 def test_a_run_that_lacks_the_number_of_a_gate_fails_it(gated):
