@@ -14,6 +14,7 @@ from .errors import UserError
 from .features import ACTIVATIONS, NORMS, features
 from .flops import attention_flops, recurrence_flops
 from .gated_linear import gated_linear
+from .head_linear import head_linear
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_recurrence import linear_recurrence
 from .norm import add_rms_norm, gated_rms_norm, rms_norm
@@ -40,6 +41,7 @@ __all__ = [
     "features",
     "gated_linear",
     "gated_rms_norm",
+    "head_linear",
     "linear_cross_entropy",
     "linear_recurrence",
     "linear_token_losses",

@@ -55,7 +55,7 @@ class HeadWise(Expansion):
         nn.init.normal_(self.weight, std=self.size**-0.5)
 
     def forward(self, stream: Tensor, x: Tensor) -> Tensor:
-        return torch.einsum("bthk,hkn->bthn", ACTIVATIONS[self.activation](stream), self.weight).contiguous()
+        return kernels.head_linear(ACTIVATIONS[self.activation](stream), self.weight)
 
 
 class LowRank(Expansion):

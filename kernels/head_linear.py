@@ -1,0 +1,81 @@
+"""A linear map for each head: batched products that read and write their streams where they lie."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import op
+from .allocation import new
+from .columns import gradient_for
+from .recompute import remake
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """[B,T,H,D] as [H,B·T,D], for batched products, which take such strides as they are."""
+    return x.flatten(0, 1).transpose(0, 1)
+
+
+def heads_first_of(result: Tensor) -> Tensor:
+    """The same, as memory to write to: always a view."""
+    return result.view(-1, *result.shape[2:]).transpose(0, 1)
+
+
+def compute(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+    """y [B,T,H,N] of x [B,T,H,K]."""
+    y = new(x, *x.shape[:3], weight.shape[2])
+    # A product without `out` would lie heads first, and become [B,T,H,N] by a copy of the largest tensor of the layer.
+    torch.bmm(heads_first(x), weight.to(x.dtype), out=heads_first_of(y))
+    return (y,)
+
+
+def fake(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+    """An empty tensor of the shape and dtype that `compute` returns."""
+    return (x.new_empty(*x.shape[:3], weight.shape[2]),)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None], kept: Sequence[Tensor], needed: Sequence[bool], x: Tensor, weight: Tensor
+) -> list[Tensor | None]:
+    """The gradients of x and of the weight."""
+    assert gradients[0] is not None
+    dy, dx, dweight = heads_first(gradients[0]), None, None
+    if needed[0]:
+        dx = gradient_for(x, new)
+        torch.bmm(dy, weight.to(x.dtype).mT, out=heads_first_of(dx))
+    if needed[1]:
+        dweight = torch.bmm(heads_first(x).mT, dy, out=new(x, *weight.shape)).to(weight.dtype)
+    return [dx, dweight]
+
+
+apply = op.register("head_linear", compute, differentiate, fake, results=1)
+
+
+def again(x: Tensor, weight: Tensor) -> Tensor:
+    """y, without gradients."""
+    return compute(x, weight)[0]
+
+
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x_h W_h for each head h, in the dtype of x, or of autocast where that is on.
+
+    Inside `recomputing()` the result is not saved by what follows: it may be many times larger than x.
+
+    Args:
+        x: [B,T,H,K].
+        weight: W [H,K,N].
+
+    Returns:
+        y [B,T,H,N].
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    if x.dim() != 4:
+        raise ValueError(f"x: expected [B,T,H,K], got shape {tuple(x.shape)}")
+    if weight.dim() != 3 or weight.shape[:2] != x.shape[2:]:
+        raise ValueError(f"weight: expected [{x.shape[2]},{x.shape[3]},N], got shape {tuple(weight.shape)}")
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    (y,) = apply(x, weight)
+    return remake(y, again, x, weight)
