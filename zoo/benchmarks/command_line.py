@@ -7,7 +7,7 @@ from zoo.config import KEYS
 from zoo.config.command_line import Keys, arguments_of
 
 HELP = """\
-usage: python cli.py bench kernels|training|decode|scaling …
+usage: python cli.py bench kernels|training|decode|scaling|expansion …
 
   kernels    forward and backward times of the ops:
              python cli.py bench kernels --ops=delta_rule,window_attention [--peers]
@@ -17,6 +17,8 @@ usage: python cli.py bench kernels|training|decode|scaling …
              python cli.py bench decode --config gated_deltanet.yaml --batch_sizes=[1,64] --positions=[1024,65536]
   scaling    training on 1, 2, 4 … devices with DDP, ZeRO and others: speed, memory, and whether the losses are equal:
              python cli.py bench scaling --config gated_deltanet.yaml --config size/400m.yaml --devices=[1,2,4]
+  expansion  what a larger state costs in training: E = 1, 2, 4 …, with subheads and with one long head:
+             python cli.py bench expansion --mixers=[gated_deltanet,gla] --sizes=[400m]
 
 python cli.py bench KIND --help lists the options of each.
 """

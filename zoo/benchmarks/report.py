@@ -1,4 +1,4 @@
-"""The report of a benchmark: a table for the terminal, bench.json and, for lengths or devices, bench.png."""
+"""The report of a benchmark: a table for the terminal, bench.json and, where there is a curve, bench.png."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ class Report:
     """The rows of one benchmark.
 
     Args:
-        benchmark: kernels, training, decode or scaling.
+        benchmark: kernels, training, decode, scaling or expansion.
         folder: The folder to write to.
         about: Device, versions and settings.
         rows: One row per measurement.
@@ -164,6 +164,77 @@ def scaling_table(report: Report) -> Table:
     return _captioned(table, remarks)
 
 
+def expansion_table(report: Report) -> Table:
+    """A row for each model, factor and form."""
+    about = report.about
+    columns = ["model", "E", "form", "params", "state", "tok/s", "of E=1", "paper", "of long", "paper", "GiB", "of E=1"]
+    columns.append("TFLOP/s")
+    table = _table(report, columns)
+    remarks = [
+        f"batch {about['batch_size']} × {about['length']} tokens",
+        "of E=1: tokens/s and memory relative to the same model's; E = 1 is measured first and last, and averaged",
+        "of long: tokens/s relative to one long head of the same state",
+        "paper: the same ratios in Liu et al., Tables 9 and 2",
+    ]
+    for row in report.rows:
+        head = [row["model"], str(row["factor"]), row["form"]]
+        if "step_ms" not in row:
+            _without(table, remarks, head, row)
+            continue
+        papers = [about["paper"][key].get(str(row["factor"])) for key in ("of_one", "subheads_of_long_head")]
+        papers = [None, None] if row["form"] == "long head" else papers
+        table.add_row(
+            *head,
+            f"{row['parameters'] / 1e6:.1f} M",
+            EngFormatter(places=1, sep="")(row["state_size"]),
+            f"{row['tokens_per_second']:,.0f}",
+            _formatted(row.get("of_one"), "{:.2f}"),
+            _formatted(papers[0], "{:.2f}"),
+            _formatted(row.get("of_long_head"), "{:.2f}"),
+            _formatted(papers[1], "{:.2f}"),
+            _formatted(row["peak_gib"], "{:.1f}"),
+            _formatted(row.get("gib_of_one"), "{:.2f}"),
+            f"{row['tflops']:.3g}",
+        )
+    return _captioned(table, remarks)
+
+
+def expansion_figure(report: Report) -> Figure | None:
+    """Plots over E of speed and memory relative to E = 1, and of TFLOP/s, a line for each model and form."""
+    rows = [row for row in report.rows if "of_one" in row]
+    factors = sorted({row["factor"] for row in rows})
+    if len(factors) < 2:
+        return None
+    panels = {"of_one": "tokens/s relative to E = 1"}
+    panels |= {"gib_of_one": "memory relative to E = 1"} if any("gib_of_one" in row for row in rows) else {}
+    panels |= {"tflops": "TFLOP/s of training"}
+    picture = Figure(figsize=(1.5 + 4.2 * len(panels), 4.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(picture)
+    for place, (key, label) in enumerate(panels.items(), start=1):
+        axes = picture.add_subplot(1, len(panels), place, xlabel="E", ylabel=label, xscale="log")
+        for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+            for form, style in (("subheads", "-"), ("long head", ":")):
+                line = [row for row in rows if row["model"] == model and row["form"] in (form, "") and key in row]
+                line = sorted({row["factor"]: row for row in line}.values(), key=lambda row: row["factor"])
+                if len(line) > 1:
+                    points = [row["factor"] for row in line], [row[key] for row in line]
+                    axes.plot(*points, style, color=f"C{number}", marker="o", markersize=4, label=f"{model}, {form}")
+        if key == "of_one":
+            paper = report.about["paper"][key]
+            axes.plot(
+                [*map(int, paper)], [*paper.values()], "--", color="gray", marker="x", label="Liu et al., Table 9"
+            )
+        axes.set_xticks(factors, [str(factor) for factor in factors])
+        axes.set_ylim(bottom=0)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    handles, labels = picture.axes[0].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside right center", fontsize="small")
+    about = report.about
+    picture.suptitle(f"{about['device']}, {about['precision']}, {about['batch_size']} × {about['length']}", fontsize=10)
+    return picture
+
+
 def figure(report: Report) -> Figure | None:
     """A plot of forward and backward time over length, one line per op; None without measurements over lengths."""
     rows = [row for row in report.rows if row.get("in_curve") and "fwd_bwd_ms" in row]
@@ -263,5 +334,10 @@ TABLES: dict[str, Callable[[Report], Table]] = {
     "training": training_table,
     "decode": decode_table,
     "scaling": scaling_table,
+    "expansion": expansion_table,
 }
-PICTURES: dict[str, Callable[[Report], Figure | None]] = {"kernels": figure, "scaling": scaling_figure}
+PICTURES: dict[str, Callable[[Report], Figure | None]] = {
+    "kernels": figure,
+    "scaling": scaling_figure,
+    "expansion": expansion_figure,
+}

@@ -9,6 +9,7 @@ from rich.console import Console
 from kernels import UserError
 from mixers import did_you_mean
 from zoo.benchmarks.decode import bench_decode
+from zoo.benchmarks.expansion import bench_expansion
 from zoo.benchmarks.kernel import bench_kernels
 from zoo.benchmarks.report import Report
 from zoo.benchmarks.scaling import bench_scaling
@@ -20,6 +21,7 @@ KINDS: dict[str, Callable[..., Report]] = {
     "training": bench_training,
     "decode": bench_decode,
     "scaling": bench_scaling,
+    "expansion": bench_expansion,
 }
 
 
@@ -27,8 +29,8 @@ def bench(kind: str, *configs_and_overrides: Item, **options: Any) -> Report:
     """Run a benchmark, print a table, and write `bench.json`.
 
     Args:
-        kind: The benchmark: `kernels`, `training`, `decode` or `scaling`.
-        configs_and_overrides: The model; none for `kernels`.
+        kind: The benchmark: `kernels`, `training`, `decode`, `scaling` or `expansion`.
+        configs_and_overrides: The model; none for `kernels`, and optional for `expansion`.
         options: The arguments of `bench_kernels`, `bench_training` and so on; unknown ones are errors.
 
     Returns:

@@ -92,7 +92,7 @@ def bench_training(
             for block, compiled in compiled_blocks(model):
                 block.forward = compiled
         learner = Learner(model, optim, precision, backend, lambda: models.mean_loss(model, tokens))
-        learners = [(row, learner)] if _warmed(row, learner, bar) else []
+        learners = [(row, learner)] if warmed(row, learner, bar) else []
         # after the first step, whose time is to include compilation
         checked = models.conditioned(models.build(parsed, precision, where))
         gate = models.compared(checked, precision, backend, models.learning)
@@ -105,16 +105,11 @@ def bench_training(
             row = {"model": "fla gated delta rule"}
             report.rows.append(row)
             learners += _peer(row, about["model"], optim, precision, tokens[:, :-1], bar)
-        _timed(learners, steps, bar)
+        timed(learners, steps, bar)
     for row, learner in learners:
-        times = learner.times()
-        forward, backward, optimiser = map(statistics.median, times)
-        step = statistics.median(map(sum, zip(*times, strict=True)))
-        row |= {"step_ms": step, "forward_ms": forward, "backward_ms": backward, "optimiser_ms": optimiser}
-        row |= {"tokens_per_second": batch_size * length / step * 1e3, "peak_gib": learner.peak_gib}
-        peak = None if precision == "32-true" else peak_flops(where)
-        flops = TRAINING_FLOPS * model.flops(length) / length * row["tokens_per_second"]
-        row["mfu"] = None if peak is None or learner.model is not model else flops / peak
+        row |= learner.measured(batch_size * length)
+        flops = model.flops(length) / length if learner.model is model else None
+        row["mfu"] = utilisation(flops, row["tokens_per_second"], precision, where)
     return report
 
 
@@ -151,8 +146,28 @@ class Learner:
         between = self.clock.between()
         return [between[part::4] for part in range(3)]  # the fourth interval is between two steps
 
+    def measured(self, tokens: int) -> dict[str, Any]:
+        """Medians over the steps since the last call, of `tokens` tokens each, and the most memory."""
+        times = self.times()
+        forward, backward, optimiser = map(statistics.median, times)
+        step = statistics.median(map(sum, zip(*times, strict=True)))
+        return {
+            "step_ms": step,
+            "forward_ms": forward,
+            "backward_ms": backward,
+            "optimiser_ms": optimiser,
+            "tokens_per_second": tokens / step * 1e3,
+            "peak_gib": self.peak_gib,
+        }
 
-def _warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> bool:
+
+def utilisation(flops: float | None, tokens_per_second: float, precision: str, device: torch.device) -> float | None:
+    """The fraction of the device's peak that training reaches, from forward FLOPs of a token; None if unknown."""
+    peak = None if precision == "32-true" else peak_flops(device)
+    return None if peak is None or flops is None else TRAINING_FLOPS * flops * tokens_per_second / peak
+
+
+def warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> bool:
     """Run the first steps, and record their time and their memory beyond `before` bytes; False if out of memory."""
     on_gpu = learner.device.type == "cuda"
     if on_gpu:
@@ -187,7 +202,7 @@ def _peer(
             model = model.to(models.PRECISIONS[precision])
         learner = Learner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)
         row["parameters"] = sum(p.numel() for p in model.parameters())
-        done = _warmed(row, learner, bar, before)
+        done = warmed(row, learner, bar, before)
     except UserError:
         raise
     except Exception as error:  # errors of other libraries become remarks in the table
@@ -197,7 +212,7 @@ def _peer(
     return [(row, learner)] if done else []
 
 
-def _timed(learners: Sequence[tuple[dict[str, Any], Learner]], steps: int, bar: Any) -> None:
+def timed(learners: Sequence[tuple[dict[str, Any], Learner]], steps: int, bar: Any) -> None:
     """Run steps of all models, alternating."""
     for _ in range(steps):
         for _, learner in learners:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import UserError
 from zoo.benchmarks import model as models
 from zoo.benchmarks.cases import OPS, Case, Shape
 from zoo.benchmarks.decode import bench_decode, grows, state_at
+from zoo.benchmarks.expansion import bench_expansion
 from zoo.benchmarks.gate import Gate, relative_error
 from zoo.benchmarks.kernel import bench_kernels
 from zoo.benchmarks.report import figure
@@ -263,3 +265,31 @@ def test_kernels_on_a_gpu_pass_at_the_timed_call(tmp_path):
     report = bench_kernels(shapes=[(2, 4, 1000, 64)], lengths=[], seconds=0.02, folder=str(tmp_path))
     assert not report.failed
     assert all(row["fwd_ms"] > 0 for row in report.rows)
+
+
+def test_expansion_beside_the_same_model(command, desk):
+    given = [*SMALL, "--factors=[1,2]", "--batch_size=1", "--length=20", "--steps=2", "--folder=found"]
+    done = command("bench", "expansion", "--config", "gated_deltanet.yaml", *given)
+    assert done.code == 0, done.err
+    rows = record(desk / "found")["rows"]
+    assert [(row["factor"], row["form"]) for row in rows] == [(1, ""), (2, "subheads"), (2, "long head"), (1, "")]
+    assert [row["state_size"] for row in rows] == [256, 512, 512, 256]
+    assert all(row["gate"]["passed"] and row["tflops"] > 0 for row in rows)
+    speeds = [row["tokens_per_second"] for row in rows]
+    assert rows[1]["of_one"] == pytest.approx(speeds[1] / ((speeds[0] + speeds[3]) / 2))
+    assert rows[1]["of_long_head"] == pytest.approx(speeds[1] / speeds[2])
+    assert (desk / "found/bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mixers": ["gatd_deltanet"]}, "mixers: 'gatd_deltanet' is not one of .*did you mean 'gated_deltanet'"),
+        ({"sizes": ["13b"]}, "sizes: '13b' is not one of 400m, 1.5b"),
+        ({"factors": [0]}, "factors: 0 must be at least 1"),
+        ({"config": ["gla.yaml"], "sizes": ["400m"]}, "choose between them and --config"),
+    ],
+)
+def test_what_expansion_refuses(given, message):
+    with pytest.raises(UserError, match=message):
+        bench_expansion(**given)

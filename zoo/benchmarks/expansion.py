@@ -1,0 +1,211 @@
+"""`bench expansion`: what a larger state costs in training, beside the same model with its own state."""
+
+import gc
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo import config as configs
+from zoo.benchmarks import model as models
+from zoo.benchmarks.device import described, pick_backend
+from zoo.benchmarks.report import Report
+from zoo.benchmarks.training import WARM_UP, Learner, timed, warmed
+from zoo.train.callbacks.throughput import TRAINING_FLOPS
+from zoo.train.cpu import use_processor
+from zoo.train.devices import pick_device
+from zoo.train.module import best_precision
+
+# the models of Liu et al., and two more: a config, and what its overlays in configs/size are called
+MODELS = {
+    "gated_deltanet": ("state_expansion/gated_deltanet.yaml", "size/{}.yaml"),
+    "gla": ("state_expansion/gla.yaml", "size/{}.yaml"),
+    "hgrn2": ("hgrn2.yaml", "size/transformer-{}.yaml"),
+    "mamba2": ("mamba2.yaml", "size/mamba-{}.yaml"),
+}
+SIZES = ("400m", "1.5b")
+# Liu et al.: training with subheads relative to E = 1 (Table 9, machine and model not named); with subheads relative to
+# one long head (Table 2, one H800); TFLOP/s of the recurrences alone at (4, 8, 4096, 128) (Table 10, one H800)
+PAPER = {
+    "of_one": {"1": 1.0, "2": 0.57, "4": 0.40, "8": 0.21},
+    "subheads_of_long_head": {"8": 15722 / 9569, "16": 6554 / 2933},
+    "kernel_tflops": {"attention": 213, "gla": 21, "gated_deltanet": 25},
+}
+CHECKED_LAYERS = 2  # all layers are alike
+
+
+class Settings(NamedTuple):
+    """What all models have in common."""
+
+    precision: str
+    backend: str
+    device: torch.device
+    batch_size: int
+    length: int
+    steps: int
+
+
+class Case(NamedTuple):
+    """One model to measure."""
+
+    model: str
+    factor: int
+    form: str  # subheads, or long head; empty for E = 1, where they are the same
+    config: list[str]
+
+    @property
+    def name(self) -> str:
+        """What to call it in a remark."""
+        return f"{self.model} E{self.factor}{f' {self.form}' if self.form else ''}"
+
+
+def bench_expansion(
+    config: Sequence[str] = (),
+    mixers: list[str] | None = None,
+    sizes: list[str] | None = None,
+    factors: list[int] | None = None,
+    long_head: bool = True,
+    batch_size: int = 8,
+    length: int = 4096,
+    steps: int = 8,
+    precision: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    folder: str = "runs/bench-expansion",
+) -> Report:
+    """Time training steps of models with expanded states, beside the same models with their own state.
+
+    Each model is measured alone, after its loss and gradients are checked in two of its layers; that of E = 1 first and
+    last, and the others are compared with the mean of both.
+
+    Args:
+        config: One model, as configs and `key=value` overrides, in place of `mixers` and `sizes`.
+        mixers: Models, of gated_deltanet, gla, hgrn2, mamba2; null for all of them.
+        sizes: Their sizes, 400m or 1.5b; null for 400m.
+        factors: Factors E; null for 2, 4, 8 and 16. E = 1 is always measured.
+        long_head: Whether to measure each E with one long head, too.
+        batch_size: Sequences in a step.
+        length: Tokens in a sequence.
+        steps: Number of steps to time, after a few to warm up.
+        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a CPU.
+        backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
+        device: cpu or cuda; null for the GPU if available.
+        folder: The folder of bench.json and bench.png.
+
+    Raises:
+        UserError: An argument is invalid.
+    """
+    where = pick_device(device)
+    if where.type == "cpu":
+        use_processor()
+    precision = precision or ("bf16-true" if where.type == "cuda" else best_precision("cpu"))
+    backend = pick_backend(backend)
+    models.check_precision(precision)
+    models.check_sizes(batch_size=batch_size, length=length, steps=steps)
+    if config and (mixers is not None or sizes is not None):
+        raise UserError("mixers, sizes: choose between them and --config, which names one model")
+    given = {_name(config): list[str](config)} if config else dict(_built_in(mixers, sizes))
+    factors = [2, 4, 8, 16] if factors is None else list(dict.fromkeys(factors))
+    if wrong := [factor for factor in factors if factor < 1]:
+        raise UserError(f"factors: {wrong[0]} must be at least 1")
+    forms = ["subheads", *(["long head"] if long_head else [])]
+    cases = [case for name, items in given.items() for case in _cases(name, items, factors, forms)]
+    parsed = [models.read(case.config) for case in cases]  # all of them before the first runs
+    settings = Settings(precision, backend, where, batch_size, length, steps)
+    about = {**described(where), "batch_size": batch_size, "length": length, "precision": precision, "paper": PAPER}
+    report, each = Report("expansion", Path(folder), about), 1 + WARM_UP + steps
+    with tqdm(total=len(cases) * each, desc="expansion", unit=" steps", dynamic_ncols=True) as bar:
+        for number, (case, one) in enumerate(zip(cases, parsed, strict=True), start=1):
+            bar.set_postfix_str(case.name)
+            report.rows.append(_row(case, one, settings, bar))
+            bar.update(number * each - bar.n)  # also where it did not fit
+    _compare(report.rows)
+    return report
+
+
+def _name(config: Sequence[str]) -> str:
+    return Path(str(next((item for item in config if "=" not in item), "model"))).stem
+
+
+def _built_in(mixers: list[str] | None, sizes: list[str] | None) -> Iterator[tuple[str, list[str]]]:
+    """The configs of each model of each size, by name."""
+    sizes = ["400m"] if sizes is None else sizes
+    for key, values, known in (("mixers", mixers or [], list(MODELS)), ("sizes", sizes, list(SIZES))):
+        if wrong := [value for value in values if value not in known]:
+            raise UserError(f"{key}: {wrong[0]!r} is not one of {', '.join(known)}{did_you_mean(wrong[0], known)}")
+    for size in dict.fromkeys(sizes):
+        for mixer in dict.fromkeys(MODELS if mixers is None else mixers):
+            base, overlay = MODELS[mixer]
+            yield f"{mixer} {size}", [base, overlay.format(size)]
+
+
+def _cases(name: str, items: list[str], factors: Sequence[int], forms: Sequence[str]) -> Iterator[Case]:
+    """E = 1 first and last, and in between each other factor in each form."""
+    one = Case(name, 1, "", [*items, "model.nominal_size=null", "model.stack.mixer.factor=1"])
+    yield one
+    for factor in sorted(set(factors) - {1}):
+        for form in forms:
+            overlays = [
+                f"model.stack.mixer.factor={factor}",
+                f"model.stack.mixer.subheads={form == 'subheads'}".lower(),
+            ]
+            yield Case(name, factor, form, [*items, "model.nominal_size=null", *overlays])
+    yield one._replace(config=[*one.config])
+
+
+def _row(case: Case, parsed: Any, to: Settings, bar: Any) -> dict[str, Any]:
+    """The measurements of one model."""
+    row: dict[str, Any] = {"model": case.model, "factor": case.factor, "form": case.form}
+    few = models.read([*case.config, f"model.num_layers={min(parsed.model.num_layers, CHECKED_LAYERS)}"])
+    checked = models.conditioned(models.build(few, to.precision, to.device))
+    gate = models.compared(checked, to.precision, to.backend, models.learning)
+    row["gate"] = gate.record()
+    if not gate.passed:
+        return row | {"note": gate.says}
+    try:
+        return row | _timed(parsed, to, bar)
+    finally:  # the next model starts with free memory
+        gc.collect()
+        if to.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _timed(parsed: Any, to: Settings, bar: Any) -> dict[str, Any]:
+    """Sizes and times of a model in training."""
+    model = models.build(parsed, to.precision, to.device)
+    tokens = torch.randint(parsed.model.vocab_size, (to.batch_size, to.length + 1), device=to.device)
+    optim = configs.instantiate("optim", parsed)
+    learner = Learner(model, optim, to.precision, to.backend, lambda: models.mean_loss(model, tokens))
+    row: dict[str, Any] = {"parameters": model.num_parameters(), "state_size": model.state_size(to.length)}
+    if warmed(row, learner, bar):
+        timed([(row, learner)], to.steps, bar)
+        row |= learner.measured(to.batch_size * to.length)
+        row["tflops"] = TRAINING_FLOPS * model.flops(to.length) / to.length * row["tokens_per_second"] / 1e12
+    return row
+
+
+def _compare(rows: Sequence[dict[str, Any]]) -> None:
+    """Add speed and memory relative to E = 1 of the same model, whose two measurements are averaged.
+
+    With subheads, also the speed relative to one long head.
+    """
+    for row in rows:
+        ones = [one for one in rows if one["model"] == row["model"] and one["factor"] == 1 and "step_ms" in one]
+        if not ones or "step_ms" not in row:
+            continue
+        row["of_one"] = row["tokens_per_second"] / statistics.fmean(one["tokens_per_second"] for one in ones)
+        if row["peak_gib"] is not None:
+            row["gib_of_one"] = row["peak_gib"] / max(one["peak_gib"] for one in ones)
+        whole = (row["model"], row["factor"], "long head")
+        for long in rows:
+            if (
+                row["form"] == "subheads"
+                and (long["model"], long["factor"], long["form"]) == whole
+                and "step_ms" in long
+            ):
+                row["of_long_head"] = row["tokens_per_second"] / long["tokens_per_second"]
