@@ -20,15 +20,12 @@ def links(file: Path) -> list[tuple[bool, str]]:
     return [(mark == "!", target.partition("#")[0]) for mark, target in found if "://" not in target]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_it_runs_and_makes_its_pictures(file: Path, tmp_path: Path):
-    (tmp_path / "tutorials" / "pictures").mkdir(parents=True)
-    shutil.copytree(TUTORIALS / "measured", tmp_path / "tutorials" / "measured")  # on machines that few have
-    environment = {**os.environ, "ZOO_CACHE": str(tmp_path / "cache"), "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+def run(folder: Path, script: str, *arguments: str) -> str:
+    """What a script beside the tutorials prints."""
+    environment = {**os.environ, "ZOO_CACHE": str(folder / "cache"), "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(TUTORIALS / "run.py"), str(file), "--small"],
-        cwd=tmp_path,
+        [sys.executable, str(TUTORIALS / script), *arguments],
+        cwd=folder,
         env=environment,
         capture_output=True,
         encoding="utf-8",
@@ -36,9 +33,26 @@ def test_it_runs_and_makes_its_pictures(file: Path, tmp_path: Path):
     )
     if done.returncode:
         pytest.fail(f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}", pytrace=False)
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_it_runs_and_makes_its_pictures(file: Path, tmp_path: Path):
+    (tmp_path / "tutorials" / "pictures").mkdir(parents=True)
+    shutil.copytree(TUTORIALS / "measured", tmp_path / "tutorials" / "measured")  # on machines that few have
+    run(tmp_path, "run.py", str(file), "--small")
     for is_picture, target in links(file):
         if is_picture:
             assert (tmp_path / "tutorials" / target).is_file(), f"no block of {file.name} makes {target}"
+
+
+@pytest.mark.slow
+def test_statex_end_to_end(tmp_path: Path):
+    printed = run(tmp_path, "statex_end_to_end.py", "--small", "--jobs=1")
+    for form in ("original", "LPT", "reinit", "inherit", "preserve"):
+        assert printed.count(form) == 4  # two mixers, two tasks
+    assert (tmp_path / "runs/statex/statex.png").is_file()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
