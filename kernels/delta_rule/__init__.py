@@ -64,7 +64,7 @@ def delta_rule(
     a = check(*given, per_channel=False, consume_state=consume_state)
     if a.beta is None:
         raise ValueError("beta: the delta rule needs it")
-    run = choose("delta_rule", IMPLEMENTATIONS, v, None if q.shape[3] <= LARGEST else LIMITS)
+    run = choose("delta_rule", IMPLEMENTATIONS, q, None if q.shape[3] <= LARGEST else LIMITS)
     if run is chunk.forward and v.shape[1] == 1 and cu_seqlens is None:
         run = step.forward
     o, state = run(a)

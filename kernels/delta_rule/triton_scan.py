@@ -11,7 +11,7 @@ S = 0, the transition from S = I and no values; `combine` then computes the stat
 the same with the transition transposed.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, var-annotated"
 # ruff: noqa: SIM102
 
 import triton
