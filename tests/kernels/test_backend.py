@@ -239,6 +239,21 @@ def test_long_values_do_not_fall_back(caplog: pytest.LogCaptureFixture, monkeypa
     assert not [record for record in caplog.records if record.name == "kernels.backend"]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_ran_is_told(compiled: bool):
+    q, v = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
+    run = torch.compile(kernels.linear_recurrence, backend="eager") if compiled else kernels.linear_recurrence
+    with kernels.implementations() as found:
+        run(q, q, v)
+        with kernels.backend("reference"), kernels.implementations() as inner:
+            kernels.rms_norm(q)
+            kernels.linear_recurrence(q, q, v)
+    assert found == {"linear_recurrence": {"torch"}}
+    assert inner == {"linear_recurrence": {"reference"}, "rms_norm": {"reference"}}
+    kernels.rms_norm(q)
+    assert "rms_norm" not in found  # afterwards, nothing is noted
+
+
 def test_nothing_is_said_where_nothing_falls_back(caplog: pytest.LogCaptureFixture):
     keys = torch.randn(1, 4, 2, 513)
     kernels.delta_rule(keys, keys, keys, torch.ones(1, 4, 2))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import kernels
 from kernels import UserError
 from zoo import config as configs
 from zoo.benchmarks import model as models
@@ -92,7 +93,9 @@ def bench_training(
             for block, compiled in compiled_blocks(model):
                 block.forward = compiled
         learner = Learner(model, optim, precision, backend, lambda: models.mean_loss(model, tokens))
-        learners = [(row, learner)] if _warmed(row, learner, bar) else []
+        with kernels.implementations() as ran:
+            learners = [(row, learner)] if _warmed(row, learner, bar) else []
+        row["implementations"] = {op: sorted(names) for op, names in sorted(ran.items())}
         # after the first step, whose time is to include compilation
         checked = models.conditioned(models.build(parsed, precision, where))
         gate = models.compared(checked, precision, backend, models.learning)
