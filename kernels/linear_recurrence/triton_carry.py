@@ -21,7 +21,7 @@ device, sequences are cut into segments: the states at the cuts come from the sa
 """
 
 # Triton kernels: untyped, with branches that are resolved at compile time
-# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, var-annotated"
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc, var-annotated"
 # ruff: noqa: SIM108
 
 import triton
@@ -214,11 +214,13 @@ def carry(
     # the axis of x and y is cut into blocks of channels `cx`, whose states are the members of S
     cx, at_state, in_state, S = (), (), (), ()
     for j in tl.static_range(0, DX, BX):
-        c = j + tl.arange(0, BX)
-        cx += (c,)
-        at_state += (cz[None, :] * DX + c[:, None] if TRANSPOSED else c[:, None] * DZ + cz[None, :],)
-        in_state += ((c < DX)[:, None] & (cz < DZ)[None, :],)
+        cx += (j + tl.arange(0, BX),)
     for j in tl.static_range(len(cx)):
+        if TRANSPOSED:
+            at_state += (cz[None, :] * DX + cx[j][:, None],)
+        else:
+            at_state += (cx[j][:, None] * DZ + cz[None, :],)
+        in_state += ((cx[j] < DX)[:, None] & (cz < DZ)[None, :],)
         if first is not None:
             S += (tl.load(state_at(first, state, n, heads, DX * DZ) + at_state[j], mask=in_state[j], other=0.0),)
         else:
@@ -228,7 +230,7 @@ def carry(
         cd = (cz,) if TRANSPOSED else cx
         DK: tl.constexpr = DZ if TRANSPOSED else DX
         gates += place * DK
-        survives = [tl.full(c.shape, 1.0, tl.float32) for c in cd]
+        survives = [tl.full(channels.shape, 1.0, tl.float32) for channels in cd]
     else:
         survives = 1.0
         if not CONSTANT:
@@ -295,11 +297,10 @@ def carry(
                         P = tl.dot(X[j], tl.trans(Y[j]), P, input_precision=PRECISION)
                     P *= scale
                     if DECAY:
-                        P *= (
-                            constant_decay_inside(g)
-                            if CONSTANT
-                            else decay_inside(gates + chunk * (PARTS * CHUNK), WIDE)
-                        )
+                        if CONSTANT:
+                            P *= constant_decay_inside(g)
+                        else:
+                            P *= decay_inside(gates + chunk * (PARTS * CHUNK), WIDE)
                     P = gated_scores(P, beta, t * heads, valid, REVERSE).to(Z.dtype)
                 O = tl.dot(X[0], S[0].to(x.dtype.element_ty), input_precision=PRECISION)
                 for j in tl.static_range(1, len(cx)):
