@@ -18,6 +18,7 @@ from zoo.benchmarks import peers as others
 from zoo.benchmarks.device import described, pick_backend
 from zoo.benchmarks.report import Report
 from zoo.benchmarks.timing import Clock, process_age, synchronize
+from zoo.lm.model import LanguageModel
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.cpu import use_processor
@@ -107,7 +108,7 @@ def bench_training(
         if peers:
             row = {"model": "fla gated delta rule"}
             report.rows.append(row)
-            learners += _peer(row, about["model"], optim, precision, tokens[:, :-1], bar)
+            learners += _peer(row, model, about["model"], optim, precision, tokens[:, :-1], bar)
         _timed(learners, steps, bar)
     for row, learner in learners:
         times = learner.times()
@@ -180,12 +181,18 @@ def _warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) ->
 
 
 def _peer(
-    row: dict[str, Any], sizes: dict[str, Any], optim: Optimisation, precision: str, tokens: Tensor, bar: Any
+    row: dict[str, Any],
+    ours: LanguageModel,
+    sizes: dict[str, Any],
+    optim: Optimisation,
+    precision: str,
+    tokens: Tensor,
+    bar: Any,
 ) -> list[tuple[dict[str, Any], Learner]]:
     """FLA's model, warmed up; nothing if it does not run."""
     before = torch.cuda.memory_allocated(tokens.device)
     try:
-        model = others.language_model(sizes, tokens.device)
+        model = others.language_model(ours, sizes, tokens.device)
         if precision.endswith("-true"):
             model = model.to(models.PRECISIONS[precision])
         learner = Learner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from zoo import config as configs
 from zoo.benchmarks import model as models
 from zoo.benchmarks.cases import OPS, Case, Shape
 from zoo.benchmarks.decode import bench_decode, grows, state_at
 from zoo.benchmarks.gate import Gate, relative_error
 from zoo.benchmarks.kernel import bench_kernels
+from zoo.benchmarks.peers import language_model
 from zoo.benchmarks.report import Report, figure
 from zoo.benchmarks.timing import medians, process_age
 from zoo.benchmarks.training import bench_training
@@ -97,6 +99,17 @@ def test_a_model_on_several_paths_names_the_rarer_ones():
     assert path.startswith("triton + ")
     assert "h2: torch: window_attention" in table.caption
     assert "h2: torch + triton: linear_recurrence" in table.caption
+
+
+@pytest.mark.slow
+def test_the_peer_has_the_sizes_of_our_heads():
+    pytest.importorskip("fla")
+    config = models.read(["gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-1.3b.yaml", "model.num_layers=1"])
+    ours = models.build(config, "32-true", torch.device("meta"))
+    theirs = language_model(ours, configs.to_dict(config)["model"], torch.device("meta"))
+    layer = theirs.model.layers[0].attn
+    assert (layer.head_k_dim, layer.head_v_dim) == (200, 400)
+    assert sum(p.numel() for p in theirs.parameters()) == pytest.approx(ours.num_parameters(), rel=0.01)
 
 
 @pytest.mark.slow
