@@ -212,17 +212,21 @@ def carry(
     r = tl.arange(0, CHUNK)
     cz = slice_ * BZ + tl.arange(0, BZ)
     # the axis of x and y is cut into blocks of channels `cx`, whose states are the members of S
-    cx, at_state, in_state, S = (), (), (), ()
+    cx, in_state, S = (), (), ()
     for j in tl.static_range(0, DX, BX):
         cx += (j + tl.arange(0, BX),)
+    # of the first block; those of block j are j · BLOCK further
+    BLOCK: tl.constexpr = BX if TRANSPOSED else BX * DZ
+    if TRANSPOSED:
+        at_state = cz[None, :] * DX + cx[0][:, None]
+    else:
+        at_state = cx[0][:, None] * DZ + cz[None, :]
     for j in tl.static_range(len(cx)):
-        if TRANSPOSED:
-            at_state += (cz[None, :] * DX + cx[j][:, None],)
-        else:
-            at_state += (cx[j][:, None] * DZ + cz[None, :],)
         in_state += ((cx[j] < DX)[:, None] & (cz < DZ)[None, :],)
         if first is not None:
-            S += (tl.load(state_at(first, state, n, heads, DX * DZ) + at_state[j], mask=in_state[j], other=0.0),)
+            S += (
+                tl.load(state_at(first, state, n, heads, DX * DZ) + at_state + j * BLOCK, mask=in_state[j], other=0.0),
+            )
         else:
             S += (tl.zeros([BX, BZ], tl.float32),)
     if CHANNEL:
@@ -244,9 +248,9 @@ def carry(
         block_count = tl.minimum(per_block, count - block_start)
         if GATES and not CHANNEL and MODE == "dk":
             at = state_at(checkpoints, first_block + block, n, heads, DX * DZ)
-            anchor = tl.sum(tl.sum(S[0] * tl.load(at + at_state[0], mask=in_state[0], other=0.0), 1), 0)
+            anchor = tl.sum(tl.sum(S[0] * tl.load(at + at_state, mask=in_state[0], other=0.0), 1), 0)
             for j in tl.static_range(1, len(cx)):
-                anchor += tl.sum(tl.sum(S[j] * tl.load(at + at_state[j], mask=in_state[j], other=0.0), 1), 0)
+                anchor += tl.sum(tl.sum(S[j] * tl.load(at + at_state + j * BLOCK, mask=in_state[j], other=0.0), 1), 0)
             tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
         if DECAY and not CHANNEL and not CONSTANT:
             # loaded one chunk ahead: a scalar that is needed at once would stall every step
@@ -283,11 +287,11 @@ def carry(
                 at = state_at(checkpoints, first_chunk + chunk, n, heads, DX * DZ)
                 if MODE == "dq":
                     for j in tl.static_range(len(cx)):
-                        tl.store(at + at_state[j], S[j].to(checkpoints.dtype.element_ty), mask=in_state[j])
+                        tl.store(at + at_state + j * BLOCK, S[j].to(checkpoints.dtype.element_ty), mask=in_state[j])
                 if MODE == "dk":
-                    anchor = tl.sum(S[0] * tl.load(at + at_state[0], mask=in_state[0], other=0.0).to(tl.float32), 0)
+                    anchor = tl.sum(S[0] * tl.load(at + at_state, mask=in_state[0], other=0.0).to(tl.float32), 0)
                     for j in tl.static_range(1, len(cx)):
-                        before = tl.load(at + at_state[j], mask=in_state[j], other=0.0).to(tl.float32)
+                        before = tl.load(at + at_state + j * BLOCK, mask=in_state[j], other=0.0).to(tl.float32)
                         anchor += tl.sum(S[j] * before, 0)
                     tl.store(anchors + (place + chunk) * DZ + cz, anchor, mask=cz < DZ)
             if OUTPUT:
@@ -338,11 +342,11 @@ def carry(
         if GATES and not CHANNEL and MODE == "dq":
             at = state_at(checkpoints, first_block + block, n, heads, DX * DZ)
             for j in tl.static_range(len(cx)):
-                tl.store(at + at_state[j], S[j].to(checkpoints.dtype.element_ty), mask=in_state[j])
+                tl.store(at + at_state + j * BLOCK, S[j].to(checkpoints.dtype.element_ty), mask=in_state[j])
     if last is not None:
         at = state_at(last, state, n, heads, DX * DZ)
         for j in tl.static_range(len(cx)):
-            tl.store(at + at_state[j], S[j], mask=in_state[j])
+            tl.store(at + at_state + j * BLOCK, S[j], mask=in_state[j])
     if DECAY and not OUTPUT:
         at_segment = segment.to(tl.int64) * heads + n
         if CHANNEL:
