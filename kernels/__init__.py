@@ -1,11 +1,12 @@
 """Tensors in, tensors out: the recurrences, attention, and the small ops around them.
 
 This package knows nothing of modules, layers or YAML. Every op has a plain fp32 loop (``reference``) and a chunkwise
-PyTorch form (``torch``); some also have Triton kernels (``triton``). :func:`backend` chooses between them.
+PyTorch form (``torch``); some also have Triton kernels (``triton``). :func:`backend` chooses between them, and
+:func:`implementations` tells which ran.
 """
 
 from .arguments import at_least_fp32
-from .backend import BACKENDS, backend, same_backend
+from .backend import BACKENDS, backend, implementations, same_backend
 from .columns import split_columns
 from .delta_rule import delta_rule
 from .discretise import discretise
@@ -42,6 +43,7 @@ __all__ = [
     "gated_linear",
     "gated_rms_norm",
     "head_linear",
+    "implementations",
     "linear_cross_entropy",
     "linear_recurrence",
     "linear_token_losses",

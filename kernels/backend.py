@@ -16,6 +16,8 @@ The scope of a choice:
   checkpointing in ``zoo`` passes it; pass it in your own checkpoints, or PyTorch raises a ``CheckpointError`` if the
   backends differ.
 - Compiled code keeps the backend that it was traced with.
+
+:func:`implementations` tells which ran.
 """
 
 import logging
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 BACKENDS = ("auto", "triton", "torch", "reference")
 _default = os.environ.get("ZOO_BACKEND", "auto")
 _chosen: ContextVar[str] = ContextVar("backend", default=_default)
+_noted: ContextVar[dict[str, set[str]] | None] = ContextVar("implementations", default=None)
 
 
 @contextmanager
@@ -53,6 +56,25 @@ def backend(name: str) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
+
+
+@contextmanager
+def implementations() -> Iterator[dict[str, set[str]]]:
+    """Collect which implementations run inside the ``with`` block, in the thread that entered it, by op.
+
+    Compiled code chooses once, when it is traced.
+
+    >>> with kernels.implementations() as found:
+    ...     o, _ = kernels.delta_rule(q, k, v, beta)
+    >>> found
+    {'delta_rule': {'torch'}}
+    """
+    found: dict[str, set[str]] = {}
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
 
 
 def same_backend() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -106,6 +128,14 @@ def _say(op: str, channels: int, reason: str) -> None:
 
 
 def _name(op: str, known: tuple[str, ...], device: str, fp64: bool, limits: str | None) -> str:
+    name = _allowed(op, known, device, fp64, limits)
+    noted = _noted.get()
+    if noted is not None:
+        noted.setdefault(op, set()).add(name)
+    return name
+
+
+def _allowed(op: str, known: tuple[str, ...], device: str, fp64: bool, limits: str | None) -> str:
     name = _chosen.get()
     if name not in BACKENDS:
         raise UserError(f"ZOO_BACKEND: {name!r} is not one of {', '.join(BACKENDS)}")

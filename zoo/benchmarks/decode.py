@@ -75,7 +75,8 @@ def bench_decode(
     report = Report("decode", Path(folder), about)
     model = models.build(parsed, precision, where).eval()
     gate = models.compared(model, precision, backend, models.continuing, models.at_once)
-    peer = others.language_model(about["model"], where).to(models.PRECISIONS[precision]).eval() if peers else None
+    peer = others.language_model(model, about["model"], where) if peers else None
+    peer = peer.to(models.PRECISIONS[precision]).eval() if peer is not None else None
     places = [(batch, position) for batch in batch_sizes for position in positions]
     for batch, position in tqdm(places, desc="decode", unit=" places", dynamic_ncols=True):
         row = {"model": name, "batch_size": batch, "position": position, "gate": gate.record()}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kernels import UserError
 from zoo.benchmarks.cases import OPS, Case, Tensors
 from zoo.benchmarks.device import version
+from zoo.lm.model import LanguageModel
 
 Peer = Callable[[Tensors], Tensor]
 
@@ -84,23 +85,26 @@ def complaint(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def language_model(sizes: dict[str, Any], device: torch.device) -> nn.Module:
+def language_model(model: LanguageModel, sizes: dict[str, Any], device: torch.device) -> nn.Module:
     """FLA's gated delta rule model of the same sizes, in fp32.
 
     Args:
-        sizes: The key `model` of a config.
+        model: Our model, whose first mixer has the sizes of keys and values, if it has any.
+        sizes: The key `model` of its config.
         device: Device of its parameters.
     """
     models = importlib.import_module("fla.models")
     heads = sizes["num_heads"]
+    mixer = model.mixers[0]
+    keys = getattr(mixer, "subhead_size", sizes["hidden_size"] // heads)
     config = models.GatedDeltaNetConfig(
         hidden_size=sizes["hidden_size"],
         num_hidden_layers=sizes["num_layers"],
         vocab_size=sizes["vocab_size"],
         intermediate_size=sizes["intermediate_size"],
         num_heads=heads,
-        head_dim=sizes["hidden_size"] // heads,
-        expand_v=1,
+        head_dim=keys,
+        expand_v=getattr(mixer, "value_size", keys) / keys,
         tie_word_embeddings=sizes["tie_embeddings"],
     )
     with torch.device(device):

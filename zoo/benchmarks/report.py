@@ -16,6 +16,7 @@ from zoo.files.atomic import atomic_write
 
 # suffix in a row → column: time of a call, and of its kernels alone when a CUDA graph launches them
 TIMES = {"": "called ms", "_graph": "as graph ms"}
+PATH = "path: the implementations that ran, triton, torch or reference"
 
 
 @dataclass
@@ -57,13 +58,12 @@ class Report:
 def kernels_table(report: Report) -> Table:
     """A row for each op and shape, with the peers' times and their ratios to ours below."""
     suffixes = [suffix for suffix in TIMES if any(f"fwd{suffix}_ms" in row for row in report.rows)]
-    columns = ["op", "B×H×T×D", *(TIMES[suffix] for suffix in suffixes), "TFLOP/s", "of limit"]
+    columns = ["op", "B×H×T×D", "path", *(TIMES[suffix] for suffix in suffixes), "TFLOP/s", "of limit"]
     if report.about["peers"]:
         columns += [f"peer ÷ ours {TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
     table = _table(report, columns)
     remarks = ["all: forward / forward and backward; TFLOP/s and fraction of the roofline are for the last time column"]
-    implementations = sorted({row["implementation"] for row in report.rows if "implementation" in row})
-    remarks += [f"implementation: {', '.join(implementations)}"] if implementations else []
+    remarks.append(PATH)
     for row in report.rows:
         head = [row["op"], "×".join(map(str, row["shape"].values()))]
         if "fwd_ms" not in row:
@@ -71,6 +71,7 @@ def kernels_table(report: Report) -> Table:
         elif row["in_table"]:
             table.add_row(
                 *head,
+                row["implementation"],
                 *_times(row, suffixes),
                 f"{row['fwd_tflops']:.3g} / {row['fwd_bwd_tflops']:.3g}",
                 _pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
@@ -82,7 +83,7 @@ def kernels_table(report: Report) -> Table:
                     continue
                 remarks += [f"{name}: no graph, {peer['graph_note']}"] if "graph_note" in peer else []
                 ratios = [_pair(peer.get(f"fwd{s}_ratio"), peer.get(f"fwd_bwd{s}_ratio"), "{:.2f}×") for s in suffixes]
-                table.add_row(f"  {name}", "", *_times(peer, suffixes), "", "", *ratios)
+                table.add_row(f"  {name}", "", "", *_times(peer, suffixes), "", "", *ratios)
     return _captioned(table, remarks)
 
 
@@ -94,11 +95,12 @@ def training_table(report: Report) -> Table:
     """A row for each model."""
     about = report.about
     milliseconds = ("step_ms", "forward_ms", "backward_ms", "optimiser_ms")
-    columns = ["model", "params", "tok/s", "step ms", "fwd", "bwd", "optim", "GiB", "MFU", "first s", "ready s"]
+    columns = ["model", "params", "path", "tok/s", "step ms", "fwd", "bwd", "optim", "GiB", "MFU", "first s", "ready s"]
     table = _table(report, columns)
     remarks = [
         f"batch {about['batch_size']} × {about['length']} tokens{', compiled' if about['compiled'] else ''}",
         "first: seconds of the first step; ready: from the start of the process to its end",
+        PATH,
     ]
     for row in report.rows:
         if "step_ms" not in row:
@@ -107,6 +109,7 @@ def training_table(report: Report) -> Table:
         table.add_row(
             row["model"],
             f"{row['parameters'] / 1e6:.1f} M",
+            _path(row, remarks),
             f"{row['tokens_per_second']:,.0f}",
             *(f"{row[key]:.1f}" for key in milliseconds),
             _formatted(row["peak_gib"], "{:.1f}"),
@@ -115,6 +118,16 @@ def training_table(report: Report) -> Table:
             _formatted(row["ready_s"], "{:.1f}"),
         )
     return _captioned(table, remarks)
+
+
+def _path(row: dict[str, Any], remarks: list[str]) -> str:
+    """The implementations of all ops of a model, and remarks on which ops have another than most."""
+    ops: dict[str, list[str]] = {}
+    for op, names in row.get("implementations", {}).items():
+        ops.setdefault(" + ".join(names), []).append(op)
+    most, *others = sorted(ops, key=lambda names: -len(ops[names])) or [""]
+    remarks += [f"{row['model']}: {names}: {', '.join(ops[names])}" for names in others]
+    return " + ".join([most, *others])
 
 
 def decode_table(report: Report) -> Table:
@@ -168,13 +181,14 @@ def expansion_table(report: Report) -> Table:
     """A row for each model, factor and form."""
     about = report.about
     columns = ["model", "E", "form", "params", "state", "tok/s", "of E=1", "paper", "of long", "paper", "GiB", "of E=1"]
-    columns.append("TFLOP/s")
+    columns += ["TFLOP/s", "path"]
     table = _table(report, columns)
     remarks = [
         f"batch {about['batch_size']} × {about['length']} tokens",
         "of E=1: tokens/s and memory relative to the same model's; E = 1 is measured first and last, and averaged",
         "of long: tokens/s relative to one long head of the same state",
         "paper: the same ratios in Liu et al., Tables 9 and 2",
+        PATH,
     ]
     for row in report.rows:
         head = [row["model"], str(row["factor"]), row["form"]]
@@ -195,6 +209,7 @@ def expansion_table(report: Report) -> Table:
             _formatted(row["peak_gib"], "{:.1f}"),
             _formatted(row.get("gib_of_one"), "{:.2f}"),
             f"{row['tflops']:.3g}",
+            _path(row, remarks),
         )
     return _captioned(table, remarks)
 

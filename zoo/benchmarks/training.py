@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import kernels
 from kernels import UserError
 from zoo import config as configs
 from zoo.benchmarks import model as models
@@ -17,6 +18,7 @@ from zoo.benchmarks import peers as others
 from zoo.benchmarks.device import described, pick_backend
 from zoo.benchmarks.report import Report
 from zoo.benchmarks.timing import Clock, process_age, synchronize
+from zoo.lm.model import LanguageModel
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.cpu import use_processor
@@ -104,7 +106,7 @@ def bench_training(
         if peers:
             row = {"model": "fla gated delta rule"}
             report.rows.append(row)
-            learners += _peer(row, about["model"], optim, precision, tokens[:, :-1], bar)
+            learners += _peer(row, model, about["model"], optim, precision, tokens[:, :-1], bar)
         timed(learners, steps, bar)
     for row, learner in learners:
         row |= learner.measured(batch_size * length)
@@ -168,14 +170,19 @@ def utilisation(flops: float | None, tokens_per_second: float, precision: str, d
 
 
 def warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> bool:
-    """Run the first steps, and record their time and their memory beyond `before` bytes; False if out of memory."""
+    """Run the first steps; False if out of memory.
+
+    It records the time of the first, which implementations of our ops ran, and the memory beyond `before` bytes.
+    """
     on_gpu = learner.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(learner.device)
     synchronize(learner.device)
     start = time.perf_counter()
     try:
-        learner.step()
+        with kernels.implementations() as ran:
+            learner.step()
+        row["implementations"] = {op: sorted(names) for op, names in sorted(ran.items())}
         synchronize(learner.device)
         row |= {"first_step_s": time.perf_counter() - start, "ready_s": process_age()}
         bar.update()
@@ -192,12 +199,18 @@ def warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> 
 
 
 def _peer(
-    row: dict[str, Any], sizes: dict[str, Any], optim: Optimisation, precision: str, tokens: Tensor, bar: Any
+    row: dict[str, Any],
+    ours: LanguageModel,
+    sizes: dict[str, Any],
+    optim: Optimisation,
+    precision: str,
+    tokens: Tensor,
+    bar: Any,
 ) -> list[tuple[dict[str, Any], Learner]]:
     """FLA's model, warmed up; nothing if it does not run."""
     before = torch.cuda.memory_allocated(tokens.device)
     try:
-        model = others.language_model(sizes, tokens.device)
+        model = others.language_model(ours, sizes, tokens.device)
         if precision.endswith("-true"):
             model = model.to(models.PRECISIONS[precision])
         learner = Learner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)

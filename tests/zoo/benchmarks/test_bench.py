@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from kernels import UserError
+from zoo import config as configs
 from zoo.benchmarks import model as models
 from zoo.benchmarks.cases import OPS, Case, Shape
 from zoo.benchmarks.decode import bench_decode, grows, state_at
 from zoo.benchmarks.expansion import bench_expansion
 from zoo.benchmarks.gate import Gate, relative_error
 from zoo.benchmarks.kernel import bench_kernels
-from zoo.benchmarks.report import figure
+from zoo.benchmarks.peers import language_model
+from zoo.benchmarks.report import Report, figure
 from zoo.benchmarks.timing import medians, process_age
 from zoo.benchmarks.training import bench_training
 
@@ -60,6 +62,8 @@ def test_rows_of_kernels(tmp_path):
         assert row["fwd_tflops"] > 0
         assert row["fwd_roofline"] is None
         assert row["implementation"] == "torch"
+    path = next(column for column in report.table().columns if column.header == "path")
+    assert set(path.cells) == {"torch"}
     assert record(tmp_path)["device"].startswith("cpu")
     assert len(figure(report).axes[0].lines) == len(OPS)
     assert (tmp_path / "bench.png").stat().st_size > 5000
@@ -84,6 +88,30 @@ def test_a_wrong_implementation_has_no_time(monkeypatch, command, desk):
     assert "fwd_ms" not in bad
     assert good["fwd_ms"] > 0
     assert not (desk / "runs/bench-kernels/bench.png").exists()
+
+
+def test_a_model_on_several_paths_names_the_rarer_ones():
+    row = {"model": "h2", "implementations": {op: ["triton"] for op in ("delta_rule", "features", "rms_norm")}}
+    row["implementations"] |= {"window_attention": ["torch"], "linear_recurrence": ["torch", "triton"]}
+    row |= dict.fromkeys(("step_ms", "forward_ms", "backward_ms", "optimiser_ms", "first_step_s", "parameters"), 1.0)
+    row |= {"tokens_per_second": 1.0, "peak_gib": None, "mfu": None, "ready_s": None}
+    about = {"batch_size": 1, "length": 8, "compiled": False, "device": "gpu", "torch": "", "triton": "", "dtype": ""}
+    table = Report("training", Path(), {**about, "precision": "bf16-true"}, [row]).table()
+    (path,) = next(column for column in table.columns if column.header == "path").cells
+    assert path.startswith("triton + ")
+    assert "h2: torch: window_attention" in table.caption
+    assert "h2: torch + triton: linear_recurrence" in table.caption
+
+
+@pytest.mark.slow
+def test_the_peer_has_the_sizes_of_our_heads():
+    pytest.importorskip("fla")
+    config = models.read(["gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-1.3b.yaml", "model.num_layers=1"])
+    ours = models.build(config, "32-true", torch.device("meta"))
+    theirs = language_model(ours, configs.to_dict(config)["model"], torch.device("meta"))
+    layer = theirs.model.layers[0].attn
+    assert (layer.head_k_dim, layer.head_v_dim) == (200, 400)
+    assert sum(p.numel() for p in theirs.parameters()) == pytest.approx(ours.num_parameters(), rel=0.01)
 
 
 @pytest.mark.slow
@@ -152,6 +180,8 @@ def test_training(command, desk):
     assert found["length"] == 40
     assert found["model"]["num_layers"] == 2
     assert "gated_deltanet" in done.out
+    assert row["implementations"]["delta_rule"] == row["implementations"]["rms_norm"] == ["torch"]
+    assert "path" in done.out
 
 
 def test_decode(command, desk):
