@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ import zoo
 from kernels import UserError
 from mixers import Bidirectional, Expanded, LinearMixer
 from zoo import config as configs
+from zoo.config.overlays import load_config
+from zoo.lm.size_table import parameters_without_embeddings
+from zoo.sweeps import Sweep
 
 from .commands import Command
 
@@ -23,7 +27,7 @@ pytest_plugins = "tests.desk"
 CONTENTS: dict[str, dict[str, Any]] = {
     path.relative_to(configs.CONFIGS).as_posix(): yaml.safe_load(path.read_text())
     for path in sorted(configs.CONFIGS.rglob("*.yaml"))
-    if path.parent.name != "sweep"  # these are no configs
+    if path.parent.name not in ("sweep", "scaling")  # these are no configs
 }
 # A whole config names a stack; those in paper folders may leave the size to an overlay.
 WHOLE = [name for name, keys in CONTENTS.items() if "class_path" in keys.get("model", {}).get("stack", {})]
@@ -294,6 +298,29 @@ def test_a_sweep_is_about_something(name: str, command: Command):
     shown = command(*shlex.split(line)[2:], "--dry-run")
     assert shown.code == 0, shown.err
     assert shown.out.count("seed=0") * len(contents["seeds"]) == shown.out.count("seed=")
+
+
+def test_the_miniature_of_scaling_laws():
+    """Six sizes over more than a decade of five mixers, which see the same 200M tokens at a constant learning rate."""
+    (line,) = commands("scaling/miniature.yaml")
+    assert "sweep --config scaling/miniature.yaml" in line
+    runs = Sweep(**load_config("scaling/miniature.yaml")).runs()
+    whole = [run for run in runs if "rate" not in run.name]
+    assert (len(runs), len(whole)) == (50, 30)
+    sizes: dict[str, list[int]] = {}
+    for run in whole:
+        config = run.read()
+        data = config.data.init_args
+        assert config.optim.schedule == "constant"
+        assert config.trainer.max_steps * data.batch_size * data.sequence_length >= 200e6
+        config.model.vocab_size = data.vocab_size
+        size = parameters_without_embeddings(configs.from_config(config, device="meta"))
+        assert config.optim.learning_rate == pytest.approx(3.239e-3 - 1.395e-4 * math.log(size), rel=0.05)
+        sizes.setdefault(dict(run.cell)["mixer"], []).append(size)
+    assert len(sizes) == 5
+    assert all(0.9e6 < min(found) < 1.2e6 and 36e6 < max(found) < 44e6 for found in sizes.values())
+    checked = {(run.cell[0][1], label) for run in runs if (label := run.cell[1][1]).endswith("rate")}
+    assert len(checked) == 20
 
 
 @pytest.mark.slow
