@@ -46,6 +46,7 @@ ROOMS = (
     "zoo.benchmarks",
     "zoo.evaluation",
     "zoo.scaling",
+    "zoo.doctor",
 )
 
 

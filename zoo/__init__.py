@@ -4,6 +4,7 @@ from kernels import UserError
 from zoo import scaling as scaling
 from zoo.benchmarks import bench
 from zoo.config import build
+from zoo.doctor import doctor
 from zoo.evaluation import evaluate
 from zoo.lm import LanguageModel, join_states, load_state, save_state, take_states
 from zoo.loading.convert import convert
@@ -24,6 +25,7 @@ __all__ = [
     "build",
     "compare",
     "convert",
+    "doctor",
     "evaluate",
     "export",
     "fit",
