@@ -47,6 +47,7 @@ ROOMS = (
     "zoo.evaluation",
     "zoo.scaling",
     "zoo.doctor",
+    "zoo.report",
 )
 
 

@@ -10,6 +10,7 @@ from zoo.lm import LanguageModel, join_states, load_state, save_state, take_stat
 from zoo.loading.convert import convert
 from zoo.loading.export import export
 from zoo.loading.load import load, load_tokenizer
+from zoo.report import report
 from zoo.runs.fit import Result, fit, predict, test, validate
 from zoo.runs.generate import generate
 from zoo.statex import statex
@@ -35,6 +36,7 @@ __all__ = [
     "load_state",
     "load_tokenizer",
     "predict",
+    "report",
     "save_state",
     "statex",
     "sweep",
