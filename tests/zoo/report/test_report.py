@@ -177,7 +177,7 @@ def test_without_bokeh(folders: list[str], monkeypatch: pytest.MonkeyPatch):
 
 
 LOOKS = """<script>
-setTimeout(() => {
+setTimeout(async () => {
   const inside = root =>
     [...root.querySelectorAll("*")].flatMap(e => [e, ...(e.shadowRoot ? inside(e.shadowRoot) : [])]);
   const painted = e => inside(e).some(c => c.tagName == "CANVAS" && c.width > 0 && c.height > 0 &&
@@ -191,18 +191,32 @@ setTimeout(() => {
   table.tHead.rows[0].cells[column].click();
   const seen = pictures.map(p => p.tagName == "IMG" ? p.naturalWidth > 0 : painted(p));
   const tall = pictures.map(p => p.getBoundingClientRect().height);
-  document.title = JSON.stringify({seen, tall, rising, falling: names()});
+  const layer = inside(pictures[0]).find(e => /bk-events/.test(String(e.className)));
+  const box = layer.getBoundingClientRect();
+  const point = (kind, y) => layer.dispatchEvent(new PointerEvent(kind, {
+    bubbles: true, composed: true, isPrimary: true, pointerType: "mouse",
+    clientX: box.left + 200, clientY: box.top + y}));
+  let tip;
+  point("pointerover", 0);
+  for (let y = 20; y < box.height && !tip; y += 2) {
+    point("pointermove", y);
+    await new Promise(done => setTimeout(done, 30));
+    tip = inside(document).find(e => /bk-Tooltip/.test(String(e.className)) && e.getBoundingClientRect().height > 0);
+  }
+  const hovered = tip ? (tip.shadowRoot || tip).textContent.slice(-90) : "";
+  document.title = JSON.stringify({seen, tall, hovered, rising, falling: names()});
 }, 4000);
 </script></body>"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome")
 def test_a_browser_shows_it(folders: list[str], tmp_path: Path):
     assert BROWSER is not None
     page = zoo.report(folders, verbose=False)
     looked_at = tmp_path / "looked_at.html"
     looked_at.write_text(page.read_text().replace("</body>", LOOKS))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=20000"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=30000"]
     options += [f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
     browser = subprocess.run(
         [BROWSER, *options, "--dump-dom", looked_at.as_uri()], capture_output=True, text=True, timeout=120
@@ -215,5 +229,8 @@ def test_a_browser_shows_it(folders: list[str], tmp_path: Path):
     assert len(looks["seen"]) == 6
     assert all(looks["seen"]), looks
     assert min(looks["tall"][:2] + looks["tall"][3:]) > 100
+    assert re.search(r"(first|second|seed=\d) *tokens: [\d,]+ *nats per token: \d\.\d{4}", looks["hovered"]), looks[
+        "hovered"
+    ]
     assert looks["rising"][:2] == ["seed=0", "seed=1"]
     assert looks["falling"][0] == "seed=7"
