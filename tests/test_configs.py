@@ -300,15 +300,14 @@ def test_a_sweep_is_about_something(name: str, command: Command):
     assert shown.out.count("seed=0") * len(contents["seeds"]) == shown.out.count("seed=")
 
 
+@pytest.mark.slow
 def test_the_miniature_of_scaling_laws():
     """Six sizes over more than a decade of five mixers, which see the same 200M tokens at a constant learning rate."""
     (line,) = commands("scaling/miniature.yaml")
     assert "sweep --config scaling/miniature.yaml" in line
-    runs = Sweep(**load_config("scaling/miniature.yaml")).runs()
-    whole = [run for run in runs if "rate" not in run.name]
-    assert (len(runs), len(whole)) == (50, 30)
     sizes: dict[str, list[int]] = {}
-    for run in whole:
+    rates: dict[tuple[str, int], float] = {}
+    for run in Sweep(**load_config("scaling/miniature.yaml")).runs():
         config = run.read()
         data = config.data.init_args
         assert config.optim.schedule == "constant"
@@ -316,11 +315,20 @@ def test_the_miniature_of_scaling_laws():
         config.model.vocab_size = data.vocab_size
         size = parameters_without_embeddings(configs.from_config(config, device="meta"))
         assert config.optim.learning_rate == pytest.approx(3.239e-3 - 1.395e-4 * math.log(size), rel=0.05)
-        sizes.setdefault(dict(run.cell)["mixer"], []).append(size)
+        mixer = dict(run.cell)["mixer"]
+        sizes.setdefault(mixer, []).append(size)
+        rates[mixer, config.model.hidden_size] = config.optim.learning_rate
     assert len(sizes) == 5
+    assert all(len(found) == 6 for found in sizes.values())
     assert all(0.9e6 < min(found) < 1.2e6 and 36e6 < max(found) < 44e6 for found in sizes.values())
-    checked = {(run.cell[0][1], label) for run in runs if (label := run.cell[1][1]).endswith("rate")}
-    assert len(checked) == 20
+    checks: dict[tuple[str, int], list[float]] = {}
+    for run in Sweep(**load_config("scaling/miniature_rates.yaml")).runs():
+        config = run.read()
+        assert config.trainer.max_steps == 768
+        place = dict(run.cell)["mixer"], config.model.hidden_size
+        checks.setdefault(place, []).append(config.optim.learning_rate / rates[place])
+    assert set(checks) == {place for place in rates if place[1] in (128, 640)}
+    assert all(found == pytest.approx([0.5, 1, 2]) for found in checks.values())
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What repeats the numbers of a report: commands, versions, devices."""
 
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,16 +45,27 @@ def of_run(run: Run, with_config: bool = True) -> Recipe:
 
 
 def of_evaluation(folder: Path, records: Sequence[Plain]) -> list[Recipe]:
-    """Evaluate again: a command for each set of options."""
-    commands: dict[str, Plain] = {}
+    """Evaluate again: a command for each task and set of options, with all models and cells that it was run for."""
+    grouped: dict[str, list[Plain]] = {}
     for record in records:
         what = record["what"]
+        grouped.setdefault(json.dumps([what["task"], what.get("options"), what.get("precision")]), []).append(record)
+    recipes = []
+    for group in grouped.values():
+        what = group[0]["what"]
         options = {name: value for name, value in (what.get("options") or {}).items() if value is not None}
-        arguments = [f"--checkpoint={record['checkpoint']}", f"--tasks={what['task']}"]
-        arguments += [f"--{name}={value}".replace(" ", "") for name, value in options.items()]
-        command = shlex.join(["python", "cli.py", "evaluate", *arguments, f"--output={folder}-again"])
-        commands.setdefault(command, {**record, "precision": what.get("precision")})
-    return [Recipe(str(folder), command, _versions(record)) for command, record in commands.items()]
+        for option, name in {"lengths": "length", "depths": "depth"}.items():
+            if values := sorted({each["what"]["cell"][name] for each in group if name in each["what"].get("cell", {})}):
+                options[option] = values
+        if what.get("precision"):
+            options["precision"] = what["precision"]
+        checkpoints = [f"--checkpoint={path}" for path in dict.fromkeys(each["checkpoint"] for each in group)]
+        arguments = [
+            f"--{name}={json.dumps(value) if isinstance(value, list) else value}" for name, value in options.items()
+        ]
+        command = ["python", "cli.py", "evaluate", *checkpoints, f"--tasks={what['task']}", *arguments]
+        recipes.append(Recipe(str(folder), shlex.join([*command, f"--output={folder}-again"]), _versions(group[0])))
+    return recipes
 
 
 def _versions(row: Plain) -> str:

@@ -100,7 +100,8 @@ def test_a_page_for_a_colleague(command, folders: list[str]):
         "FLOPs per token",
         "sample after 4 steps",
         "python cli.py fit --config runs/first/config.yaml --run first-again",
-        "python cli.py evaluate --checkpoint=runs/second --tasks=passkey --samples=4",
+        "python cli.py evaluate --checkpoint=runs/first --checkpoint=runs/second --tasks=passkey --samples=4 --seed=0 "
+        "'--lengths=[256, 512]' --output=evaluations/both-again",
         "torch 2.11.0",
         "hidden_size: 32",
         "length 256 length 512",
