@@ -11,7 +11,7 @@ from torch import Tensor
 import kernels
 from kernels.backend import choose
 from zoo.benchmarks.gate import Gate, relative_error
-from zoo.doctor.cases import LENGTH, Case, cases, ops
+from zoo.doctor.cases import LENGTH, Case, Tensors, cases, ops
 from zoo.doctor.finding import Finding, found
 
 # relative to the fp32 loop, as docs/numerics.md has them: outputs, and gradients
@@ -88,33 +88,40 @@ def repeats(case: Case, device: torch.device) -> Finding:
 
 
 def isolation(case: Case, device: torch.device) -> Finding:
-    """Whether a packed document is left alone by its neighbours: their values, and their gradients."""
-    inputs = case.on(device, torch.float32).inputs
+    """Whether a packed document is left alone by its neighbours, in each dtype that may run other kernels."""
+    dtypes = [*CHECKS.values()] if device.type == "cuda" else [torch.float32]
+    change, leaks, wrong = 0.0, 0.0, []
+    for dtype in dtypes:
+        limit = LIMITS[dtype][0]
+        changed, leaked = _influence(case.on(device, dtype).inputs, case)
+        change, leaks = max(change, changed), max(leaks, leaked)
+        wrong += [f"outputs change by {changed:.1e} with the neighbours"] if not changed <= limit else []
+        wrong += [f"{leaked:.1e} of a gradient goes to the neighbours"] if not leaked <= limit else []
+    says = ", and ".join(wrong) or ("alone" if change == leaks == 0 else f"alone but for {max(change, leaks):.0e}")
+    return found(case.name, "packed", not wrong, says, change=change, leaks=leaks)
+
+
+def _influence(inputs: Tensors, case: Case) -> tuple[float, float]:
+    """How much a document's outputs change with its neighbours' inputs, and how much of its gradient gets there."""
     along = [name for name, x in inputs.items() if x.dim() > 2 and x.shape[1] == LENGTH]
+    boundaries = torch.tensor(DOCUMENTS, dtype=torch.int32, device=inputs[along[0]].device)
     start, stop = DOCUMENTS[1:3]
 
-    def packed(inside: int, outside: int) -> Case:
-        """One row whose middle document is of one row of the inputs, and whose other documents are of another."""
+    def packed(outside: int) -> Case:
+        """One row whose middle document is of the first row of the inputs, and whose other documents are of any row."""
         row = {name: x for name, x in inputs.items() if name != "initial_state"}
         for name in along:
             row[name] = inputs[name][outside : outside + 1].clone()
-            row[name][:, start:stop] = inputs[name][inside : inside + 1, start:stop]
-        return replace(case, inputs=row | {"cu_seqlens": torch.tensor(DOCUMENTS, dtype=torch.int32, device=device)})
+            row[name][:, start:stop] = inputs[name][:1, start:stop]
+        return replace(case, inputs=row | {"cu_seqlens": boundaries})
 
-    one, other = packed(0, 0), packed(0, 1)
-    middle = [next(iter(each.outputs().values()))[:, start:stop] for each in (one, other)]
-    change = relative_error(middle[1], middle[0])
-    leaves = {n: x.detach().requires_grad_(n in along) for n, x in one.inputs.items()}
-    output = next(iter(replace(one, inputs=leaves).outputs().values()))
-    do = torch.zeros_like(output)
-    do[:, start:stop] = middle[1].detach()
-    gradients = torch.autograd.grad(output, [leaves[name] for name in along], do)
-    leaks = max(_outside(g, start, stop) for g in gradients)
-    limit = LIMITS[torch.float32][0]
-    wrong = [f"outputs change by {change:.1e} with the neighbours"] if not change <= limit else []
-    wrong += [f"{leaks:.1e} of a gradient goes to the neighbours"] if not leaks <= limit else []
-    says = ", and ".join(wrong) or ("alone" if change == leaks == 0 else f"alone but for {max(change, leaks):.0e}")
-    return found(case.name, "packed", not wrong, says, change=change, leaks=leaks, limit=limit)
+    one, other = (next(iter(packed(row).outputs().values()))[:, start:stop] for row in (0, 1))
+    leaves = {name: x.detach().requires_grad_(name in along) for name, x in packed(0).inputs.items()}
+    output = next(iter(replace(case, inputs=leaves).outputs().values()))
+    arriving = torch.zeros_like(output)
+    arriving[:, start:stop] = other
+    gradients = torch.autograd.grad(output, [leaves[name] for name in along], arriving)
+    return relative_error(other, one), max(_outside(gradient, start, stop) for gradient in gradients)
 
 
 def _outside(gradient: Tensor, start: int, stop: int) -> float:
