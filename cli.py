@@ -46,6 +46,8 @@ Train and compare language models of pluggable token mixers.
              python cli.py sweep --config sweep/heads.yaml [--dry-run]
   bench      speed on this machine: python cli.py bench kernels|training|decode|scaling
   scaling    scaling laws: python cli.py scaling plan|fit
+  report     runs, evaluations and sweeps as one HTML page: python cli.py report runs/a evaluations/c
+  doctor     whether this machine computes what it should: python cli.py doctor [--output doctor.json]
   tune       the best launch configurations for this GPU, to a file: python cli.py tune [--kernels=delta_rule]
   mixers     a table of the token mixers, or a page about one: python cli.py mixers GatedDeltaNet
 
@@ -59,7 +61,7 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 SAID_BY_ANOTHER = 10.0  # seconds
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export", "convert"]
-VERBS += ["statex", "compare", "sweep", "bench", "scaling", "tune", "mixers"]
+VERBS += ["statex", "compare", "sweep", "bench", "scaling", "report", "doctor", "tune", "mixers"]
 
 
 def write(text: str) -> None:
@@ -127,6 +129,10 @@ def run(arguments: list[str]) -> int:
         return run_bench(rest)
     elif verb == "scaling":
         run_scaling(rest)
+    elif verb == "report":
+        zoo.report(**arguments_of(zoo.report, rest, verb, positional="folders")[1])
+    elif verb == "doctor":
+        return int(zoo.doctor(**arguments_of(zoo.doctor, rest, verb)[1]).failed)
     elif verb == "tune":
         tune(**arguments_of(tune, rest, verb)[1])
     elif verb == "mixers":

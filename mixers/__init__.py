@@ -26,7 +26,17 @@ from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .namesake import warn_of_hidden
-from .norm import GatedRMSNorm, GateOnly, NormOnly, Output, RMSNorm, ZeroCentredRMSNorm
+from .norm import (
+    GatedRMSNorm,
+    GateOnly,
+    LayerNorm,
+    Norm,
+    NormOnly,
+    Output,
+    RMSNorm,
+    SimpleRMSNorm,
+    ZeroCentredRMSNorm,
+)
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
@@ -65,6 +75,7 @@ __all__ = [
     "HeadWise",
     "History",
     "KeepsFp32",
+    "LayerNorm",
     "LayerwiseAlibi",
     "LayerwiseLinear",
     "LinearAttention",
@@ -75,6 +86,7 @@ __all__ = [
     "Mamba1",
     "Mamba2",
     "Mamba2Discretisation",
+    "Norm",
     "NormOnly",
     "Output",
     "OutputProjection",
@@ -83,6 +95,7 @@ __all__ = [
     "RMSNorm",
     "RetNet",
     "Rotary",
+    "SimpleRMSNorm",
     "Site",
     "SlidingWindowAttention",
     "SoftmaxAttention",

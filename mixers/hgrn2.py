@@ -12,7 +12,7 @@ import kernels
 
 from .base import LinearMixer, Site, Streams, TokenMixer
 from .features import Features
-from .norm import RMSNorm
+from .norm import Norm, RMSNorm
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
@@ -103,6 +103,7 @@ class HGRN2(LinearMixer):
         q: Features of queries.
         k: Features of f, the raw forget gates from which keys are made; recall needs a short convolution.
         v: Features of i, the values; the same holds for them.
+        norm: The output norm, such as RMSNorm or SimpleRMSNorm.
         norm_eps: Added inside the root of the output norm.
     """
 
@@ -117,6 +118,7 @@ class HGRN2(LinearMixer):
         q: Features = Features(activation="silu"),
         k: Features = Features(),
         v: Features = Features(),
+        norm: Callable[[int, float], Norm] = RMSNorm,
         norm_eps: float = 1e-5,
     ):
         width = site.hidden_size
@@ -127,7 +129,7 @@ class HGRN2(LinearMixer):
         self.in_proj = Projection(width, {"q": width, "f": width, "i": width})
         channels = self.gate_heads * self.subhead_size
         self.lower_bounds = build_lower_bounds(lower_bounds, site, channels)
-        self.g_norm, self.o_proj = RMSNorm(width, eps=norm_eps), OutputProjection(width, width)
+        self.g_norm, self.o_proj = norm(width, norm_eps), OutputProjection(width, width)
 
     def share(self, below: Sequence[TokenMixer]) -> None:
         adopt_lower_bounds(self, below)

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation as a module, and the modules between recurrence and output projection."""
+"""Norms as modules, and the modules between recurrence and output projection."""
 
 from typing import ClassVar, overload
 
@@ -11,7 +11,52 @@ import kernels
 from .precision import KeepsFp32
 
 
-class RMSNorm(KeepsFp32):
+class Norm(KeepsFp32):
+    """A norm over the last axis. Subclass it to write another one, for the residual stream or a mixer's output."""
+
+    eps: float
+
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x [...,size] → its norm; x and y → x + y and its norm: the residual stream, and the input of a layer."""
+        raise NotImplementedError
+
+
+class SimpleRMSNorm(Norm):
+    """x / √(mean x² + eps) over the last axis, without a weight (arXiv 2307.14995).
+
+    Args:
+        size: Size of the last axis.
+        eps: Added inside the root.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+
+    @property
+    def scale(self) -> Tensor | None:
+        """What each channel is multiplied by [size]; None for 1."""
+        return None
+
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if y is None:
+            return kernels.rms_norm(x, self.scale, self.eps)
+        return kernels.add_rms_norm(x, y, self.scale, self.eps)
+
+
+class RMSNorm(SimpleRMSNorm):
     """x / √(mean x² + eps) · weight over the last axis.
 
     Args:
@@ -22,8 +67,8 @@ class RMSNorm(KeepsFp32):
     keep_fp32 = ("weight",)
 
     def __init__(self, size: int, eps: float = 1e-6):
-        super().__init__()
-        self.eps, self.weight = eps, nn.Parameter(torch.empty(size))
+        super().__init__(size, eps)
+        self.weight = nn.Parameter(torch.empty(size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -31,20 +76,7 @@ class RMSNorm(KeepsFp32):
 
     @property
     def scale(self) -> Tensor:
-        """What each channel is multiplied by [size]."""
         return self.weight
-
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """x [...,size] → its norm; x and y → x + y and its norm: the residual stream, and the input of a layer."""
-        if y is None:
-            return kernels.rms_norm(x, self.scale, self.eps)
-        return kernels.add_rms_norm(x, y, self.scale, self.eps)
 
 
 class ZeroCentredRMSNorm(RMSNorm):
@@ -61,6 +93,38 @@ class ZeroCentredRMSNorm(RMSNorm):
     @property
     def scale(self) -> Tensor:
         return 1 + self.weight
+
+
+class LayerNorm(Norm):
+    """(x − mean x) / √(var x + eps) · weight + bias over the last axis, computed in at least fp32 (arXiv 1607.06450).
+
+    Args:
+        size: Size of the last axis.
+        eps: Added inside the root.
+    """
+
+    keep_fp32 = ("weight", "bias")
+
+    def __init__(self, size: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps, self.weight, self.bias = eps, nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        total = x if y is None else x + y
+        normed = F.layer_norm(kernels.at_least_fp32(total), self.weight.shape, self.weight, self.bias, self.eps)
+        normed = normed.to(total.dtype)
+        return normed if y is None else (total, normed)
 
 
 class Output(KeepsFp32):

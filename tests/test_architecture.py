@@ -46,6 +46,8 @@ ROOMS = (
     "zoo.benchmarks",
     "zoo.evaluation",
     "zoo.scaling",
+    "zoo.doctor",
+    "zoo.report",
 )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ import zoo
 from kernels import UserError
 from mixers import Bidirectional, Expanded, LinearMixer
 from zoo import config as configs
+from zoo.config.overlays import load_config
+from zoo.lm.size_table import parameters_without_embeddings
+from zoo.sweeps import Sweep
 
 from .commands import Command
 
@@ -23,7 +27,7 @@ pytest_plugins = "tests.desk"
 CONTENTS: dict[str, dict[str, Any]] = {
     path.relative_to(configs.CONFIGS).as_posix(): yaml.safe_load(path.read_text())
     for path in sorted(configs.CONFIGS.rglob("*.yaml"))
-    if path.parent.name != "sweep"  # these are no configs
+    if path.parent.name not in ("sweep", "scaling")  # these are no configs
 }
 # A whole config names a stack; those in paper folders may leave the size to an overlay.
 WHOLE = [name for name, keys in CONTENTS.items() if "class_path" in keys.get("model", {}).get("stack", {})]
@@ -294,6 +298,37 @@ def test_a_sweep_is_about_something(name: str, command: Command):
     shown = command(*shlex.split(line)[2:], "--dry-run")
     assert shown.code == 0, shown.err
     assert shown.out.count("seed=0") * len(contents["seeds"]) == shown.out.count("seed=")
+
+
+@pytest.mark.slow
+def test_the_miniature_of_scaling_laws():
+    """Six sizes over more than a decade of five mixers, which see the same 200M tokens at a constant learning rate."""
+    (line,) = commands("scaling/miniature.yaml")
+    assert "sweep --config scaling/miniature.yaml" in line
+    sizes: dict[str, list[int]] = {}
+    rates: dict[tuple[str, int], float] = {}
+    for run in Sweep(**load_config("scaling/miniature.yaml")).runs():
+        config = run.read()
+        data = config.data.init_args
+        assert config.optim.schedule == "constant"
+        assert config.trainer.max_steps * data.batch_size * data.sequence_length >= 200e6
+        config.model.vocab_size = data.vocab_size
+        size = parameters_without_embeddings(configs.from_config(config, device="meta"))
+        assert config.optim.learning_rate == pytest.approx(3.239e-3 - 1.395e-4 * math.log(size), rel=0.05)
+        mixer = dict(run.cell)["mixer"]
+        sizes.setdefault(mixer, []).append(size)
+        rates[mixer, config.model.hidden_size] = config.optim.learning_rate
+    assert len(sizes) == 5
+    assert all(len(found) == 6 for found in sizes.values())
+    assert all(0.9e6 < min(found) < 1.2e6 and 36e6 < max(found) < 44e6 for found in sizes.values())
+    checks: dict[tuple[str, int], list[float]] = {}
+    for run in Sweep(**load_config("scaling/miniature_rates.yaml")).runs():
+        config = run.read()
+        assert config.trainer.max_steps == 768
+        place = dict(run.cell)["mixer"], config.model.hidden_size
+        checks.setdefault(place, []).append(config.optim.learning_rate / rates[place])
+    assert set(checks) == {place for place in rates if place[1] in (128, 640)}
+    assert all(found == pytest.approx([0.5, 1, 2]) for found in checks.values())
 
 
 @pytest.mark.slow

@@ -49,6 +49,60 @@ def test_norms_are_the_formula(norm: type[mixers.RMSNorm], first: int):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_a_norm_without_a_weight():
+    layer, (x, y) = mixers.SimpleRMSNorm(16, 1e-3), torch.randn(2, 5, 16)
+    assert not [*layer.parameters()]
+    assert torch.equal(layer(x), mixers.RMSNorm(16, 1e-3)(x))
+    total, h = layer(x, y)
+    assert torch.equal(total, x + y)
+    assert torch.equal(h, layer(x + y))
+
+
+def test_a_layer_norm_is_the_formula():
+    layer, (x, y, dy) = mixers.LayerNorm(16, 1e-3), torch.randn(3, 5, 16)
+    assert layer.weight.eq(1).all()
+    assert layer.bias.eq(0).all()
+    with torch.no_grad():
+        layer.weight.normal_()
+        layer.bias.normal_()
+    total, h = layer(x, y)
+    centred = total - total.mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt() * layer.weight + layer.bias
+    torch.testing.assert_close(h, expected)
+    assert torch.equal(h, layer(x + y))
+    wanted = [layer.weight, layer.bias]
+    for a, b in zip(torch.autograd.grad(h, wanted, dy), torch.autograd.grad(expected, wanted, dy), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_norm_in_low_precision():
+    layer = mixers.LayerNorm(16).bfloat16()
+    assert {p.dtype for p in layer.parameters()} == {torch.float32}
+    total, h = layer(*torch.randn(2, 5, 16).bfloat16())
+    assert total.dtype == h.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("norm", ["SimpleRMSNorm", "LayerNorm"])
+def test_a_config_chooses_the_norm(norm: str):
+    built = zoo.build("gla.yaml", "model.vocab_size=64", "model.num_layers=2", f"model.norm={norm}")
+    found = [type(part).__name__ for block in built.layers for part in (block.mixer_norm, block.mlp_norm)]
+    assert {*found, type(built.norm).__name__} == {norm}
+    logits, _ = built(torch.arange(9)[None])
+    logits.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in built.parameters())
+
+
+def test_hgrn2_without_a_weight_in_its_norm():
+    (mixer,) = zoo.build(
+        "hgrn2.yaml",
+        "model.vocab_size=64",
+        "model.num_layers=1",
+        "model.stack.mixer.mixer={class_path: HGRN2, init_args: {norm: SimpleRMSNorm, norm_eps: 1.0e-3}}",
+    ).mixers
+    assert "g_norm.weight" not in mixer.state_dict()
+    assert mixer.g_norm.eps == 1e-3
+
+
 def test_a_zero_centred_weight_keeps_its_bits():
     layer = mixers.ZeroCentredRMSNorm(8)
     given = {"weight": torch.full((8,), 1e-9)}  # 1 + w would round to 1

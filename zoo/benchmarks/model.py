@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kernels
 from kernels import UserError
-from mixers import GatedRMSNorm, RMSNorm, did_you_mean
+from mixers import GatedRMSNorm, Norm, did_you_mean
 from zoo import config as configs
 from zoo.benchmarks.gate import Gate
 from zoo.lm.model import LanguageModel
@@ -78,10 +78,10 @@ def conditioned(model: LanguageModel) -> LanguageModel:
     its inputs as eps, no norm divides by less than their size.
     """
 
-    def widen(norm: RMSNorm | GatedRMSNorm, inputs: tuple[Tensor, ...]) -> None:
+    def widen(norm: Norm | GatedRMSNorm, inputs: tuple[Tensor, ...]) -> None:
         norm.eps = max(norm.eps, float(inputs[0].double().square().mean()))
 
-    norms = [part for mixer in model.mixers for part in mixer.modules() if isinstance(part, RMSNorm | GatedRMSNorm)]
+    norms = [part for mixer in model.mixers for part in mixer.modules() if isinstance(part, Norm | GatedRMSNorm)]
     hooks = [norm.register_forward_pre_hook(widen) for norm in norms]
     with torch.no_grad(), kernels.backend("torch"):
         model(_tokens(model, 1))

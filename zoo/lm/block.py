@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import UserError, recomputing
-from mixers import ContextParallel, RMSNorm, TokenMixer, takes_context_parallel
+from mixers import ContextParallel, Norm, TokenMixer, takes_context_parallel
 from zoo.lm.mlp import ChannelMixer
 
 
@@ -22,7 +22,7 @@ class Block(nn.Module):
         norm: Makes a norm of the residual stream's size.
     """
 
-    def __init__(self, mixer: TokenMixer, mlp: ChannelMixer | None, norm: Callable[[], RMSNorm]):
+    def __init__(self, mixer: TokenMixer, mlp: ChannelMixer | None, norm: Callable[[], Norm]):
         super().__init__()
         self.mixer_norm, self.mixer = norm(), mixer
         self.mlp_norm = None if mlp is None else norm()

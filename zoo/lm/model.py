@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import UserError, linear_cross_entropy, linear_token_losses
-from mixers import ContextParallel, OutputProjection, RMSNorm, Site, TokenMixer
+from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, TokenMixer
 from zoo.lm.block import Block, PostNormBlock, mix
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs
@@ -59,7 +59,8 @@ class LanguageModel(nn.Module):
         inputs: What takes the place of token embeddings, such as Patches; null for token embeddings.
         head: What takes the place of logits for the next tokens, such as Classifier; null for these logits.
         tie_embeddings: Whether the head reuses the embedding matrix.
-        norm: The norm before (or after) each mixer and MLP, and before the head: RMSNorm, or ZeroCentredRMSNorm.
+        norm: The norm before (or after) each mixer and MLP, and before the head: RMSNorm, ZeroCentredRMSNorm,
+            SimpleRMSNorm (without a weight), LayerNorm (with a bias), or a subclass of Norm.
         norm_eps: Added inside the root of these norms.
         initializer_range: Initial standard deviation of all linear and embedding weights.
         linear_initializer: How linear weights start: `normal`, as above, or `uniform`, PyTorch's default U(±inputs^-½).
@@ -85,7 +86,7 @@ class LanguageModel(nn.Module):
         inputs: Callable[[int], Inputs] | None = None,
         head: Callable[[int], Classifier] | None = None,
         tie_embeddings: bool = False,
-        norm: Callable[[int, float], RMSNorm] = RMSNorm,
+        norm: Callable[[int, float], Norm] = RMSNorm,
         norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
         linear_initializer: LinearInitializer = "normal",

@@ -5,7 +5,6 @@ paper's Table 7 prints for it, by the formulas of its Table 1 and Appendix A.1; 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kernels import UserError
@@ -16,30 +15,14 @@ from zoo.lm.model import LanguageModel
 BATCH_SIZE, LENGTH = 480, 8192  # sequences in a training step, and tokens in a sequence
 
 
-@dataclass(frozen=True)
-class Convention:
-    """The convention for one architecture.
-
-    Args:
-        flops: (b, n, l, d, h) → training FLOPs of a step without embeddings, as in Table 1: b sequences of n tokens,
-            l layers, d channels, h heads, GLUs counted with inner size 8d/3, attention over the full n².
-        norm_vectors: Number of vectors counted per norm in front of a token or channel mixer. The printed formulas have
-            none, but the printed numbers of LLaMA include two, a weight and a bias.
-    """
-
-    flops: Callable[[int, int, int, int, int], float]
-    norm_vectors: int = 0
-
-
-# keys are names in configs/scaling_laws
-CONVENTIONS = {
-    "llama": Convention(lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + n / (6 * d) + 5 / (18 * d)), norm_vectors=2),
-    "tnl": Convention(lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + 1 / (2 * h) + 5 / (18 * d))),
-    "hgrn2": Convention(
-        lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + 1 / (3 * h) + 29 / (72 * d)) + 12 * d * l,
-    ),
-    "cosformer2": Convention(
-        lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + 3 / (4 * h) + 23 / (72 * d)) + 12 * b * n * d**2 / h,
+# (b, n, l, d, h) → training FLOPs of a step without embeddings, as in Table 1: b sequences of n tokens, l layers, d
+# channels, h heads, GLUs counted with inner size 8d/3, attention over the full n²; keys as in configs/scaling_laws
+FLOPS: dict[str, Callable[[int, int, int, int, int], float]] = {
+    "llama": lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + n / (6 * d) + 5 / (18 * d)),
+    "tnl": lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + 1 / (2 * h) + 5 / (18 * d)),
+    "hgrn2": lambda b, n, l, d, h: 72 * b * n * l * d**2 * (1 + 1 / (3 * h) + 29 / (72 * d)) + 12 * d * l,
+    "cosformer2": lambda b, n, l, d, h: (
+        72 * b * n * l * d**2 * (1 + 3 / (4 * h) + 23 / (72 * d)) + 12 * b * n * d**2 / h
     ),
 }
 
@@ -89,40 +72,26 @@ class Row(NamedTuple):
     all_flops: int  # executed FLOPs with the head, as three times the forward pass
 
 
-def convention(architecture: str) -> Convention:
-    """The convention for an architecture.
-
-    Raises:
-        UserError: The architecture is not in the paper.
-    """
-    if architecture not in CONVENTIONS:
-        hint = did_you_mean(architecture, [*CONVENTIONS])
-        raise UserError(f"architecture: {architecture!r} is not one of {', '.join(CONVENTIONS)}{hint}")
-    return CONVENTIONS[architecture]
-
-
 def angles(model: LanguageModel) -> int:
     """Parameters of the feature maps, such as the angles of a position encoding."""
     maps = [module for module in model.modules() if isinstance(module, FeatureMap)]
     return sum(p.numel() for p in {p for module in maps for p in module.parameters()})  # shared parameters count once
 
 
-def parameters(model: LanguageModel, architecture: str) -> int:
+def parameters(model: LanguageModel) -> int:
     """Number of parameters without embeddings, by the paper's convention.
 
-    It counts all matrices but those of embedding, head and feature maps, and vectors (norms, biases) as the convention
-    of the architecture says.
+    It counts all matrices but those of embedding, head and feature maps, and what the norms of the blocks have:
+    two vectors each in LLaMA, whose LayerNorms only the printed formula forgets; none in the others.
 
     Args:
         model: A model, on any device.
-        architecture: llama, tnl, hgrn2 or cosformer2.
     """
     outside = [layer.weight for layer in (model.embeddings, model.lm_head) if layer is not None]
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1) - sum(p.numel() for p in outside)
     # the norms of the blocks; those inside mixers are not counted
     norms = [part for block in model.layers for name, part in block.named_children() if name.endswith("_norm")]
-    vectors = sum(p.numel() for norm in norms for p in norm.parameters())
-    return matrices - angles(model) + convention(architecture).norm_vectors * vectors
+    return matrices - angles(model) + sum(p.numel() for norm in norms for p in norm.parameters())
 
 
 def flops_per_step(
@@ -135,9 +104,14 @@ def flops_per_step(
         architecture: llama, tnl, hgrn2 or cosformer2.
         batch_size: Sequences in a step.
         length: Tokens in a sequence.
+
+    Raises:
+        UserError: The architecture is not in the paper, or mixers differ in their number of heads.
     """
-    count = convention(architecture).flops
-    return count(batch_size, length, model.num_layers, model.hidden_size, _num_heads(model))
+    if architecture not in FLOPS:
+        hint = did_you_mean(architecture, [*FLOPS])
+        raise UserError(f"architecture: {architecture!r} is not one of {', '.join(FLOPS)}{hint}")
+    return FLOPS[architecture](batch_size, length, model.num_layers, model.hidden_size, _num_heads(model))
 
 
 def table() -> list[Row]:
@@ -152,7 +126,7 @@ def table() -> list[Row]:
                 model.num_layers,
                 model.hidden_size,
                 _num_heads(model),
-                parameters(model, architecture),
+                parameters(model),
                 printed_parameters,
                 flops_per_step(model, architecture),
                 printed_flops,

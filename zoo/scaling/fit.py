@@ -12,9 +12,9 @@ from kernels import UserError
 from mixers import did_you_mean
 from zoo.files.sealed_json import write_sealed
 from zoo.scaling.curves import Curve
-from zoo.scaling.law import Law, as_row, fit_law
+from zoo.scaling.law import Law, as_row, crossings, fit_law
 from zoo.scaling.optima import METHODS, Method
-from zoo.scaling.report import remarks, table, write_pictures
+from zoo.scaling.report import crossing_table, remarks, table, write_pictures
 from zoo.scaling.runs import find_runs, select
 
 Counting = Literal["model", "6n"]
@@ -84,10 +84,13 @@ def fit(
         folder.mkdir(parents=True, exist_ok=True)
         rows = [as_row(law) | {"counting": flops} for law in laws]
         said = [*failures, *remarks(laws)]
-        write_sealed(folder / "laws.json", {"laws": rows, "left_out": selection.left_out, "remarks": said})
+        crossed = crossings(laws)
+        content = {"laws": rows, "crossings": [pair._asdict() for pair in crossed]}
+        write_sealed(folder / "laws.json", content | {"left_out": selection.left_out, "remarks": said})
         pictures = write_pictures(laws, folder)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
-    console.print(table(laws), *said, sep="\n", highlight=False)
+    tables = [table(laws), *([crossing_table(crossed)] if crossed else [])]
+    console.print(*tables, *said, sep="\n", highlight=False)
     console.print(f"{folder / 'laws.json'} {pictures[0]}", style="dim", highlight=False)
     return rows

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from zoo.scaling.optima import Laws, Method, Offset, Optima, check_ladder, envel
 from zoo.scaling.parametric import Parametric, fit_parametric, points_of
 from zoo.scaling.power import Numbers
 
+BEYOND = 10.0  # how far laws are drawn and crossings looked for, beyond the compute that was spent
 LEAST_DRAWS = 0.5  # of the draws of a bootstrap, for an interval
 FITTED = 3  # constants of the parametric form that follow differences between runs: E, A, α
 
@@ -146,14 +148,55 @@ def crossing(one: Laws, other: Laws, between: tuple[float, float]) -> float | No
     return float(np.exp(brentq(difference, grid[changes[0]], grid[changes[0] + 1]))) if len(changes) else None
 
 
-def crossing_interval(one: Law, other: Law, between: tuple[float, float]) -> tuple[float, float] | None:
-    """The middle 95 % of the crossing over pairs of draws; None if fewer than half of the pairs cross."""
+class Crossing(NamedTuple):
+    """Where the laws of the loss of two mixers cross.
+
+    Attributes:
+        mixers: The two, the one with the lower loss below the crossing first.
+        flops: The compute at which they cross; None if they do not, within `between`: the first is better everywhere.
+        flops_interval: The middle 95 % of `flops` over pairs of draws; None if fewer than half of the pairs cross.
+        loss: The loss of both there.
+        crossed: The fraction of pairs of draws that cross; None without draws.
+        between: The amounts of compute between which a crossing was looked for.
+    """
+
+    mixers: tuple[str, str]
+    flops: float | None
+    flops_interval: tuple[float, float] | None
+    loss: float | None
+    crossed: float | None
+    between: tuple[float, float]
+
+
+def crossings(laws: Sequence[Law]) -> list[Crossing]:
+    """Where each pair of mixers crosses, within the `span` of all."""
+    between = span(laws)
+    return [_crossing(one, other, between) for one, other in combinations(laws, 2)]
+
+
+def span(laws: Sequence[Law]) -> tuple[float, float]:
+    """From the least compute that a run has spent to `BEYOND` times the most."""
+    flops = np.concatenate([curve.flops[[0, -1]] for law in laws for curve in law.curves])
+    return float(flops.min()), float(flops.max()) * BEYOND
+
+
+def _crossing(one: Law, other: Law, between: tuple[float, float]) -> Crossing:
+    at = crossing(one.laws, other.laws, between)
+    first, second = sorted((one, other), key=lambda law: float(law.laws.loss(between[0])))
     pairs = list(zip(one.draws, other.draws, strict=False))
     found = [point for a, b in pairs if (point := crossing(a, b, between)) is not None]
-    if not pairs or len(found) < LEAST_DRAWS * len(pairs):
-        return None
-    low, high = np.percentile(found, [2.5, 97.5])
-    return float(low), float(high)
+    interval = None
+    if at is not None and pairs and len(found) >= LEAST_DRAWS * len(pairs):
+        low, high = np.percentile(found, [2.5, 97.5])
+        interval = float(low), float(high)
+    return Crossing(
+        (first.mixer, second.mixer),
+        at,
+        interval,
+        None if at is None else float(one.laws.loss(at)),
+        len(found) / len(pairs) if pairs else None,
+        between,
+    )
 
 
 def as_row(law: Law) -> dict[str, Any]:

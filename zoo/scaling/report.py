@@ -13,12 +13,11 @@ from rich.table import Table
 from zoo.evaluation.report import COLOURS, MARKERS, blank
 from zoo.files.atomic import atomic_write
 from zoo.scaling.curves import PF_DAY, sizes
-from zoo.scaling.law import Law, crossing, crossing_interval
+from zoo.scaling.law import Crossing, Law, span
 from zoo.scaling.optima import Laws
 from zoo.scaling.power import PowerLaw
 
 FEW_SIZES = 8  # for an envelope
-BEYOND = 10.0  # how far crossings are looked for, beyond the compute that was spent
 
 
 def table(laws: Sequence[Law]) -> Table:
@@ -48,8 +47,27 @@ def _cell(law: Law, part: Callable[[Laws], PowerLaw]) -> str:
     return f"{start}{coefficient:.4g} · C^{fitted.exponent:.4f}\n{ends}"
 
 
+def crossing_table(crossings: Sequence[Crossing]) -> Table:
+    """Where mixers cross, one row a pair: which has the lower loss with less compute, which with more."""
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
+    for column in ("better below", "better above"):
+        shown.add_column(column, no_wrap=True)
+    for column in ("FLOPs", "95 %", "loss", "draws that cross"):
+        shown.add_column(column, justify="right")
+    for pair in crossings:
+        flops = "do not cross" if pair.flops is None else f"{pair.flops:.2g}"
+        ends = "?" if pair.flops_interval is None else "{:.2g} to {:.2g}".format(*pair.flops_interval)
+        loss = "" if pair.loss is None else f"{pair.loss:.3f}"
+        crossed = "" if pair.crossed is None else f"{100 * pair.crossed:.0f} %"
+        above = pair.mixers[pair.flops is not None]
+        shown.add_row(pair.mixers[0], above, flops, "" if pair.flops is None else ends, loss, crossed)
+    low, high = crossings[0].between
+    shown.caption = f"L(C) of both is equal there; looked for between {low:.2g} and {high:.2g} FLOPs"
+    return shown
+
+
 def remarks(laws: Sequence[Law]) -> list[str]:
-    """What a reader has to know about the laws: what was left out, offsets, balances, crossings."""
+    """What a reader has to know about the laws: what was left out, offsets, balances."""
     lines = []
     for law in laws:
         if law.optima is not None and (reasons := {why: n for why, n in law.optima.left_out.items() if n}):
@@ -77,23 +95,7 @@ def remarks(laws: Sequence[Law]) -> list[str]:
             lines.append(
                 f"{law.mixer}: {law.failed_draws} of {law.failed_draws + len(law.draws)} draws could not be fitted"
             )
-    between = _span(laws)
-    for i, one in enumerate(laws):
-        for other in laws[i + 1 :]:
-            at = crossing(one.laws, other.laws, between)
-            if at is None:
-                lower = min(one, other, key=lambda law: float(law.laws.loss(between[1])))
-                lines.append(f"{one.mixer} and {other.mixer} do not cross; {lower.mixer} has the lower loss")
-            else:
-                interval = crossing_interval(one, other, between)
-                ends = "interval unknown" if interval is None else f"95 %: {interval[0]:.2g} to {interval[1]:.2g}"
-                lines.append(f"{one.mixer} and {other.mixer} cross at {at:.2g} FLOPs ({ends})")
     return lines
-
-
-def _span(laws: Sequence[Law]) -> tuple[float, float]:
-    flops = np.concatenate([curve.flops[[0, -1]] for law in laws for curve in law.curves])
-    return float(flops.min()), float(flops.max()) * BEYOND
 
 
 def write_pictures(laws: Sequence[Law], folder: Path) -> list[Path]:
@@ -137,7 +139,7 @@ def picture(laws: Sequence[Law]) -> Figure:
 
 
 def _line(panel: Axes, law: Law, part: str, colour: str, label: str | None) -> None:
-    at = np.geomspace(*_span([law]), 100)
+    at = np.geomspace(*span([law]), 100)
     panel.plot(at, getattr(law.laws, part)(at), color=colour, label=label)
     if len(law.draws) >= law.failed_draws and law.draws:
         low, high = np.percentile([getattr(drawn, part)(at) for drawn in law.draws], [2.5, 97.5], axis=0)

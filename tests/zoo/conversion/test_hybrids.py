@@ -343,6 +343,8 @@ def test_layers_without_experts_among_those_that_could_have_them(tmp_path: Path)
         ((), "hf_qwen3_nxt", r"to: 'hf_qwen3_nxt' is not one of fla, huggingface, .*did you mean 'hf_qwen3_next'"),
         ((), "hf_qwen3_5", r"hf_qwen3_5 cannot hold this model: .*RMSNorm"),
         (("model.norm=ZeroCentredRMSNorm", "model.stack.mixer.gate=head"), "hf_qwen3_next", "cannot hold this model"),
+        (("model.norm=SimpleRMSNorm",), "hf_llama", "cannot hold this model: .*RMSNorm"),
+        (("model.norm=LayerNorm",), "hf_llama", r"cannot hold this model: .*LayerNorm"),
         (("model.stack.mixer.bias=true",), "hf_olmo_hybrid", "linear_attention and full_attention in one model"),
     ],
     ids=str,

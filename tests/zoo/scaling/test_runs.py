@@ -10,6 +10,7 @@ import pytest
 
 import zoo
 from tests.zoo.scaling.curves import write_run
+from zoo.scaling.law import crossing
 from zoo.scaling.published import CHINCHILLA
 
 pytest.importorskip("scipy")
@@ -43,9 +44,29 @@ def test_several_places_and_mixers_that_cross(command, ladder: Path) -> None:
         write_run(ladder.parent / "more" / f"run{i}", size, law=CHINCHILLA._replace(E=1.6, A=600.0), mixers="Other×2")
     done = command("scaling", "fit", "ladder", "more", "--draws=4", "--method=parametric")
     assert done.code == 0, done.err
-    assert "M and Other×2 cross at" in done.out
     assert "left out" not in done.out  # runs of the same name in two places are two runs
-    assert len(json.loads((ladder / "law" / "laws.json").read_text())["laws"]) == 2
+    written = json.loads((ladder / "law" / "laws.json").read_text())
+    assert len(written["laws"]) == 2
+    (pair,) = written["crossings"]
+    assert pair["mixers"] == ["M", "Other×2"]  # it starts higher, and has the lower limit
+    laws = [CHINCHILLA.laws(6.0), CHINCHILLA._replace(E=1.6, A=600.0).laws(6.0)]
+    assert pair["flops"] == pytest.approx(crossing(*laws, pair["between"]), rel=0.2)
+    low, high = pair["flops_interval"]
+    assert low <= pair["flops"] <= high
+    assert pair["crossed"] == 1
+    (line,) = [line for line in done.out.splitlines() if line.split()[:2] == ["M", "Other×2"]]
+    assert f"{pair['flops']:.2g}" in line
+    assert f"{low:.2g} to {high:.2g}" in line
+
+
+def test_mixers_that_do_not_cross(command, ladder: Path) -> None:
+    for i, size in enumerate(SIZES):
+        write_run(ladder.parent / "more" / f"run{i}", size, law=CHINCHILLA._replace(E=2.0), mixers="Worse")
+    done = command("scaling", "fit", "ladder", "more", "--draws=0", "--method=parametric")
+    assert done.code == 0, done.err
+    (pair,) = json.loads((ladder / "law" / "laws.json").read_text())["crossings"]
+    assert (pair["mixers"], pair["flops"], pair["flops_interval"]) == (["M", "Worse"], None, None)
+    assert "do not cross" in done.out
 
 
 def test_from_python(ladder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,149 @@
+"""The doctor on a healthy machine, and on one with a fault planted in it, which it has to name."""
+
+import importlib.metadata
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+import mixers
+import zoo
+from kernels import UserError
+from zoo.doctor.cases import cases, ops
+from zoo.doctor.machine import packages
+
+pytest_plugins = "tests.desk"
+RUNNING = "triton" if torch.cuda.is_available() else "torch"
+
+
+def module(op: str) -> Any:
+    return sys.modules[getattr(kernels, op).__module__]
+
+
+def plant(patch: pytest.MonkeyPatch, op: str, fault: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the implementation of an op that runs here by a faulty one."""
+    implementations = module(op).IMPLEMENTATIONS
+    patch.setitem(implementations, RUNNING, fault(implementations[RUNNING]))
+
+
+def test_a_healthy_machine(command, desk: Path):
+    done = command("doctor", "--output", "doctor.json")
+    assert done.code == 0, done.out
+    record = json.loads(Path("doctor.json").read_text())
+    assert record["passed"]
+    assert record["seconds"] < 120
+    subjects = {finding["subject"] for finding in record["ops"]}
+    checks = {finding["check"] for finding in record["ops"]}
+    assert checks == {"path", "fp32", "bf16", "packed", "repeats"}
+    assert len({subject.partition(" ")[0] for subject in subjects}) == len(ops())
+    assert {finding["subject"] for finding in record["mixers"]} == {*mixers.names()}
+    assert {finding["subject"] for finding in record["machine"]} >= {"packages", "GPU", "memory", "disk"}
+    for word in (*subjects, *mixers.names(), "checks passed", "doctor.json"):
+        assert word in done.out
+
+
+def test_every_op_is_known():
+    """An op that is new has to have a case."""
+    assert {case.op for case in cases(32)} == {*ops()}
+    assert {"delta_rule", "linear_recurrence", "window_attention", "linear_cross_entropy"} <= {*ops()}
+
+
+def test_a_gradient_that_is_off_by_one_percent(command, monkeypatch: pytest.MonkeyPatch):
+    def fault(run):
+        def wrong(a):
+            return run(replace(a, v=a.v.detach() + 1.01 * (a.v - a.v.detach())))
+
+        return wrong
+
+    plant(monkeypatch, "delta_rule", fault)
+    done = command("doctor")
+    assert done.code == 1
+    assert "failed delta_rule (no decay, 32), fp32: the gradient of v is off by 1.0e-02, allowed 2e-05" in done.out
+    named = [line for line in done.out.splitlines() if line.startswith("failed ")]
+    assert all("delta_rule" in line for line in named)
+    assert f"{len(named)} of " in done.out
+
+
+def test_documents_that_see_their_neighbours(monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch, "linear_recurrence", lambda run: lambda a: run(replace(a, cu_seqlens=None)))
+    failures = zoo.doctor(verbose=False).failures
+    assert {each.check for each in failures} == {"packed"}
+    subjects = {each.subject for each in failures}
+    assert {"linear_recurrence (decay per head, 32)", "GLA", "Mamba2"} <= subjects
+    assert not {"GatedDeltaNet", "SoftmaxAttention"} & subjects
+    said = next(str(each) for each in failures if each.subject.startswith("linear_recurrence"))
+    assert "outputs change by" in said
+    assert "of a gradient goes to the neighbours" in said
+
+
+def test_results_that_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch):
+    def fault(run):
+        def noisy(*given: Tensor):
+            log_decay, dt = run(*given)
+            return log_decay, dt * (1 + 1e-6 * torch.rand(()))
+
+        return noisy
+
+    plant(monkeypatch, "discretise", fault)
+    (failure,) = zoo.doctor(verbose=False).failures
+    assert (failure.subject, failure.check) == ("discretise (32)", "repeats")
+    assert "output 2" in failure.says
+
+
+def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+    def fault(run):
+        def broken(*given):
+            raise RuntimeError("no kernel image is available for execution on the device\nand more")
+
+        return broken
+
+    plant(monkeypatch, "gated_linear", fault)
+    failures = zoo.doctor(verbose=False).failures
+    assert {each.subject for each in failures} == {"gated_linear (32)"}
+    assert failures[0].says == "RuntimeError: no kernel image is available for execution on the device"
+
+
+def test_packages_of_other_versions(monkeypatch: pytest.MonkeyPatch):
+    installed = {"torch": "2.1.0+cpu", "rich": "99.0"}
+    known = importlib.metadata.version
+    monkeypatch.setattr(sys.modules[packages.__module__], "version", lambda name: installed.get(name) or known(name))
+    finding = packages()
+    assert finding.status == "failed"
+    assert "torch 2.1.0+cpu is installed, and >=2.11 is needed" in finding.says
+    del installed["torch"]
+    finding = packages()
+    assert finding.status == "noted"
+    assert "rich 99.0 (tested with " in finding.says
+
+
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**29))
+    failures = zoo.doctor(verbose=False).failures
+    assert {each.subject for each in failures} == {"disk"}
+    assert failures[0].says == "0.5 GiB is less than 1 GiB"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--device=gpu"], "device: 'gpu' is not one of cpu, cuda"),
+        (["--output=."], "output: . is a folder; name a file, such as doctor.json"),
+        (["--outptu=a.json"], "did you mean 'output'"),
+    ],
+)
+def test_mistakes(command, arguments: list[str], expected: str):
+    done = command("doctor", *arguments)
+    assert done.code == 2
+    assert expected in done.err
+    assert "Traceback" not in done.err
+    with pytest.raises(UserError, match="device: 'tpu'"):
+        zoo.doctor("tpu")

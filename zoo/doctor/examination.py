@@ -1,0 +1,125 @@
+"""`zoo.doctor`: all checks, as tables for the terminal and as JSON."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kernels import UserError
+from zoo.doctor.finding import Finding
+from zoo.doctor.layers import examine_layers
+from zoo.doctor.machine import machine
+from zoo.doctor.ops import examine_ops
+from zoo.files.atomic import atomic_write
+from zoo.train.devices import pick_device
+
+EXPLAINED = """\
+path: the implementation that runs; fp32, bf16: relative error of outputs and gradients against the fp32 loop, of whole
+layers in bf16 against fp32; packed: a document beside others is left alone; repeats: the same bits each time
+"""
+STYLES = {"passed": "green", "noted": "yellow", "failed": "bold red"}
+
+
+class Examination(NamedTuple):
+    """What the doctor has found.
+
+    Attributes:
+        device: Where ops and mixers ran.
+        machine: Packages, GPU, memory, disk.
+        ops: The ops, each with several checks.
+        mixers: The registered mixers, each with several checks.
+        seconds: How long it took.
+    """
+
+    device: str
+    machine: list[Finding]
+    ops: list[Finding]
+    mixers: list[Finding]
+    seconds: float
+
+    @property
+    def failures(self) -> list[Finding]:
+        """The checks that failed."""
+        return [each for each in (*self.machine, *self.ops, *self.mixers) if each.status == "failed"]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a check failed."""
+        return bool(self.failures)
+
+
+def doctor(device: str | None = None, output: str | None = None, verbose: bool = True) -> Examination:
+    """Check that this machine computes what it should: packages, GPU, every op against its fp32 loop, memory and disk.
+
+    ``python cli.py doctor``
+
+    Args:
+        device: cpu or cuda; null for the GPU if there is one.
+        output: A JSON file for all findings.
+        verbose: Whether to print tables.
+
+    Raises:
+        UserError: There is no such device, or the file cannot be written.
+    """
+    if output is not None and Path(output).is_dir():
+        raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
+    place, start = pick_device(device), monotonic()
+    console = Console(quiet=not verbose)
+    with console.status("packages") as status:
+        about = [*machine(place)]
+        of_ops = [*examine_ops(place, status.update)]
+        of_mixers = [*examine_layers(place, status.update)]
+    found = Examination(place.type, about, of_ops, of_mixers, monotonic() - start)
+    if output is not None:
+        _write(found, Path(output))
+    console.print(_list(about), _matrix("op", of_ops), _matrix("mixer", of_mixers), EXPLAINED, highlight=False)
+    for each in found.failures:
+        console.print(f"[bold red]failed[/bold red] {escape(str(each))}", highlight=False, soft_wrap=True)
+    checks = len(about) + len(of_ops) + len(of_mixers)
+    verdict = f"{len(found.failures)} of {checks} checks failed" if found.failed else f"all {checks} checks passed"
+    console.print(f"{verdict}, in {found.seconds:.0f} s", "" if output is None else output, highlight=False)
+    return found
+
+
+def _list(findings: Sequence[Finding]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("machine", no_wrap=True)
+    table.add_column("")
+    for each in findings:
+        says = f"[{STYLES[each.status]}]{escape(each.says)}[/]"
+        table.add_row(
+            each.subject if each.check in ("versions", "device", "free") else f"{each.subject} ({each.check})", says
+        )
+    return table
+
+
+def _matrix(what: str, findings: Sequence[Finding]) -> Table:
+    """A row for each subject, a column for each check."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    checks = [*dict.fromkeys(each.check for each in findings)]
+    for column in (what, *checks):
+        table.add_column(column, no_wrap=column == what)
+    rows: dict[str, dict[str, str]] = {}
+    for each in findings:
+        says = "failed" if each.status == "failed" else each.says  # the sentence comes below the table
+        rows.setdefault(each.subject, {})[each.check] = f"[{STYLES[each.status]}]{escape(says)}[/]"
+    for subject, cells in rows.items():
+        table.add_row(subject, *(cells.get(check, "") for check in checks))
+    return table
+
+
+def _write(found: Examination, file: Path) -> None:
+    groups = ("machine", "ops", "mixers")
+    record = {"device": found.device, "passed": not found.failed, "seconds": round(found.seconds, 1)}
+    record |= {group: [each._asdict() for each in getattr(found, group)] for group in groups}
+    try:
+        with atomic_write(file) as opened:
+            opened.write(json.dumps(record, indent=1).encode())
+    except OSError as error:
+        raise UserError(f"output: {file} cannot be written: {error.strerror}") from None

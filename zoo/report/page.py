@@ -1,0 +1,114 @@
+"""`zoo.report`: the page."""
+
+import base64
+import importlib.util
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kernels import UserError
+from zoo.files.atomic import atomic_write
+from zoo.report import pictures, repeat, tables
+from zoo.report.folders import Found, read_folders
+
+ROOM = 300_000  # bytes of one picture that a sweep has drawn itself
+WHOLE = 20  # runs whose whole configs are in the page
+
+
+def report(
+    folders: list[str] | str | Path, output: str | Path = "report.html", title: str = "Report", verbose: bool = True
+) -> Path:
+    """Write runs, evaluations and sweeps as one HTML page for a colleague, which needs neither network nor server.
+
+    ``zoo.report(["runs/a", "runs/b", "evaluations/c"])``
+
+    It has what was trained and how the configs differ, curves that can be hovered, tables that can be sorted, heatmaps,
+    samples, and the commands and versions that repeat all that.
+
+    Args:
+        folders: Folders of runs, evaluations or sweeps; on the command line as plain arguments.
+        output: The page to write.
+        title: Its heading.
+        verbose: Whether to print what is missing, and the page's path and size.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        UserError: A folder holds nothing to report, the page cannot be written, or bokeh is not installed.
+    """
+    if importlib.util.find_spec("bokeh") is None:
+        raise UserError("report: needs bokeh; pip install 'token-mixer-zoo[report]'")
+    places = [folders] if isinstance(folders, str | Path) else list(folders)
+    if not places:
+        raise UserError("folders: the list is empty; name those of runs, evaluations or sweeps")
+    found, file = read_folders(places), Path(output)
+    page = _page(found, title, places)
+    if file.is_dir():
+        raise UserError(f"output: {file} is a folder; name a file, such as report.html")
+    try:
+        with atomic_write(file) as opened:
+            opened.write(page.encode())
+    except OSError as error:
+        raise UserError(f"output: {file} cannot be written: {error.strerror}") from None
+    console = Console(quiet=not verbose)
+    for sentence in found.missing:
+        console.print(sentence, style="yellow", highlight=False, markup=False)
+    console.print(f"{file} ({len(page.encode()) / 1e6:.1f} MB)", style="dim", highlight=False, markup=False)
+    return file
+
+
+def _page(found: Found, title: str, places: Sequence[str | Path]) -> str:
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    drawn: dict[str, Any] = pictures.losses(found.runs) if found.runs else {}
+    curves = list(drawn)
+    evaluations = []
+    for folder, records in found.evaluations.items():
+        for task, rows in tables.task_rows(records).items():
+            of_task = {f"{folder} {name}": picture for name, picture in pictures.evaluated(task, rows).items()}
+            drawn |= of_task
+            evaluations.append((tables.measured(f"{folder}: {task}", rows), list(of_task)))
+    script, places_of = components(drawn) if drawn else ("", {})
+    different = tables.differences(found.runs)
+    content = {
+        "title": title,
+        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "folders": list(map(str, places)),
+        "library": Resources(mode="inline", components=["bokeh"], minified=True).render() if drawn else "",
+        "script": script,
+        "divisions": places_of,
+        "trained": tables.trained(found.runs) if found.runs else None,
+        "different": different if different.rows else None,
+        "alike": len(different.columns) > 2,  # several configs were compared
+        "curves": curves,
+        "evaluations": evaluations,
+        "sweeps": [(tables.swept(folder, rows), _embedded(folder, found)) for folder, rows in found.sweeps.items()],
+        "samples": [(run.name, run.samples) for run in found.runs if run.samples],
+        "recipes": [
+            *(repeat.of_run(run, with_config=len(found.runs) <= WHOLE) for run in found.runs),
+            *(each for folder, records in found.evaluations.items() for each in repeat.of_evaluation(folder, records)),
+        ],
+        "missing": found.missing,
+    }
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("page.html").render(content)
+
+
+def _embedded(folder: Path, found: Found) -> str | None:
+    """The picture that a sweep has drawn, as a data URL."""
+    file = folder / "sweep.png"
+    if not file.is_file():
+        found.lacks(folder, "no sweep.png")
+        return None
+    if file.stat().st_size > ROOM:
+        found.lacks(folder, f"sweep.png is larger than {ROOM // 1000} kB, so it is not in this page")
+        return None
+    return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"

@@ -1,0 +1,72 @@
+"""What repeats the numbers of a report: commands, versions, devices."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from zoo.files.safe_yaml import dump_yaml, read_yaml
+from zoo.report.folders import Plain, Run
+
+VERSIONS = ("commit", "zoo", "torch", "triton", "python", "device", "devices", "precision", "seed")
+
+
+class Recipe(NamedTuple):
+    """How to repeat a run or an evaluation.
+
+    Attributes:
+        name: Of what.
+        command: The command.
+        versions: What it ran with.
+        config: The whole config of a run; empty for an evaluation.
+    """
+
+    name: str
+    command: str
+    versions: str
+    config: str = ""
+
+
+def of_run(run: Run, with_config: bool = True) -> Recipe:
+    """Train it again from its config."""
+    command = [
+        "python",
+        "cli.py",
+        "fit",
+        "--config",
+        str(run.folder / "config.yaml"),
+        "--run",
+        f"{run.folder.name}-again",
+    ]
+    file = run.folder / "config.yaml"
+    config = dump_yaml(read_yaml(file)) if run.config and with_config else ""
+    return Recipe(run.name, shlex.join(command), _versions(run.row), config)
+
+
+def of_evaluation(folder: Path, records: Sequence[Plain]) -> list[Recipe]:
+    """Evaluate again: a command for each task and set of options, with all models and cells that it was run for."""
+    grouped: dict[str, list[Plain]] = {}
+    for record in records:
+        what = record["what"]
+        grouped.setdefault(json.dumps([what["task"], what.get("options"), what.get("precision")]), []).append(record)
+    recipes = []
+    for group in grouped.values():
+        what = group[0]["what"]
+        options = {name: value for name, value in (what.get("options") or {}).items() if value is not None}
+        for option, name in {"lengths": "length", "depths": "depth"}.items():
+            if values := sorted({each["what"]["cell"][name] for each in group if name in each["what"].get("cell", {})}):
+                options[option] = values
+        if what.get("precision"):
+            options["precision"] = what["precision"]
+        checkpoints = [f"--checkpoint={path}" for path in dict.fromkeys(each["checkpoint"] for each in group)]
+        arguments = [
+            f"--{name}={json.dumps(value) if isinstance(value, list) else value}" for name, value in options.items()
+        ]
+        command = ["python", "cli.py", "evaluate", *checkpoints, f"--tasks={what['task']}", *arguments]
+        recipes.append(Recipe(str(folder), shlex.join([*command, f"--output={folder}-again"]), _versions(group[0])))
+    return recipes
+
+
+def _versions(row: Plain) -> str:
+    return ", ".join(f"{name} {row[name]}" for name in VERSIONS if row.get(name) is not None)

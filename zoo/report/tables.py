@@ -1,0 +1,170 @@
+"""The tables of a report: what was trained, how configs differ, what evaluations and sweeps found."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zoo.evaluation.report import is_fraction
+from zoo.report.folders import Plain, Run
+
+ABSENT = "–"
+TRAINED = {  # of results.json: heading → the number's name
+    "mixers": "mixers",
+    "status": "status",
+    "parameters": "parameters",
+    "without embeddings": "parameters_without_embeddings",
+    "state": "state_size",
+    "FLOPs per token": "training_flops_per_token",
+    "tokens": "tokens_seen",
+    "loss": "val_loss",
+    "perplexity": "val_perplexity",
+    "accuracy": "val_accuracy",
+    "bigram loss": "bigram_loss",
+    "tokens/s": "tokens_per_second",
+    "minutes": "wall_seconds",
+    "device": "device",
+}
+SWEPT = ("parameters", "state_size", "val_loss", "val_perplexity", "val_accuracy", "tokens_per_second")
+IGNORED = ("data.num_workers", "trainer.default_root_dir", "trainer.logger")  # change nothing that is learned
+UNAXED = {"metric", "value", "low", "high", "count", "subtask", "position", "depth", "model", "stderr"}
+
+
+class Cell(NamedTuple):
+    """A cell: what is shown, and what the table is sorted by."""
+
+    text: str
+    value: float | str
+
+
+class Table(NamedTuple):
+    """A table that can be sorted by each of its columns."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Cell]]
+
+
+def cell(value: Any, metric: str = "") -> Cell:
+    """A value, in as many digits as a reader wants."""
+    if value is None or value == "":
+        return Cell(ABSENT, "")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        text = value if isinstance(value, str) else json.dumps(value)
+        return Cell(text, text)
+    if is_fraction(metric):
+        return Cell(f"{100 * value:.1f} %", value)
+    for size, unit in ((1e15, ""), (1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k")):
+        if abs(value) >= size:
+            return Cell(f"{value:.2e}" if size == 1e15 else f"{value / (size if size > 1e4 else 1e3):.4g}{unit}", value)
+    return Cell(f"{value:,}" if isinstance(value, int) else f"{value:.4g}", value)
+
+
+def trained(runs: Sequence[Run]) -> Table:
+    """What was trained: a row for each run, without the columns that none has."""
+    columns = [heading for heading, name in TRAINED.items() if any(run.row.get(name) is not None for run in runs)]
+    rows = []
+    for run in runs:
+        row = dict(run.row)
+        if row.get("wall_seconds") is not None:
+            row["wall_seconds"] = round(row["wall_seconds"] / 60, 1)
+        rows.append([cell(run.name), *(cell(row.get(TRAINED[heading]), heading) for heading in columns)])
+    return Table("What was trained", ["run", *columns], rows)
+
+
+def differences(runs: Sequence[Run]) -> Table:
+    """The keys of the configs that are not the same in all runs: a row for each key, a column for each run.
+
+    Of what only some runs have, as other components have other arguments, only the components are listed.
+    """
+    compared = [run for run in runs if run.config]
+    keys = dict.fromkeys(key for run in compared for key in run.config if not key.startswith(IGNORED))
+    rows = []
+    for key in keys:
+        values = [run.config.get(key, ABSENT) for run in compared]
+        everywhere = all(key in run.config for run in compared)
+        if any(value != values[0] for value in values) and (everywhere or any(map(_is_class, values))):
+            rows.append([Cell(key, key), *(_setting(value) for value in values)])
+    return Table("How the configs differ", ["key", *(run.name for run in compared)], rows)
+
+
+def _setting(value: Any) -> Cell:
+    """A value of a config, exactly; a class without its module."""
+    text = value.rpartition(".")[2] if _is_class(value) else value
+    if not isinstance(text, str):
+        return Cell(json.dumps(text), text if isinstance(text, int | float) else json.dumps(text))
+    return Cell(text, text)
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"(\w+\.)+[A-Z]\w*", value) is not None
+
+
+def swept(folder: Path, rows: Sequence[Plain]) -> Table:
+    """A sweep: a row for each run, with its place in the sweep and the main numbers."""
+    names = [*(rows[0] if rows else ())]
+    place = names[1 : names.index("status")] if "status" in names else names
+    columns = [*place, *(name for name in ("status", "gates", *SWEPT) if name in names)]
+    columns = [name for name in columns if any(row.get(name) for row in rows)]
+    shown = [[cell(_number(row.get(name)), name) for name in columns] for row in rows]
+    return Table(f"Sweep {folder}", [name.rpartition(".")[2].replace("_", " ") for name in columns], shown)
+
+
+def _number(text: str | None) -> Any:
+    """A field of a CSV as the number that it was."""
+    for kind in (int, float):
+        try:
+            return kind(text or "")
+        except ValueError:
+            continue
+    return text
+
+
+def model_of(record: Plain) -> str:
+    """The model of an evaluation's record: the name of its run."""
+    path = Path(record["checkpoint"])
+    return path.stem if path.suffix == ".ckpt" else path.name
+
+
+def task_rows(records: Iterable[Plain]) -> dict[str, list[Plain]]:
+    """The rows of an evaluation by task, each with its model."""
+    tasks: dict[str, list[Plain]] = {}
+    for record in records:
+        rows = tasks.setdefault(record["what"]["task"], [])
+        rows += [{"model": model_of(record), **row} for row in record["rows"]]
+    return tasks
+
+
+def axis_of(rows: Iterable[Plain]) -> str | None:
+    """What a task's results are measured over, such as the length; None for single numbers."""
+    return next((name for row in rows for name, value in row.items() if _is_axis(name, value)), None)
+
+
+def _is_axis(name: str, value: Any) -> bool:
+    return name not in UNAXED and isinstance(value, int | float)
+
+
+def measured(task: str, rows: Sequence[Plain]) -> Table:
+    """A task: a row for each model and metric, a column for each value of its axis."""
+    axis = axis_of(rows)
+    kept = [row for row in rows if "position" not in row]  # of these there is a picture
+    values = sorted({row[axis] for row in kept if axis in row}) if axis else []
+    single = any(axis not in row for row in kept)
+    lines: dict[tuple[str, str], dict[Any, list[Plain]]] = {}
+    for row in kept:
+        metric = f"{row.get('subtask', '')} {row['metric']}".strip()
+        lines.setdefault((row["model"], metric), {}).setdefault(row.get(axis) if axis else None, []).append(row)
+    columns = ["model", "metric", *(f"{axis} {value:g}".replace("_", " ") for value in values)]
+    shown = []
+    for (model, metric), found in lines.items():
+        cells = [cell(mean(found.get(value, ())), metric) for value in [*values, *([None] if single else [])]]
+        shown.append([cell(model), cell(metric.replace("_", " ")), *cells])
+    return Table(task, [*columns, *(["all" if values else "value"] if single else [])], shown)
+
+
+def mean(rows: Iterable[Plain]) -> float | None:
+    """The mean of rows, weighted by their counts; None without any."""
+    known = [(row.get("count", 1), row["value"]) for row in rows if row["value"] is not None]
+    total = sum(count for count, _ in known)
+    return sum(count * value for count, value in known) / total if total else None
