@@ -163,6 +163,7 @@ def started() -> int:
         sys.path.append(os.getcwd())  # for the user's mixers; last, so as not to shadow the standard library
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of trainer.profiler=simple
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     end_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
     try:

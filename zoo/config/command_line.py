@@ -14,6 +14,7 @@ from zoo.config.parser import ConfigFile, Parser, explained
 # parameters of the functions that can only be passed from Python
 IN_PYTHON = {"configs_and_overrides", "callbacks", "stream", "config"}
 PRINTING = ("-h", "--help", "--print_config")  # options that print something and exit
+LIGHTNINGS = {"ckpt_path": ("resume", "checkpoint")}  # Lightning's name of an option → what verbs call it
 
 
 class Keys(NamedTuple):
@@ -120,6 +121,7 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
     for argument in rest:
         key, equals, value = argument.partition("=")
         name = key.removeprefix("--")
+        name = next((ours for ours in LIGHTNINGS.get(name, ()) if ours in names), name)
         if key in PRINTING:
             split.options.append(argument)
         elif not key.startswith("-"):

@@ -275,11 +275,12 @@ class Pretraining(L.LightningModule):
         self.log("tokens", self.tokens_seen)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW, and its learning-rate schedule, stepped with the optimiser.
+        """The optimiser, and its learning-rate schedule, stepped with it.
 
-        The length of the run is `trainer.max_steps`: Lightning's estimate would build the data loaders too early, and
-        a resumed run would lose its position in the data.
+        The length of the run is `trainer.max_steps`, or what `trainer.max_epochs` comes to if that is less.
         """
+        if (self.trainer.max_epochs or -1) > 0:  # everything here counts steps
+            self.trainer.fit_loop.epoch_loop.max_steps = int(self.trainer.estimated_stepping_batches)
         optimizer = build_optimizer(self.model, self.optim)
         schedule = build_schedule(optimizer, self.optim, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

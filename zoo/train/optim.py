@@ -187,12 +187,12 @@ def build_schedule(optimizer: torch.optim.Optimizer, optim: Optimisation, max_st
     if max_steps < 0 and optim.schedule != "constant":
         raise UserError(
             f"optim.schedule is {optim.schedule}, which needs the length of the run: "
-            "set trainer.max_steps, or optim.schedule to constant."
+            "set trainer.max_steps or trainer.max_epochs, or optim.schedule to constant."
         )
     if max_steps < 0 and optim.warmup_fraction is not None:
         raise UserError(
             f"optim.warmup_fraction is {optim.warmup_fraction} of a run whose length is not known: "
-            "set trainer.max_steps, or optim.warmup_steps instead."
+            "set trainer.max_steps or trainer.max_epochs, or optim.warmup_steps instead."
         )
     if 0 <= max_steps < optim.warmup(max_steps):
         log.warning("the run ends within its warm-up (%d of %d steps)", max_steps, optim.warmup(max_steps))
