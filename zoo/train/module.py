@@ -7,7 +7,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -281,7 +281,8 @@ class Pretraining(L.LightningModule):
         """
         if (self.trainer.max_epochs or -1) > 0:  # everything here counts steps
             self.trainer.fit_loop.epoch_loop.max_steps = int(self.trainer.estimated_stepping_batches)
-        optimizer = build_optimizer(self.model, self.optim)
+        sharding = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+        optimizer = build_optimizer(self.model, self.optim, isinstance(self.trainer.strategy, sharding))
         schedule = build_schedule(optimizer, self.optim, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -187,7 +187,7 @@ class ResultRow(RunCallback):
             "val_loss_mixers_zeroed": mixers.get("val_loss_mixers_zeroed"),
             "bigram_loss": bigram_loss(trainer),
             "learning_rate": optim.learning_rate,
-            "schedule": optim.schedule,
+            "schedule": optim.schedule_name,
             "warmup_steps": optim.warmup(planned),
             "decay_starts": optim.decay_start(planned),
             "tokens_per_step": round(pl_module.tokens_seen / trainer.global_step) if trainer.global_step else None,
