@@ -16,6 +16,7 @@ for pattern in (
     "pynvml",
     "infer the batch indices",
     "callbacks used to create",
+    "overridden `transfer_batch_to_device`",  # on purpose: batches of any data module
     "is deprecated. Please use `torch.distributed",  # called by DeepSpeed
     "sync_dist=True",  # our metrics cover all processes already
 ):

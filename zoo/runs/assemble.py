@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import UserError
 from zoo import config as configs
+from zoo.data.contract import tokenizer_of
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.lm.model import LanguageModel
 from zoo.loading.load import find_tokenizer
@@ -73,9 +74,9 @@ def parts(config: Namespace) -> Parts:
     _check_accelerator(config.trainer)
     datamodule = configs.instantiate("data", config)
     _check_labels(config, datamodule)
-    tokenizer = datamodule.get_tokenizer()
+    tokenizer = tokenizer_of(datamodule)
     _check_tokenizer(config.optim.initial_weights, tokenizer)
-    config.model.vocab_size = configs.vocabulary(config, configs.vocabulary_of(datamodule))
+    config.model.vocab_size = configs.vocabulary(config, datamodule)
     seed(config)  # again: whether a tokenizer was just trained must not change the model
     model = configs.from_config(config)
     if model.head is not None and model.head.num_classes < (classes := datamodule.num_classes):
@@ -88,7 +89,7 @@ def parts(config: Namespace) -> Parts:
         configs.instantiate("optim", config),
         tokenizer,
         configs.to_dict(config),
-        datamodule.sequence_length,
+        getattr(datamodule, "sequence_length", None),
         getattr(datamodule, "validation_names", ()),
         size,
     )

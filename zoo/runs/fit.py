@@ -179,7 +179,7 @@ def _checkpoint_and_config(
         raise UserError(f"checkpoint: {verb} needs one, --checkpoint runs/NAME")
     file, overlays = checkpoint_of(checkpoint), load_items(items)
     base = _config_of(file, overlays, trust)
-    base["trainer"] = {key: value for key, value in base["trainer"].items() if key not in LIMITS}
+    base["trainer"] = {key: value for key, value in base.get("trainer", {}).items() if key not in LIMITS}
     return file, configs.read(base, *overlays)
 
 
