@@ -111,9 +111,10 @@ class Pretraining(L.LightningModule):
             self._check_context_parallel(stage)
             group, _ = dist.new_subgroups(self.context_parallel)
             self._part = ContextParallel(group)
-        write_whole(self.trainer)  # also the checkpoints of a plain Trainer
-        if self.tokenizer is None and (data := getattr(self.trainer, "datamodule", None)) is not None:
-            self.tokenizer = tokenizer_of(data)
+        if self._trainer is not None:
+            write_whole(self.trainer)  # also the checkpoints of a plain Trainer
+            data = getattr(self.trainer, "datamodule", None)
+            self.tokenizer = tokenizer_of(data) if self.tokenizer is None else self.tokenizer
         if stage == "fit" and self.optim.initial_weights is not None:
             load_weights(self.model, self.optim.initial_weights)
         if stage == "fit" and self.optim.train_only is not None:
