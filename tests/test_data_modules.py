@@ -149,7 +149,8 @@ def test_padding_and_packed_documents_have_no_loss_across():
     assert padded.labels.tolist() == [[6, 7, NO_LOSS, NO_LOSS]]
     packed = as_batch({"input_ids": tokens, "labels": tokens, "cu_seqlens": torch.tensor([0, 1, 4])})
     assert packed.labels.tolist() == [[NO_LOSS, 7, 8, NO_LOSS]]
-    assert packed.cu_seqlens is not None and packed.cu_seqlens.dtype == torch.int32
+    assert packed.cu_seqlens is not None
+    assert packed.cu_seqlens.dtype == torch.int32
 
 
 @pytest.mark.parametrize(

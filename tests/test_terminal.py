@@ -1,6 +1,7 @@
 """What a terminal shows when something is missing or interrupted: a sentence or nothing, never a traceback."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,52 @@ def test_a_reader_that_leaves_ends_generate(command: Command, finished: Path, mo
         done = command("generate", "--checkpoint", str(finished / "runs" / "done"), "--prompt=def", "--device=cpu")
     assert done.code == 141  # as of a process that SIGPIPE ended
     assert done.err == ""
+
+
+AT_100_COLUMNS = """
+import os, pty, subprocess, struct, fcntl, termios, sys
+leader, follower = pty.openpty()
+fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
+process = subprocess.Popen(sys.argv[1:], stdout=follower, stderr=follower)
+os.close(follower)
+while True:
+    try:
+        part = os.read(leader, 4096)
+    except OSError:  # the other end is closed
+        break
+    sys.stdout.buffer.write(part)
+sys.exit(process.wait())
+"""
+
+
+def on_a_terminal(desk: Path, cache: Path, *arguments: str) -> list[str]:
+    """The lines that `python cli.py …` leaves on a terminal of 100 columns; what was overwritten is gone."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    shown = subprocess.run(
+        [sys.executable, "-c", AT_100_COLUMNS, sys.executable, str(CLI), *arguments],
+        cwd=desk,
+        env={**environment, "ZOO_CACHE": str(cache), "TERM": "xterm"},
+        capture_output=True,
+        timeout=120,
+    )
+    assert shown.returncode == 0, shown.stderr
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.stdout.decode()).replace("\r\n", "\n")
+    return [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+
+
+def test_what_a_run_shows(desk: Path, shared_cache: Path):
+    lines = on_a_terminal(desk, shared_cache, *FIT, "--run=r")
+    assert "── sample after 4 steps ──" in lines  # whole, in a line of its own
+    bar = next(line for line in lines if line.startswith("training 4/4 |"))
+    assert len(bar) <= 100
+    assert bar.count("█") >= 15
+    assert "results, curve, checkpoints and config are in runs/r" in lines
+    assert 'next: python cli.py generate --checkpoint runs/r --prompt "def "' in lines
+
+
+def test_predict_says_where_the_losses_are(command: Command, finished: Path):
+    done = command("predict", f"--checkpoint={finished / 'runs' / 'done'}", "--trainer.limit_predict_batches=1")
+    assert done.out.splitlines()[-1] == "losses.jsonl: the loss of every token in nats, one line a sequence"
 
 
 STOPPING = "lightning.pytorch.callbacks.EarlyStopping"
