@@ -27,12 +27,13 @@ from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 from .namesake import warn_of_hidden
 from .norm import GatedRMSNorm, GateOnly, NormOnly, Output, RMSNorm, ZeroCentredRMSNorm
+from .per_document import per_document
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
 from .retnet import RetNet
 from .sliding_window import SlidingWindowAttention
-from .state import History, Position, remembered
+from .state import Cache, History, Position, remembered
 from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
 
@@ -48,6 +49,7 @@ __all__ = [
     "TNL",
     "TPE",
     "Bidirectional",
+    "Cache",
     "ConstantDecay",
     "ContextParallel",
     "ContractError",
@@ -97,6 +99,7 @@ __all__ = [
     "get",
     "growths",
     "names",
+    "per_document",
     "positions",
     "register",
     "remembered",

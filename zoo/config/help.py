@@ -26,7 +26,7 @@ EXAMPLES = {
     "export": ("python cli.py export --checkpoint runs/try --output exported",),
     "convert": ("python cli.py convert --checkpoint some-hf-folder --output converted",),
     "statex": ("python cli.py statex --checkpoint runs/try --layers=4 --init=reinit --output larger",),
-    "mixers": ("python cli.py mixers", "python cli.py mixers GatedDeltaNet"),
+    "mixers": ("python cli.py mixers --hidden_size=2048 --num_heads=16",),
     "tune": ("python cli.py tune --kernels=delta_rule",),
 }
 ALL = "all"  # the topic of everything
