@@ -13,7 +13,7 @@ from kernels import UserError
 from zoo.train.muon import Muon
 from zoo.train.optim import Optimisation, build_optimizer, parameter_groups
 
-from .commands import FIT, Command
+from .commands import FIT, Command, start
 
 pytest_plugins = "tests.desk"
 
@@ -99,14 +99,17 @@ def test_a_config_may_name_it_as_lightning_does(command: Command, desk: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlay", ["zero2", "zero3"])
-def test_muon_is_refused_where_matrices_are_sharded(command: Command, overlay: str):
-    pytest.importorskip("deepspeed")
-    on_cpu = (f"--config=train/{overlay}.yaml", "--config=train/cpu_deepspeed.yaml", "--trainer.devices=1")
-    done = command(*FIT, *on_cpu, "--config=train/muon.yaml")
-    assert done.code == 2
-    assert done.err.splitlines()[-1].startswith(
-        "error: optim.optimizer is Muon, which needs whole matrices, and trainer"
+@pytest.mark.parametrize("strategy", ["zoo.train.zero.Zero", "zoo.train.fsdp2.FSDP2"])
+def test_muon_is_refused_where_matrices_are_sharded(desk: Path, shared_cache: Path, strategy: str):
+    if strategy.endswith("Zero"):
+        pytest.importorskip("deepspeed")
+    process = start(
+        desk, shared_cache, *FIT, f"--trainer.strategy.class_path={strategy}", "--config=train/muon.yaml", ZOO_RUN=""
+    )
+    _, err = process.communicate(timeout=180)
+    assert process.returncode == 2, err
+    assert (
+        "error: optim.optimizer is Muon, which needs whole matrices, and trainer.strategy shards them; use ddp" in err
     )
 
 
