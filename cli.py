@@ -16,6 +16,7 @@ for pattern in (
     "pynvml",
     "infer the batch indices",
     "callbacks used to create",
+    "overridden `transfer_batch_to_device`",  # on purpose: batches of any data module
     "is deprecated. Please use `torch.distributed",  # called by DeepSpeed
     "sync_dist=True",  # our metrics cover all processes already
 ):
@@ -169,6 +170,7 @@ def started() -> int:
         sys.path.append(os.getcwd())  # for the user's mixers; last, so as not to shadow the standard library
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of trainer.profiler=simple
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     end_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
     try:

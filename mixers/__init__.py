@@ -37,12 +37,13 @@ from .norm import (
     SimpleRMSNorm,
     ZeroCentredRMSNorm,
 )
+from .per_document import per_document
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register
 from .retnet import RetNet
 from .sliding_window import SlidingWindowAttention
-from .state import History, Position, remembered
+from .state import Cache, History, Position, remembered
 from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
 
@@ -58,6 +59,7 @@ __all__ = [
     "TNL",
     "TPE",
     "Bidirectional",
+    "Cache",
     "ConstantDecay",
     "ContextParallel",
     "ContractError",
@@ -110,6 +112,7 @@ __all__ = [
     "get",
     "growths",
     "names",
+    "per_document",
     "positions",
     "register",
     "remembered",

@@ -1,7 +1,7 @@
 """The fields of a state, distinguished by their types, so that code that does not know the mixer can read them.
 
 The state of a mixer is a pytree of tensors, usually a NamedTuple. Annotate what the mixer remembers as `Tensor`, and
-its bookkeeping as `History` or `Position`, also inside tuples:
+its bookkeeping as `History` or `Position`, also inside tuples. `Cache` is what has an entry for each token seen:
 
     class MyState(NamedTuple):
         matrix: Tensor
@@ -24,8 +24,18 @@ class Bookkeeping:
     """Marks the type of tensors in a state that do not count as memory of the mixer."""
 
 
+class Count(Bookkeeping):
+    """Marks the type of the tensor that counts tokens."""
+
+
+class Growing:
+    """Marks the type of tensors in a state that have an entry for each token."""
+
+
+# entries of the tokens seen [N,S,…], or of the last of them, newest last; padded in front for those who saw fewer
+Cache = Annotated[Tensor, Growing()]
 History = Annotated[Tensor, Bookkeeping()]  # the last inputs of a convolution [N,W−1,C]
-Position = Annotated[Tensor, Bookkeeping()]  # tokens seen [N], int64
+Position = Annotated[Tensor, Count()]  # tokens seen [N], int64
 
 
 def remembered(state: Any) -> Iterator[tuple[str, Tensor]]:
@@ -64,7 +74,7 @@ def _remembered(state: Any, annotation: Any, name: str) -> Iterator[tuple[str, T
 def _is_bookkeeping(annotation: Any) -> bool:
     if get_origin(annotation) in (Union, UnionType):
         return any(map(_is_bookkeeping, get_args(annotation)))
-    return any(isinstance(mark, Bookkeeping) for mark in getattr(annotation, "__metadata__", ()))
+    return _is_marked(annotation, Bookkeeping)
 
 
 def _item_types(annotation: Any, items: tuple[Any, ...] | list[Any]) -> tuple[Any, ...]:
@@ -79,3 +89,18 @@ def _field_types(state: type) -> dict[str, Any]:
         return get_type_hints(state, include_extras=True)
     except NameError as error:
         raise UserError(f"state: the annotations of {state.__name__} cannot be read: {error}") from None
+
+
+def caches(state: Any) -> list[str]:
+    """The fields of a NamedTuple that are typed `Cache`."""
+    return [name for name, annotation in _field_types(state.__class__).items() if _is_marked(annotation, Growing)]
+
+
+def positions_seen(state: Any) -> Tensor | None:
+    """The field of a NamedTuple that is typed `Position`; None if there is none."""
+    names = [name for name, annotation in _field_types(state.__class__).items() if _is_marked(annotation, Count)]
+    return getattr(state, names[0]) if names else None
+
+
+def _is_marked(annotation: Any, mark: type) -> bool:
+    return any(isinstance(each, mark) for each in getattr(annotation, "__metadata__", ()))

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import zoo
 from kernels import UserError
 from mixers import TokenMixer
 from zoo.config.components import subclasses
+from zoo.config.help import EXAMPLES
 from zoo.train.results import COLUMNS
 
 from .commands import FIT, Command, start
@@ -184,14 +186,42 @@ def test_help_shows_every_verb(command: Command):
 def test_help_of_a_verb_shows_its_keys(command: Command):
     fit, validate, generate = (command(verb, "--help") for verb in ("fit", "validate", "generate"))
     assert fit.code == validate.code == generate.code == 0
-    for key in ("--model.hidden_size", "--optim.learning_rate", "--data", "--trainer.max_steps", "--run", "--resume"):
-        assert key in fit.out, key
-    assert "Size of the residual stream" in fit.out  # from the docstring of the constructor
+    assert len(fit.out.splitlines()) < 60
+    assert fit.out.index("examples:") < fit.out.index("\noptions:") < fit.out.index("keys of a config (--help KEY ")
+    for key in ("model", "optim", "data", "trainer", "samples"):
+        assert f"\n  {key} " in fit.out, key
     assert "runs/NAME" in fit.out
+    assert generate.out.count("Continue a prompt") == 1  # not once more as the heading of its options
     assert "--checkpoint" in validate.out
     assert "\n  --resume RESUME" in fit.out
     assert "\n  --resume" not in validate.out
     assert "the likeliest token" in generate.out
+
+
+def test_help_of_a_key_and_of_everything(command: Command):
+    model, data, everything = (command("fit", "--help", topic) for topic in ("model", "data", "all"))
+    assert model.code == data.code == everything.code == 0
+    assert "Size of the residual stream" in model.out  # from the docstring of the constructor
+    assert "--trainer" not in model.out
+    assert "python cli.py fit --data.help TextData" in data.out
+    assert "--data.sequence_length" in command("fit", "--data.help", "TextData").out
+    for key in ("--model.hidden_size", "--optim.learning_rate", "--data", "--trainer.max_steps", "--run", "--resume"):
+        assert key in everything.out, key
+    assert "--axes" in command("sweep", "--help", "axes").out
+    wrong = command("fit", "--help", "modle")
+    assert wrong.code == 2
+    assert wrong.err.startswith("error: --help modle: no key of fit (keys: seed_everything, ")
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_the_examples_of_help_parse(command: Command, line: str):
+    _, _, verb, *arguments = shlex.split(line)
+    if verb in ("fit", "sweep") and "--resume" not in arguments:
+        assert command(verb, *arguments, *(["--print_config"] if verb == "fit" else [])).code == 0
+        return
+    names = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+    shown = command(verb, "--help", "all").out if verb in ("compare", "fit") else command(verb, "--help").out
+    assert all(f"{name} " in shown or f"{name}," in shown for name in names), shown
 
 
 def test_table_of_mixers(command: Command):

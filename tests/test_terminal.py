@@ -1,6 +1,7 @@
 """What a terminal shows when something is missing or interrupted: a sentence or nothing, never a traceback."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,14 +60,65 @@ def test_a_reader_that_leaves_ends_generate(command: Command, finished: Path, mo
     assert done.err == ""
 
 
+AT_100_COLUMNS = """
+import os, pty, subprocess, struct, fcntl, termios, sys
+leader, follower = pty.openpty()
+fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
+process = subprocess.Popen(sys.argv[1:], stdout=follower, stderr=follower)
+os.close(follower)
+while True:
+    try:
+        part = os.read(leader, 4096)
+    except OSError:  # the other end is closed
+        break
+    sys.stdout.buffer.write(part)
+sys.exit(process.wait())
+"""
+
+
+def on_a_terminal(desk: Path, cache: Path, *arguments: str) -> list[str]:
+    """The lines that `python cli.py …` leaves on a terminal of 100 columns; what was overwritten is gone."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    shown = subprocess.run(
+        [sys.executable, "-c", AT_100_COLUMNS, sys.executable, str(CLI), *arguments],
+        cwd=desk,
+        env={**environment, "ZOO_CACHE": str(cache), "TERM": "xterm"},
+        capture_output=True,
+        timeout=120,
+    )
+    assert shown.returncode == 0, shown.stderr
+    text = re.sub(r"\x1b\[[0-9;]*m", "", shown.stdout.decode()).replace("\r\n", "\n")
+    return [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+
+
+def test_what_a_run_shows(desk: Path, shared_cache: Path):
+    lines = on_a_terminal(desk, shared_cache, *FIT, "--run=r")
+    assert "── sample after 4 steps ──" in lines  # whole, in a line of its own
+    bar = next(line for line in lines if line.startswith("training 4/4 |"))
+    assert len(bar) <= 100
+    assert bar.count("█") >= 15
+    assert "results, curve, checkpoints and config are in runs/r" in lines
+    assert 'next: python cli.py generate --checkpoint runs/r --prompt "def "' in lines
+
+
+def test_predict_says_where_the_losses_are(command: Command, finished: Path):
+    done = command("predict", f"--checkpoint={finished / 'runs' / 'done'}", "--trainer.limit_predict_batches=1")
+    assert done.out.splitlines()[-1] == "losses.jsonl: the loss of every token in nats, one line a sequence"
+
+
 STOPPING = "lightning.pytorch.callbacks.EarlyStopping"
 NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without a GPU")
 MISTAKES = {
     (*FIT, "--seed_everything=-3"): "seed_everything: -3 must be a number from 0 to 4294967295, true or false",
     (*FIT, f"--trainer.callbacks={STOPPING}"): "trainer.callbacks: EarlyStopping needs a value for monitor",
     (*FIT, f"--trainer.callbacks=[{STOPPING}]"): "trainer.callbacks: EarlyStopping needs a value for monitor",
-    (*FIT, "--optim.class_path=torch.optim.SGD"): "optim.class_path: unknown key (allowed: betas, ",
-    (*FIT, "--optim=torch.optim.SGD"): "optim: takes no class such as torch.optim.SGD, only keys of its own",
+    (*FIT, "--optim.class_path=torch.optim.SDG"): "optim.optimizer: the module 'torch.optim' has no 'SDG'",
+    (*FIT, "--optim=Lion"): "optim.optimizer: 'Lion' is not a known class; write its dotted path, package.module.Class",
+    (*FIT, "--optim=SGD", "--optim.optimizer.lr=1"): "optim.optimizer.lr: set optim.learning_rate instead",
+    (*FIT, "--optim=SGD", "--optim.init_args.momentun=0.9"): "optim.optimizer.momentun: unknown key; did you mean 'mo",
+    (*FIT, "--optim=Adam", "--optim.eps=1"): "optim.eps is 1.0, but is for AdamW; those of another optimiser are",
+    (*FIT, "--optim=torch.nn.Linear"): "optim.optimizer: torch.nn.Linear is not an Optimizer",
+    (*FIT, "--optim.schedule=linear"): "optim.schedule: 'linear' is not one of cosine, constant, wsd, nor a known cl",
     ("fit", "--config=ablate/no_conv.yaml"): "model.stack: missing; give a config with a model, such as --config gdn",
     (*FIT, "--data.batch_size=100000"): "data.batch_size is 100000; the training data has only ",
     ("compare", "gla.yaml", "--config=tiny.yaml", "--seed_everything=-3"): "seed_everything: -3 must be",

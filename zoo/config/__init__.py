@@ -1,6 +1,6 @@
 """Configs: found by name, parsed against the signatures of constructors, and built; mistakes are explained."""
 
-from zoo.config.build import build, from_config, instantiate, vocabulary, vocabulary_of
+from zoo.config.build import build, from_config, instantiate, vocabulary
 from zoo.config.find import CONFIGS, find_config
 from zoo.config.parser import CLASSES, KEYS, ConfigFile, Parser, add_arguments, explained, parse, read, run_parser
 from zoo.config.serialise import differences, to_dict
@@ -23,5 +23,4 @@ __all__ = [
     "run_parser",
     "to_dict",
     "vocabulary",
-    "vocabulary_of",
 ]

@@ -9,6 +9,8 @@ from jsonargparse import Namespace
 
 from kernels import UserError
 from zoo.config.parser import CLASSES, Parser, cause_of, read
+from zoo.config.serialise import to_dict
+from zoo.data.contract import vocabulary_of
 from zoo.lm.model import LanguageModel
 
 
@@ -31,32 +33,30 @@ def instantiate(key: str, config: Namespace) -> Any:
         raise
 
 
-def vocabulary(config: Namespace, tokens: int | None = None) -> int | None:
+def vocabulary(config: Namespace, datamodule: L.LightningDataModule | None = None) -> int | None:
     """`model.vocab_size`, or the vocabulary size of the data if it is null; None for a model without tokens.
 
     Args:
         config: A parsed config.
-        tokens: `vocabulary_of` the data module; None builds the data module if it is needed.
+        datamodule: Its data module; None builds it if it is needed.
 
     Raises:
-        UserError: The data has more tokens than the model.
+        UserError: The data has more tokens than the model, or nothing says how many there are.
     """
     size = config.model.vocab_size
     if config.model.inputs is not None and config.model.head is not None:
         return size
-    if tokens is None:
+    if datamodule is None:
         if size is not None:
             return size
-        return vocabulary_of(instantiate("data", config))
-    if size is not None and tokens > size:
+        datamodule = instantiate("data", config)
+    tokens = vocabulary_of(datamodule)
+    if size is None and tokens is None:
+        name = type(datamodule).__name__
+        raise UserError(f"model.vocab_size: null, but {name} has neither vocab_size nor get_tokenizer(); set it")
+    if size is not None and tokens is not None and tokens > size:
         raise UserError(f"model.vocab_size: {size} is smaller than the tokenizer's {tokens} tokens")
     return size or tokens
-
-
-def vocabulary_of(datamodule: Any) -> int | None:
-    """Vocabulary size: of the data module's tokenizer, or of the data itself if it has no tokenizer; None of images."""
-    tokenizer = datamodule.get_tokenizer()
-    return datamodule.vocab_size if tokenizer is None else tokenizer.vocab_size
 
 
 def build(*configs_and_overrides: str | Path, device: torch.device | str | None = None) -> LanguageModel:
@@ -73,7 +73,9 @@ def build(*configs_and_overrides: str | Path, device: torch.device | str | None 
     """
     config = read(*configs_and_overrides)
     config.model.vocab_size = vocabulary(config)
-    return from_config(config, device)
+    model = from_config(config, device)
+    model.config = {"model": to_dict(config)["model"]}
+    return model
 
 
 def from_config(config: Namespace, device: torch.device | str | None = None) -> LanguageModel:

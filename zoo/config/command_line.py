@@ -2,18 +2,21 @@
 
 import inspect
 import json
+import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
 from kernels import UserError
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
+from zoo.config.help import short_help, topic_help
 from zoo.config.overlays import as_arguments, is_override, load_items
 from zoo.config.parser import ConfigFile, Parser, explained
 
 # parameters of the functions that can only be passed from Python
 IN_PYTHON = {"configs_and_overrides", "callbacks", "stream", "config"}
 PRINTING = ("-h", "--help", "--print_config")  # options that print something and exit
+LIGHTNINGS = {"ckpt_path": ("resume", "checkpoint")}  # Lightning's name of an option → what verbs call it
 
 
 class Keys(NamedTuple):
@@ -64,6 +67,9 @@ def arguments_of(
     flags = [name for name, parameter in parameters.items() if parameter.annotation is bool]
     options, items, plain = _split(arguments, flags, parameters)
     lists = [name for name, parameter in parameters.items() if _takes_list(parameter.annotation)]
+    topic = None
+    if keys is not None and plain and {"-h", "--help"} & {*options}:
+        topic = plain.pop(0)
     if positional == "configs":
         items, plain = [*plain, *items], []
     elif positional is not None:
@@ -81,6 +87,8 @@ def arguments_of(
         parser.add_argument("-c", "--config", action=ConfigFile, help="A file, or a name in configs/; several overlay.")
     parser.add_function_arguments(function, as_positional=False, skip=IN_PYTHON & {*signature})
     printing = [option for option in options if option.partition("=")[0] in PRINTING]
+    if {"-h", "--help"} & {*options}:
+        _print_help(parser, verb, topic, keys)
     if printing and keys is not None:
         keys.add(parser)
     allowed = () if keys is None else keys.names
@@ -94,6 +102,17 @@ def arguments_of(
             parser.parse_args([*as_arguments(load_items(items)), *printing])
         values = parser.parse_args(options)
     return items, {name: values[name] for name in parameters}
+
+
+def _print_help(parser: Parser, verb: str, topic: str | None, keys: Keys | None) -> NoReturn:
+    names = [] if keys is None else [*keys.names]
+    if topic is None or keys is None:
+        text = short_help(parser, verb, names)
+    else:
+        keys.add(parser)
+        text = topic_help(parser, verb, topic, names)
+    sys.stdout.write(text)
+    sys.exit(0)
 
 
 def _takes_list(annotation: Any) -> bool:
@@ -120,6 +139,7 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
     for argument in rest:
         key, equals, value = argument.partition("=")
         name = key.removeprefix("--")
+        name = next((ours for ours in LIGHTNINGS.get(name, ()) if ours in names), name)
         if key in PRINTING:
             split.options.append(argument)
         elif not key.startswith("-"):

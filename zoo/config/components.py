@@ -12,7 +12,16 @@ from pathlib import PurePath
 from typing import Any, get_args, get_origin, get_type_hints
 
 _NOT_BUILT = ("builtins", "collections.abc", "typing")  # modules whose types are not components
-_BY_POSITION = ("self", "cls", "site", "heads", "size")  # passed by this project, not by configs
+_BY_POSITION = (
+    "self",
+    "cls",
+    "site",
+    "heads",
+    "size",
+    "params",
+    "lr",
+    "optimizer",
+)  # passed by this project, not by configs
 
 
 def constructor(cls: Any) -> Callable[..., Any]:

@@ -36,7 +36,9 @@ def explain(message: str, options: Iterable[str]) -> str:
     owner = _owner(paths, keys[-1].removeprefix("model.").partition(".")[0] if keys else None)
 
     if match := re.search(r"Expected a dot import path string: (\S+?)\.?(?: Got value|\s|$)", message):
-        return _unknown_class(key, match[1], owner, keys[-1] if keys else key)
+        unknown_class = _unknown_class(key, match[1], owner, keys[-1] if keys else key)
+        choices = ", ".join(re.findall(r"Expected a typing\.Literal\[(.*?)\]", message)).replace("'", "")
+        return unknown_class.replace(" is not a", f" is not one of {choices}, nor a", 1) if choices else unknown_class
     if match := re.search(r"No module named '([\w.]+)'\. Got value: (?:Namespace\(class_path=')?([\w.]+\w)", message):
         return (
             f"{key}: {match[2]!r} cannot be imported, as there is no module {match[1]!r} in this folder or installed; "
@@ -106,6 +108,8 @@ def _unknown_key(key: str, name: str, owner: Any, known: list[str]) -> str:
     """The sentence for a `name` that is not a parameter of the class `owner` at `key`, or not an option (no owner)."""
     if owner is not None and owner.__init__ is object.__init__:  # a base class, as no other was named
         return _missing(key, key, None)
+    if key == "optim.optimizer" and name == "lr":
+        return "optim.optimizer.lr: set optim.learning_rate instead"
     if owner is not None:
         part, parameters = _unknown_part(owner, name)
         return unknown(f"{key}.{name}", part, parameters)

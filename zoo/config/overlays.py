@@ -31,7 +31,20 @@ def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
 
 def _override(item: str) -> str:
     key, _, value = item.lstrip("-").partition("=")
+    if key == "optim" or key.startswith(("optim.class_path", "optim.init_args.")):
+        key = key.replace("optim", "optim.optimizer", 1)
     return f"{current_key(key)}={value}"
+
+
+def _with_optimizer(config: dict[str, Any]) -> dict[str, Any]:
+    """A config whose `optim` may name a class, as Lightning's command line has it, instead of `optim.optimizer`."""
+    optim = config.get("optim")
+    if isinstance(optim, str):
+        return {**config, "optim": {"optimizer": optim}}
+    if not isinstance(optim, Mapping) or "class_path" not in optim or "optimizer" in optim:
+        return config
+    named = {key: optim[key] for key in ("class_path", "init_args") if key in optim}
+    return {**config, "optim": {**{key: optim[key] for key in optim.keys() - named.keys()}, "optimizer": named}}
 
 
 def load_config(item: Item) -> dict[str, Any]:
@@ -41,7 +54,7 @@ def load_config(item: Item) -> dict[str, Any]:
         UserError: The file is missing, or is not a YAML mapping.
     """
     if isinstance(item, Mapping):
-        return up_to_date(item)
+        return _with_optimizer(up_to_date(item))
     if isinstance(item, str) and item.startswith("{"):
         name, contents = "config", parse_yaml(item, "config")
     else:
@@ -49,7 +62,7 @@ def load_config(item: Item) -> dict[str, Any]:
         contents = read_yaml(name)
     if not isinstance(contents, dict):
         raise UserError(f"config: {name} holds no keys such as model, data or trainer")
-    return up_to_date(contents)
+    return _with_optimizer(up_to_date(contents))
 
 
 def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:

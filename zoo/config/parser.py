@@ -157,7 +157,6 @@ def add_arguments(parser: LightningArgumentParser) -> None:
             "data": {"class_path": f"{TextData.__module__}.{TextData.__qualname__}"},
             "trainer.max_epochs": -1,  # runs are counted in steps
             "trainer.check_val_every_n_epoch": None,
-            "trainer.use_distributed_sampler": False,  # the data loaders handle ranks
             "trainer.log_every_n_steps": 10,
         }
     )

@@ -191,7 +191,8 @@ class _Vetting:
         bases = tuple(base for option in options if (base := component(option)) is not None)
         parts = next((option for option in options if get_origin(option) in _CONTAINERS), None)
         fields = next((option for option in options if dataclasses.is_dataclass(option)), None)
-        if value is None or isinstance(value, bool | int | float):
+        chosen = any(get_origin(option) is Literal and value in get_args(option) for option in options)
+        if value is None or isinstance(value, bool | int | float) or chosen:
             return
         if bases:
             self.component(value, bases, key)
@@ -254,7 +255,8 @@ class _Vetting:
             for cls in candidates:
                 if not isinstance(cls, type) or not issubclass(cls, base):
                     continue
-                if named or is_ours(cls) or is_ours(base):
+                # PyTorch's optimisers and schedules only compute
+                if named or is_ours(cls) or is_ours(base) or cls.__module__.startswith("torch.optim."):
                     return cls
         return None
 

@@ -2,6 +2,7 @@
 sources, synthetic `MQAR`, `TokenTasks` and `MarkovChain`; and to classify, `Images` and synthetic `ListOps`."""
 
 from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.contract import as_batch
 from zoo.data.image.digits import Digits
 from zoo.data.image.images import Images
 from zoo.data.loader import TrainLoader, ValidationLoader
@@ -49,6 +50,7 @@ __all__ = [
     "TrainLoader",
     "ValidationLoader",
     "Windows",
+    "as_batch",
     "interpolated_bigram_loss",
     "prepare",
     "train_tokenizer",

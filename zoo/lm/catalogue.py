@@ -56,8 +56,8 @@ def page(name: str, site: Site, length: int) -> Group:
             arguments.add_row(parameter.name, escape(shown), escape(meanings.get(parameter.name, "")))
     title = f"one layer at hidden size {site.hidden_size}, {site.num_heads} heads, {length} tokens"
     sizes = Table(title=title, title_justify="left")
-    for column in ("", "parameters", "state", "MFLOP/token"):
-        sizes.add_column(column, justify="left" if not column else "right")
+    for column in ("layer", "parameters", "state", "MFLOP/token"):
+        sizes.add_column(column, justify="left" if column == "layer" else "right")
     sizes.add_row("not expanded", *_measures(mixer, site, length))
     if issubclass(mixer, LinearMixer):
         for factor in (2, 4, 8):

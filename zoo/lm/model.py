@@ -68,6 +68,9 @@ class LanguageModel(nn.Module):
             residual stream, are initially divided by the square root of their number, one or two per block.
         nominal_size: How many parameters the model is meant to have; a difference of more than 3 % is logged.
 
+    Attributes:
+        config: `{"model": …}`, from which `zoo.build` or `zoo.load` made it; None if its constructor was called.
+
     Raises:
         UserError: A size is below 1, a layer has no output projection to scale, a mixer sees the tokens that it is to
             predict, or there are no embeddings to tie.
@@ -103,6 +106,7 @@ class LanguageModel(nn.Module):
             if size is not None and size < 1:
                 raise UserError(f"{name}: {size} must be at least 1")
         self.vocab_size = vocab_size or 0  # if it reads no tokens and predicts none
+        self.config: dict[str, Any] | None = None
         self.hidden_size, self.num_layers = hidden_size, num_layers
         self.initializer_range, self.linear_initializer = initializer_range, linear_initializer
         self.scale_output_projections = scale_output_projections

@@ -119,7 +119,9 @@ def build_saved(found: Saved, trust: bool, device: str | None = None) -> Languag
     model = with_current_paths(found.config["model"])
     if not (trust or is_own(found.config, found.signature)):
         vet_model(model, found.source)
-    return from_config(parse({"model": model}), device)
+    built = from_config(parse({"model": model}), device)
+    built.config = {"model": model}
+    return built
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -168,7 +170,9 @@ def saved(file: Path) -> dict[str, Any]:
     """
     contents = read_checkpoint(file)[KEY]
     if contents["config"] is None:
-        raise UserError(f"checkpoint: {file} holds no config to build its model from")
+        raise UserError(
+            f"checkpoint: {file} holds no config to build its model from, as that was not made by zoo.build or zoo.load"
+        )
     return contents
 
 

@@ -1,6 +1,6 @@
 """From a parsed config to Lightning objects: the module, its data, and a trainer with this project's callbacks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,18 +8,21 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import UserError
 from zoo import config as configs
+from zoo.data.contract import tokenizer_of
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.lm.model import LanguageModel
 from zoo.loading.load import find_tokenizer
 from zoo.runs.loggers import for_run, missing_package
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
+from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
+from zoo.train.callbacks.model_summary import Summary
 from zoo.train.callbacks.progress_bar import Progress
 from zoo.train.callbacks.run_callback import run_callbacks
 from zoo.train.cpu import use_processor
@@ -36,6 +39,13 @@ MINIMUM = {
     "max_steps": -1,
     "log_every_n_steps": 0,
     **dict.fromkeys(LIMITS, 0),
+}
+# arguments that would have no effect on these runs, or a wrong one, and what takes their place
+REFUSED = {
+    "gradient_clip_val": "set optim.gradient_clip instead",
+    "gradient_clip_algorithm": "optim.gradient_clip is a limit of the total norm, and there is no other way to clip",
+    "barebones": "set enable_checkpointing, enable_progress_bar, enable_model_summary and logger to false instead",
+    "reload_dataloaders_every_n_epochs": "runs are counted in steps, over one stream of batches; leave it out",
 }
 
 
@@ -64,9 +74,9 @@ def parts(config: Namespace) -> Parts:
     _check_accelerator(config.trainer)
     datamodule = configs.instantiate("data", config)
     _check_labels(config, datamodule)
-    tokenizer = datamodule.get_tokenizer()
+    tokenizer = tokenizer_of(datamodule)
     _check_tokenizer(config.optim.initial_weights, tokenizer)
-    config.model.vocab_size = configs.vocabulary(config, configs.vocabulary_of(datamodule))
+    config.model.vocab_size = configs.vocabulary(config, datamodule)
     seed(config)  # again: whether a tokenizer was just trained must not change the model
     model = configs.from_config(config)
     if model.head is not None and model.head.num_classes < (classes := datamodule.num_classes):
@@ -79,7 +89,7 @@ def parts(config: Namespace) -> Parts:
         configs.instantiate("optim", config),
         tokenizer,
         configs.to_dict(config),
-        datamodule.sequence_length,
+        getattr(datamodule, "sequence_length", None),
         getattr(datamodule, "validation_names", ()),
         size,
     )
@@ -134,9 +144,16 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
     """
     arguments = _arguments(for_run(config, folder))
     arguments["default_root_dir"] = str(folder)
-    arguments["enable_checkpointing"] = True
-    arguments["logger"] = [MetricsFile(folder), *_loggers(arguments)]
-    arguments["callbacks"] = [*_listed(arguments["callbacks"]), *callbacks, Progress(), *_run_callbacks(config)]
+    if arguments["logger"] is not False:
+        arguments["logger"] = [MetricsFile(folder), *_loggers(arguments)]
+    given = [*_listed(arguments["callbacks"]), *callbacks]
+    ours = [*_progress(arguments, given), *_run_callbacks(config)]
+    left_out: list[type[Callback]] = []
+    if arguments["enable_checkpointing"] is False:
+        left_out.append(Checkpoints)
+    if arguments["enable_model_summary"] is False or any(isinstance(callback, ModelSummary) for callback in given):
+        left_out.append(Summary)
+    arguments["callbacks"] = [*given, *(callback for callback in ours if not isinstance(callback, tuple(left_out)))]
     return _trainer(arguments)
 
 
@@ -152,8 +169,15 @@ def evaluating_trainer(config: Namespace, callbacks: Sequence[Callback]) -> L.Tr
     """
     arguments = _arguments(for_run(config, None))
     arguments["logger"] = _loggers(arguments)
-    arguments["callbacks"] = [*_listed(arguments["callbacks"]), *callbacks, Progress()]
+    given = [*_listed(arguments["callbacks"]), *callbacks]
+    arguments["callbacks"] = [*given, *_progress(arguments, given)]
     return _trainer(arguments)
+
+
+def _progress(arguments: Mapping[str, Any], given: Sequence[Callback]) -> list[Callback]:
+    """Our progress bar, unless the user has another one or wants none."""
+    other = any(isinstance(callback, ProgressBar) for callback in given)
+    return [] if other or arguments["enable_progress_bar"] is False else [Progress()]
 
 
 @contextmanager
@@ -187,6 +211,9 @@ def _arguments(config: Namespace) -> dict[str, Any]:
     for name, minimum in MINIMUM.items():
         if (value := config.trainer.get(name)) is not None and value < minimum:
             raise UserError(f"trainer.{name}: {value} must be at least {minimum}")
+    for name, advice in REFUSED.items():
+        if value := config.trainer.get(name):
+            raise UserError(f"trainer.{name}: {value} is not possible here; {advice}")
     if (interval := config.trainer.val_check_interval) == 0:
         raise UserError(
             f"trainer.val_check_interval: {interval} must be above 0; to skip validation, set limit_val_batches: 0"
@@ -198,13 +225,12 @@ def _arguments(config: Namespace) -> dict[str, Any]:
             raise missing from None
         raise
     arguments["precision"] = arguments["precision"] or best_precision(str(arguments["accelerator"]))
-    arguments["enable_model_summary"] = False  # the Summary callback replaces it
     return arguments
 
 
-def _trainer(arguments: dict[str, Any]) -> L.Trainer:
+def _trainer(arguments: Mapping[str, Any]) -> L.Trainer:
     try:
-        trainer = L.Trainer(**arguments)
+        trainer = L.Trainer(**{**arguments, "enable_model_summary": False})  # the Summary callback replaces it
     except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
         raise _explained(error) from None
     if trainer.strategy.root_device.type == "cpu":

@@ -17,7 +17,7 @@ from zoo.config.trust import user_input, vet_run
 from zoo.lm.model import LanguageModel
 from zoo.loading.load import checkpoint_of, saved
 from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, misconfiguration_explained, parts
-from zoo.runs.folder import claimed, find_run, new_run
+from zoo.runs.folder import RUNS, claimed, find_run, new_run
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.results import read_row
@@ -53,7 +53,8 @@ def fit(
     Args:
         configs_and_overrides: Configs by path or name in `configs/`, or as mappings, and overrides `key=value`; each
             takes precedence over those before it.
-        run: Name of the new run, a folder in `runs/`, or a path if it has a slash. Null names it after the config.
+        run: Name of the new run, a folder in `runs/` (or in `trainer.default_root_dir`), or a path if it has a slash.
+            Null names it after the config.
         resume: The run to continue, or one of its checkpoints. All configs and overrides are applied on top of its
             config.
         trust: Import, call, read and write what the resumed run's config names, even if someone else wrote it.
@@ -74,7 +75,8 @@ def fit(
         config.optim.initial_weights = None  # the checkpoint's weights replace them
     model, module, datamodule = parts(config)
     if folder is None:
-        folder = new_run(run, first_name(configs_and_overrides) or "run")
+        root = Path(config.trainer.default_root_dir or RUNS)
+        folder = new_run(run, first_name(configs_and_overrides) or "run", root)
     with claimed(folder, new=checkpoint is None):
         trainer = fitting_trainer(config, folder, callbacks)
         with interruptible(), misconfiguration_explained():
@@ -177,7 +179,7 @@ def _checkpoint_and_config(
         raise UserError(f"checkpoint: {verb} needs one, --checkpoint runs/NAME")
     file, overlays = checkpoint_of(checkpoint), load_items(items)
     base = _config_of(file, overlays, trust)
-    base["trainer"] = {key: value for key, value in base["trainer"].items() if key not in LIMITS}
+    base["trainer"] = {key: value for key, value in base.get("trainer", {}).items() if key not in LIMITS}
     return file, configs.read(base, *overlays)
 
 

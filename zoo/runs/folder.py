@@ -30,12 +30,13 @@ _WRITTEN_BY_A_RUN = re.compile(
 )
 
 
-def new_run(name: str | None, config: str) -> Path:
-    """Create the folder of a new run, to be locked by `claimed`: `runs/NAME`, or `runs/CONFIG-TIME` without a name.
+def new_run(name: str | None, config: str, root: Path = RUNS) -> Path:
+    """Create the folder of a new run, to be locked by `claimed`: `ROOT/NAME`, or `ROOT/CONFIG-TIME` without a name.
 
     Args:
-        name: A name in `runs/`, or a path if it has a slash.
+        name: A name in `root`, or a path if it has a slash.
         config: Name of the config, for the automatic name.
+        root: Where runs without a path lie.
 
     Returns:
         The folder.
@@ -49,11 +50,11 @@ def new_run(name: str | None, config: str) -> Path:
     # processes of one job on several nodes share its id, but not the clock
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
     automatic = f"{config}-{job or time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(name) if name and "/" in name else RUNS / (name or automatic)
+    folder = Path(name) if name and "/" in name else root / (name or automatic)
     first, number = _first_process(), 1
     while first and not name and not job and folder.exists():  # another run started in the same second
         number += 1
-        folder = RUNS / f"{automatic}-{number}"
+        folder = root / f"{automatic}-{number}"
     make_folder(folder)
     os.environ[_INHERITED] = str(folder)
     return folder

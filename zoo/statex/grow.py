@@ -47,7 +47,7 @@ class Grown(NamedTuple):
 
     def report(self) -> Group:
         """Parameters and state before and after, and the layers."""
-        table = Table("", Column("parameters", justify="right"), Column("state", justify="right"))
+        table = Table("model", Column("parameters", justify="right"), Column("state", justify="right"))
         for name, size in {"before": self.before, "after": self.after}.items():
             table.add_row(name, *("grows" if number == math.inf else f"{number:,}" for number in size))
         if self.after.state < math.inf:

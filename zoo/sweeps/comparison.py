@@ -68,6 +68,8 @@ def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
     for number, row in enumerate(rows):
         metrics = [m for m in read_metrics(folder / row["run"] / "metrics.jsonl") if "val_loss" in m]
         tokens, losses = [m["tokens"] for m in metrics], [m["val_loss"] for m in metrics]
+        if not metrics:  # of a run without a logger
+            continue
         color, style = f"C{number % 10}", styles[number // 10 % 3]
         axes.plot(tokens, losses, color=color, linestyle=style, marker=".", label=f"{row['run']} {row['val_loss']:.2f}")
     if rows and rows[0]["bigram_loss"] is not None:

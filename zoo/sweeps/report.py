@@ -268,7 +268,7 @@ def write(sweep: Sweep, results: Sequence[Outcome], folder: Path, width: int = W
 def preview(runs: Sequence[Run], folder: Path) -> Table:
     """A table of a sweep's runs with their sizes, computed without allocating memory, and whether they are complete."""
     shown = Table(caption=f"FLOPs are forward, per token; runs go to {folder}/NAME", caption_justify="left")
-    for column in ("run", "parameters", "state", "MFLOP", ""):
+    for column in ("run", "parameters", "state", "MFLOP", "status"):
         shown.add_column(
             column, justify="left" if column == "run" else "right", no_wrap=column != "run", overflow="fold"
         )
@@ -278,9 +278,9 @@ def preview(runs: Sequence[Run], folder: Path) -> Table:
             config = run.read()
             data = instantiate("data", config)
             config.model.vocab_size = vocabulary(config)
-            model, length = from_config(config, device="meta"), data.sequence_length
+            model, length = from_config(config, device="meta"), getattr(data, "sequence_length", 1)
             flops = f"{model.flops(length) / length / 1e6:.2f}"
             sizes[run.cell] = (f"{model.num_parameters():,}", f"{model.state_size(length):,}", flops)
-        status = "complete" if result(folder / run.name) else ""
+        status = "complete" if result(folder / run.name) else "to do"
         shown.add_row(run.name, *sizes[run.cell], status)
     return shown

@@ -97,6 +97,9 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     rows: dict[int, dict[str, Any]] = {}
     bad = []
+    if not Path(path).is_file():
+        log.warning("%s: there is none, as of a run with trainer.logger=false", path)
+        return []
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:

@@ -7,7 +7,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -17,11 +17,13 @@ from mixers import ContextParallel, TokenMixer, takes_context_parallel
 from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, load_weights
 from zoo.checkpoints.signature import sign
 from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.contract import as_batch, tokenizer_of
 from zoo.data.resumable import ResumableData
 from zoo.data.whole_steps import forget_unfinished, unfinished_batches
 from zoo.lm.classifier import Classifier
 from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
 from zoo.train.optim import Optimisation, build_optimizer, build_schedule, freeze_others
+from zoo.train.trainer import write_whole
 
 
 class Tokenizer(Protocol):
@@ -52,8 +54,9 @@ class Pretraining(L.LightningModule):
         model: tokens [B, T] → (logits [B, T, vocab], state); if it has methods `loss` and `token_losses`, training and
             evaluation use those.
         optim: Optimiser and schedule.
-        tokenizer: Saved in the checkpoint, and used by callbacks that write samples.
+        tokenizer: Saved in the checkpoint, and used by callbacks that write samples; None takes the data module's.
         config: The resolved config as plain containers; saved in the checkpoint, so that the model can be rebuilt.
+            None takes the model's, which `zoo.build` and `zoo.load` set.
         context_length: Positions over which the loss is divided into eight buckets; None takes the length of the
             first evaluated batch.
         tasks: Names of the evaluation data loaders, whose losses and accuracies are logged separately; empty for a
@@ -80,7 +83,7 @@ class Pretraining(L.LightningModule):
         self.model = model
         self.optim = optim
         self.tokenizer = tokenizer
-        self.config = config
+        self.config = getattr(model, "config", None) if config is None else config
         self.context_length = context_length
         self.tokens_seen = (
             0  # by all processes, padding included; a Python int, so that nothing synchronises with a GPU
@@ -99,6 +102,8 @@ class Pretraining(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Set up context parallelism, load the initial weights and freeze, before a strategy shards or copies.
 
+        A data module's tokenizer is saved in checkpoints unless another one was given.
+
         Raises:
             UserError: Context parallelism is not possible here, or the weights or the names to train do not fit.
         """
@@ -106,6 +111,10 @@ class Pretraining(L.LightningModule):
             self._check_context_parallel(stage)
             group, _ = dist.new_subgroups(self.context_parallel)
             self._part = ContextParallel(group)
+        if self._trainer is not None:
+            write_whole(self.trainer)  # also the checkpoints of a plain Trainer
+            data = getattr(self.trainer, "datamodule", None)
+            self.tokenizer = tokenizer_of(data) if self.tokenizer is None else self.tokenizer
         if stage == "fit" and self.optim.initial_weights is not None:
             load_weights(self.model, self.optim.initial_weights)
         if stage == "fit" and self.optim.train_only is not None:
@@ -150,6 +159,10 @@ class Pretraining(L.LightningModule):
         """Logits [B, T, vocab] of tokens [B, T]."""
         shared = {} if context_parallel is None else {"context_parallel": context_parallel}
         return self.model(tokens, cu_seqlens=cu_seqlens, **shared)[0]
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Batch:
+        """Move a batch of any data module to the device, as a `Batch`."""
+        return super().transfer_batch_to_device(as_batch(batch), device, dataloader_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss over the labelled tokens of the batch, in nats.
@@ -275,12 +288,14 @@ class Pretraining(L.LightningModule):
         self.log("tokens", self.tokens_seen)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW, and its learning-rate schedule, stepped with the optimiser.
+        """The optimiser, and its learning-rate schedule, stepped with it.
 
-        The length of the run is `trainer.max_steps`: Lightning's estimate would build the data loaders too early, and
-        a resumed run would lose its position in the data.
+        The length of the run is `trainer.max_steps`, or what `trainer.max_epochs` comes to if that is less.
         """
-        optimizer = build_optimizer(self.model, self.optim)
+        if (self.trainer.max_epochs or -1) > 0:  # everything here counts steps
+            self.trainer.fit_loop.epoch_loop.max_steps = int(self.trainer.estimated_stepping_batches)
+        sharding = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
+        optimizer = build_optimizer(self.model, self.optim, isinstance(self.trainer.strategy, sharding))
         schedule = build_schedule(optimizer, self.optim, self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

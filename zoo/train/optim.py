@@ -1,35 +1,43 @@
-"""The optimiser and its learning-rate schedule: AdamW, parameter groups, the rate as a pure function of the step."""
+"""The optimiser and its learning-rate schedule: parameter groups, and the rate as a pure function of the step."""
 
+import inspect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from kernels.errors import UserError
+from zoo.train.muon import Muon
 
 log = logging.getLogger(__name__)
 
 Schedule = Literal["cosine", "constant", "wsd"]
 DEFAULT_WARMUP = 100  # steps
+NEED_WHOLE_TENSORS = (Muon, torch.optim.Muon, torch.optim.Adafactor)  # their updates are not elementwise
 
 
 @dataclass(frozen=True)
 class Optimisation:
-    """AdamW with a warm-up and a learning-rate schedule, counted in optimiser steps.
+    """The optimiser, AdamW unless another is named, with a warm-up and a schedule counted in optimiser steps.
 
     Args:
+        optimizer: A class such as torch.optim.SGD in place of AdamW, with its own arguments, but for `lr` and
+            `weight_decay`, which are those here. zoo.train.muon.Muon is Muon for matrices and AdamW for the rest.
         learning_rate: The highest learning rate, reached after the warm-up.
         weight_decay: Decoupled weight decay of matrices; not of vectors, nor of parameters that a module exempts.
         betas: Decay rates of AdamW's first and second moments.
         eps: Added to AdamW's denominator.
         schedule: After the warm-up: `cosine` falls to the end, `constant` stays, `wsd` (warm-up, stable, decay)
-            stays and then falls linearly over the last `decay_fraction` of the steps.
+            stays and then falls linearly over the last `decay_fraction` of the steps. Or a class such as
+            torch.optim.lr_scheduler.OneCycleLR with its own arguments, stepped with the optimiser; there is then no
+            warm-up but its own.
         warmup_steps: Steps over which the learning rate rises linearly from 0; 100 unless `warmup_fraction` is given.
         warmup_fraction: The same as a fraction of all steps, below 1, in place of `warmup_steps`.
         decay_fraction: The fraction of all steps over which `wsd` decays, between 0 and 1.
@@ -46,7 +54,8 @@ class Optimisation:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    schedule: Schedule = "cosine"
+    optimizer: Callable[[Iterable[Any], float], Optimizer] | None = None
+    schedule: Schedule | Callable[[Optimizer], LRScheduler] = "cosine"
     warmup_steps: int | None = None
     warmup_fraction: float | None = None
     decay_fraction: float = 0.2
@@ -63,7 +72,10 @@ class Optimisation:
             "weight_decay": (self.weight_decay >= 0, "0 or more"),
             "betas": (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two numbers from 0 to below 1"),
             "eps": (self.eps > 0, "above 0"),
-            "schedule": (self.schedule in get_args(Schedule), "one of " + ", ".join(get_args(Schedule))),
+            "schedule": (
+                callable(self.schedule) or self.schedule in get_args(Schedule),
+                f"one of {', '.join(get_args(Schedule))}, or a class",
+            ),
             "warmup_steps": (self.warmup_steps is None or self.warmup_steps >= 0, "0 or more"),
             "warmup_fraction": (self.warmup_fraction is None or 0 <= self.warmup_fraction < 1, "from 0 to below 1"),
             "decay_fraction": (0 < self.decay_fraction <= 1, "above 0 and at most 1"),
@@ -79,16 +91,29 @@ class Optimisation:
                 f"optim.warmup_fraction is {self.warmup_fraction} and optim.warmup_steps {self.warmup_steps}, "
                 "but only one of them can be given; the other is null."
             )
+        for field in ("betas", "eps", "fused"):
+            if self.optimizer is not None and getattr(self, field) != getattr(Optimisation, field):
+                raise UserError(
+                    f"optim.{field} is {getattr(self, field)}, but is for AdamW; those of another optimiser are "
+                    "under optim.optimizer.init_args."
+                )
+
+    @property
+    def schedule_name(self) -> str:
+        """The name of the schedule, for results."""
+        return self.schedule if isinstance(self.schedule, str) else "custom"
 
     def warmup(self, total_steps: int) -> int:
-        """Steps of the warm-up in a run of `total_steps`."""
+        """Steps of the warm-up in a run of `total_steps`; 0 if the schedule is a class."""
+        if not isinstance(self.schedule, str):
+            return 0
         if self.warmup_fraction is not None:
             return round(self.warmup_fraction * total_steps)
         return DEFAULT_WARMUP if self.warmup_steps is None else self.warmup_steps
 
     def decay_start(self, total_steps: int) -> int:
         """The step from which the learning rate falls, in a run of `total_steps`; `total_steps` if it never does."""
-        if self.schedule == "constant":
+        if self.schedule not in ("cosine", "wsd"):
             return total_steps
         stable = 0 if self.schedule == "cosine" else round(total_steps * (1 - self.decay_fraction))
         return max(self.warmup(total_steps), stable)
@@ -138,7 +163,7 @@ def freeze_others(model: nn.Module, train_only: Sequence[str]) -> None:
         parameter.requires_grad_(id(parameter) in trained)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, weight_decay: float, split: bool = False) -> list[dict[str, Any]]:
     """Split the trainable parameters into those with weight decay and those without.
 
     Vectors, scalars, and the parameters that a module lists in its attribute `no_weight_decay` have none. A parameter
@@ -146,7 +171,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     Args:
         model: The model.
-        weight_decay: The decay of the first group.
+        weight_decay: The decay of parameters that are not exempt.
+        split: Whether the matrices of `model.layers` that are not exempt are a group of their own, whose key `hidden`
+            is true; it is false in the other groups.
 
     Returns:
         Parameter groups for an optimiser, in the order of `model.named_parameters()`, without empty groups.
@@ -158,22 +185,71 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if parameter.ndim < 2 or name in getattr(module, "no_weight_decay", ())
     }
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if id(p) not in exempt], "weight_decay": weight_decay},
+    decayed = [parameter for parameter in trainable if id(parameter) not in exempt]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay},
         {"params": [p for p in trainable if id(p) in exempt], "weight_decay": 0.0},
     ]
+    if split:
+        blocks = getattr(model, "layers", nn.ModuleList())
+        matrices = {id(parameter) for parameter in blocks.parameters() if parameter.ndim == 2}
+        groups[0]["params"] = [p for p in decayed if id(p) not in matrices]
+        groups = [{**group, "hidden": False} for group in groups]
+        hidden = [p for p in decayed if id(p) in matrices]
+        groups.insert(0, {"params": hidden, "weight_decay": weight_decay, "hidden": True})
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, optim: Optimisation) -> torch.optim.AdamW:
-    """AdamW over the parameter groups of `model`."""
+def build_optimizer(model: nn.Module, optim: Optimisation, sharded: bool = False) -> Optimizer:
+    """The optimiser of `optim` over the parameter groups of `model`.
+
+    Args:
+        model: The model.
+        optim: The settings.
+        sharded: Whether the strategy gives each process a part of each tensor only.
+
+    Raises:
+        UserError: The optimiser refuses the model or an argument, or cannot be used here.
+    """
+    if optim.optimizer is not None:
+        return _named_optimizer(model, optim, sharded)
     groups = parameter_groups(model, optim.weight_decay)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     fused = devices in ({"cuda"}, {"cpu"}) if optim.fused is None else optim.fused
     return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, fused=fused)
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, optim: Optimisation, max_steps: int) -> LambdaLR:
+def _named_optimizer(model: nn.Module, optim: Optimisation, sharded: bool) -> Optimizer:
+    assert optim.optimizer is not None
+    try:
+        optimizer = optim.optimizer(parameter_groups(model, optim.weight_decay, split=True), optim.learning_rate)
+    except UserError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        advice = "; use zoo.train.muon.Muon, as train/muon.yaml does" if "Muon only supports 2D" in str(error) else ""
+        raise UserError(f"optim.optimizer: {_one_line(error)}{advice}") from None
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UserError(f"optim.optimizer is {name}, but the gradients here are dense; use torch.optim.Adam.")
+    if sharded and isinstance(optimizer, NEED_WHOLE_TENSORS):
+        raise UserError(
+            f"optim.optimizer is {name}, which needs whole matrices, and trainer.strategy shards them; use ddp, or an "
+            "optimiser whose updates are elementwise."
+        )
+    decay = inspect.signature(type(optimizer)).parameters.get("weight_decay")
+    if decay is not None and optimizer.defaults.get("weight_decay", decay.default) != decay.default:
+        raise UserError(
+            f"optim.optimizer.init_args.weight_decay is {optimizer.defaults['weight_decay']}: set optim.weight_decay "
+            "instead, which exempts vectors."
+        )
+    return optimizer
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def build_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) -> LRScheduler:
     """The learning-rate schedule of `optim` for `optimizer`.
 
     Args:
@@ -182,18 +258,33 @@ def build_schedule(optimizer: torch.optim.Optimizer, optim: Optimisation, max_st
         max_steps: The length of the run in optimiser steps; -1 if unknown.
 
     Raises:
-        UserError: The schedule needs the length and it is unknown.
+        UserError: The schedule needs the length and it is unknown, or refuses an argument.
     """
+    if not isinstance(optim.schedule, str):
+        return _named_schedule(optimizer, optim)
     if max_steps < 0 and optim.schedule != "constant":
         raise UserError(
             f"optim.schedule is {optim.schedule}, which needs the length of the run: "
-            "set trainer.max_steps, or optim.schedule to constant."
+            "set trainer.max_steps or trainer.max_epochs, or optim.schedule to constant."
         )
     if max_steps < 0 and optim.warmup_fraction is not None:
         raise UserError(
             f"optim.warmup_fraction is {optim.warmup_fraction} of a run whose length is not known: "
-            "set trainer.max_steps, or optim.warmup_steps instead."
+            "set trainer.max_steps or trainer.max_epochs, or optim.warmup_steps instead."
         )
     if 0 <= max_steps < optim.warmup(max_steps):
         log.warning("the run ends within its warm-up (%d of %d steps)", max_steps, optim.warmup(max_steps))
     return LambdaLR(optimizer, lambda step: optim.factor(step, max_steps))
+
+
+def _named_schedule(optimizer: Optimizer, optim: Optimisation) -> LRScheduler:
+    assert not isinstance(optim.schedule, str)
+    try:
+        schedule = optim.schedule(optimizer)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"optim.schedule: {_one_line(error)}") from None
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise UserError("optim.schedule is ReduceLROnPlateau, which follows a loss; it must be a function of the step.")
+    if optim.warmup_steps or optim.warmup_fraction:
+        log.warning("optim.schedule is %s, so that there is no warm-up but its own", type(schedule).__name__)
+    return schedule

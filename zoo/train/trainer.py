@@ -13,7 +13,12 @@ def install(trainer: L.Trainer) -> None:
 
     A checkpoint IO or signal connector that was chosen explicitly stays.
     """
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+    write_whole(trainer)
     if type(trainer._signal_connector) is _SignalConnector:
         trainer._signal_connector = Signals(trainer)
+
+
+def write_whole(trainer: L.Trainer) -> None:
+    """Make a trainer write its checkpoints by `AtomicCheckpointIO`, with a hash, unless another way was chosen."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()

@@ -131,7 +131,7 @@ def test_values_out_of_range(field, value):
 
 def test_a_schedule_without_a_length(tmp_path):
     with pytest.raises(UserError, match=r"optim\.schedule is cosine, which needs the length of the run"):
-        trainer(tmp_path, max_steps=-1, max_epochs=1).fit(pretraining(), ResumableLoader(4), validation_loader())
+        trainer(tmp_path, max_steps=-1, max_epochs=-1).fit(pretraining(), ResumableLoader(4), validation_loader())
 
 
 def test_a_warmup_longer_than_the_run(tmp_path, caplog):
@@ -150,7 +150,7 @@ def test_a_warmup_as_a_part_of_the_run():
 def test_a_part_of_a_run_without_a_length(tmp_path):
     learner = pretraining(schedule="constant", warmup_steps=None, warmup_fraction=0.1)
     with pytest.raises(UserError, match=r"optim\.warmup_fraction is 0\.1 of a run whose length is not known"):
-        trainer(tmp_path, max_steps=-1, max_epochs=1).fit(learner, ResumableLoader(4), validation_loader())
+        trainer(tmp_path, max_steps=-1, max_epochs=-1).fit(learner, ResumableLoader(4), validation_loader())
 
 
 def test_clipping_belongs_to_optim(tmp_path):

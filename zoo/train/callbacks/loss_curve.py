@@ -87,8 +87,10 @@ class LossCurve(RunCallback):
         axes = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)")
         if self.training:
             tokens, losses = zip(*self.training, strict=True)
-            axes.plot(tokens, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training")
-            axes.plot(tokens, _smooth(losses, self.smoothing), color="tab:blue", label="training, smoothed")
+            if len(tokens) > 1:  # of one point there is no line
+                axes.plot(tokens, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training")
+            marker, label = (None, "training, smoothed") if len(tokens) > 1 else ("o", "training")
+            axes.plot(tokens, _smooth(losses, self.smoothing), color="tab:blue", marker=marker, label=label)
         if self.validation:
             axes.plot(*zip(*self.validation, strict=True), color="tab:orange", marker="o", label="validation")
         if baseline is not None:

@@ -31,6 +31,10 @@ class Predictions(BasePredictionWriter):
         if not os.access(self.path.parent, os.W_OK):
             raise UserError(f"output: the folder {self.path.parent} does not exist or cannot be written to")
 
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say where the losses are."""
+        pl_module.print(f"{self.path}: the loss of every token in nats, one line a sequence")
+
     def write_on_batch_end(
         self,
         trainer: L.Trainer,

@@ -1,122 +1,119 @@
 """The progress bar of a run, counted in steps."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from tqdm import tqdm
 
-SHOWN = {  # metric → (name, format)
-    "train_loss": ("loss", "{:.3f}"),
-    "val_loss": ("validation", "{:.3f}"),
-    "val_accuracy": ("accuracy", "{:.1%}"),
-    "tokens_per_second": ("tokens/s", "{:,.0f}"),
-    "mfu": ("MFU", "{:.1%}"),
+SHOWN = {  # metric → how it is shown
+    "train_loss": "loss {:.3f}",
+    "val_loss": "validation {:.3f}",
+    "val_accuracy": "accuracy {:.1%}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.0%}",
 }
 
 
-class Progress(ProgressBar):
-    """One bar over all steps of a run, and a short-lived one over each evaluation.
+class Progress(TQDMProgressBar):
+    """Lightning's bars, but with one over all steps of a run, and only on a terminal those of evaluations.
 
-    (Lightning's bars restart with each epoch; runs here are counted in steps.)
+    (Lightning's first bar restarts with each epoch; runs here are counted in steps.)
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._enabled = True
-        self._bars: list[tqdm] = []
+    # no percentage and no rate, so that the bar itself has room beside the metrics
+    BAR_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 
-    def disable(self) -> None:
-        """Show nothing (on all processes but the first)."""
-        self._enabled = False
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        """Write a line above the bars; it takes the arguments of the built-in `print`."""
+        tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
 
-    def enable(self) -> None:
-        """Show the bars again."""
-        self._enabled = True
+    def init_train_tqdm(self) -> Tqdm:
+        """The bar over all steps, from the current one on, which stays on the screen."""
+        steps, total = self.trainer.global_step, self.trainer.max_steps
+        return self._bar("training", 0, leave=True, total=total if total > 0 else None, initial=steps)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Write a line above the bars."""
-        tqdm.write(" ".join(map(str, args)), file=sys.stdout)
+    def init_sanity_tqdm(self) -> Tqdm:
+        """A bar that disappears."""
+        return self._bar("sanity check", 1)
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open the bar at the current step."""
-        self._open("training", trainer.max_steps, trainer.global_step, leave=True)
+    def init_validation_tqdm(self) -> Tqdm:
+        """A bar that disappears."""
+        return self._bar("validation", 1)
+
+    def init_test_tqdm(self) -> Tqdm:
+        """A bar that disappears."""
+        return self._bar("test", 0)
+
+    def init_predict_tqdm(self) -> Tqdm:
+        """A bar that disappears."""
+        return self._bar("predict", 0)
+
+    def _bar(self, name: str, position: int, leave: bool = False, total: int | None = None, initial: int = 0) -> Tqdm:
+        on_terminal = sys.stderr.isatty()
+        return Tqdm(
+            desc=name,
+            position=2 * self.process_position + position,
+            disable=self.is_disabled or (not leave and not on_terminal),
+            leave=leave,
+            total=total,
+            initial=initial,
+            dynamic_ncols=True,
+            mininterval=0.1 if on_terminal else 10,  # fewer lines in a log file
+            bar_format=self.BAR_FORMAT,
+        )
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """Go on: an epoch is not what is counted."""
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """Go on."""
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Move the bar, and show the latest metrics; on a GPU only at logged steps, since reading them waits for it."""
-        bar, interval = self._bars[0], trainer.log_every_n_steps
-        if trainer.global_step > bar.n:
-            if pl_module.device.type == "cpu" or (interval and trainer.global_step % interval == 0):
-                shown = {name: form.format(float(value)) for name, form, value in self._numbers(trainer)}
-                bar.set_postfix(shown, refresh=False)
-            bar.update(trainer.global_step - bar.n)
+        bar, interval, step = self.train_progress_bar, trainer.log_every_n_steps, trainer.global_step
+        if bar.disable or step == bar.n:
+            return
+        if pl_module.device.type == "cpu" or (interval and step % interval == 0):
+            bar.set_postfix_str(", ".join(self._numbers(trainer)), refresh=False)
+        bar.update(step - bar.n)
 
-    def _numbers(self, trainer: L.Trainer) -> Iterable[tuple[str, str, Any]]:
-        for metric, (name, form) in SHOWN.items():
+    def _numbers(self, trainer: L.Trainer) -> Iterator[str]:
+        for metric, form in SHOWN.items():
             if (value := trainer.progress_bar_metrics.get(metric)) is not None:
-                yield name, form, value
+                yield form.format(float(value))
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the finished bar on the screen."""
-        self._close()
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remove the bar; after the verb `validate`, print how many batches were evaluated."""
+        self.val_progress_bar.close()
+        self.reset_dataloader_idx_tracker()
+        if trainer.state.fn == "validate":
+            self._print_count(trainer, testing=False)
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Remove the bar, and print how many batches were evaluated."""
+        super().on_test_end(trainer, pl_module)
+        self._print_count(trainer, testing=True)
+
+    def _print_count(self, trainer: L.Trainer, testing: bool) -> None:
+        if self.is_disabled:
+            return
+        done, in_split = batches_of(trainer, testing)
+        count = f"all {in_split:,}" if done == in_split else f"{done:,} of {in_split:,}"
+        limit = "" if done == in_split else f" (trainer.limit_{'test' if testing else 'val'}_batches)"
+        self.print(f"{'tested' if testing else 'validated'} on {count} batches{limit}")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Close all bars, to leave the terminal usable."""
-        while self._bars:
-            self._close()
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open a bar for the validation."""
-        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
-        self._open("validation", int(sum(batches)) if isinstance(batches, list) else int(batches))
-
-    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        """Move the bar of the evaluation."""
-        self._bars[-1].update()
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Remove the bar; after the verbs `validate` and `test`, print how many batches were evaluated."""
-        self._close()
-        if self._enabled and trainer.state.fn in ("validate", "test"):
-            testing = trainer.state.fn == "test"
-            done, in_split = batches_of(trainer, testing)
-            count = f"all {in_split:,}" if done == in_split else f"{done:,} of {in_split:,}"
-            limit = "" if done == in_split else f" (trainer.limit_{'test' if testing else 'val'}_batches)"
-            self.print(f"{'tested' if testing else 'validated'} on {count} batches{limit}")
-
-    def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open a bar for the test."""
-        self._open("test", int(sum(trainer.num_test_batches)))
-
-    on_test_batch_end, on_test_end = on_validation_batch_end, on_validation_end
-
-    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Open a bar for the predictions."""
-        self._open("predict", int(sum(trainer.num_predict_batches)))
-
-    on_predict_batch_end, on_predict_end = on_validation_batch_end, on_validation_end
-
-    def _open(self, name: str, total: int, done: int = 0, leave: bool = False) -> None:
-        on_terminal = sys.stderr.isatty()
-        self._bars.append(
-            tqdm(
-                desc=name,
-                total=total if total > 0 else None,
-                initial=done,
-                leave=leave,
-                disable=not self._enabled or (not leave and not on_terminal),
-                dynamic_ncols=True,
-                mininterval=0.1 if on_terminal else 10,  # fewer lines in a log file
-                unit=" steps" if leave else " batches",
-            )
-        )
-
-    def _close(self) -> None:
-        self._bars.pop().close()
+        bars = (self._val_progress_bar, self._train_progress_bar, self._test_progress_bar, self._predict_progress_bar)
+        for bar in bars:
+            if bar is not None:
+                bar.close()
 
 
 def batches_of(trainer: L.Trainer, testing: bool = False) -> tuple[int, int]:

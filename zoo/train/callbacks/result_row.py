@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
@@ -91,6 +92,7 @@ class ResultRow(RunCallback):
         """Print the table, now that the progress bar is gone."""
         if self._row is not None and trainer.is_global_zero:
             Console().print(result_table(self._row))
+            Console().print(_where(trainer, pl_module), style="dim", soft_wrap=True)
 
     def finish(self, trainer: L.Trainer, pl_module: L.LightningModule, datamodule: L.LightningDataModule) -> None:
         """After `fit`: write the row of a run that had no steps left, but was killed before it wrote its row."""
@@ -185,7 +187,7 @@ class ResultRow(RunCallback):
             "val_loss_mixers_zeroed": mixers.get("val_loss_mixers_zeroed"),
             "bigram_loss": bigram_loss(trainer),
             "learning_rate": optim.learning_rate,
-            "schedule": optim.schedule,
+            "schedule": optim.schedule_name,
             "warmup_steps": optim.warmup(planned),
             "decay_starts": optim.decay_start(planned),
             "tokens_per_step": round(pl_module.tokens_seen / trainer.global_step) if trainer.global_step else None,
@@ -204,6 +206,17 @@ class ResultRow(RunCallback):
     def _write(self, trainer: L.Trainer) -> None:
         if self._row is not None:
             write_sealed(Path(trainer.default_root_dir) / "results.json", self._row)
+
+
+def _where(trainer: L.Trainer, pl_module: L.LightningModule) -> str:
+    """Where the results lie, and a command that uses them."""
+    folder = trainer.default_root_dir
+    made = f"results, curve{', checkpoints' if trainer.checkpoint_callbacks else ''} and config are in {folder}"
+    if not trainer.checkpoint_callbacks:
+        return made
+    verb = "validate" if pl_module.tokenizer is None else "generate"
+    prompt = "" if pl_module.tokenizer is None else ' --prompt "def "'
+    return f"{made}\nnext: python cli.py {verb} --checkpoint {shlex.quote(folder)}{prompt}"
 
 
 def _first_loader(loaders: Any) -> Iterable[Batch]:

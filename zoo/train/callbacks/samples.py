@@ -54,6 +54,6 @@ class Samples(RunCallback):
                 )
                 text = f"── sample after {trainer.global_step} steps ──\n{prompt}{''.join(pieces)}\n"
             if trainer.is_global_zero:  # all processes generate, since a sharded model needs all of them
-                trainer.print(text)
+                pl_module.print(text)
                 with open(Path(trainer.default_root_dir) / "samples.txt", "a", encoding="utf-8") as file:
                     file.write(text + "\n")

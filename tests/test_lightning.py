@@ -1,0 +1,158 @@
+"""What people who know Lightning expect of `trainer`: each of its keys is honoured, or refused in one sentence."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import zoo
+
+from .commands import FIT, Command
+
+pytest_plugins = "tests.desk"
+
+CALLBACKS = "lightning.pytorch.callbacks"
+SPEAKER = """
+import lightning as L
+
+class Speaker(L.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.print("step", trainer.global_step, sep=" no. ")
+"""
+REFUSED = {
+    "gradient_clip_val=1": "trainer.gradient_clip_val: 1 is not possible here; set optim.gradient_clip instead",
+    "gradient_clip_algorithm=value": "trainer.gradient_clip_algorithm: value is not possible here; optim.gradient_clip",
+    "barebones=true": "trainer.barebones: True is not possible here; set enable_checkpointing, ",
+    "reload_dataloaders_every_n_epochs=1": "trainer.reload_dataloaders_every_n_epochs: 1 is not possible here; ",
+    "overfit_batches=1": "trainer.overfit_batches is 1, but the training data is an endless stream; to overfit, ",
+}
+
+
+@pytest.fixture
+def speaker(desk: Path) -> tuple[str, ...]:
+    """A command with a callback that calls `pl_module.print` in each step."""
+    (desk / "speaker.py").write_text(SPEAKER)
+    return (*FIT, "--trainer.callbacks+=speaker.Speaker", "--run=r")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--trainer.enable_progress_bar=false",), (f"--trainer.callbacks+={CALLBACKS}.TQDMProgressBar",)],
+    ids=["ours", "none", "lightnings"],
+)
+def test_a_callback_prints_whatever_the_progress_bar(
+    command: Command, speaker: tuple[str, ...], options: tuple[str, ...]
+):
+    done = command(*speaker, *options)
+    assert done.code == 0, done.err
+    said = done.out + done.err  # a tqdm bar may be on either
+    assert all(f"step no. {step}" in said for step in (1, 2, 3, 4))
+    assert ("training" in done.err) == (options == ())  # our bar
+
+
+def test_lightnings_rich_bar_takes_the_place_of_ours(command: Command):
+    done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.RichProgressBar", "--run=r")
+    assert done.code == 0, done.err
+    assert "training" not in done.err
+
+
+def test_our_bar_is_lightnings():
+    """So that what Lightning and its users call on a bar is there."""
+    from lightning.pytorch.callbacks import TQDMProgressBar
+
+    from zoo.train.callbacks.progress_bar import Progress
+
+    assert issubclass(Progress, TQDMProgressBar)
+
+
+def test_no_checkpoints_no_logger_no_summary(command: Command, desk: Path):
+    off = ("enable_checkpointing", "logger", "enable_model_summary")
+    done = command(*FIT, *(f"--trainer.{key}=false" for key in off), "--run=r")
+    assert done.code == 0, done.err
+    assert not (desk / "runs" / "r" / "checkpoints").exists()
+    assert not (desk / "runs" / "r" / "metrics.jsonl").exists()
+    assert "whole model" not in done.out
+    assert json.loads((desk / "runs" / "r" / "results.json").read_text())["status"] == "complete"
+    assert "next:" not in done.out  # nothing can be loaded
+
+
+def test_a_table_of_lightnings_takes_the_place_of_ours(command: Command, desk: Path):
+    done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.ModelSummary", "--trainer.max_steps=1", "--run=r")
+    assert done.code == 0, done.err
+    assert "whole model" not in done.out
+
+
+def test_runs_lie_in_the_root_dir(command: Command, desk: Path):
+    done = command(*FIT, "--trainer.default_root_dir=elsewhere", "--run=r", "--trainer.max_steps=1")
+    assert done.code == 0, done.err
+    assert (desk / "elsewhere" / "r" / "checkpoints" / "last.ckpt").is_file()
+    assert not (desk / "runs").exists()
+    assert command("fit", "--resume=elsewhere/r", "--trainer.max_steps=2").code == 0
+
+
+def test_the_table_of_a_profiler_is_shown(desk: Path, shared_cache: Path):
+    from .commands import start
+
+    process = start(desk, shared_cache, *FIT, "--trainer.profiler=simple", "--trainer.max_steps=1", COLUMNS="200")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "FIT Profiler Report" in out + err
+    assert "run_training_epoch" in out + err
+
+
+def test_epochs_give_the_schedule_its_length(command: Command, desk: Path):
+    """Two epochs of a cosine; continued within the second, it ends as the run that was never stopped."""
+    epochs = ("--trainer.limit_train_batches=2", "--trainer.max_steps=-1", "--trainer.max_epochs=2")
+    done = command(*FIT, *epochs, "--optim.warmup_steps=1", "--checkpoints.keep_every_n_steps=1", "--run=whole")
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in (desk / "runs/whole/metrics.jsonl").read_text().splitlines()]
+    rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
+    assert rates[0] == rates[1] > rates[2] > rates[3]
+    results = json.loads((desk / "runs/whole/results.json").read_text())
+    assert (results["steps"], results["decay_starts"]) == (4, 1)
+    checkpoint = desk / "runs/whole/checkpoints/step-00000003.ckpt"
+    (desk / "runs/again/checkpoints").mkdir(parents=True)
+    checkpoint.rename(desk / "runs/again/checkpoints/last.ckpt")
+    assert command("fit", "--ckpt_path=runs/again").code == 0
+    again = json.loads((desk / "runs/again/results.json").read_text())
+    assert (again["steps"], again["val_loss"]) == (4, results["val_loss"])
+
+
+@pytest.mark.parametrize(("verb", "split"), [("validate", "val"), ("test", "test"), ("predict", "predict")])
+def test_ckpt_path_is_the_checkpoint(command: Command, finished: Path, verb: str, split: str):
+    run = str(finished / "runs" / "done")
+    done = command(verb, "--ckpt_path", run, f"--trainer.limit_{split}_batches=1")
+    assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_cannot_be_honoured_is_refused(command: Command, setting: str):
+    done = command(*FIT, f"--trainer.{setting}")
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith(f"error: {REFUSED[setting]}")
+
+
+def test_every_key_is_honoured_or_refused():
+    """A key that a new Lightning adds is looked at."""
+    import inspect
+
+    import lightning as L
+
+    honoured = {
+        *("accelerator", "strategy", "devices", "num_nodes", "precision", "logger", "callbacks", "fast_dev_run"),
+        *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "limit_train_batches", "limit_val_batches"),
+        *("limit_test_batches", "limit_predict_batches", "val_check_interval", "check_val_every_n_epoch"),
+        *("num_sanity_val_steps", "log_every_n_steps", "enable_checkpointing", "enable_progress_bar", "profiler"),
+        *("enable_model_summary", "accumulate_grad_batches", "deterministic", "benchmark", "inference_mode"),
+        *("use_distributed_sampler", "detect_anomaly", "plugins", "sync_batchnorm", "default_root_dir"),
+        *("enable_autolog_hparams", "model_registry"),
+    }
+    refused = {setting.partition("=")[0] for setting in REFUSED}
+    assert {*inspect.signature(L.Trainer.__init__).parameters} - {"self"} == honoured | refused
+
+
+def test_from_python(desk: Path):
+    """`zoo.fit` takes the same keys."""
+    result = zoo.fit("gdn_h2.yaml", "tiny.yaml", "trainer.enable_checkpointing=false", "trainer.max_steps=1", run="r")
+    assert result.row["steps"] == 1
+    assert not (result.folder / "checkpoints").exists()

@@ -1,0 +1,154 @@
+"""Any optimiser and any schedule of PyTorch, through the command line: named, checked, continued exactly."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import zoo
+from kernels import UserError
+from zoo.train.muon import Muon
+from zoo.train.optim import Optimisation, build_optimizer, parameter_groups
+
+from .commands import FIT, Command, start
+
+pytest_plugins = "tests.desk"
+
+SCHEDULES = "torch.optim.lr_scheduler"
+SHORT = (*FIT, "--optim.warmup_steps=null", "--checkpoints.keep_every_n_steps=1")
+OPTIMISERS = {
+    "muon": ("--config=train/muon.yaml",),
+    "sgd": ("--optim.class_path=torch.optim.SGD", "--optim.init_args.momentum=0.9"),
+    "short": ("--optim=NAdam", "--optim.optimizer.betas=[0.8,0.9]"),
+    "adafactor": ("--optim.optimizer=torch.optim.Adafactor",),
+    "one_cycle": (
+        f"--optim.schedule={SCHEDULES}.OneCycleLR",
+        "--optim.schedule.init_args={max_lr: 0.01, total_steps: 9}",
+    ),
+    "milestones": (f"--optim.schedule={SCHEDULES}.MultiStepLR", "--optim.schedule.milestones=[1,3]"),
+}
+# built only when the data is ready
+LATE_MISTAKES = {
+    (
+        "--optim.optimizer=torch.optim.Muon",
+    ): "optim.optimizer: Muon only supports 2D parameters whereas we found a param",
+    ("--optim=SGD", "--optim.optimizer.momentum=-1"): "optim.optimizer: Invalid momentum value: -1.0",
+    ("--optim=Adam", "--optim.optimizer.weight_decay=0.3"): "optim.optimizer.init_args.weight_decay is 0.3: set optim.",
+    ("--optim=LBFGS",): "optim.optimizer: LBFGS doesn't support per-parameter options (parameter groups)",
+    ("--optim=SparseAdam",): "optim.optimizer is SparseAdam, but the gradients here are dense; use torch.optim.Adam.",
+    (
+        f"--optim.schedule={SCHEDULES}.ReduceLROnPlateau",
+    ): "optim.schedule is ReduceLROnPlateau, which follows a loss; it must be",
+    ("--optim.schedule=OneCycleLR", "--optim.schedule.max_lr=1"): "optim.schedule: You must define either total_steps",
+    ("--config=train/muon.yaml", "--optim.train_only=[embeddings.*]"): "optim.optimizer is Muon, but no trained param",
+}
+
+
+def rows(run: Path) -> dict[int, tuple[float, float]]:
+    """Step → loss and learning rate, as last written."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["train_loss"], row["learning_rate"]) for row in lines if "train_loss" in row}
+
+
+@pytest.mark.parametrize("name", OPTIMISERS)
+def test_a_continued_run_is_the_whole_one(command: Command, desk: Path, name: str):
+    done = command(*SHORT, *OPTIMISERS[name], "--run=whole")
+    assert done.code == 0, done.err
+    whole, cut = desk / "runs" / "whole", desk / "runs" / "cut"
+    (cut / "checkpoints").mkdir(parents=True)
+    shutil.copy(whole / "checkpoints" / "step-00000002.ckpt", cut / "checkpoints" / "last.ckpt")
+    done = command("fit", "--resume=cut")
+    assert done.code == 0, done.err
+    assert rows(cut) == {step: rows(whole)[step] for step in (1, 2, 3)}  # 1 is in the checkpoint
+    saved = yaml.safe_load((whole / "config.yaml").read_text())["optim"]
+    again = yaml.safe_load((cut / "config.yaml").read_text())["optim"]
+    assert saved == again
+    assert isinstance(saved["optimizer"] or saved["schedule"], dict)
+
+
+def test_a_schedule_moves_the_rate(command: Command, desk: Path):
+    assert command(*SHORT, *OPTIMISERS["milestones"], "--optim.learning_rate=1", "--run=r").code == 0
+    rates = [rate for _, rate in rows(desk / "runs" / "r").values()]
+    assert rates == pytest.approx([1, 0.1, 0.1, 0.01])
+
+
+@pytest.mark.parametrize("arguments", LATE_MISTAKES, ids=" ".join)
+def test_a_mistake_is_one_sentence(command: Command, arguments: tuple[str, ...]):
+    done = command(*SHORT, *arguments)
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith(f"error: {LATE_MISTAKES[arguments]}")
+
+
+def test_a_config_may_name_it_as_lightning_does(command: Command, desk: Path):
+    (desk / "sgd.yaml").write_text(
+        "optim: {class_path: torch.optim.SGD, init_args: {momentum: 0.5}, weight_decay: 0}\n"
+    )
+    (desk / "nadam.yaml").write_text("optim: torch.optim.NAdam\n")
+    printed = {}
+    for name in ("sgd", "nadam"):
+        done = command(*FIT, f"--config={name}.yaml", "--print_config")
+        assert done.code == 0, done.err
+        printed[name] = yaml.safe_load(done.out)["optim"]
+    assert printed["sgd"]["optimizer"]["init_args"]["momentum"] == 0.5
+    assert printed["sgd"]["weight_decay"] == 0
+    assert printed["nadam"]["optimizer"]["class_path"] == "torch.optim.NAdam"
+    assert printed["nadam"]["learning_rate"] == 0.003  # of gdn_h2.yaml
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zoo.train.zero.Zero", "zoo.train.fsdp2.FSDP2"])
+def test_muon_is_refused_where_matrices_are_sharded(desk: Path, shared_cache: Path, strategy: str):
+    if strategy.endswith("Zero"):
+        pytest.importorskip("deepspeed")
+    process = start(
+        desk, shared_cache, *FIT, f"--trainer.strategy.class_path={strategy}", "--config=train/muon.yaml", ZOO_RUN=""
+    )
+    _, err = process.communicate(timeout=180)
+    assert process.returncode == 2, err
+    assert (
+        "error: optim.optimizer is Muon, which needs whole matrices, and trainer.strategy shards them; use ddp" in err
+    )
+
+
+def test_muon_takes_the_matrices_of_the_blocks():
+    model = zoo.build("gdn_h2.yaml", "model.vocab_size=32", "model.hidden_size=32", "model.num_heads=2")
+    optimizer = build_optimizer(model, Optimisation(optimizer=Muon))
+    assert isinstance(optimizer, Muon)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    by_algorithm = {
+        hidden: [names[p] for group in optimizer.param_groups if group["hidden"] == hidden for p in group["params"]]
+        for hidden in (True, False)
+    }
+    assert sorted(by_algorithm[True] + by_algorithm[False]) == sorted(names.values())  # each once
+    assert all(name.startswith("layers.") and name.endswith("weight") for name in by_algorithm[True])
+    assert "layers.0.mlp.down_proj.weight" in by_algorithm[True]
+    assert {"embeddings.weight", "lm_head.weight", "layers.0.mixer.q_features.weight"} <= {*by_algorithm[False]}
+
+
+def test_muon_is_torchs_muon_and_torchs_adamw():
+    """A step is the step of PyTorch's two optimisers, each on its parameters."""
+    models = [zoo.build("gla.yaml", "model.vocab_size=32", "model.hidden_size=32", "model.num_heads=2") for _ in "ab"]
+    models[1].load_state_dict(models[0].state_dict())
+    hidden, *others = parameter_groups(models[1], 0.1, split=True)
+    ours = build_optimizer(models[0], Optimisation(optimizer=Muon, learning_rate=0.01))
+    theirs = [
+        torch.optim.Muon([hidden], 0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, 0.01, betas=(0.9, 0.95)),
+    ]
+    tokens = torch.randint(32, (2, 16))
+    for _ in range(3):
+        for model, optimizers in zip(models, ([ours], theirs), strict=True):
+            model.zero_grad()
+            model(tokens)[0].square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_model_without_blocks_has_no_matrices_for_muon():
+    with pytest.raises(UserError, match=r"optim\.optimizer is Muon, but no trained parameter is a matrix"):
+        build_optimizer(torch.nn.Linear(3, 3), Optimisation(optimizer=Muon))

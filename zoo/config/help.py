@@ -1,0 +1,80 @@
+"""The help of a verb: examples, its options, and the keys of a config by group."""
+
+import inspect
+import textwrap
+from collections.abc import Sequence
+
+from kernels import UserError
+from zoo.config.parser import CLASSES, Parser
+
+EXAMPLES = {
+    "fit": (
+        "python cli.py fit --config gdn_h2.yaml",
+        "python cli.py fit --config gdn_h2.yaml --config size/400m.yaml --trainer.max_steps=300 --run=try",
+        "python cli.py fit --resume runs/try --trainer.max_steps=600",
+    ),
+    "validate": ("python cli.py validate --checkpoint runs/try",),
+    "test": ("python cli.py test --checkpoint runs/try",),
+    "predict": ("python cli.py predict --checkpoint runs/try --output losses.jsonl",),
+    "compare": (
+        "python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml --trainer.max_steps=300",
+        "python cli.py compare gla.yaml retnet.yaml --config train/muon.yaml",
+    ),
+    "sweep": ("python cli.py sweep --config sweep/heads.yaml --dry-run",),
+    "generate": ('python cli.py generate --checkpoint runs/try --prompt "def " --max_new_tokens=100',),
+    "evaluate": ("python cli.py evaluate --checkpoint runs/try --tasks=s_niah_1,passkey",),
+    "export": ("python cli.py export --checkpoint runs/try --output exported",),
+    "convert": ("python cli.py convert --checkpoint some-hf-folder --output converted",),
+    "statex": ("python cli.py statex --checkpoint runs/try --layers=4 --init=reinit --output larger",),
+    "mixers": ("python cli.py mixers --hidden_size=2048 --num_heads=16",),
+    "tune": ("python cli.py tune --kernels=delta_rule",),
+}
+ALL = "all"  # the topic of everything
+PURPOSES = {  # of keys that are not the arguments of one class of this project
+    "seed_everything": "Seed of all random numbers",
+    "compile": "Whether to compile the blocks for the training steps",
+    "activation_checkpointing": "Recompute every N-th block in the backward pass, to save memory",
+    "context_parallel": "Number of neighbouring processes that share each sequence",
+    "data": "The data module: TextData, or another class",
+    "trainer": "Lightning's Trainer",
+}
+
+
+def short_help(parser: Parser, verb: str, keys: Sequence[str]) -> str:
+    """Examples, the options of a verb, which `parser` has, and the names of the keys of a config."""
+    for group in parser._action_groups:
+        if group.title == (parser.description or "").rstrip("."):
+            group.title = f"options of {verb}"
+    head, options, rest = parser.format_help().partition("options:\n")
+    examples = [f"  {example}" for example in EXAMPLES.get(verb, ())]
+    lines = [head.rstrip(), "", *(["examples:", *examples, ""] if examples else []), options + rest.rstrip()]
+    if keys:
+        lines += ["", f"keys of a config (--help KEY lists what is in one, --help {ALL} everything):"]
+        lines += [f"  {key:<27}{textwrap.shorten(_purpose(key), 70, placeholder=' …')}".rstrip() for key in keys]
+    return "\n".join(lines) + "\n"
+
+
+def topic_help(parser: Parser, verb: str, topic: str, keys: Sequence[str]) -> str:
+    """What is in one key of a config, or with `all` all options and keys, which `parser` has.
+
+    Raises:
+        UserError: There is no such key.
+    """
+    if topic == ALL:
+        return parser.format_help()
+    if topic not in keys:
+        raise UserError(f"--help {topic}: no key of {verb} (keys: {', '.join([*keys, ALL])})")
+    parser.description = None
+    for group in parser._action_groups:
+        group._group_actions = [action for action in group._group_actions if action.dest.split(".")[0] == topic]
+    text = parser.format_help().partition("\n\n")[2]  # after the usage
+    if topic == "data":
+        text += f"\npython cli.py {verb} --data.help TextData lists the arguments of a data module.\n"
+    return text
+
+
+def _purpose(key: str) -> str:
+    """The first sentence about a key; empty for those of a sweep, whose names say it."""
+    if key in PURPOSES or key not in CLASSES:
+        return PURPOSES.get(key, "")
+    return (inspect.getdoc(CLASSES[key]) or "").partition("\n")[0].rstrip(".")

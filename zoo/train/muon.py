@@ -1,0 +1,69 @@
+"""Muon for the matrices of the blocks, and AdamW for everything else, as one optimiser."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from kernels import UserError
+
+
+class Muon(Optimizer):
+    """`torch.optim.Muon` (PyTorch 2.9 and later) where it is meant to be used: on matrices between hidden vectors.
+
+    AdamW takes the rest: embeddings, the head, vectors, convolutions, and what modules exempt from weight decay. A
+    fused projection counts as one matrix. It needs whole matrices: no ZeRO, no FSDP.
+
+    Args:
+        params: Parameter groups of `zoo.train.optim.parameter_groups`, each with a key `hidden`.
+        lr: The learning rate of both.
+        momentum: Muon's momentum.
+        nesterov: Whether it is Nesterov's.
+        ns_steps: Newton–Schulz iterations, by which an update is orthogonalised.
+        adjust_lr_fn: How Muon's learning rate depends on the shape of a matrix: `match_rms_adamw` makes an update about
+            as large as AdamW's, so that both share a learning rate; `original` is sqrt(max(1, rows / columns)).
+        betas: Decay rates of AdamW's moments.
+        eps: Added to AdamW's denominator.
+
+    Raises:
+        UserError: No trained parameter is a matrix of a block.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        groups = list(params)
+        matrices = [group for group in groups if group["hidden"]]
+        others = [group for group in groups if not group["hidden"]]
+        if not matrices:
+            raise UserError("optim.optimizer is Muon, but no trained parameter is a matrix of one of model.layers.")
+        muon = torch.optim.Muon(
+            matrices, lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn
+        )
+        self._parts: dict[bool, Optimizer] = {True: muon}
+        if others:
+            self._parts[False] = torch.optim.AdamW(others, lr, betas=betas, eps=eps)
+        # this optimiser has the groups and the state, for schedules and checkpoints; the parts only compute
+        super().__init__([group for part in self._parts.values() for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for hidden, part in self._parts.items():
+            part.param_groups = [group for group in self.param_groups if group["hidden"] == hidden]
+            part.state = self.state
+            part.step()
+        return loss
