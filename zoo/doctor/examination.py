@@ -104,7 +104,7 @@ def _matrix(what: str, findings: Sequence[Finding]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     checks = [*dict.fromkeys(each.check for each in findings)]
     for column in (what, *checks):
-        table.add_column(column, no_wrap=column == what)
+        table.add_column(column, no_wrap=column != what)  # in narrow terminals names wrap, and no number is cut
     rows: dict[str, dict[str, str]] = {}
     for each in findings:
         says = "failed" if each.status == "failed" else each.says  # the sentence comes below the table

@@ -83,7 +83,7 @@ def repeats(case: Case, device: torch.device) -> Finding:
     for _ in range(REPEATS - 1):
         again = here.results()
         changed |= {name for name, y in first.items() if not torch.equal(y, again[name])}
-    says = "same bits" if not changed else f"{', '.join(sorted(changed))} changed from one call to the next"
+    says = "same" if not changed else f"{', '.join(sorted(changed))} changed from one call to the next"
     return found(case.name, "repeats", not changed, says, times=REPEATS, changed=sorted(changed))
 
 
