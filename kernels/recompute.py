@@ -8,7 +8,7 @@ save that result for its backward pass saves the note instead.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from torch import Tensor
 class _Note:
     """One result that can be recomputed."""
 
-    def __init__(self, y: Tensor, make: Callable[[], Tensor]):
+    def __init__(self, y: Tensor, make: Callable[..., Tensor], given: list[Any]):
         # held until `recomputing()` exits, so that no other tensor can get its address
         self.y: Tensor | None = y
-        self.version, self.make = y._version, make
+        self.version, self.make, self.given = y._version, make, given
         self.users = self.waiting = 0
         self.value: Tensor | None = None
 
@@ -33,14 +33,34 @@ class _Note:
             and (x.numel(), x.dtype, x._version) == (y.numel(), y.dtype, self.version)
         )
 
+    def used(self) -> None:
+        """Count a user, the first of which will also need what the result is made of."""
+        self.users += 1
+        for x in self.given if self.users == 1 else ():
+            if isinstance(x, _Later):
+                x.note.used()
+
     def again(self) -> Tensor:
         """The result, recomputed once for all users and dropped when the last of them has received it."""
         if self.value is None:
-            self.value, self.waiting = self.make(), self.users
+            given = [x.now() if isinstance(x, _Later) else x for x in self.given]
+            self.value, self.waiting = self.make(*given), self.users
         value, self.waiting = self.value, self.waiting - 1
         if not self.waiting:
             self.value = None
         return value
+
+
+class _Later(NamedTuple):
+    """A tensor that is kept as the note on how to recompute it."""
+
+    note: _Note
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def now(self) -> Tensor:
+        """The tensor, recomputed."""
+        return self.note.again().as_strided(self.shape, self.stride)
 
 
 _notes: ContextVar[dict[int, _Note] | None] = ContextVar("notes", default=None)
@@ -66,17 +86,14 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
     notes: dict[int, _Note] = {}
 
     def pack(x: Tensor) -> Any:
-        note = notes.get(x.data_ptr())
-        if note is None or not note.is_of(x):
+        kept = _later(x, notes)
+        if kept is None:
             return x
-        note.users += 1
-        return note, x.shape, x.stride()
+        kept.note.used()
+        return kept
 
     def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        note, shape, stride = kept
-        return note.again().as_strided(shape, stride)
+        return kept if isinstance(kept, Tensor) else kept.now()
 
     token = _notes.set(notes)
     try:
@@ -88,10 +105,25 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
             note.y = None
 
 
+def _later(x: Tensor, notes: dict[int, _Note]) -> _Later | None:
+    """The tensor as a note on how to recompute it; None if there is none."""
+    note = notes.get(x.data_ptr())
+    return None if note is None or not note.is_of(x) else _Later(note, x.shape, x.stride())
+
+
+def noted(x: Tensor) -> bool:
+    """Whether a tensor is to be recomputed in the backward pass."""
+    notes = None if torch.compiler.is_compiling() else _notes.get()
+    return notes is not None and _later(x, notes) is not None
+
+
 def remake(y: Tensor, make: Callable[..., Tensor], *given: Any) -> Tensor:
-    """Return y, noting that `make(*given)` recomputes it to the bit. Tensors in `given` must be saved anyway."""
+    """Return y, noting that `make(*given)` recomputes it to the bit.
+
+    Tensors in `given` must be saved anyway, or be recomputed themselves.
+    """
     notes = None if torch.compiler.is_compiling() else _notes.get()
     if notes is not None and y.requires_grad and y.is_contiguous() and y.numel():
-        kept = [x.detach() if isinstance(x, Tensor) else x for x in given]
-        notes[y.data_ptr()] = _Note(y, lambda: make(*kept))
+        kept = [(_later(x, notes) or x.detach()) if isinstance(x, Tensor) else x for x in given]
+        notes[y.data_ptr()] = _Note(y, make, kept)
     return y

@@ -19,6 +19,9 @@ from . import triton_step
 from .triton_plan import DeltaRule
 
 SHORT = 16  # up to this key size, everything is computed in fp32
+NOTHING, CHUNKS, ALL = range(3)  # what is kept for the gradients; chunks are inverse, scores and gates
+KEPT = (0, 3, 6)  # how many tensors that is
+MOST = {ALL: 4, CHUNKS: 8, NOTHING: float("inf")}  # up to how many subheads
 GATES = {1: "constant", 3: "per step"}  # by the number of axes of the log decay
 
 
@@ -98,17 +101,19 @@ def compute(
     cu_seqlens: Tensor | None,
     subheads: int,
     scale: float,
-    keep: bool,
+    keep: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final states, and what `differentiate` would otherwise recompute (empty tensors without `keep`)."""
+    """o, the final states, and what `differentiate` would otherwise recompute: by `keep` all, some or none of it."""
     to = plan(q, v, subheads, scale, cu_seqlens)
     q, k, v, beta = q.contiguous(), k.contiguous(), v.contiguous(), beta.contiguous()
     chunks = prepared(to, q, k, beta, log_decay)
-    o, final, along = run_forward(to, q, k, v, chunks, initial_state, save=keep)
-    kept = (*chunks, *along) if keep else [to.new(*shape, dtype=dtype) for shape, dtype in to.shapes(False)[2:]]
+    o, final, along = run_forward(to, q, k, v, chunks, initial_state, save=keep == ALL)
+    whole = (*chunks, *along)[: KEPT[keep]]
+    nothing = (to.new(0, dtype=dtype) for _, dtype in to.kept[len(whole) :])
+    inverse, scores, gates, u, states, transition = *whole, *nothing
     if subheads > 1:
         o = o.unflatten(2, (to.H, subheads)).sum(3, dtype=o.dtype)
-    return (o, final, *kept)
+    return o, final, inverse, scores, gates, u, states, transition
 
 
 def differentiate(
@@ -124,14 +129,14 @@ def differentiate(
     cu_seqlens: Tensor | None,
     subheads: int,
     scale: float,
-    keep: bool,
+    keep: int,
 ) -> list[Tensor | None]:
     """The gradients of all tensors; None for `cu_seqlens`."""
     to = plan(q, v, subheads, scale, cu_seqlens)
     q, k, beta = q.contiguous(), k.contiguous(), beta.contiguous()
-    if not keep:
-        again = prepared(to, q, k, beta, log_decay)
-        kept = (*again, *run_forward(to, q, k, v.contiguous(), again, initial_state, save=True)[2])
+    if keep != ALL:
+        chunks = tuple(kept[:3]) if keep == CHUNKS else prepared(to, q, k, beta, log_decay)
+        kept = (*chunks, *run_forward(to, q, k, v.contiguous(), chunks, initial_state, save=True)[2])
     inverse, scores, gates, u, states, transition = kept
     do, dfinal = (None if x is None else x.contiguous() for x in gradients)
     do = to.new(*v.shape).zero_() if do is None else do
@@ -179,18 +184,18 @@ def fake(
     cu_seqlens: Tensor | None,
     subheads: int,
     scale: float,
-    keep: bool,
+    keep: int,
 ) -> tuple[Tensor, ...]:
     """Empty tensors of the shapes and dtypes that `compute` returns."""
     documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     to = DeltaRule(q.shape, v.shape, subheads, scale, q.dtype, q.device, documents)
-    return tuple(to.new(*shape, dtype=dtype) for shape, dtype in to.shapes(keep))
+    return tuple(to.new(*shape, dtype=dtype) for shape, dtype in to.shapes(KEPT[keep]))
 
 
 def unread(*given: Any) -> Sequence[int]:
     """The values: if U is saved, the gradients do not read them."""
     keep, values = given[-1], 2
-    return (values,) if keep else ()
+    return (values,) if keep == ALL else ()
 
 
 delta_rule = op.register("delta_rule", compute, differentiate, fake, results=2, unread=unread)
@@ -203,8 +208,9 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     if a.v.shape[1] == 1 and a.documents is None and not wanted:
         return triton_step.forward(a)
-    # With subheads, the states of all chunks take E times the memory: they are recomputed instead of saved.
-    keep = wanted and a.subheads == 1
+    # With subheads everything takes E times the memory. What goes first are U and the states, which take three times as
+    # much as the rest.
+    keep = NOTHING if not wanted else next(level for level, most in MOST.items() if a.subheads <= most)
     # fp16 lacks the range for a state, and for what a small β multiplies. Two more cases would exceed the error that
     # bf16 is allowed: a chunk of far more tokens than its keys can tell apart, and the gradient of a constant decay, a
     # sum of contributions of either sign from all steps.

@@ -82,13 +82,13 @@ class DeltaRule(Plan):
         states, transition = ((slots, M, K, V), self.dtype), ((self.most, M, K, K), torch.float32)
         return [*of_chunks, ((B, T, M, V), self.dtype), states, transition]
 
-    def shapes(self, keep: bool) -> Shapes:
-        """Shapes and dtypes of the op's outputs: o, the final states, and what the backward pass needs."""
+    def shapes(self, whole: int) -> Shapes:
+        """Shapes and dtypes of the op's outputs: o, the final states, and the first `whole` of what gradients need."""
         results: Shapes = [
             ((self.B, self.T, self.H, self.V), self.dtype),
             ((self.N, self.M, self.K, self.V), torch.float32),
         ]
-        return results + (self.kept if keep else [((0,), dtype) for _, dtype in self.kept])
+        return [*results, *self.kept[:whole], *(((0,), dtype) for _, dtype in self.kept[whole:])]
 
     def states(self) -> Tensor:
         """One uninitialised state per segment."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import op
 from ..allocation import new
 from ..columns import gradient_for
+from ..recompute import noted, remake
 from ..triton.enqueue import Prepared, cdiv, next_power_of_2
 from ..triton.launches import multiprocessors
 from ..triton.parts import add_parts
@@ -227,6 +228,11 @@ def fake_step(
     return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=dtype)
 
 
+def again(*given: Any) -> Tensor:
+    """y, without gradients."""
+    return compute(*given)[0]
+
+
 step = op.register("features_step", compute_step, None, fake_step, results=2)
 
 
@@ -240,5 +246,8 @@ def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
     if stream.return_history and weight is not None and stream.cu_seqlens is None and not wanted:
         y, tail = step(x, weight, bias, history, *how)
         return y, tail
-    (y,) = features(x, weight, bias, history, stream.cu_seqlens, *how)
+    given = (x, weight, bias, history, stream.cu_seqlens, *how)
+    (y,) = features(*given)
+    if noted(x):  # an expansion of a smaller stream: neither it nor its features are worth their memory
+        y = remake(y, again, *given)
     return y, continued(stream) if stream.return_history else None

@@ -11,7 +11,7 @@ import kernels
 from .recurrences import assert_same, inputs, results
 
 pytest.importorskip("triton")
-from kernels.delta_rule import triton_plan
+from kernels.delta_rule import triton_op, triton_plan
 from kernels.triton import plan
 from kernels.triton.launches import TABLE
 
@@ -48,6 +48,20 @@ def small(T: int, **options: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("length", "gate"), [(1, "head"), (63, "none"), (65, "constant"), (130, "head")])
 def test_lengths(length: int, gate: str):
     agree(small(length, gate=gate))
+
+
+@interpreted
+def test_what_is_kept_for_the_gradients_changes_only_memory(monkeypatch: pytest.MonkeyPatch):
+    a, found, saved = small(130, gate="head", E=2), [], []
+    for level in (triton_op.ALL, triton_op.CHUNKS, triton_op.NOTHING):
+        monkeypatch.setattr(triton_op, "MOST", {level: 2})
+        numbers: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, n=numbers: n.append(x.numel()) or x, lambda x: x):
+            found.append(agree(a, subheads=2))
+        saved.append(sum(numbers))
+    for each in found[1:]:
+        assert all(torch.equal(x, found[0][name]) for name, x in each.items())
+    assert saved[0] > saved[1] > saved[2]
 
 
 @pytest.mark.slow

@@ -35,6 +35,27 @@ def single(T: int, **options: Any) -> Arguments:
 
 
 @interpreted
+@pytest.mark.parametrize("expanded", [True, False])
+def test_features_of_an_expansion_are_computed_again(expanded: bool):
+    torch.manual_seed(0)
+    x, expansion, taps = (torch.randn(size).requires_grad_() for size in ((2, 9, 2, 4), (2, 4, 8), (16, 1, 4)))
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        stream = kernels.head_linear(x, expansion) if expanded else torch.einsum("bthk,hkn->bthn", x, expansion)
+        y, _ = kernels.features(stream.contiguous(), taps, activation="silu", norm="l2")
+        return y, y.sin()
+
+    with kernels.backend("triton"):
+        expected = torch.autograd.grad(run()[1].sum(), (x, expansion, taps))
+        with kernels.recomputing():
+            y, z = run()
+    assert (z.grad_fn._saved_self.data_ptr() != y.data_ptr()) is expanded
+    for _ in range(2):
+        found = torch.autograd.grad(z.sum(), (x, expansion, taps), retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@interpreted
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize(("activation", "norm"), STAGES)
 def test_stages(activation: str, norm: str):

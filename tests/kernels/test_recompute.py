@@ -1,5 +1,7 @@
 """Norms that are computed again: the same gradients from fewer saved numbers."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,27 @@ def test_same_gradients_from_less(monkeypatch: pytest.MonkeyPatch):
     for times in (4, 6):  # each once in each pass, though the first has two users
         found = gradients(y, given, retain=True)
         assert all(torch.equal(x, z) for x, z in zip(found, usual, strict=True))
+        assert len(made) == times
+
+
+def test_what_is_made_of_recomputed_results_keeps_none_of_them(monkeypatch: pytest.MonkeyPatch):
+    x, weight, first = leaves()[0], leaves()[2], leaves()[3]
+
+    def run() -> tuple[Tensor, Tensor]:
+        inner = kernels.rms_norm(x)
+        return inner, F.linear(kernels.rms_norm(inner, weight), first)
+
+    given = [x, weight, first]
+    expected = gradients(run()[1], given)
+    made, compute = [], norm.IMPLEMENTATIONS["torch"]
+    monkeypatch.setitem(norm.IMPLEMENTATIONS, "torch", lambda *a: made.append(a) or compute(*a))
+    with kernels.recomputing():
+        inner, y = run()
+    made.clear()
+    holders = [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.data_ptr() == inner.data_ptr()]
+    assert len(holders) == 1  # `inner` itself
+    for times in (2, 4):  # each of the two once in each pass
+        assert all(torch.equal(a, b) for a, b in zip(gradients(y, given, retain=True), expected, strict=True))
         assert len(made) == times
 
 
