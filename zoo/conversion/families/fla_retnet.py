@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo.conversion import fla
+from zoo.conversion import fla, fla_attention
 from zoo.conversion.family import Config, Family, refusal
 from zoo.lm.model import LanguageModel
 
@@ -27,7 +27,7 @@ def to_ours(config: Config) -> dict[str, Any]:
 
 
 def to_theirs(model: LanguageModel) -> dict[str, Any]:
-    mixer: Any = fla.linear_mixers(model)[0]
+    mixer: Any = fla_attention.linear_mixers(model)[0]
     return {
         **fla.keys_of(model),
         "num_heads": mixer.num_heads,
@@ -42,7 +42,7 @@ FAMILY = Family(
     target="fla",
     model_types=("retnet",),
     architecture="RetNetForCausalLM",
-    mixers=frozenset({"RetNet"}) | fla.ATTENTION,
+    mixers=frozenset({"RetNet"}) | fla_attention.MIXERS,
     keys={
         **fla.KEYS,
         "hidden_ratio": 2.0,
