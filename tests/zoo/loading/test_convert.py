@@ -301,6 +301,35 @@ def test_a_model_that_their_layout_cannot_hold(change: dict, message: str, comma
     assert not (desk / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "attention", "message"),
+    [
+        ("LA", {"gate": "head"}, "fla_gla cannot hold this model: layers.1.mixer"),
+        (
+            "LA",
+            {"qk": {"map": None}},
+            "fla_gla cannot hold this model: nothing instead of layers.1.mixer.q_features.map",
+        ),
+        ("LA", {"head_dim": 8}, "fla_gla cannot hold this model: layers.1.mixer"),
+        ("A", {}, "fla is for models with linear layers, and all of this one are attention"),
+    ],
+)
+def test_attention_that_their_hybrids_cannot_hold(
+    pattern: str, attention: dict, message: str, command: Command, desk: Path
+):
+    kinds = {"L": ("GLA", {"num_heads": 2, "norm_eps": 1e-6}), "A": ("SoftmaxAttention", {"num_heads": 2, **attention})}
+    mixers = {letter: {"class_path": kinds[letter][0], "init_args": kinds[letter][1]} for letter in pattern}
+    stack = {"class_path": "Pattern", "init_args": {"pattern": pattern, "mixers": mixers}}
+    model = {"stack": stack, "vocab_size": 40, "hidden_size": 32, "num_layers": 2}
+    (desk / "ours").mkdir()
+    (desk / "ours" / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    save_file(zoo.build("ours/config.yaml").state_dict(), desk / "ours" / "model.safetensors")
+    done = command("convert", "--checkpoint", "ours", "--output", "new", "--to=fla")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert done.err.startswith(f"error: to: {message}"), done.err
+    assert not (desk / "new").exists()
+
+
 # resource.getrusage would include what the parent held
 MEASURE = """
 import re, pathlib, zoo

@@ -14,6 +14,8 @@ from tests.zoo.loading.test_convert import MEASURE
 
 from .subjects import exported, logits
 
+pytest_plugins = "tests.desk"
+
 KEPT = (".A_log", ".dt_bias", "norm.weight")  # in fp32, in the models below
 
 
@@ -57,8 +59,17 @@ def test_every_tensor_keeps_its_dtype(name: str, init: str, way: str, tmp_path: 
         torch.testing.assert_close(logits(grown.folder), logits(before), rtol=1e-5, atol=1e-5)
 
 
-def test_a_checkpoint_keeps_its_dtype(tmp_path: Path):
-    """Also by the names of fused parameters, as sharded optimisers save them."""
+def test_a_checkpoint_of_a_run_keeps_its_dtype(finished: Path, desk: Path):
+    contents = torch.load(finished / "runs" / "done" / "checkpoints" / "last.ckpt", weights_only=True)
+    contents["state_dict"] = {n: t.bfloat16() for n, t in contents["state_dict"].items()}
+    contents["zoo"]["format"] = 1  # which had no hash
+    torch.save(contents, desk / "half.ckpt")
+    new = stored(zoo.statex("half.ckpt", "larger", layers=[0, 1], init="inherit", factor=2).folder)
+    assert {tensor.dtype for tensor in new.values()} == {torch.bfloat16}
+
+
+def test_names_of_fused_parameters_keep_their_dtype(tmp_path: Path):
+    """By which sharded optimisers save them."""
     folder = in_bf16(tmp_path / "before", "GLA")
     parameters = {n: p for n, p in zoo.load(folder).named_parameters()}
     dtypes = {n: torch.float32 if n.endswith(KEPT) else torch.bfloat16 for n in parameters}
