@@ -63,6 +63,7 @@ def grown_weights(
 
 
 def _may_change(model: LanguageModel, layer: int) -> tuple[nn.Module, nn.Module]:
+    """The parts of a layer that may get new weights: an MLP never does."""
     block: Any = model.layers[layer]
     return block.mixer, block.mixer_norm
 
@@ -123,6 +124,8 @@ def _check_preserved(
         name: found[whole] if (whole := prefix + name) in found else weights.tensor(whole) for name in new.state_dict()
     }
     new.load_state_dict({name: tensor.float() for name, tensor in now.items()})
+    old.eval()
+    new.eval()
     x = torch.randn(1, TOKENS, before.hidden_size, generator=torch.Generator().manual_seed(0))
     expected, computed = old(x)[0], new(x)[0]
     old.to("meta")
