@@ -122,7 +122,7 @@ def run(arguments: list[str]) -> int:
     elif verb == "statex":
         grown = zoo.statex(**arguments_of(zoo.statex, rest, verb)[1])
         Console().print(grown.report())
-        Console().print(f"{grown.folder}/model.safetensors", style="dim")
+        Console().print(str(grown.folder), style="dim")
     elif verb == "convert":
         folder = zoo.convert(**arguments_of(zoo.convert, rest, verb)[1])
         Console().print(str(folder), style="dim")

@@ -7,7 +7,7 @@ import kernels
 
 from .base import LinearMixer, Site, Streams
 from .features import Features
-from .norm import GatedRMSNorm
+from .norm import GatedRMSNorm, NormOnly, Output
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
@@ -31,6 +31,7 @@ class GLA(LinearMixer):
         gate_normalizer: Divides the log of the decay; 16 makes the state forget slowly.
         qk: Features of queries and keys.
         v: Features of values.
+        output_gate: Whether SiLU of a projection multiplies the output after its norm.
         norm_eps: Added inside the root of the output norm. The default is that of the paper; with 1e-3, first tokens
             whose q·k is near zero do not dominate the first gradients (configs/sweep/norm_eps.yaml).
     """
@@ -48,6 +49,7 @@ class GLA(LinearMixer):
         gate_normalizer: float = 16.0,
         qk: Features = Features(),
         v: Features = Features(),
+        output_gate: bool = True,
         norm_eps: float = 1e-5,
     ):
         num_heads, _ = site.heads(num_heads)
@@ -59,16 +61,19 @@ class GLA(LinearMixer):
         super().__init__(site, num_heads=num_heads, key_size=key_size, value_size=value_size, q=qk, k=qk, v=v)
         self.gate_normalizer = gate_normalizer
         widths = {"q": keys, "k": keys, "v": values, "g": values, "decay": gate_rank}
+        if not output_gate:
+            del widths["g"]
         self.in_proj = Projection(site.hidden_size, widths)
         self.decay_up = nn.Linear(gate_rank, self.gate_heads * self.subhead_size)
-        self.o_norm = GatedRMSNorm(value_size, eps=norm_eps)
+        self.o_norm: Output = (GatedRMSNorm if output_gate else NormOnly)(value_size, eps=norm_eps)
         self.o_proj = OutputProjection(values, site.hidden_size)
 
     def project(self, x: Tensor) -> Streams:
-        q, k, v, g, decay = self.in_proj(x)
+        q, k, v, *g, decay = self.in_proj(x)
         H = self.num_heads
         raw = split_heads(self.decay_up(decay), self.gate_heads)
-        return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), raw, gate=split_heads(g, H))
+        gate = split_heads(g[0], H) if g else None
+        return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), raw, gate=gate)
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None

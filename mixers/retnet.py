@@ -7,7 +7,7 @@ from torch import Tensor
 from .base import LinearMixer, Site, Streams
 from .decay import ConstantDecay
 from .features import Features, Rotary
-from .norm import GatedRMSNorm
+from .norm import GatedRMSNorm, NormOnly, Output
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
@@ -25,6 +25,7 @@ class RetNet(LinearMixer):
         head_dim: Key size K of a head; hidden_size / num_heads by default.
         expand_v: Value size over key size.
         qk: Features of queries and keys.
+        output_gate: Whether SiLU of a projection multiplies the output after its norm.
         norm_eps: Added inside the root of the output norm. The default is that of the paper; with 1e-3, first tokens
             whose q·k is near zero do not dominate the first gradients (configs/sweep/norm_eps.yaml).
     """
@@ -37,6 +38,7 @@ class RetNet(LinearMixer):
         head_dim: int | None = None,
         expand_v: float = 2,
         qk: Features = Features(map=Rotary),
+        output_gate: bool = True,
         norm_eps: float = 1e-5,
     ):
         num_heads, head_dim = site.heads(num_heads, head_dim)
@@ -44,13 +46,14 @@ class RetNet(LinearMixer):
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=value_dim, q=qk, k=qk)
         self.decay = ConstantDecay([math.log1p(-(2.0 ** (-5 - n / self.subheads))) for n in range(self.gate_heads)])
         keys, values = num_heads * head_dim, num_heads * value_dim
-        self.in_proj = Projection(site.hidden_size, {"q": keys, "k": keys, "v": values, "g": values})
-        self.o_norm = GatedRMSNorm(value_dim, eps=norm_eps)
+        gate = {"g": values} if output_gate else {}
+        self.in_proj = Projection(site.hidden_size, {"q": keys, "k": keys, "v": values, **gate})
+        self.o_norm: Output = (GatedRMSNorm if output_gate else NormOnly)(value_dim, eps=norm_eps)
         self.o_proj = OutputProjection(values, site.hidden_size)
 
     def project(self, x: Tensor) -> Streams:
-        q, k, v, g = (split_heads(stream, self.num_heads) for stream in self.in_proj(x))
-        return Streams(q, k, v, gate=g)
+        q, k, v, *g = (split_heads(stream, self.num_heads) for stream in self.in_proj(x))
+        return Streams(q, k, v, gate=g[0] if g else None)
 
     def gates(self, s: Streams) -> Streams:
         return s.replace(log_decay=self.decay(s.v))

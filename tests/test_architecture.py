@@ -120,7 +120,7 @@ def test_no_print(name: str):
 
 
 # a family of public checkpoints is a declaration of what their layers are called here; hybrids share a part of theirs
-DECLARATIONS = ("zoo/conversion/families/", "zoo/conversion/hybrid.py")
+DECLARATIONS = ("zoo/conversion/families/", "zoo/conversion/hybrid.py", "zoo/conversion/fla_attention.py")
 
 
 @pytest.mark.parametrize("name", [n for n in TREES if not n.startswith(("kernels/", "mixers/", *DECLARATIONS))])

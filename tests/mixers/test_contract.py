@@ -27,6 +27,8 @@ ARGUMENTS = {
     "GLA with short convolutions": partial(
         mixers.GLA, expand_k=1, qk=mixers.Features(4, activation="silu"), v=mixers.Features(4, activation="silu")
     ),
+    "GLA without a gate": partial(mixers.GLA, output_gate=False),
+    "RetNet without a gate": partial(mixers.RetNet, output_gate=False),
     "DeltaNet with negative eigenvalues": partial(mixers.DeltaNet, allow_neg_eigval=True),
     "no lower bounds": partial(mixers.HGRN2, lower_bounds=None),
     "no lower bounds, one state per channel": partial(mixers.HGRN1, lower_bounds=None),

@@ -76,7 +76,7 @@ class Family:
                 raise UserError(
                     f"config.json: {key} is {_shown(value)}, which {self.name} does not know; only null is."
                 )
-            _check_kind(key, value, self.keys.get(key))
+            check_kind(key, value, self.keys.get(key))
         return self.to_ours({**self.keys, **{key: config[key] for key in self.keys if key in config}})
 
     def write(self, model: LanguageModel) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def refusal(key: str, value: object, allowed: str) -> UserError:
     return UserError(f"config.json: {key} is {_shown(value)}; our mixers can do {allowed}.")
 
 
-def _check_kind(key: str, value: object, default: object) -> None:
+def check_kind(key: str, value: object, default: object) -> None:
     """Refuse a number, or yes or no, of another kind than its default; null has a meaning of its own."""
     if value is None or not isinstance(default, bool | int | float):
         return

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mixers import Features
+from zoo.conversion import fla_attention
 from zoo.conversion.family import Config, refusal
 from zoo.conversion.rules import Rows, Rule, Tied, rows, same
 from zoo.lm.mlp import SwiGLU
@@ -23,10 +24,10 @@ KEYS: Mapping[str, Any] = {
     "intermediate_size": None,
     "norm_eps": 1e-6,
     "tie_word_embeddings": False,
+    "attn": None,
 }
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("swish",),
-    "attn": (None,),
     "attnres_block_size": (None,),
 }
 HARMLESS = frozenset(
@@ -46,7 +47,10 @@ OUTPUT_NORM: Mapping[str, tuple[str, ...]] = {"o_norm.weight": ("o_norm.weight",
 
 
 def layer_tensors(names: Mapping[str, str | tuple[str, ...]]) -> tuple[Rows, ...]:
-    """The table of a layer: its norms and MLP, and the mixer's tensors (theirs → ours, or where it is in ours)."""
+    """The table of a layer: its norms and MLP, and the mixer's tensors (theirs → ours, or where it is in ours).
+
+    Layers of attention, which any model may have, are in it as well.
+    """
     around = {
         "attn_norm.weight": "mixer_norm.weight",
         "mlp_norm.weight": "mlp_norm.weight",
@@ -55,16 +59,16 @@ def layer_tensors(names: Mapping[str, str | tuple[str, ...]]) -> tuple[Rows, ...
         "mlp.down_proj.weight": "mlp.down_proj.weight",
     }
     rules = [same(f"model.layers.{{layer}}.{theirs}", f"layers.{{layer}}.{ours}") for theirs, ours in around.items()]
-    for theirs, ours in names.items():
+    for theirs, ours in {**fla_attention.TENSORS, **names}.items():
         parts = (ours,) if isinstance(ours, str) else ours
         rules.append(rows(f"model.layers.{{layer}}.attn.{theirs}", *(f"layers.{{layer}}.mixer.{n}" for n in parts)))
     return tuple(rules)
 
 
-def mixer_tensor(theirs: str, ours: str, alias: str) -> Rows:
-    """A tensor of the mixer that has two names of theirs."""
+def mixer_tensor(theirs: str, ours: str, *aliases: str) -> Rows:
+    """A tensor of the mixer that may have several names of theirs."""
     prefix = "model.layers.{layer}.attn."
-    return same(prefix + theirs, "layers.{layer}.mixer." + ours, prefix + alias)
+    return same(prefix + theirs, "layers.{layer}.mixer." + ours, *(prefix + alias for alias in aliases))
 
 
 def short_convolutions(*pairs: tuple[str, str]) -> dict[str, str]:
@@ -75,9 +79,9 @@ def short_convolutions(*pairs: tuple[str, str]) -> dict[str, str]:
 
 
 def model_of(config: Config, mixer: str, **arguments: Any) -> dict[str, Any]:
-    """Our `model` config, with one mixer in all layers."""
+    """Our `model` config, with one mixer in all layers but those of attention."""
     return {
-        "stack": {"class_path": "Uniform", "init_args": {"mixer": {"class_path": mixer, "init_args": arguments}}},
+        "stack": fla_attention.stack_of(config, {"class_path": mixer, "init_args": arguments}),
         "vocab_size": config["vocab_size"],
         "hidden_size": config["hidden_size"],
         "num_layers": config["num_hidden_layers"],
@@ -105,6 +109,7 @@ def keys_of(model: LanguageModel) -> dict[str, Any]:
         "intermediate_size": mlp.down_proj.in_features if isinstance(mlp, SwiGLU) else None,
         "norm_eps": model.norm.eps,
         "tie_word_embeddings": model.lm_head is None,
+        "attn": fla_attention.keys_of(model),
     }
 
 

@@ -3,19 +3,16 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from kernels import UserError
 from zoo.checkpoints.signature import sign
-from zoo.checkpoints.tensor_files import SHARD_BYTES, TensorsInMemory, Weights, write_tensor_files
+from zoo.checkpoints.tensor_files import SHARD_BYTES
 from zoo.conversion.convert import exported
 from zoo.conversion.folder import CONFIG, is_public
 from zoo.conversion.tokenizer import described
-from zoo.files.safe_yaml import dump_yaml
-from zoo.loading.export import new_folder
-from zoo.loading.hashes import NAME, hashes
-from zoo.loading.load import build_saved, find, find_tokenizer, load
+from zoo.loading.export import files_of_new_folder, write_new_folder
+from zoo.loading.load import build_described, find, find_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -56,34 +53,17 @@ def convert(
         find(checkpoint)  # raises if there is nothing
         raise UserError(f"to: null makes a model of ours, which {checkpoint} is already; choose fla or huggingface.")
     found, tokenizer = find(checkpoint), find_tokenizer(checkpoint)
-    weights, files = found.weights, dict[str, str]()
-    if weights is None:
-        weights = TensorsInMemory(load(checkpoint, trust=trust).state_dict())
     if tokenizer is None:
         log.warning("%s has no tokenizer.json, so the converted model has no tokenizer.", checkpoint)
     if to is None:
+        assert found.weights is not None, "a public folder has files of tensors"
         config = {"model": found.config["model"]}
-        files["config.yaml"] = dump_yaml(config)
-        if tokenizer is not None:
-            files["tokenizer.json"] = tokenizer.to_json()
-        signature = sign(config)
-    else:
-        public = exported(build_saved(found, trust, "meta"), weights, to)
-        ends = {} if tokenizer is None else {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id}
-        files[CONFIG] = json.dumps({**public.config, **ends}, indent=2)
-        files |= {} if tokenizer is None else described(tokenizer)
-        weights = public.weights
-    try:
-        with new_folder(folder) as partial:
-            written = _write(partial, files, weights, max_shard_size)
-            if to is None:
-                (partial / NAME).write_bytes(hashes({name: partial / name for name in written}, signature))
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written: {error.strerror or error}") from error
-    return folder
-
-
-def _write(folder: Path, files: Mapping[str, str], weights: Weights, most_bytes: int) -> list[str]:
-    for name, content in files.items():
-        (folder / name).write_text(content, encoding="utf-8")
-    return [*files, *write_tensor_files(weights, folder, most_bytes)]
+        written = None if tokenizer is None else tokenizer.to_json()
+        write_new_folder(folder, config, found.weights, written, sign(config), max_shard_size)
+        return folder
+    public = exported(*build_described(found, trust), to)
+    ends = {} if tokenizer is None else {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id}
+    files = {CONFIG: json.dumps({**public.config, **ends}, indent=2)}
+    files |= {} if tokenizer is None else described(tokenizer)
+    with files_of_new_folder(folder, files, public.weights, max_shard_size):
+        return folder

@@ -10,6 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kernels import UserError
+from zoo.checkpoints.tensor_files import SHARD_BYTES, Weights, write_tensor_files
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
 from zoo.loading.hashes import NAME, hashes
@@ -69,6 +70,61 @@ def write_folder(
                     opened.write(content)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
+
+
+def write_new_folder(
+    folder: Path,
+    config: dict[str, Any],
+    weights: Weights,
+    tokenizer: str | None,
+    signature: str | None,
+    most_bytes: int = SHARD_BYTES,
+) -> None:
+    """As `write_folder`, to a folder that does not exist yet; memory holds one shard of the weights at a time.
+
+    Args:
+        folder: The folder to write.
+        config, tokenizer, signature: As for `write_folder`.
+        weights: What to write.
+        most_bytes: The largest size of a file with weights.
+
+    Raises:
+        UserError: The folder is not writable.
+    """
+    files = {"config.yaml": dump_yaml(config)}
+    if tokenizer is not None:
+        files["tokenizer.json"] = tokenizer
+    with files_of_new_folder(folder, files, weights, most_bytes) as written:
+        (written[0].parent / NAME).write_bytes(hashes({file.name: file for file in written}, signature))
+
+
+@contextmanager
+def files_of_new_folder(
+    folder: Path, files: Mapping[str, str], weights: Weights, most_bytes: int
+) -> Iterator[list[Path]]:
+    """Texts and weights in a new folder, which appears when the block ends without an error.
+
+    Args:
+        folder: The folder.
+        files: File name → content.
+        weights: What to write as safetensors.
+        most_bytes: The largest size of a file with weights.
+
+    Yields:
+        The files, where they are until then.
+
+    Raises:
+        UserError: The folder is not writable.
+    """
+    try:
+        with new_folder(folder) as partial:
+            for name, content in files.items():
+                with atomic_write(partial / name) as opened:
+                    opened.write(content.encode())
+            names = [*files, *write_tensor_files(weights, partial, most_bytes)]
+            yield [partial / name for name in names]
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels import UserError
-from zoo.checkpoints.format import KEY, load_tensors, load_weights, read_checkpoint
+from zoo.checkpoints.format import KEY, check_weights, load_tensors, load_weights, read_checkpoint, read_weights
 from zoo.checkpoints.signature import is_own
-from zoo.checkpoints.tensor_files import TensorFiles, Weights, has_tensor_files
+from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory, Weights, has_tensor_files
 from zoo.config.build import from_config
 from zoo.config.moved import with_current_paths
 from zoo.config.parser import parse
@@ -122,6 +122,28 @@ def build_saved(found: Saved, trust: bool, device: str | None = None) -> Languag
     built = from_config(parse({"model": model}), device)
     built.config = {"model": model}
     return built
+
+
+def build_described(found: Saved, trust: bool) -> tuple[LanguageModel, Weights]:
+    """The model of a saved config on the meta device, and its weights by the names of its state dict.
+
+    The weights have the dtypes that they were saved in; those of safetensors are read one at a time.
+
+    Raises:
+        UserError: It is not trusted, or of another format, or the weights are damaged or of another model.
+    """
+    model, weights = build_saved(found, trust, "meta"), found.weights
+    if weights is not None:
+        check_weights(weights.specs, model, found.source.parent)
+        if weights.specs.keys() == model.state_dict().keys():
+            return model, weights
+        named = {name: weights.tensor(name) for name in weights.specs}  # by the names of fused parameters
+    else:
+        named = read_weights(found.source)
+        check_weights(named, model, found.source)
+    whole = build_saved(found, trust, "meta")
+    whole.load_state_dict(named, assign=True)
+    return model, TensorsInMemory(whole.state_dict())
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

@@ -13,14 +13,15 @@ from kernels import UserError
 from mixers import Expanded, Growth, did_you_mean
 from mixers.growth import INITS, Init
 from zoo.checkpoints.signature import is_own, sign
+from zoo.checkpoints.tensor_files import SHARD_BYTES
 from zoo.config import from_config, parse, to_dict
 from zoo.config.moved import with_current_paths
 from zoo.lm import LanguageModel
-from zoo.loading.export import write_folder
-from zoo.loading.load import find, find_tokenizer, load
+from zoo.loading.export import write_new_folder
+from zoo.loading.load import build_described, find, find_tokenizer
 from zoo.statex.layers import chosen_layers
 from zoo.statex.stack import Spec, replaced
-from zoo.statex.weights import fill
+from zoo.statex.weights import grown_weights
 
 
 class Size(NamedTuple):
@@ -66,9 +67,12 @@ def statex(
     way: str | None = None,
     factor: int | None = None,
     seed: int = 0,
+    max_shard_size: int = SHARD_BYTES,
     trust: bool = False,
 ) -> Grown:
     """Make the state of a trained model larger in some layers, to train it on (StateX).
+
+    Weights keep their dtype and are copied a shard at a time; only the layers that grow are in memory as a whole.
 
     Args:
         checkpoint: A run's folder, a .ckpt file or an exported folder.
@@ -80,6 +84,7 @@ def statex(
             mixer's own, and `expand` for mixers without one.
         factor: How many times larger their state becomes; null merges all heads, and is 4 otherwise.
         seed: Seed of new weights.
+        max_shard_size: Bytes of a file with weights, at most; larger models are divided.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
 
     Returns:
@@ -93,17 +98,21 @@ def statex(
     folder = Path(output)
     if folder.exists():
         raise UserError(f"output: {folder} exists already; choose another folder, or remove it")
+    if max_shard_size < 1:
+        raise UserError(f"max_shard_size: {max_shard_size} must be at least 1 byte")
     saved = find(checkpoint)
-    before = load(checkpoint, trust=trust)
+    before, weights = build_described(saved, trust)
     growing = chosen_layers(before.mixers, layers, way)
     config, how = grown_config(with_current_paths(saved.config["model"]), before, growing, init, factor)
     after = from_config(parse({"model": config}), "meta")
-    fill(after, before, growing, init, seed)
+    sizes = _size(before), _size(after)
+    grown = grown_weights(after, before, weights, growing, init, seed)
     whole = {**saved.config, "model": config}
     signature = sign(whole) if trust or is_own(saved.config, saved.signature) else None
     tokenizer = find_tokenizer(checkpoint)
-    write_folder(folder, whole, after.state_dict(), None if tokenizer is None else tokenizer.to_json(), signature)
-    return Grown(folder, how, _size(before), _size(after))
+    written = None if tokenizer is None else tokenizer.to_json()
+    write_new_folder(folder, whole, grown, written, signature, max_shard_size)
+    return Grown(folder, how, *sizes)
 
 
 def grown_config(

@@ -3,6 +3,7 @@
 All functions take a prompt's activations x [T,hidden] and `w`, which gives the weight of a layer by its public name.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,11 +19,14 @@ def logits(family: str, weights: Mapping[str, Tensor], config: Mapping[str, Any]
     eps, x = config["norm_eps"], weights["model.embeddings.weight"][tokens]
     for layer in range(config["num_hidden_layers"]):
 
-        def w(name: str, layer: int = layer) -> Tensor:
-            return weights[f"model.layers.{layer}.{name}"]
+        def w(name: str, layer: int = layer, of: str = "") -> Tensor:
+            return weights[f"model.layers.{layer}.{of}{name}"]
 
         h = rms(x, w("attn_norm.weight"), eps)
-        x = x + MIXERS[family](h, lambda name: w(f"attn.{name}"), config, layer, weights)
+        attn = config.get("attn") or []
+        full = next((s for s in (attn if isinstance(attn, list) else [attn]) if layer in s["layers"]), None)
+        part = functools.partial(w, of="attn.")
+        x = x + (MIXERS[family](h, part, config, layer, weights) if full is None else attention(h, part, full))
         h = rms(x, w("mlp_norm.weight"), eps)
         x = (
             x
@@ -71,23 +75,48 @@ def gla(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object)
     q, k, v = (stream(x, w, name, c, H, act) for name in "qkv")
     raw = x @ w("gk_proj.0.weight").T @ w("gk_proj.1.weight").T + w("gk_proj.1.bias")
     o = recurrence(q, k, v, (F.logsigmoid(raw) / 16).exp().unflatten(-1, (H, -1)))
-    gate = (x @ w("g_proj.weight").T).unflatten(-1, (H, -1))
-    return (rms(o, w("g_norm_swish_gate.weight"), c["norm_eps"]) * F.silu(gate)).flatten(1) @ w("o_proj.weight").T
+    return gated(x, o, w, c) @ w("o_proj.weight").T
+
+
+def gated(x: Tensor, o: Tensor, w: Weight, c: Mapping[str, Any]) -> Tensor:
+    """The norm of outputs [T,H,V], and their gate if there is one: [T,H·V]."""
+    if not c["use_output_gate"]:
+        return rms(o, w("g_norm.weight"), c["norm_eps"]).flatten(1)
+    gate = (x @ w("g_proj.weight").T).view_as(o)
+    return (rms(o, w("g_norm_swish_gate.weight"), c["norm_eps"]) * F.silu(gate)).flatten(1)
+
+
+def rotated(x: Tensor, base: float) -> Tensor:
+    """x [T,H,D] with rotary positions: the halves of each head are the pairs that turn."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(len(x))[:, None, None] * base ** (-torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+def attention(x: Tensor, w: Weight, c: Mapping[str, Any]) -> Tensor:
+    """Softmax attention over `window_size` tokens with the token itself, or over all; `c` is of its layers."""
+    size = x.shape[-1] // c["num_heads"]
+    q, k, v = (
+        (x @ w(f"{y}_proj.weight").T + (w(f"{y}_proj.bias") if c["qkv_bias"] else 0)).unflatten(-1, (-1, size))
+        for y in "qkv"
+    )
+    q, k = rotated(q, c["rope_theta"]), rotated(k, c["rope_theta"])
+    k, v = (y.repeat_interleave(c["num_heads"] // c["num_kv_heads"], 1) for y in (k, v))
+    outputs = []
+    for t in range(len(x)):
+        seen = slice(max(0, t + 1 - (c["window_size"] or len(x))), t + 1)
+        weights = (torch.einsum("hd,shd->hs", q[t], k[seen]) * size**-0.5).softmax(-1)
+        outputs.append(torch.einsum("hs,shd->hd", weights, v[seen]))
+    return torch.stack(outputs).flatten(1) @ w("o_proj.weight").T
 
 
 def retnet(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
     H, c = c["num_heads"], {**c, "use_short_conv": False}  # their model does not hand it on
     q, k, v = (stream(x, w, name, c, H, identity) for name in "qkv")
-    half = q.shape[-1] // 2
-    angle = torch.arange(len(x))[:, None, None] * 10000.0 ** (-torch.arange(half) / half)
-    q, k = (
-        torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
-        for a, b in ((y[..., :half], y[..., half:]) for y in (q, k))
-    )
+    q, k = rotated(q, 10000.0), rotated(k, 10000.0)
     decay = (1 - 2.0 ** (-5 - torch.arange(H)))[None, :, None].expand(len(x), -1, 1)
-    gate = (x @ w("g_proj.weight").T).unflatten(-1, (H, -1))
-    o = rms(recurrence(q, k, v, decay), w("g_norm_swish_gate.weight"), c["norm_eps"])
-    return (o * F.silu(gate)).flatten(1) @ w("o_proj.weight").T
+    return gated(x, recurrence(q, k, v, decay), w, c) @ w("o_proj.weight").T
 
 
 def hgrn2(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: Mapping[str, Tensor]) -> Tensor:

@@ -6,14 +6,16 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 Oracle = Callable[[str], ModuleType]
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 97}
 FLA = {**SIZES, "intermediate_size": 96, "norm_eps": 1e-4}
 LLAMA = {**SIZES, "intermediate_size": 96, "num_attention_heads": 4, "rms_norm_eps": 1e-4}
+WINDOW = {"num_heads": 4, "num_kv_heads": 2, "window_size": 6}  # of the attention of hybrids
 # name → package, config class, its arguments
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gla": ("fla", "GLAConfig", {**FLA, "num_heads": 2}),
@@ -22,6 +24,31 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GLAConfig",
         {**FLA, "num_heads": 2, "use_short_conv": True, "expand_k": 1.0, "tie_word_embeddings": True},
     ),
+    "gla, no gate": ("fla", "GLAConfig", {**FLA, "num_heads": 2, "use_output_gate": False}),
+    "gla, hybrid": ("fla", "GLAConfig", {**FLA, "num_heads": 2, "attn": {"layers": [1], "num_heads": 4}}),
+    "gla, hybrid of three": (
+        "fla",
+        "GLAConfig",
+        {
+            **FLA,
+            "num_hidden_layers": 4,
+            "num_heads": 2,
+            "use_output_gate": False,
+            "attn": [
+                {"layers": [3, 1], "num_heads": 4, "num_kv_heads": 1, "qkv_bias": True, "window_size": 5},
+                {"layers": [0], "num_heads": 2, "rope_theta": 500.0},
+            ],
+        },
+    ),
+    "gated deltanet, hybrid": (
+        "fla",
+        "GatedDeltaNetConfig",
+        {**FLA, "num_heads": 2, "head_dim": 16, "attn": {**WINDOW, "layers": [0, 2]}},
+    ),
+    "deltanet, hybrid": ("fla", "DeltaNetConfig", {**FLA, "num_heads": 2, "attn": {**WINDOW, "layers": [2]}}),
+    "hgrn2, hybrid": ("fla", "HGRN2Config", {**FLA, "expand_ratio": 16, "attn": {**WINDOW, "layers": [0]}}),
+    "retnet, no gate": ("fla", "RetNetConfig", {**FLA, "num_heads": 2, "use_output_gate": False}),
+    "retnet, hybrid": ("fla", "RetNetConfig", {**FLA, "num_heads": 2, "attn": {**WINDOW, "layers": [1]}}),
     "gated deltanet": ("fla", "GatedDeltaNetConfig", {**FLA, "num_heads": 2, "head_dim": 16}),
     "gated deltanet, grouped": (
         "fla",
@@ -89,6 +116,8 @@ def build(case: str, oracle: Oracle, **changes: Any) -> Any:
     """A model of a case, with every weight random; `oracle` imports its project."""
     package, name, arguments = CASES[case]
     module = oracle("fla.models" if package == "fla" else "transformers")
+    if "attn" in arguments and (attention := oracle("fla.layers.attn")).flash_attn_func is None:
+        attention.flash_attn_func = window_attention  # otherwise their attention cannot even be built
     config = getattr(module, name)(**{**arguments, **changes})
     torch.manual_seed(len(case))
     model = getattr(module, name.replace("Config", "ForCausalLM"))(config).eval()
@@ -99,6 +128,16 @@ def build(case: str, oracle: Oracle, **changes: Any) -> Any:
             nn.init.normal_(parameter, std=0.2)
     model.tie_weights()
     return model
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
+    """In place of the function of the package flash-attn: q [B,T,H,D], k and v [B,T,Hkv,D], as many as queries."""
+    assert causal
+    behind = torch.arange(q.shape[1], device=q.device)
+    behind = behind[:, None] - behind
+    seen = (behind >= 0) & (behind <= (window_size[0] if window_size[0] >= 0 else len(behind)))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
 
 
 def save(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:

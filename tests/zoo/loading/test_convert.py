@@ -200,9 +200,16 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "activation": (with_config(hidden_act="gelu"), 'hidden_act is "gelu"; our mixers can do "swish"'),
     "feature map": (with_config(feature_map="elu"), 'feature_map is "elu"; .* null'),
     "clamped": (with_config(clamp_min=-1.0), "clamp_min is -1.0; .* null"),
-    "no gate": (with_config(use_output_gate=False), "use_output_gate is false; .* true"),
     "shared keys": (with_config(num_kv_heads=1), "num_kv_heads is 1; .* num_heads, 2"),
-    "hybrid": (with_config(attn={"layers": [0], "num_heads": 2}), "attn is .*; .* null"),
+    "attention as a number": (with_config(attn=3), "attn is 3; our mixers can do settings of attention"),
+    "attention without heads": (with_config(attn={"layers": [0]}), "attn is .* with layers and num_heads"),
+    "attention of no heads": (with_config(attn={"layers": [0], "num_heads": 0}), "attn.num_heads is 0; .* 1 or more"),
+    "attention with more": (with_config(attn={"layers": [0], "num_heads": 2, "sinks": 4}), "sinks.*no others than"),
+    "attention in no layer": (with_config(attn={"layers": [2], "num_heads": 2}), r"attn.layers is \[2\]; .* 0 to 1"),
+    "attention twice": (with_config(attn=[{"layers": [1], "num_heads": 2}] * 2), "attn.layers is .* each layer once"),
+    "attention alone": (with_config(attn={"layers": [0, 1], "num_heads": 2}), "attn.layers is .* not of attention"),
+    "a class as attention": (with_config(attn=CLASS), "attn is"),
+    "attention without weights": (with_config(attn={"layers": [0], "num_heads": 2, "qkv_bias": True}), "lacks .*bias"),
     "unheard of": (with_config(new_trick=3), "new_trick is 3, which fla_gla does not know"),
     "quantised": (with_config(quantization_config={"bits": 4}), "quantization_config is"),
     "a text as size": (with_config(hidden_size="wide"), 'hidden_size is "wide"; .* 1 or more'),
@@ -291,6 +298,35 @@ def test_a_model_that_their_layout_cannot_hold(change: dict, message: str, comma
     done = command("convert", "--checkpoint", "ours", "--output", "new", "--to=fla")
     assert re.search(f"^error: to: fla_gla cannot hold this model: .*{re.escape(message)}", done.err), done.err
     assert (done.code, done.err.count("\n")) == (2, 1)
+    assert not (desk / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "attention", "message"),
+    [
+        ("LA", {"gate": "head"}, "fla_gla cannot hold this model: layers.1.mixer"),
+        (
+            "LA",
+            {"qk": {"map": None}},
+            "fla_gla cannot hold this model: nothing instead of layers.1.mixer.q_features.map",
+        ),
+        ("LA", {"head_dim": 8}, "fla_gla cannot hold this model: layers.1.mixer"),
+        ("A", {}, "fla is for models with linear layers, and all of this one are attention"),
+    ],
+)
+def test_attention_that_their_hybrids_cannot_hold(
+    pattern: str, attention: dict, message: str, command: Command, desk: Path
+):
+    kinds = {"L": ("GLA", {"num_heads": 2, "norm_eps": 1e-6}), "A": ("SoftmaxAttention", {"num_heads": 2, **attention})}
+    mixers = {letter: {"class_path": kinds[letter][0], "init_args": kinds[letter][1]} for letter in pattern}
+    stack = {"class_path": "Pattern", "init_args": {"pattern": pattern, "mixers": mixers}}
+    model = {"stack": stack, "vocab_size": 40, "hidden_size": 32, "num_layers": 2}
+    (desk / "ours").mkdir()
+    (desk / "ours" / "config.yaml").write_text(yaml.safe_dump({"model": model}))
+    save_file(zoo.build("ours/config.yaml").state_dict(), desk / "ours" / "model.safetensors")
+    done = command("convert", "--checkpoint", "ours", "--output", "new", "--to=fla")
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert done.err.startswith(f"error: to: {message}"), done.err
     assert not (desk / "new").exists()
 
 

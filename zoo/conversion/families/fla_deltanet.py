@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo.conversion import fla
+from zoo.conversion import fla, fla_attention
 from zoo.conversion.family import Config, Family, refusal
 from zoo.lm.model import LanguageModel
 
@@ -29,7 +29,7 @@ def to_ours(config: Config) -> dict[str, Any]:
 
 
 def to_theirs(model: LanguageModel) -> dict[str, Any]:
-    mixer: Any = model.mixers[0]
+    mixer: Any = fla_attention.linear_mixers(model)[0]
     spec = mixer.q_features.spec
     return {
         **fla.keys_of(model),
@@ -48,7 +48,7 @@ FAMILY = Family(
     target="fla",
     model_types=("delta_net",),
     architecture="DeltaNetForCausalLM",
-    mixers=frozenset({"DeltaNet", "GatedDeltaNet"}),
+    mixers=frozenset({"DeltaNet", "GatedDeltaNet"}) | fla_attention.MIXERS,
     keys={
         **fla.KEYS,
         "num_heads": 16,

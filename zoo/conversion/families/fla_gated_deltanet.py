@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo.conversion import fla
+from zoo.conversion import fla, fla_attention
 from zoo.conversion.family import Config, Family
 from zoo.lm.model import LanguageModel
 
@@ -24,7 +24,7 @@ def to_ours(config: Config) -> dict[str, Any]:
 
 
 def to_theirs(model: LanguageModel) -> dict[str, Any]:
-    mixer: Any = model.mixers[0]
+    mixer: Any = fla_attention.linear_mixers(model)[0]
     return {
         **fla.keys_of(model),
         "num_heads": mixer.num_key_heads,
@@ -42,7 +42,7 @@ FAMILY = Family(
     target="fla",
     model_types=("gated_deltanet",),
     architecture="GatedDeltaNetForCausalLM",
-    mixers=frozenset({"GatedDeltaNet"}),
+    mixers=frozenset({"GatedDeltaNet"}) | fla_attention.MIXERS,
     keys={
         **fla.KEYS,
         "num_hidden_layers": 21,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo.conversion import fla
+from zoo.conversion import fla, fla_attention
 from zoo.conversion.family import Config, Family
 from zoo.lm.model import LanguageModel
 
@@ -18,15 +18,17 @@ def to_ours(config: Config) -> dict[str, Any]:
         expand_v=config["expand_v"],
         qk=features,
         v=features,
+        output_gate=config["use_output_gate"],
         norm_eps=config["norm_eps"],
     )
 
 
 def to_theirs(model: LanguageModel) -> dict[str, Any]:
-    mixer: Any = model.mixers[0]
+    mixer: Any = fla_attention.linear_mixers(model)[0]
     return {
         **fla.keys_of(model),
         "num_heads": mixer.num_heads,
+        "use_output_gate": mixer.o_norm.gated,
         "expand_k": mixer.num_heads * mixer.key_size / model.hidden_size,
         "expand_v": mixer.num_heads * mixer.value_size / model.hidden_size,
         **fla.convolution_of(mixer.q_features.spec),
@@ -38,11 +40,12 @@ FAMILY = Family(
     target="fla",
     model_types=("gla",),
     architecture="GLAForCausalLM",
-    mixers=frozenset({"GLA"}),
+    mixers=frozenset({"GLA"}) | fla_attention.MIXERS,
     keys={
         **fla.KEYS,
         "num_heads": 4,
         "num_kv_heads": None,
+        "use_output_gate": True,
         "expand_k": 0.5,
         "expand_v": 1.0,
         "use_short_conv": False,
@@ -51,7 +54,6 @@ FAMILY = Family(
     fixed={
         **fla.FIXED,
         "feature_map": (None,),
-        "use_output_gate": (True,),
         "clamp_min": (None,),
         "elementwise_affine": (True,),
         "use_gk": (True,),
@@ -62,8 +64,9 @@ FAMILY = Family(
     to_theirs=to_theirs,
     tensors=fla.TENSORS,
     layer_tensors=(
-        # the second is its name without `fuse_norm`
-        fla.mixer_tensor("g_norm_swish_gate.weight", "o_norm.weight", alias="g_norm.weight"),
+        # with a gate; the second is its name without `fuse_norm`
+        fla.mixer_tensor("g_norm_swish_gate.weight", "o_norm.weight", "g_norm.weight"),
+        fla.mixer_tensor("g_norm.weight", "o_norm.norm.weight"),
         *fla.layer_tensors(
             {
                 "q_proj.weight": "in_proj.q.weight",

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo.conversion import fla
+from zoo.conversion import fla, fla_attention
 from zoo.conversion.family import Config, Family, refusal
 from zoo.conversion.rules import Shared
 from zoo.lm.model import LanguageModel
@@ -30,7 +30,7 @@ def to_ours(config: Config) -> dict[str, Any]:
 
 
 def to_theirs(model: LanguageModel) -> dict[str, Any]:
-    mixer: Any = model.mixers[-1]
+    mixer: Any = fla_attention.linear_mixers(model)[-1]
     return {
         **fla.keys_of(model),
         "num_heads": mixer.num_heads,
@@ -45,7 +45,7 @@ FAMILY = Family(
     target="fla",
     model_types=("hgrn2",),
     architecture="HGRN2ForCausalLM",
-    mixers=frozenset({"HGRN2"}),
+    mixers=frozenset({"HGRN2"}) | fla_attention.MIXERS,
     keys={
         **fla.KEYS,
         "num_heads": None,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo.conversion import fla
+from zoo.conversion import fla, fla_attention
 from zoo.conversion.family import Config, Family, refusal
 from zoo.lm.model import LanguageModel
 
@@ -21,15 +21,17 @@ def to_ours(config: Config) -> dict[str, Any]:
         head_dim=keys // heads,
         expand_v=values / keys,
         qk={"map": {"class_path": "Rotary", "init_args": {"base": 10000.0}}},
+        output_gate=config["use_output_gate"],
         norm_eps=config["norm_eps"],
     )
 
 
 def to_theirs(model: LanguageModel) -> dict[str, Any]:
-    mixer: Any = model.mixers[0]
+    mixer: Any = fla_attention.linear_mixers(model)[0]
     return {
         **fla.keys_of(model),
         "num_heads": mixer.num_heads,
+        "use_output_gate": mixer.o_norm.gated,
         "expand_k": mixer.num_heads * mixer.key_size / model.hidden_size,
         "expand_v": mixer.num_heads * mixer.value_size / model.hidden_size,
     }
@@ -40,19 +42,19 @@ FAMILY = Family(
     target="fla",
     model_types=("retnet",),
     architecture="RetNetForCausalLM",
-    mixers=frozenset({"RetNet"}),
+    mixers=frozenset({"RetNet"}) | fla_attention.MIXERS,
     keys={
         **fla.KEYS,
         "hidden_ratio": 2.0,
         "num_heads": 8,
         "num_kv_heads": None,
+        "use_output_gate": True,
         "expand_k": 1.0,
         "expand_v": 2.0,
     },
     fixed={
         **fla.FIXED,
         "feature_map": (None,),
-        "use_output_gate": (True,),
         "elementwise_affine": (True,),
     },
     harmless=fla.HARMLESS | {"use_short_conv", "conv_size"},  # which the model does not hand to its layers
@@ -60,8 +62,9 @@ FAMILY = Family(
     to_theirs=to_theirs,
     tensors=fla.TENSORS,
     layer_tensors=(
-        # the second is its name without `fuse_norm`
-        fla.mixer_tensor("g_norm_swish_gate.weight", "o_norm.weight", alias="g_norm.weight"),
+        # with a gate; the second is its name without `fuse_norm`
+        fla.mixer_tensor("g_norm_swish_gate.weight", "o_norm.weight", "g_norm.weight"),
+        fla.mixer_tensor("g_norm.weight", "o_norm.norm.weight"),
         *fla.layer_tensors(
             {
                 **{f"{name}_proj.weight": f"in_proj.{name}.weight" for name in "qkvg"},

@@ -1,0 +1,103 @@
+"""Hybrids of flash-linear-attention: the key `attn`, which says in which layers attention takes the mixer's place."""
+
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from kernels import UserError
+from mixers import Rotary, SoftmaxAttention, TokenMixer
+from zoo.conversion.family import Config, check_kind, refusal
+from zoo.lm.model import LanguageModel
+
+MIXERS = frozenset({"SoftmaxAttention", "SlidingWindowAttention"})
+TENSORS: Mapping[str, str] = {
+    **{f"{x}_proj.{part}": f"in_proj.{x}.{part}" for x in "qkv" for part in ("weight", "bias")},
+    "o_proj.weight": "o_proj.weight",
+}
+_LINEAR, _FULL = "L", "".join(letter for letter in string.ascii_letters if letter != "L")  # letters of the pattern
+_REQUIRED = {"layers", "num_heads"}
+_OPTIONAL: Mapping[str, Any] = {"num_kv_heads": None, "qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
+# values of the kind that each must have
+_KINDS: Mapping[str, Any] = {**_OPTIONAL, "num_heads": 1, "num_kv_heads": 1, "window_size": 1}
+
+
+def stack_of(config: Config, mixer: dict[str, Any]) -> dict[str, Any]:
+    """Our stack of a mixer, and of attention where `attn` says so.
+
+    Raises:
+        UserError: `attn` is not what it should be, or leaves no layer to the mixer.
+    """
+    given, count = config["attn"], config["num_hidden_layers"]
+    if given is None:
+        return {"class_path": "Uniform", "init_args": {"mixer": mixer}}
+    specs = given if isinstance(given, list) else [given]
+    if len(specs) > len(_FULL):
+        raise refusal("attn", f"{len(specs)} settings", f"{len(_FULL)} at most")
+    pattern, mixers = [_LINEAR] * count, {_LINEAR: mixer}
+    for letter, spec in zip(_FULL, specs, strict=False):
+        _check(spec, count)
+        for layer in spec["layers"]:
+            if pattern[layer] != _LINEAR:
+                raise refusal("attn.layers", spec["layers"], "each layer once")
+            pattern[layer] = letter
+        mixers[letter] = _attention({**_OPTIONAL, **{key: v for key, v in spec.items() if v is not None}})
+    if _LINEAR not in pattern:
+        raise refusal("attn.layers", list(range(count)), "hybrids, so some layers that are not of attention")
+    used = {letter: mixers[letter] for letter in sorted(set(pattern))}
+    return {"class_path": "Pattern", "init_args": {"pattern": "".join(pattern), "mixers": used}}
+
+
+def _check(spec: Any, count: int) -> None:
+    if not isinstance(spec, Mapping) or not spec.keys() >= _REQUIRED or spec.keys() - _OPTIONAL.keys() - _REQUIRED:
+        known = ", ".join(_OPTIONAL)
+        raise refusal("attn", spec, f"settings of attention with layers and num_heads, and no others than {known}")
+    for key, kind in _KINDS.items():
+        check_kind(f"attn.{key}", spec.get(key), kind)
+    layers = spec["layers"]
+    if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < count for layer in layers):
+        raise refusal("attn.layers", layers, f"a list of layers from 0 to {count - 1}")
+
+
+def _attention(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of our attention for theirs."""
+    arguments = {
+        "num_heads": spec["num_heads"],
+        "num_kv_heads": spec["num_kv_heads"],
+        "qk": {"map": {"class_path": "Rotary", "init_args": {"base": float(spec["rope_theta"])}}},
+        "bias": spec["qkv_bias"],
+    }
+    if (window := spec["window_size"]) is None:
+        return {"class_path": "SoftmaxAttention", "init_args": arguments}
+    return {"class_path": "SlidingWindowAttention", "init_args": {**arguments, "window_size": window}}
+
+
+def keys_of(model: LanguageModel) -> dict[str, Any] | list[dict[str, Any]] | None:
+    """Their `attn`: one entry, or several where layers differ; None without attention."""
+    found: list[dict[str, Any]] = []
+    for layer, mixer in enumerate(model.mixers):
+        if not isinstance(mixer, SoftmaxAttention):
+            continue
+        turning = mixer.q_features.map
+        settings = {
+            "num_heads": mixer.num_heads,
+            "num_kv_heads": mixer.num_kv_heads,
+            "qkv_bias": mixer.in_proj.bias is not None,
+            "window_size": mixer.window_size,
+            "rope_theta": turning.base if isinstance(turning, Rotary) else _OPTIONAL["rope_theta"],
+        }
+        alike = next((spec for spec in found if spec.items() >= settings.items()), None)
+        if alike is None:
+            found.append(alike := {"layers": [], **settings})
+        alike["layers"].append(layer)
+    return found[0] if len(found) == 1 else found or None
+
+
+def linear_mixers(model: LanguageModel) -> list[TokenMixer]:
+    """The mixers of the layers that are not of attention.
+
+    Raises:
+        UserError: All are.
+    """
+    if not (found := [mixer for mixer in model.mixers if not isinstance(mixer, SoftmaxAttention)]):
+        raise UserError("to: fla is for models with linear layers, and all of this one are attention.")
+    return found
