@@ -25,6 +25,7 @@ from zoo.checkpoints.archive import check_archive
 from zoo.files.hashing import file_digest
 
 SHARDS = "shards"
+TENSORS = "tensors"  # an entry in `shards` that FSDP2's have (`fsdp_shards`) and ZeRO's have not
 _PREFIX = "shards-"
 _FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -79,8 +80,9 @@ def sync(folder: Path) -> None:
 
 def check_entry(path: str | os.PathLike[str], shards: Any) -> None:
     """Raise a UserError unless the entry `shards` of the checkpoint `path` is valid: files in one folder beside it."""
-    invalid = UserError(f"{path} is refused: its entry for ZeRO shards is not as this project writes it.")
-    if not isinstance(shards, Mapping) or {"folder", "files", "stage", "world_size", "parameters"} - shards.keys():
+    invalid = UserError(f"{path} is refused: its entry for shards is not as this project writes it.")
+    own = {TENSORS} if isinstance(shards, Mapping) and TENSORS in shards else {"stage", "world_size", "parameters"}
+    if not isinstance(shards, Mapping) or ({"folder", "files"} | own) - shards.keys():
         raise invalid
     folder, files = shards["folder"], shards["files"]
     if not isinstance(folder, str) or not isinstance(files, Mapping):
@@ -95,13 +97,16 @@ def check_entry(path: str | os.PathLike[str], shards: Any) -> None:
         raise UserError(f"{path} is refused: {folder} is not a folder of ZeRO shards beside it.")
 
 
-def check_shards(path: str | os.PathLike[str], shards: Mapping[str, Any], part: tuple[int, int] = (0, 1)) -> None:
-    """Check that a checkpoint's ZeRO shards are exactly the files that were written.
+def check_shards(
+    path: str | os.PathLike[str], shards: Mapping[str, Any], part: tuple[int, int] = (0, 1), archives: bool = True
+) -> None:
+    """Check that a checkpoint's shards are exactly the files that were written.
 
     Args:
         path: The checkpoint.
         shards: Its entry `shards`, checked by `check_entry`.
         part: (i, n): verify the hashes of the i-th of n parts of the files only, so that n processes share the work.
+        archives: Whether each file is an archive of `torch.save`, to be checked by `check_archive`.
 
     Raises:
         UserError: A file is missing, damaged, or extra.
@@ -123,7 +128,8 @@ def check_shards(path: str | os.PathLike[str], shards: Mapping[str, Any], part: 
         if number % part[1] == part[0]:
             if written is not None and file_digest(file) != written:
                 raise UserError(f"{path} is damaged: {file} does not have the bytes that were written.")
-            check_archive(file, contents=written is None)
+            if archives:
+                check_archive(file, contents=written is None)
 
 
 @contextlib.contextmanager
@@ -167,7 +173,7 @@ def divided_alike(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], s
         UserError: The run cannot resume from it at all.
     """
     weights = f"a new run can start from its weights: --optim.initial_weights={path}"
-    if (shards := checkpoint.get(SHARDS)) is None:
+    if (shards := checkpoint.get(SHARDS)) is None or TENSORS in shards:
         raise UserError(
             f"{path} was not saved by ZeRO; continue it with the strategy that it was saved with, or {weights}"
         )
