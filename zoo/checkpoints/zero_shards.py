@@ -1,8 +1,9 @@
-"""Sharded checkpoints: the tensors are ZeRO shards, written by DeepSpeed, one per process, to a folder beside the file.
+"""Sharded checkpoints: the tensors are in shards, written by each process, in a folder beside the file.
 
 The `.ckpt` is a small file whose entry `shards` names that folder. It is written last and atomically, so that it always
-names a complete folder; several files (`last.ckpt`, `best.ckpt`) may name the same one. DeepSpeed's converters, which
-read the shards, are called here alone; tried with DeepSpeed 0.19.
+names a complete folder; several files (`last.ckpt`, `best.ckpt`) may name the same one. Here is what ZeRO's and FSDP2's
+(`fsdp_shards`) have in common, and ZeRO's. DeepSpeed's converters, which read those, are called here alone; tried with
+DeepSpeed 0.19.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def import_deepspeed(reason: str) -> Any:
 
 
 def new_shards(folder: Path, step: int) -> str:
-    """An unused name in `folder` for the ZeRO shards of a step."""
+    """An unused name in `folder` for the shards of a step."""
     name, number = f"{_PREFIX}{step:08d}", 1
     while (folder / name).exists():  # saved again, or left by a killed process
         number += 1
@@ -57,17 +58,17 @@ def new_shards(folder: Path, step: int) -> str:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """All files in a folder of ZeRO shards, as relative paths with slashes."""
+    """All files in a folder of shards, as relative paths with slashes."""
     return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def shard_hashes(folder: Path, names: Sequence[str]) -> dict[str, list[Any]]:
-    """File name → its size in bytes and its hash, for some files in a folder of ZeRO shards."""
+    """File name → its size in bytes and its hash, for some files in a folder of shards."""
     return {name: [(folder / name).stat().st_size, file_digest(folder / name)] for name in names}
 
 
 def sync(folder: Path) -> None:
-    """Wait until all files in a folder of ZeRO shards are on the disk."""
+    """Wait until all files in a folder of shards are on the disk."""
     for path in [*folder.rglob("*"), folder]:
         if os.name == "nt" and path.is_dir():
             continue  # Windows cannot sync folders
@@ -94,7 +95,7 @@ def check_entry(path: str | os.PathLike[str], shards: Any) -> None:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name or ":" in name:
             raise UserError(f"{path} is refused: its shard {name} is not in a folder beside it.")
     if not folder.startswith(_PREFIX) or PurePosixPath(folder).name != folder or "\\" in folder:
-        raise UserError(f"{path} is refused: {folder} is not a folder of ZeRO shards beside it.")
+        raise UserError(f"{path} is refused: {folder} is not a folder of shards beside it.")
 
 
 def check_shards(
@@ -188,7 +189,7 @@ def divided_alike(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], s
 
 
 def remove_unused_shards(folder: Path) -> None:
-    """Remove ZeRO shards that no checkpoint in the folder names any more."""
+    """Remove shards that no checkpoint in the folder names any more."""
     used = set()
     for path in folder.glob("*.ckpt"):
         try:

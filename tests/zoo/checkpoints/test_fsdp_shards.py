@@ -12,9 +12,9 @@ import torch
 
 from kernels import UserError
 from zoo.checkpoints.archive import save_sealed
-from zoo.checkpoints.format import FORMAT, KEY, read_weights, read_whole_checkpoint
+from zoo.checkpoints.format import FORMAT, KEY, read_checkpoint, read_weights, read_whole_checkpoint
 from zoo.checkpoints.fsdp_shards import named_tensors, without_tensors, write_tensors
-from zoo.checkpoints.zero_shards import remove_unused_shards, shard_hashes, shard_names
+from zoo.checkpoints.zero_shards import divided_alike, remove_unused_shards, shard_hashes, shard_names
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*assuming the intent is to save in a single process")
 FOLDER, FILE, WEIGHT = "shards-00000001", "__0_0.distcp", "state_dict/model.weight"
@@ -65,7 +65,9 @@ LIES: dict[str, Callable[[dict[str, Any]], None]] = {
     "a file elsewhere": lambda entry: part(entry).__setitem__(2, "../secret"),
     "beyond the file": lambda entry: part(entry).__setitem__(3, 1 << 40),
     "a negative place": lambda entry: part(entry).__setitem__(3, -1),
-    "larger than the file": lambda entry: entry["tensors"].update({WEIGHT: [torch.float32, [1 << 40], part(entry)]}),
+    "larger than the file": lambda entry: entry["tensors"].update(
+        {WEIGHT: [torch.float32, [1 << 40], [[[0], [1 << 40], *part(entry)[2:]]]]}
+    ),
     "larger than its parts": lambda entry: entry["tensors"][WEIGHT].__setitem__(1, [300, 4]),
     "parts shared by many": lambda entry: entry["tensors"].update(
         {f"state_dict/{i}": entry["tensors"][WEIGHT] for i in range(1000)}
@@ -85,6 +87,12 @@ def test_an_entry_that_lies_is_refused(read: Callable[[Path], Any], lie: str, tm
     path = save(tmp_path, [optimizer()], LIES[lie])
     with pytest.raises(UserError, match="is not as this project writes it"):
         read(path)
+
+
+def test_zero_refuses_it(tmp_path: Path) -> None:
+    path = save(tmp_path, [optimizer()])
+    with pytest.raises(UserError, match="was not saved by ZeRO"):
+        divided_alike(path, read_checkpoint(path), 2, 1)
 
 
 class Bomb:
