@@ -82,7 +82,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> list[
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("way", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "context_parallel"])
+@pytest.mark.parametrize("way", ["ddp", "zero1", "zero2", "zero3", "fsdp", "context_parallel"])
 def test_two_gpus_train_as_one(way: str, alone: list[float], tmp_path: Path, shared_cache: Path) -> None:
     overlay = ("--config", f"train/{way}.yaml", "--trainer.precision=32-true")
     losses = fit(tmp_path, shared_cache, way, *short(way, *overlay, devices=2))

@@ -4,8 +4,7 @@ import os
 import re
 import struct
 import zipfile
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import torch
 import xxhash
@@ -84,7 +83,7 @@ def is_sealed(path: str | os.PathLike[str]) -> bool:
     return True
 
 
-def check_archive(path: str | os.PathLike[str], contents: bool) -> None:
+def check_archive(path: str | os.PathLike[str], contents: bool, part: IO[bytes] | None = None) -> None:
     """Check that a file is an archive as `torch.save` writes it.
 
     Its entries must be uncompressed and must not overlap, so that reading them takes no more memory than the file's
@@ -93,14 +92,17 @@ def check_archive(path: str | os.PathLike[str], contents: bool) -> None:
     Args:
         path: The file.
         contents: Whether to verify the entries' checksums as well.
+        part: The archive, if it is only a part of the file.
 
     Raises:
         UserError: The file is not such an archive, or is damaged.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(path if part is None else part) as archive:
+            assert archive.fp is not None
+            size = archive.fp.seek(0, os.SEEK_END)
             entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
-            ends = [*(entry.header_offset for entry in entries[1:]), Path(path).stat().st_size]
+            ends = [*(entry.header_offset for entry in entries[1:]), size]
             for entry, end in zip(entries, ends, strict=True):
                 earliest_end = entry.header_offset + _HEADER + len(entry.orig_filename) + entry.compress_size
                 if (

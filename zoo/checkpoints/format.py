@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.errors import UserError
+from zoo.checkpoints import fsdp_shards, zero_shards
 from zoo.checkpoints.archive import check_archive, is_sealed
 from zoo.checkpoints.tensor_files import TensorFiles, Weights, has_tensor_files
-from zoo.checkpoints.zero_shards import SHARDS, check_entry, whole_weights
+from zoo.checkpoints.zero_shards import SHARDS, TENSORS, check_entry
 from zoo.files.safe_yaml import check_plain
 
 FORMAT = 2  # 1 had no hash
@@ -41,7 +42,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
 
     Returns:
         Lightning's checkpoint; its entry `zoo` has the format, the config and the tokenizer. A sharded checkpoint has
-        an entry `shards` that names its ZeRO shards, and no `state_dict`.
+        an entry `shards` that names its shards, and no `state_dict`.
 
     Raises:
         UserError: The file is missing, damaged, or not a checkpoint of this project.
@@ -55,17 +56,21 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     weights = checkpoint.get("state_dict", {})
     if not isinstance(weights, Mapping) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise UserError(f"{path} is not a checkpoint of this project: its state_dict is invalid.")
-    if SHARDS in checkpoint:
-        check_entry(path, checkpoint[SHARDS])
+    _check_shards(path, checkpoint)
     return checkpoint
 
 
 def read_whole_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-    """As `read_checkpoint`, but for a sharded checkpoint the `state_dict` is assembled from its ZeRO shards."""
+    """As `read_checkpoint`, but the `state_dict` of a sharded checkpoint is assembled from its shards.
+
+    That of FSDP2 is then as if saved in one file; that of ZeRO keeps its entry `shards`, which has the optimiser.
+    """
     checkpoint = read_checkpoint(path, map_location)
-    if SHARDS in checkpoint:
-        checkpoint["state_dict"] = whole_weights(path, checkpoint[SHARDS])
-    return checkpoint
+    if SHARDS not in checkpoint:
+        return checkpoint
+    if TENSORS in checkpoint[SHARDS]:
+        return fsdp_shards.whole_checkpoint(path, checkpoint)
+    return {**checkpoint, "state_dict": zero_shards.whole_weights(path, checkpoint[SHARDS])}
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -92,8 +97,9 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         path = file
     contents = _read(path, "cpu")
     if isinstance(contents, Mapping) and SHARDS in contents:
-        check_entry(path, contents[SHARDS])
-        contents = {**contents, "state_dict": whole_weights(path, contents[SHARDS])}
+        _check_shards(path, contents)
+        kind = fsdp_shards if TENSORS in contents[SHARDS] else zero_shards
+        contents = {**contents, "state_dict": kind.whole_weights(path, contents[SHARDS])}
     if isinstance(contents, Mapping) and isinstance(contents.get("state_dict"), Mapping):
         # in Lightning's checkpoint the names start with `model.`
         contents = {str(name).removeprefix("model."): tensor for name, tensor in contents["state_dict"].items()}
@@ -174,6 +180,14 @@ def not_written(path: str | os.PathLike[str], error: OSError) -> UserError:
     reason = error.strerror or " ".join(str(error).split())
     kept = "the one saved there before is kept" if Path(path).exists() else "none was saved there before"
     return UserError(f"the checkpoint {path} cannot be written: {reason}; {kept}.")
+
+
+def _check_shards(path: str | os.PathLike[str], checkpoint: Mapping[str, Any]) -> None:
+    """Raise a UserError unless the entry `shards` of a sharded checkpoint is valid."""
+    if SHARDS in checkpoint:
+        check_entry(path, checkpoint[SHARDS])
+        if TENSORS in checkpoint[SHARDS]:
+            fsdp_shards.check_tensors(path, checkpoint)
 
 
 def _read(path: str | os.PathLike[str], map_location: Any) -> Any:

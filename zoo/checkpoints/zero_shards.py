@@ -1,8 +1,9 @@
-"""Sharded checkpoints: the tensors are ZeRO shards, written by DeepSpeed, one per process, to a folder beside the file.
+"""Sharded checkpoints: the tensors are in shards, written by each process, in a folder beside the file.
 
 The `.ckpt` is a small file whose entry `shards` names that folder. It is written last and atomically, so that it always
-names a complete folder; several files (`last.ckpt`, `best.ckpt`) may name the same one. DeepSpeed's converters, which
-read the shards, are called here alone; tried with DeepSpeed 0.19.
+names a complete folder; several files (`last.ckpt`, `best.ckpt`) may name the same one. Here is what ZeRO's and FSDP2's
+(`fsdp_shards`) have in common, and ZeRO's. DeepSpeed's converters, which read those, are called here alone; tried with
+DeepSpeed 0.19.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from zoo.checkpoints.archive import check_archive
 from zoo.files.hashing import file_digest
 
 SHARDS = "shards"
+TENSORS = "tensors"  # an entry in `shards` that FSDP2's have (`fsdp_shards`) and ZeRO's have not
 _PREFIX = "shards-"
 _FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -47,7 +49,7 @@ def import_deepspeed(reason: str) -> Any:
 
 
 def new_shards(folder: Path, step: int) -> str:
-    """An unused name in `folder` for the ZeRO shards of a step."""
+    """An unused name in `folder` for the shards of a step."""
     name, number = f"{_PREFIX}{step:08d}", 1
     while (folder / name).exists():  # saved again, or left by a killed process
         number += 1
@@ -56,17 +58,17 @@ def new_shards(folder: Path, step: int) -> str:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """All files in a folder of ZeRO shards, as relative paths with slashes."""
+    """All files in a folder of shards, as relative paths with slashes."""
     return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def shard_hashes(folder: Path, names: Sequence[str]) -> dict[str, list[Any]]:
-    """File name → its size in bytes and its hash, for some files in a folder of ZeRO shards."""
+    """File name → its size in bytes and its hash, for some files in a folder of shards."""
     return {name: [(folder / name).stat().st_size, file_digest(folder / name)] for name in names}
 
 
 def sync(folder: Path) -> None:
-    """Wait until all files in a folder of ZeRO shards are on the disk."""
+    """Wait until all files in a folder of shards are on the disk."""
     for path in [*folder.rglob("*"), folder]:
         if os.name == "nt" and path.is_dir():
             continue  # Windows cannot sync folders
@@ -79,8 +81,9 @@ def sync(folder: Path) -> None:
 
 def check_entry(path: str | os.PathLike[str], shards: Any) -> None:
     """Raise a UserError unless the entry `shards` of the checkpoint `path` is valid: files in one folder beside it."""
-    invalid = UserError(f"{path} is refused: its entry for ZeRO shards is not as this project writes it.")
-    if not isinstance(shards, Mapping) or {"folder", "files", "stage", "world_size", "parameters"} - shards.keys():
+    invalid = UserError(f"{path} is refused: its entry for shards is not as this project writes it.")
+    own = {TENSORS} if isinstance(shards, Mapping) and TENSORS in shards else {"stage", "world_size", "parameters"}
+    if not isinstance(shards, Mapping) or ({"folder", "files"} | own) - shards.keys():
         raise invalid
     folder, files = shards["folder"], shards["files"]
     if not isinstance(folder, str) or not isinstance(files, Mapping):
@@ -92,16 +95,19 @@ def check_entry(path: str | os.PathLike[str], shards: Any) -> None:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name or ":" in name:
             raise UserError(f"{path} is refused: its shard {name} is not in a folder beside it.")
     if not folder.startswith(_PREFIX) or PurePosixPath(folder).name != folder or "\\" in folder:
-        raise UserError(f"{path} is refused: {folder} is not a folder of ZeRO shards beside it.")
+        raise UserError(f"{path} is refused: {folder} is not a folder of shards beside it.")
 
 
-def check_shards(path: str | os.PathLike[str], shards: Mapping[str, Any], part: tuple[int, int] = (0, 1)) -> None:
-    """Check that a checkpoint's ZeRO shards are exactly the files that were written.
+def check_shards(
+    path: str | os.PathLike[str], shards: Mapping[str, Any], part: tuple[int, int] = (0, 1), archives: bool = True
+) -> None:
+    """Check that a checkpoint's shards are exactly the files that were written.
 
     Args:
         path: The checkpoint.
         shards: Its entry `shards`, checked by `check_entry`.
         part: (i, n): verify the hashes of the i-th of n parts of the files only, so that n processes share the work.
+        archives: Whether each file is an archive of `torch.save`, to be checked by `check_archive`.
 
     Raises:
         UserError: A file is missing, damaged, or extra.
@@ -123,7 +129,8 @@ def check_shards(path: str | os.PathLike[str], shards: Mapping[str, Any], part: 
         if number % part[1] == part[0]:
             if written is not None and file_digest(file) != written:
                 raise UserError(f"{path} is damaged: {file} does not have the bytes that were written.")
-            check_archive(file, contents=written is None)
+            if archives:
+                check_archive(file, contents=written is None)
 
 
 @contextlib.contextmanager
@@ -167,7 +174,7 @@ def divided_alike(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], s
         UserError: The run cannot resume from it at all.
     """
     weights = f"a new run can start from its weights: --optim.initial_weights={path}"
-    if (shards := checkpoint.get(SHARDS)) is None:
+    if (shards := checkpoint.get(SHARDS)) is None or TENSORS in shards:
         raise UserError(
             f"{path} was not saved by ZeRO; continue it with the strategy that it was saved with, or {weights}"
         )
@@ -182,7 +189,7 @@ def divided_alike(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], s
 
 
 def remove_unused_shards(folder: Path) -> None:
-    """Remove ZeRO shards that no checkpoint in the folder names any more."""
+    """Remove shards that no checkpoint in the folder names any more."""
     used = set()
     for path in folder.glob("*.ckpt"):
         try:

@@ -1,29 +1,44 @@
-"""FSDP2 as a strategy of this project: parameters, gradients and optimiser sharded by PyTorch, checkpoints in one file.
+"""FSDP2 as a strategy of this project: parameters, gradients and optimiser sharded by PyTorch.
 
 Tried with Lightning 2.6, whose `ModelParallelStrategy` looks the parameters of a checkpoint up by attribute names; a
 fused projection saves its parts under names of their own.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+
+from kernels.errors import UserError
+from zoo.checkpoints.archive import save_sealed
+from zoo.checkpoints.format import check_weights, read_checkpoint
+from zoo.checkpoints.fsdp_shards import named_tensors, read_tensors, with_tensors, without_tensors, write_tensors
+from zoo.checkpoints.zero_shards import SHARDS, TENSORS, new_shards, remove_unused_shards, sync
+from zoo.files.atomic import atomic_write
+from zoo.train.shards import all_succeeded, check_together, hashes_of_all, noted
 
 
 class FSDP2(ModelParallelStrategy):
     """Shards parameters, gradients and the optimiser over all processes, a block at a time (`fully_shard`).
 
-    Checkpoints are whole, in one file, and the same as those of one process: any strategy continues them, except ZeRO.
-    To write one, the processes gather it tensor by tensor.
+    Any number of processes and any strategy but ZeRO continues its checkpoints, in one file or sharded.
+
+    Args:
+        sharded_checkpoints: Each process writes what it has to a folder beside a small `.ckpt`, in the format of
+            `torch.distributed.checkpoint`; all must see the same file system. Otherwise a checkpoint is one file, which
+            the processes gather tensor by tensor in the memory of the first one.
     """
 
-    def __init__(self) -> None:
-        super().__init__(save_distributed_checkpoint=False)
+    def __init__(self, sharded_checkpoints: bool = False) -> None:
+        super().__init__(save_distributed_checkpoint=False)  # Lightning's are a folder, and neither atomic nor sealed
+        self.sharded_checkpoints = sharded_checkpoints
 
     def setup_environment(self) -> None:
         """Let all processes share the data, and none a tensor."""
@@ -31,15 +46,16 @@ class FSDP2(ModelParallelStrategy):
         super().setup_environment()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights on the CPU, in the first process; empty in the others."""
+        """The whole weights on the CPU, in the first process; empty in the others. Sharded: those of this process."""
         assert self.lightning_module is not None
+        if self.sharded_checkpoints:
+            return _registered(self.lightning_module)
         return self._whole(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on the CPU, in the first process; empty in the others."""
-        return self._whole(
-            (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
-        )
+        """The whole state on the CPU, in the first process; empty in the others. Sharded: that of this process."""
+        state = (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        return state if self.sharded_checkpoints else self._whole(state)
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
         """Gather the tensors of a state one by one, which takes all processes; only the first one keeps them."""
@@ -52,12 +68,76 @@ class FSDP2(ModelParallelStrategy):
         return gathered if self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write one file, as any other strategy does."""
-        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        """Write one file, as any other strategy does, or the shards of all processes and then the file that names them.
+
+        Raises:
+            UserError: A process could not write; in all processes.
+        """
+        if not self.sharded_checkpoints:
+            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options are not supported: checkpoints are written to local files")
+        path = Path(self.broadcast(str(filepath)))
+        name = self.broadcast(new_shards(path.parent, checkpoint["global_step"]))
+        shards, states = path.parent / name, checkpoint.get("optimizer_states", [])
+        failures: list[OSError] = []
+        tensors: dict[str, Any] = {}
+        with noted(failures):
+            tensors = write_tensors(shards, named_tensors(checkpoint["state_dict"], states))
+        all_succeeded(self, path, shards, failures)
+        files = hashes_of_all(self, shards, failures)
+        all_succeeded(self, path, shards, failures)
+        if self.is_global_zero:
+            written = {**checkpoint, "optimizer_states": without_tensors(states)}
+            del written["state_dict"]
+            with noted(failures):
+                sync(shards)
+                with atomic_write(path) as file:
+                    save_sealed({**written, SHARDS: {"folder": name, "files": files, TENSORS: tensors}}, file)
+        all_succeeded(self, path, shards, failures)
+        if self.is_global_zero:
+            remove_unused_shards(path.parent)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read it, in each process."""
-        return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+        """Read it, in each process; of a sharded one each reads its part, whichever processes wrote it.
+
+        Raises:
+            UserError: The checkpoint is missing, damaged, or of another model.
+        """
+        path = Path(checkpoint_path)
+        checkpoint = read_checkpoint(path)
+        if SHARDS not in checkpoint:
+            return checkpoint
+        if TENSORS not in checkpoint[SHARDS]:
+            return Strategy.load_checkpoint(self, path, weights_only)
+        shards = checkpoint.pop(SHARDS)
+        check_together(self, path, shards, archives=False)
+        tensors = self._counterparts(path, checkpoint, shards[TENSORS])
+        read_tensors(path, shards, tensors)
+        return with_tensors(checkpoint, tensors)
+
+    def _counterparts(self, path: Path, checkpoint: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Name in a sharded checkpoint → a tensor to read into, sharded as this run's is; optimisers' only to train."""
+        assert self.lightning_module is not None
+        whole = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape, _) in saved.items()}
+        described = with_tensors(checkpoint, whole)
+        check_weights(described["state_dict"], self.lightning_module, path)
+        weights = {name: torch.zeros_like(own) for name, own in _registered(self.lightning_module).items()}
+        states = []
+        for optimizer, optimizer_state in zip(self.optimizers, described["optimizer_states"], strict=False):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if misplaced := [index for index in optimizer_state["state"] if index >= len(parameters)]:
+                raise UserError(f"{path} does not fit the optimiser, which has no parameter {misplaced[0]}.")
+            states.append(
+                {
+                    "state": {
+                        index: {name: _zeros(parameters[index], value) for name, value in values.items()}
+                        for index, values in optimizer_state["state"].items()
+                    }
+                }
+            )
+        return named_tensors(weights, states)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Give each process its shards of the weights."""
@@ -85,6 +165,22 @@ class FSDP2(ModelParallelStrategy):
                 for index, values in saved["state"].items()
             }
             optimizer.load_state_dict({**saved, "state": state})
+
+
+def _registered(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and saved buffers of a module themselves; a state dict may have copies of their parts."""
+    saved = module.state_dict().keys()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    return {**dict(module.named_parameters(remove_duplicate=False)), **buffers}
+
+
+def _zeros(parameter: Tensor, value: Any) -> Any:
+    """Zeros in place of a whole tensor, sharded as a parameter if of its shape; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=value.dtype)
+    return torch.zeros_like(value, device="cpu")
 
 
 def _replicated(weight: Tensor, own: Tensor | None) -> Tensor:

@@ -6,7 +6,6 @@ It overrides private parts of Lightning's strategy and of DeepSpeed's engine; tr
 
 import argparse
 import pickle
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,16 +22,13 @@ from torch import nn
 
 from kernels.errors import UserError
 from zoo.checkpoints.archive import save_sealed
-from zoo.checkpoints.format import not_written, read_checkpoint, read_whole_checkpoint
+from zoo.checkpoints.format import read_checkpoint, read_whole_checkpoint
 from zoo.checkpoints.zero_shards import (
     SHARDS,
-    check_shards,
     divided_alike,
     import_deepspeed,
     new_shards,
     remove_unused_shards,
-    shard_hashes,
-    shard_names,
     sync,
     undivided,
     unreadable,
@@ -40,6 +36,7 @@ from zoo.checkpoints.zero_shards import (
 )
 from zoo.files.atomic import atomic_write
 from zoo.lm.block import Block
+from zoo.train.shards import all_succeeded, check_together, hashes_of_all, noted
 
 PRECISIONS = ("32-true", "bf16-mixed")
 BUCKET = 2 * 10**8  # numbers sent at once
@@ -215,17 +212,17 @@ class Zero(DeepSpeedStrategy):
         name = self.broadcast(new_shards(path.parent, checkpoint["global_step"]))
         shards = path.parent / name
         failures: list[OSError] = []
-        with _noted(failures):
+        with noted(failures):
             shards.mkdir(parents=True, exist_ok=True)
-        self._all_succeeded(path, shards, failures)
+        all_succeeded(self, path, shards, failures)
         with _noted_saves(self.deepspeed_engine, failures):
             self.deepspeed_engine.save_checkpoint(str(path.parent), tag=name, save_latest=False)
-        self._all_succeeded(path, shards, failures)
-        files = self._hashes(shards, failures)
-        self._all_succeeded(path, shards, failures)
+        all_succeeded(self, path, shards, failures)
+        files = hashes_of_all(self, shards, failures)
+        all_succeeded(self, path, shards, failures)
         if self.is_global_zero:
             written = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
-            with _noted(failures):
+            with noted(failures):
                 sync(shards)
                 entry = {
                     "folder": name,
@@ -236,37 +233,9 @@ class Zero(DeepSpeedStrategy):
                 }
                 with atomic_write(path) as file:
                     save_sealed({**written, SHARDS: entry}, file)
-        self._all_succeeded(path, shards, failures)
+        all_succeeded(self, path, shards, failures)
         if self.is_global_zero:
             remove_unused_shards(path.parent)
-
-    def _all_succeeded(self, path: Path, shards: Path, failures: list[OSError]) -> None:
-        """Raise in all processes if one could not write its shard, so that none is left waiting."""
-        if self.reduce_boolean_decision(not failures, all=True):
-            return
-        if self.is_global_zero:
-            shutil.rmtree(shards, ignore_errors=True)
-        raise not_written(path, failures[0] if failures else OSError("another process could not write its part"))
-
-    def _hashes(self, shards: Path, failures: list[OSError]) -> dict[str, list[Any]]:
-        """File name → its size in bytes and its hash; each process hashes some of the files."""
-        names = self.broadcast(shard_names(shards))
-        hashes: dict[str, list[Any]] = {}
-        with _noted(failures):
-            hashes = shard_hashes(shards, names[self.global_rank :: self.world_size])
-        parts: list[Any] = [None] * self.world_size
-        torch.distributed.all_gather_object(parts, hashes)
-        return {name: described for part in parts for name, described in part.items()}
-
-    def _check(self, path: Path, shards: Mapping[str, Any]) -> None:
-        """Raise a UserError in all processes, which share the work, if a ZeRO shard is missing or damaged."""
-        problem = None
-        try:
-            check_shards(path, shards, (self.global_rank, self.world_size))
-        except UserError as error:
-            problem = error
-        if not self.reduce_boolean_decision(problem is None, all=True):
-            raise problem or UserError(f"{path} is damaged, as another process found.")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint: the ZeRO shards of this process to resume, otherwise its whole weights.
@@ -280,7 +249,7 @@ class Zero(DeepSpeedStrategy):
         checkpoint = read_checkpoint(path)
         alike = divided_alike(path, checkpoint, self.stage, self.world_size)
         shards = checkpoint[SHARDS]
-        self._check(path, shards)
+        check_together(self, path, shards)
         if (saved := shards["parameters"]) != (current := _shapes(self.deepspeed_engine.module)):
             differing = sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
             raise UserError(f"{path} does not fit the model: {len(differing)} parameters differ, first {differing[0]}.")
@@ -397,15 +366,6 @@ class _PersistentBuffers:
             for key, buffer in part.named_buffers(recurse=False)
             if key not in part._non_persistent_buffers_set
         }
-
-
-@contextmanager
-def _noted(failures: list[OSError]) -> Iterator[None]:
-    """Append an OSError of the block to `failures` instead of raising it."""
-    try:
-        yield
-    except OSError as error:
-        failures.append(error)
 
 
 @contextmanager

@@ -5,7 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import cli
+import zoo
 from tests.commands import FIT, sitting_at, start
 from zoo.train.metrics_file import read_metrics
 
@@ -13,8 +16,11 @@ pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.slow
 
 TWO = ("--trainer.devices=2", "--trainer.accelerator=cpu")
+SHARDED = "--trainer.strategy={class_path: zoo.train.fsdp2.FSDP2, init_args: {sharded_checkpoints: true}}"
 STRATEGIES = {
     "fsdp2": (*TWO, "--trainer.strategy={class_path: zoo.train.fsdp2.FSDP2}"),
+    "sharded": (*TWO, SHARDED),
+    "sharded-alone": ("--trainer.devices=1", "--trainer.accelerator=cpu", SHARDED),
     "ddp": (*TWO, "--trainer.strategy=ddp"),
     "one": ("--trainer.devices=1", "--trainer.strategy=auto"),
 }
@@ -33,10 +39,10 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
-    """A folder with four steps by FSDP2 and by DDP."""
+    """A folder with four steps by FSDP2, with checkpoints of both kinds, and by DDP."""
     folder = tmp_path_factory.mktemp("fsdp2")
     with sitting_at(folder, shared_cache):
-        for name in ("fsdp2", "ddp"):
+        for name in ("fsdp2", "sharded", "sharded-alone", "ddp"):
             run(folder, shared_cache, *FIT, *STRATEGIES[name], "--run", name)
     return folder
 
@@ -47,7 +53,18 @@ def test_it_trains_as_ddp_does(begun: Path) -> None:
     assert one
 
 
-@pytest.mark.parametrize(("first", "then"), [("fsdp2", "fsdp2"), ("fsdp2", "one"), ("ddp", "fsdp2")])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("fsdp2", "fsdp2"),
+        ("fsdp2", "one"),
+        ("ddp", "fsdp2"),
+        ("sharded", "sharded"),
+        ("sharded", "sharded-alone"),
+        ("sharded-alone", "sharded"),
+        ("sharded", "one"),
+    ],
+)
 def test_a_checkpoint_is_continued_by_any_strategy(begun: Path, shared_cache: Path, first: str, then: str) -> None:
     runs, name = begun / "runs", f"{first}-{then}"
     for source, copy in ((first, name), ("ddp", f"{name}-expected")):
@@ -69,3 +86,16 @@ def test_best_is_linked_again_after_a_kill(begun: Path, shared_cache: Path) -> N
     with sitting_at(begun, shared_cache):
         run(begun, shared_cache, "fit", "--resume", "killed")
     assert (run_folder / "checkpoints" / "best.ckpt").samefile(run_folder / "checkpoints" / "last.ckpt")
+
+
+def test_a_sharded_checkpoint_is_one_model(begun: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All verbs read it whole, and its weights are those of the checkpoint in one file."""
+    checkpoints = [begun / "runs" / name / "checkpoints" / "last.ckpt" for name in ("sharded", "fsdp2")]
+    assert len(list(checkpoints[0].parent.glob("shards-*"))) == 1  # earlier ones are gone
+    sharded, whole = (zoo.load(path.parents[1]).state_dict() for path in checkpoints)
+    torch.testing.assert_close(sharded, whole, rtol=0, atol=1e-6)
+    with sitting_at(begun, shared_cache):
+        options = {"validate": STRATEGIES["one"], "generate": ("--max_new_tokens=3",), "export": ("--output=exported",)}
+        for verb, arguments in options.items():
+            assert cli.run([verb, "--checkpoint", str(begun / "runs" / "sharded"), *arguments]) == 0
+            assert not capsys.readouterr().err.count("error:")
