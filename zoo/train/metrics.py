@@ -1,11 +1,11 @@
 """Evaluation metrics: the loss over all tokens and by position in the context, and loss and accuracy by task."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from mixers import ContextParallel, positions
@@ -115,7 +115,14 @@ class Losses(NamedTuple):
     by_position: Tensor
 
 
-class ContextLoss(Metric):
+class Sums(Metric):
+    """A metric whose sums keep their dtype when the module around it is cast: bf16 would round away what is added."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
+        return super()._apply(lambda x: x.to(fn(x).device), exclude_state)
+
+
+class ContextLoss(Sums):
     """Mean loss per token, its perplexity, and the mean loss in equal buckets of the position in the context.
 
     If a model uses its context, its loss falls with the position.
@@ -154,7 +161,7 @@ class ContextLoss(Metric):
         return Losses(loss, loss.exp(), self.total / self.count)
 
 
-class TaskAccuracy(Metric):
+class TaskAccuracy(Sums):
     """The fraction of labels that are the likeliest token: over all labels, and by task.
 
     Args:
@@ -181,7 +188,7 @@ class TaskAccuracy(Metric):
         return self.correct.sum() / self.count.sum(), self.correct / self.count
 
 
-class TaskLoss(Metric):
+class TaskLoss(Sums):
     """The mean loss of each task in nats per token.
 
     Args:
