@@ -16,9 +16,11 @@ TOP = """\
 
 Every table and figure of the five papers: what it claims, what we measured, what a repetition needs. A status is about
 the claim, and rests on a measurement or a test in this repository, mostly of models far smaller than the paper's; `not
-run` means that we have none. GPU-hours are estimates for one H200, and each row says how they were made. Where a corpus
-is needed, the commands expect it as `corpus`, its tokenizer as `tokenizer.json`, and the files of benchmarks in
-`benchmarks` ([Data](data.md), [Evaluation](evaluation.md)).
+run` means that we have none. Hours are estimates for one H200: 175k tokens/s for 400M parameters
+([performance](performance.md)), and as many FLOPs a second at other sizes; evaluating adds little. Commands expect a
+corpus as `corpus`, its tokenizer as `tokenizer.json`, and the files of benchmarks in `benchmarks` ([Data](data.md),
+[Evaluation](evaluation.md)). They train a few of a row's models; the others differ in a factor, a size or an overlay. A
+command that several rows of a list need is printed at the first.
 """
 
 
@@ -75,9 +77,10 @@ def _measured(paper: Paper, item: str, row: Row) -> Iterator[str]:
     yield from ("```bash", ours.command, "```", "")
     if row.picture is not None:
         yield from (f"![{row.claim}]({_from_docs(row.picture)})", "")
-    if row.needs.gpu_hours:
-        yield from (f"At the paper's size it needs {_needs(row)}. {_sentence(row.needs.arithmetic)}", "")
-    if others := [command for command in row.commands or [] if command != ours.command]:
+    others = [command for command in row.commands or [] if command != ours.command]
+    if others and row.needs.gpu_hours:
+        yield from (f"At the paper's size it needs {_needs(row)}. Estimate: {row.needs.arithmetic}.", "")
+    if others:
         yield from ("```bash", *others, "```", "")
 
 
@@ -89,13 +92,15 @@ def _not_run(paper: Paper) -> Iterator[str]:
     yield from (f"### {paper.listing.title}", "")
     yield from ("| | claim | paper | status | estimate |", "|---|---|---|---|---|")
     for item, row in rows.items():
-        claim = row.claim if row.note is None else f"{row.claim} ({row.note})"
+        claim = row.claim if row.note is None else f"{row.claim} {row.note}"
         cells = (item, claim, _numbers(row), f"not run (needs {_needs(row)})", row.needs.arithmetic)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield from ("", "```bash")
+    printed: set[str] = set()
     for item, row in rows.items():
         if row.commands:
-            yield from (f"# {item}", *row.commands)
+            yield from (f"# {item}", *(command for command in row.commands if command not in printed))
+            printed |= {*row.commands}
     yield from ("```", "")
 
 
@@ -110,12 +115,8 @@ def _numbers(row: Row) -> str:
 
 def _needs(row: Row) -> str:
     needs = row.needs
-    hours = f"{needs.gpu_hours:,g} GPU-hour{'' if needs.gpu_hours == 1 else 's'}"
-    return "; ".join([hours, *(part for part in (needs.data, needs.missing) if part is not None)])
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    hours = f"{needs.gpu_hours:,g} GPU-hour{'' if needs.gpu_hours == 1 else 's'}" if needs.gpu_hours else None
+    return "; ".join(part for part in (hours, needs.data, needs.missing) if part is not None)
 
 
 def _from_docs(path: str) -> str:

@@ -29,7 +29,7 @@ def test_commands_are_of_the_command_line_or_of_tests_that_exist():
     for line in {*COMMANDS} - {*OURS}:
         pytest_, *files = shlex.split(line)
         assert pytest_ == "pytest"
-        assert all((ROOT / file).is_file() for file in files), line
+        assert all((ROOT / file.partition("::")[0]).is_file() for file in files), line
 
 
 @pytest.mark.parametrize("line", [line for line in OURS if line.split()[2] in QUICK])
