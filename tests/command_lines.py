@@ -7,6 +7,8 @@ from zoo.sweeps.comparison import whole_configs
 
 from .commands import Command
 
+ON_GPUS = (["bench", "training"], ["bench", "scaling"], ["bench", "expansion"])  # for minutes, as peers do
+
 
 def check_parses(arguments: list[str], command: Command, folder: Path) -> None:
     """Assert that what follows `python cli.py` is a command; cheap ones are run, and write into `folder`."""
@@ -22,10 +24,8 @@ def check_parses(arguments: list[str], command: Command, folder: Path) -> None:
         arguments.append("--print_config")  # all of it is parsed, and nothing is run
     elif arguments[:1] == ["sweep"]:
         arguments.append("--dry-run")
-    elif (
-        arguments[:2] in (["bench", "training"], ["bench", "scaling"], ["bench", "expansion"]) or "--peers" in arguments
-    ):
-        arguments.append("--help")  # of minutes on a GPU, where the peers run: the options have to exist
+    elif arguments[:2] in ON_GPUS or "--peers" in arguments:
+        arguments.append("--help")  # the options have to exist
         options = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
         assert all(option in command(*arguments).out for option in options)
     elif arguments[:1] == ["bench"]:
