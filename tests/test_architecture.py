@@ -48,6 +48,7 @@ ROOMS = (
     "zoo.scaling",
     "zoo.doctor",
     "zoo.report",
+    "zoo.reproductions",
 )
 
 

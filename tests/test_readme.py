@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import mixers
-from zoo.config.parser import read
-from zoo.sweeps.comparison import whole_configs
 
+from .command_lines import check_parses
 from .commands import ROOT, Command
 from .zoo.conversion.public_folder import write
 
@@ -52,28 +51,8 @@ def test_a_command_of_the_readme_parses(
     if named:  # of a run that the reader has by then; here there is another one
         monkeypatch.chdir(finished)
         arguments = [re.sub(r"runs/[^/]+", "runs/done", argument) for argument in arguments]
-    if arguments and arguments[0] == "compare":  # would train for an hour
-        keys = [argument.removeprefix("--") for argument in arguments[1:] if argument.startswith("--")]
-        overrides = [key for key in keys if not key.startswith(("jobs=", "folder="))]
-        names = [argument for argument in arguments[1:] if not argument.startswith("--")]
-        for name in names or whole_configs():
-            read(name, *overrides)
-        return
-    if arguments and arguments[0] in ("fit", "validate", "test", "predict"):
-        arguments.append("--print_config")  # all of it is parsed, and nothing is run
-    elif arguments and arguments[0] == "sweep":
-        arguments.append("--dry-run")
-    elif arguments[:2] in (["bench", "training"], ["bench", "scaling"]):
-        arguments.append("--help")  # of minutes on a GPU: the options have to exist
-        options = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
-        assert all(option in command(*arguments).out for option in options)
-    elif arguments and arguments[0] == "bench":
-        arguments += ["--lengths=[]", "--shapes=[[1,1,64,16]]", "--seconds=0.01", f"--folder={tmp_path}"]
-    elif arguments and arguments[0] == "convert":
+    if arguments and arguments[0] == "convert":
         write(tmp_path / "desk" / "some-hf-folder")
-    elif arguments[:2] == ["scaling", "fit"]:
-        arguments.append("--help")  # of runs that take hours
     elif arguments and arguments[0] == "generate":
         arguments.append("--max_new_tokens=1")
-    shown = command(*arguments)
-    assert shown.code == 0, shown.err
+    check_parses(arguments, command, tmp_path)

@@ -1,0 +1,119 @@
+"""The rows: every table and figure has one, in a form that says what is wrong with it, and the page is theirs."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kernels import UserError
+from tests.commands import ROOT
+from zoo.reproductions import Paper, read_papers
+from zoo.reproductions.page import page
+from zoo.reproductions.read import FOLDER
+
+# tables and figures that the papers have, counted in the papers
+COUNTS = {
+    "Scaling up the State Size of RNN LLMs for Long-Context Scenarios": (12, 3),
+    "StateX: Enhancing RNN Recall via Post-training State Expansion": (8, 6),  # the needles have no number of their own
+    "HGRN2: Gated Linear RNNs with State Expansion": (12, 5),
+    "Scaling Laws for Linear Complexity Language Models": (14, 2),
+    "Gated Delta Networks: Improving Mamba2 with Delta Rule": (7, 3),
+}
+
+
+@pytest.fixture(scope="module")
+def papers() -> list[Paper]:
+    return read_papers()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the shortest of the papers, to be spoiled."""
+    (tmp_path / "papers.yaml").write_text("paper: {title: A Paper, items: [Table 1, Table S.1]}")
+    (tmp_path / "paper").mkdir()
+    for item in ("table_1", "table_s1"):
+        shutil.copy(FOLDER / "state_expansion" / "table_7.yaml", tmp_path / "paper" / f"{item}.yaml")
+    return tmp_path
+
+
+def test_every_table_and_figure_of_the_five_papers_has_a_row(papers: list[Paper]):
+    counts = {}
+    for paper in papers:
+        assert [*paper.rows] == paper.listing.items
+        tables = sum(item.startswith("Table") for item in paper.rows)
+        counts[paper.listing.title] = (tables, len(paper.rows) - tables)
+    assert counts == COUNTS
+
+
+def test_what_rows_point_at_exists(papers: list[Paper]):
+    for row in (row for paper in papers for row in paper.rows.values()):
+        sources = [] if row.ours is None else row.ours.sources
+        pictures = [] if row.picture is None else [row.picture]
+        for path in (*sources, *pictures):
+            assert (ROOT / path).is_file(), path
+
+
+def test_the_page_is_what_the_rows_say(papers: list[Paper]):
+    assert (ROOT / "docs" / "reproductions.md").read_text() == page(papers), "run `python -m zoo.reproductions`"
+
+
+def test_what_warns_a_reader_stands_first(papers: list[Paper]):
+    headings = re.findall(r"^### .* of .*: (contradicted|partly|reproduced)(.*)$", page(papers), re.MULTILINE)
+    warnings = [status == "contradicted" or "hidden by the spread" in rest for status, rest in headings]
+    assert any(warnings)
+    assert warnings == sorted(warnings, reverse=True)
+    assert len(headings) == sum(row.ours is not None for paper in papers for row in paper.rows.values())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("claim:", "clam:", r"paper/table_1.yaml: clam: unknown key; did you mean 'claim'\?"),
+        (
+            "status: contradicted",
+            "status: refuted",
+            "status: 'refuted' is not one of contradicted, partly, reproduced,",
+        ),
+        (
+            "status: contradicted",
+            "status: not run",
+            "status: it is 'not run', so `ours` must be left out",
+        ),
+        ("'2026-11-22'", "'yesterday'", r"table_1.yaml: ours.date: 'yesterday' is no date; write YYYY-MM-DD"),
+        (
+            "command: python cli.py sweep",
+            "command: python sweep",
+            "ours.command: 'python sweep .*' begins neither",
+        ),
+        ("- python cli.py fit", "- python fit", r"commands: 'python fit .*' does not begin with 'python cli.py'"),
+        ("gpu_hours: 216", "gpu_hours: many", r"table_1.yaml: needs.gpu_hours: 'many'"),
+    ],
+)
+def test_a_mistake_in_a_row_is_told_in_a_sentence(folder: Path, old: str, new: str, message: str):
+    file = folder / "paper" / "table_1.yaml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    with pytest.raises(UserError, match=message) as error:
+        read_papers(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_measured_and_no_command_need_a_reason(folder: Path):
+    needs = "needs: {gpu_hours: 1, arithmetic: none}"
+    (folder / "paper" / "table_1.yaml").write_text(f"claim: A.\nstatus: reproduced\n{needs}")
+    with pytest.raises(UserError, match="status: it is 'reproduced', so `ours` must say what was measured"):
+        read_papers(folder)
+    (folder / "paper" / "table_1.yaml").write_text(f"claim: A.\nstatus: not run\n{needs}")
+    with pytest.raises(UserError, match=r"commands: there are none; needs.missing must say what they lack"):
+        read_papers(folder)
+
+
+def test_no_row_is_missing_or_of_nothing(folder: Path):
+    (folder / "paper" / "table_s1.yaml").rename(folder / "paper" / "table_2.yaml")
+    with pytest.raises(UserError, match=r"Table S\.1 of paper has no row; write .*/paper/table_s1\.yaml"):
+        read_papers(folder)
+    shutil.copy(folder / "paper" / "table_2.yaml", folder / "paper" / "table_s1.yaml")
+    with pytest.raises(UserError, match=r"/paper/table_2\.yaml is of no table or figure in .*papers\.yaml"):
+        read_papers(folder)
