@@ -144,6 +144,14 @@ def test_it_learns(tmp_path):
     assert module.tokens_seen == 60 * 64
 
 
+def test_sums_stay_exact_when_the_module_around_them_is_cast():
+    around = torch.nn.ModuleDict({"loss": ContextLoss(8)}).to(torch.bfloat16)
+    labels = torch.ones(1, 8, dtype=torch.int64)
+    for _ in range(3):
+        around["loss"].update(torch.full((1, 8), 257.0), labels, None)  # a number that bf16 lacks
+    assert around["loss"].compute().loss == 257
+
+
 def test_precision():
     assert best_precision("cpu") == "32-true"
     assert best_precision("gpu") in ("32-true", "bf16-mixed")
