@@ -77,14 +77,14 @@ MISTAKES = {
 
 @pytest.fixture
 def fit(command: Command, desk: Path) -> Callable:
-    """`fit` with a data module of `own.py`; what it names itself is the run's folder."""
-    (desk / "own.py").write_text(OWN)
+    """`fit` with a data module of `own_data.py`; what it names itself is the run's folder."""
+    (desk / "own_data.py").write_text(OWN)
     (desk / "tiny.yaml").write_text(
         "\n".join(line for line in (desk / "tiny.yaml").read_text().splitlines() if "data:" not in line)
     )
 
     def call(name: str, *options: str):
-        return command(*FIT, f"--data=own.{name}", *options)
+        return command(*FIT, f"--data=own_data.{name}", *options)
 
     return call
 
@@ -126,9 +126,9 @@ def test_two_processes_share_the_samples(fit: Callable, desk: Path, shared_cache
     from .commands import start
 
     noting = "open(f'seen-{torch.distributed.get_rank()}', 'a').write(f'{tokens[0, 0]} {tokens[1, 0]} ')"
-    (desk / "own.py").write_text(OWN.replace("        return {", f"        {noting}\n        return {{", 1))
+    (desk / "own_data.py").write_text(OWN.replace("        return {", f"        {noting}\n        return {{", 1))
     two = ("--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=2", "--trainer.num_sanity_val_steps=0")
-    process = start(desk, shared_cache, *FIT, "--data=own.Counting", *two, "--trainer.limit_val_batches=0", ZOO_RUN="")
+    process = start(desk, shared_cache, *FIT, "--data=own_data.Counting", *two, "--trainer.limit_val_batches=0", ZOO_RUN="")
     _, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
     seen = [int(word) for rank in (0, 1) for word in (desk / f"seen-{rank}").read_text().split()]
