@@ -128,7 +128,9 @@ def test_two_processes_share_the_samples(fit: Callable, desk: Path, shared_cache
     noting = "open(f'seen-{torch.distributed.get_rank()}', 'a').write(f'{tokens[0, 0]} {tokens[1, 0]} ')"
     (desk / "own_data.py").write_text(OWN.replace("        return {", f"        {noting}\n        return {{", 1))
     two = ("--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=2", "--trainer.num_sanity_val_steps=0")
-    process = start(desk, shared_cache, *FIT, "--data=own_data.Counting", *two, "--trainer.limit_val_batches=0", ZOO_RUN="")
+    process = start(
+        desk, shared_cache, *FIT, "--data=own_data.Counting", *two, "--trainer.limit_val_batches=0", ZOO_RUN=""
+    )
     _, err = process.communicate(timeout=180)
     assert process.returncode == 0, err
     seen = [int(word) for rank in (0, 1) for word in (desk / f"seen-{rank}").read_text().split()]
