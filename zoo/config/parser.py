@@ -47,8 +47,9 @@ set_dumper(_MODE, dump_yaml)
 class ConfigFile(ActionConfigFile):
     """--config that finds configs by name, and does not pass on what was meant for another class.
 
-    The parser would give a component that replaces another all arguments of the former that it knows, too. Parts of a model
-    start from their own defaults; a data class keeps what was set for the former, such as its path, but no defaults.
+    The parser would give a component that replaces another all arguments of the former that it knows, too. Parts of a
+    model start from their own defaults; a data class keeps what was set for the former, such as its path, but no
+    defaults.
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
