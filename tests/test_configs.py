@@ -2,9 +2,11 @@
 
 import functools
 import importlib
+import itertools
 import math
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -266,6 +268,53 @@ def test_an_overlay_changes_its_base(name: str, base: str):
     assert changed == set(CONTENTS[name]), "each of its keys has an effect"
     if base in RUNS_AS_IT_IS and name not in ABLATIONS:  # the others have tests of their own
         assert zoo.build(base, name, "model.vocab_size=32000", device="meta").num_parameters() > 0
+
+
+PUBLISHED_TEXT = [name for name in OVERLAYS if "hf download" in (configs.CONFIGS / name).read_text()]
+
+
+@pytest.mark.parametrize("name", PUBLISHED_TEXT)
+def test_what_a_data_config_reads_is_what_its_commands_fetch(name: str):
+    fetched = [shlex.split(line.removeprefix("#   ")) for line in header(name) if "hf download" in line]
+    folders = [words[words.index("--local-dir") + 1] for words in fetched]
+    data = CONTENTS[name]["data"]
+    read = [data["path"], *(text["path"] for text in data.get("validation_sets", {}).values()), data["tokenizer"]]
+    assert all(f"{path}/".startswith(f"{folders[0]}/") for path in read[:-1])
+    assert read[-1] == f"{folders[1]}/{fetched[1][3]}"
+    included = [pattern for word, pattern in itertools.pairwise(fetched[0]) if word == "--include"] or [""]
+    for path in read[:-1]:
+        part = path.removeprefix(folders[0]).strip("/")
+        assert path.endswith(".txt") or any(pattern.startswith(part) for pattern in included), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "line"), [(name, line) for name in (*PAPERS, *PUBLISHED_TEXT) for line in commands(name)], ids=str
+)
+def test_a_command_of_an_overlay_parses(name: str, line: str, command: Command):
+    _, _, verb, *arguments = shlex.split(line)
+    assert name in named(line)
+    shown = command(verb, *arguments, "--print_config")
+    assert shown.code == 0, shown.err
+
+
+def test_wikitext_is_made_of_its_rows(tmp_path: Path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    folder = tmp_path / "corpora" / "wikitext" / "wikitext-103-raw-v1"
+    folder.mkdir(parents=True)
+    for number, part in enumerate(("train", "train", "validation", "test")):
+        rows = ["", f" = Title {number} = \n", " é words \n"]
+        parquet.write_table(pyarrow.table({"text": rows}), folder / f"{part}-0000{number}-of-2.parquet")
+    lines = [line.removeprefix("#   ") for line in header("data/wikitext_103.yaml")]
+    loop = "\n".join(
+        lines[next(n for n, line in enumerate(lines) if line.startswith("for ")) : lines.index("done") + 1]
+    )
+    subprocess.run(["bash", "-c", loop], cwd=tmp_path, check=True)
+    text = (folder.parent / "train.txt").read_text()
+    assert text == " = Title 0 = \n é words \n = Title 1 = \n é words \n"
+    assert (folder.parent / "test.txt").read_text().startswith(" = Title 3 = ")
 
 
 ABLATIONS = [name for name in OVERLAYS if name.startswith("ablate/")]

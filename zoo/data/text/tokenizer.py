@@ -28,8 +28,11 @@ _FORMAT = 1
 _CHECKSUM = "checksum.json"  # in the folder of a trained tokenizer
 # Letters, spaces and lines of all kinds, in the form that normalisers leave as it is.
 _PROBE = "A line,  Übergröße 字\n\tand 😀."
-# Files of other libraries for tokenizers, which transformers converts.
-_FOREIGN = {".model": "SentencePiece", ".tiktoken": "tiktoken"}
+# Files of other libraries, and where a tokenizer.json comes from.
+_FOREIGN = {
+    ".model": "SentencePiece; a tokenizer.json is needed, which is mostly published beside it",
+    ".tiktoken": "tiktoken; a tokenizer.json is needed, and docs/data.md says how to make one",
+}
 # Key in the entry of an added token (where other programs ignore unknown keys) for its role in documents.
 _ROLES = "document_roles"
 
@@ -134,7 +137,7 @@ class Tokenizer:
         file = file / "tokenizer.json" if file.is_dir() else file
         name = name or f"data.tokenizer: {file}"
         if library := _FOREIGN.get(file.suffix):
-            raise UserError(f"{name} is a file of {library}; convert it to a tokenizer.json, as docs/data.md says.")
+            raise UserError(f"{name} is a file of {library}.")
         if not file.is_file():
             raise UserError(f"{name} does not exist; a tokenizer.json or a folder with one is needed.")
         try:
