@@ -124,12 +124,12 @@ class TokenisedText(ResumableData):
 
     def loaders_beside(self) -> list[ValidationLoader]:
         """A loader for each validation set: batches of this rank, each sample once."""
-        if not self._validated_beside:
-            for key, corpus in self._corpora_beside():
-                with errors_name(key):
-                    shards = Shards(self._prepare(corpus, None), "validation", self.verify)
-                    self._validated_beside.append(Windows(shards, self.sequence_length, self.packing))
-        return [self.evaluation_loader(windows) for windows in self._validated_beside]
+        opened = self._validated_beside
+        for key, corpus in [*self._corpora_beside()][len(opened) :]:
+            with errors_name(key):
+                shards = Shards(self._prepare(corpus, None), "validation", self.verify)
+                opened.append(Windows(shards, self.sequence_length, self.packing))
+        return [self.evaluation_loader(windows) for windows in opened]
 
     def windows(self, corpus: Corpus) -> tuple[Windows, Windows]:
         """The training and validation samples of a corpus, from verified token shards."""
