@@ -88,7 +88,9 @@ def check_parses(arguments: list[str], command: Command, folder: Path) -> None:
             read(name, *overrides)
         return
     arguments = [*arguments]
-    if arguments and arguments[0] in ("fit", "validate", "test", "predict"):
+    if any(argument.endswith(".help") for argument in arguments):
+        pass  # prints, and runs nothing
+    elif arguments and arguments[0] in ("fit", "validate", "test", "predict"):
         arguments.append("--print_config")  # all of it is parsed, and nothing is run
     elif arguments[:1] == ["sweep"]:
         arguments.append("--dry-run")
