@@ -61,13 +61,15 @@ def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], check
     """
     row = (read_row(checkpoint) if checkpoint.is_dir() else None) or {}
     state, unknown = model.state_size(), "*to be filled in*"
+    initial = (config.get("optim") or {}).get("initial_weights")
+    start = "" if initial is None else f", after those of `{Path(initial).name}`, whose weights it started from"
     grows = "grows with the text" if math.isinf(state) else f"{state:,} numbers, whatever the length of the text"
     rows = {
         "layers": f"{model.num_layers} of {mixer_names(model)}, {model.hidden_size} channels wide",
         "parameters": f"{model.num_parameters():,}",
         "state of a sequence": grows,
         "vocabulary": f"{model.vocab_size:,} tokens",
-        "trained on": f"{row['tokens_seen']:,} tokens" if "tokens_seen" in row else unknown,
+        "trained on": f"{row['tokens_seen']:,} tokens{start}" if "tokens_seen" in row else unknown,
         "context in training": f"{row['context_length']:,} tokens" if "context_length" in row else unknown,
         "data": _sources(config.get("data") or {}) or unknown,
         "validation loss": _loss(row) or unknown,

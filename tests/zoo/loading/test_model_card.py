@@ -43,6 +43,18 @@ def test_a_run_describes_itself(command: Command, desk: Path):
     assert header == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["GLA"]}
 
 
+def test_a_model_that_was_trained_on_says_from_what(desk: Path):
+    zoo.convert(write(desk / "theirs"), desk / "ours")
+    short = {
+        "data": {"sequence_length": 32, "batch_size": 2, "max_characters": 20000, "tokenizer": "ours"},
+        "trainer": {"max_steps": 1, "limit_val_batches": 1, "accelerator": "cpu"},
+    }
+    zoo.fit("ours/config.yaml", short, "optim.initial_weights=ours", run="more")
+    zoo.convert("runs/more", "back", to="fla")
+    rows = table((desk / "back" / "README.md").read_text())
+    assert rows["trained on"] == "64 tokens, after those of `ours`, whose weights it started from"
+
+
 def test_what_nobody_knows_is_marked(desk: Path):
     zoo.convert(write(desk / "theirs"), desk / "ours")
     assert not (desk / "ours" / "README.md").exists()  # only what is to be published has a card
