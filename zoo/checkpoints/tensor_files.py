@@ -142,6 +142,7 @@ def write_tensor_files(weights: Weights, folder: Path, most_bytes: int = SHARD_B
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # what became of an OSError
             raise OSError(str(error)) from error
+        _open_to_readers(folder / file)
     if len(shards) == 1:
         return names
     index = {
@@ -150,6 +151,14 @@ def write_tensor_files(weights: Weights, folder: Path, most_bytes: int = SHARD_B
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return [*names, INDEX]
+
+
+def _open_to_readers(file: Path) -> None:
+    """Give a file the mode that new files have here: safetensors 0.8 writes its own for the user alone."""
+    new = file.with_name(f"{file.name}.mode")
+    new.touch()
+    file.chmod(new.stat().st_mode & 0o777)
+    new.unlink()
 
 
 def _shards(specs: Mapping[str, Spec], most_bytes: int) -> Iterator[list[str]]:

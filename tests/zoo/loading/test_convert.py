@@ -92,6 +92,9 @@ def test_a_run_is_converted(command: Command, desk: Path):
     prompt = torch.randint(0, 512, (1, 9))
     assert torch.equal(zoo.load("for-fla")(prompt)[0], zoo.load("runs/first")(prompt)[0])
     assert zoo.load_tokenizer("for-fla").encode("def") == zoo.load_tokenizer("runs/first").encode("def")
+    modes = {path.name: path.stat().st_mode for path in (desk / "for-fla").iterdir()}
+    assert len(modes) > 3
+    assert len(set(modes.values())) == 1  # others may read the weights if they may read the rest
 
 
 def test_shards_of_ours_are_checked(desk: Path):
