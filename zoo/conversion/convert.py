@@ -134,7 +134,9 @@ def _held(model: LanguageModel, family: Family, config: dict[str, Any]) -> Langu
     except UserError as error:
         raise UserError(f"to: {family.name} cannot hold this model: {error}") from None
     if (found := difference(model, again)) is not None:
-        raise UserError(f"to: {family.name} cannot hold this model: {found}.")
+        one_eps = " (it has one eps for all norms: train with --model.norm_eps equal to the mixers')"
+        advice = one_eps if ".eps is " in found else ""
+        raise UserError(f"to: {family.name} cannot hold this model: {found}{advice}.")
     return again
 
 
