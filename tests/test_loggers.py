@@ -68,7 +68,11 @@ def test_a_logger_lies_in_the_run_and_is_continued(logger_config: Path, command:
     rows = list(map(yaml.safe_load, log.read_text().splitlines()))
     assert [row["step"] for row in rows if "train_loss" in row] == [0, 1, 2]
     before = log.read_text()
-    assert command("validate", "--checkpoint", "runs/one").code == 0  # nothing is logged of it
+    assert command("validate", "--checkpoint", "runs/one").code == 0  # the run's logger is for training
+    assert log.read_text() == before
+    named = ("--config", "logger.yaml", "--trainer.logger.name=validation")  # one for the validation is its own
+    assert command("validate", "--checkpoint", "runs/one", *named).code == 0
+    assert "val_loss" in (logger_config / "runs" / "one" / "validation.log").read_text()
     assert log.read_text() == before
     assert not list(logger_config.glob("{run}*"))
     again = command("fit", "--config", "runs/one/config.yaml", "--run", "two", "--trainer.max_steps=1")

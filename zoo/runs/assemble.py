@@ -158,17 +158,18 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
     return _trainer(arguments)
 
 
-def evaluating_trainer(config: Namespace, callbacks: Sequence[Callback]) -> L.Trainer:
+def evaluating_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
     """A trainer for evaluating a checkpoint.
 
     Args:
         config: The parsed config.
+        folder: The run's folder.
         callbacks: Further callbacks.
 
     Raises:
         UserError: `trainer` is invalid.
     """
-    arguments = _arguments(for_run(config, None))
+    arguments = _arguments(for_run(config, folder))
     arguments["logger"] = _loggers(arguments)
     given = [*_listed(arguments["callbacks"]), *callbacks]
     arguments["callbacks"] = [*given, *_progress(arguments, given)]

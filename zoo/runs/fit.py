@@ -17,7 +17,7 @@ from zoo.config.trust import user_input, vet_run
 from zoo.lm.model import LanguageModel
 from zoo.loading.load import checkpoint_of, saved
 from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, misconfiguration_explained, parts
-from zoo.runs.folder import RUNS, claimed, find_run, new_run
+from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.results import read_row
@@ -149,7 +149,7 @@ def predict(
     """
     file, config = _checkpoint_and_config("predict", configs_and_overrides, checkpoint, trust)
     _, module, datamodule = parts(config)
-    trainer = evaluating_trainer(config, [*callbacks, Predictions(output)])
+    trainer = evaluating_trainer(config, run_of(file), [*callbacks, Predictions(output)])
     with interruptible(), misconfiguration_explained():
         trainer.predict(module, datamodule=datamodule, ckpt_path=str(file), return_predictions=False)
     return Path(output)
@@ -165,7 +165,7 @@ def _evaluate(
 ) -> dict[str, float]:
     file, config = _checkpoint_and_config(verb, items, checkpoint, trust)
     _, module, datamodule = parts(config)
-    trainer = evaluating_trainer(config, callbacks)
+    trainer = evaluating_trainer(config, run_of(file), callbacks)
     with interruptible(), misconfiguration_explained():
         rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=verbose)
     return {name: value for row in rows for name, value in row.items()}
@@ -179,7 +179,8 @@ def _checkpoint_and_config(
         raise UserError(f"checkpoint: {verb} needs one, --checkpoint runs/NAME")
     file, overlays = checkpoint_of(checkpoint), load_items(items)
     base = _config_of(file, overlays, trust)
-    base["trainer"] = {key: value for key, value in base.get("trainer", {}).items() if key not in LIMITS}
+    of_training = {*LIMITS, "logger"}
+    base["trainer"] = {key: value for key, value in base.get("trainer", {}).items() if key not in of_training}
     return file, configs.read(base, *overlays)
 
 

@@ -150,8 +150,8 @@ def find_run(name: str) -> tuple[Path, Path]:
     """
     file = Path(name)
     if file.is_file() and file.suffix == ".ckpt" and file.parent.name == "checkpoints":
-        make_folder(file.parent.parent)
-        return file.parent.parent, file
+        make_folder(run_of(file))
+        return run_of(file), file
     for folder in (file, RUNS / name):
         if folder.is_dir():
             make_folder(folder)
@@ -161,6 +161,11 @@ def find_run(name: str) -> tuple[Path, Path]:
     by_age = sorted((path for path in RUNS.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
     recent = f"; the latest is {by_age[-1]}" if by_age else ""
     raise UserError(f"resume: there is no run {name}{recent}")
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint belongs to; for one that was moved, the folder that it is in."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -10,21 +10,18 @@ from kernels.errors import UserError
 FOLDER, NAME = "{run}", "{name}"  # placeholders in strings under `trainer`
 
 
-def for_run(config: Namespace, folder: Path | None) -> Namespace:
+def for_run(config: Namespace, folder: Path) -> Namespace:
     """Replace the placeholders in a config's `trainer`: `{run}` by the run's folder, `{name}` by the folder's name.
 
     Args:
         config: A parsed config. It is not changed, so that the saved config can start another run.
-        folder: The run's folder; None, for evaluation, removes the loggers.
+        folder: The run's folder.
 
     Returns:
         A changed copy.
     """
     config = config.clone()
-    if folder is None:
-        config.trainer.logger = None
-    else:
-        config.trainer = _filled(config.trainer, {FOLDER: str(folder), NAME: folder.resolve().name})
+    config.trainer = _filled(config.trainer, {FOLDER: str(folder), NAME: folder.resolve().name})
     return config
 
 
