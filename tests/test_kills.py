@@ -62,6 +62,7 @@ class Variant(NamedTuple):
 ACCUMULATE = ("--trainer.accumulate_grad_batches=3", "--trainer.val_check_interval=8")  # validations inside a step
 WORKERS = ("--data.num_workers=2",)
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
+SHARDED = "{class_path: zoo.train.fsdp2.FSDP2, init_args: {sharded_checkpoints: true}}"
 VARIANTS = {
     "plain": Variant((), 8),
     "accumulation": Variant(ACCUMULATE, 12),
@@ -71,6 +72,7 @@ VARIANTS = {
     "background": Variant(("--config", "train/background_checkpoints.yaml"), 6),
     "together": Variant((*ACCUMULATE, *WORKERS, "--config", "data/documents.yaml"), 6),
     "ddp": Variant((*TWO, *ACCUMULATE), 4),
+    "sharded": Variant((*TWO, f"--trainer.strategy={SHARDED}", "--trainer.accelerator=cpu", *ACCUMULATE), 4),
     "zero2": Variant(("--config", "train/cpu_deepspeed.yaml", "--trainer.accumulate_grad_batches=2"), 4),
 }
 CHAINS = [(name, number) for name, variant in VARIANTS.items() for number in range(variant.chains)]
