@@ -1,6 +1,7 @@
 """Commands that documents print: which there are, and whether they parse, without the hours that they would take."""
 
 import importlib.util
+import itertools
 import re
 import shlex
 import tomllib
@@ -95,9 +96,12 @@ def check_parses(arguments: list[str], command: Command, folder: Path) -> None:
     elif arguments[:1] == ["sweep"]:
         arguments.append("--dry-run")
     elif arguments[:2] in ON_GPUS or "--peers" in arguments:
-        arguments.append("--help")  # the options have to exist
-        options = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
-        assert all(option in command(*arguments).out for option in options)
+        arguments.append("--help")  # the options have to exist, or be keys of the configs
+        shown = command(*arguments).out
+        keys = [a.removeprefix("--") for a in arguments if a.startswith("--") and a.partition("=")[0] not in shown]
+        files = [after for word, after in itertools.pairwise(arguments) if word == "--config"]
+        if keys:
+            read(*files, *keys)
     elif arguments[:1] == ["bench"]:
         arguments += ["--lengths=[]", "--shapes=[[1,1,64,16]]", "--seconds=0.01", f"--folder={folder}"]
     elif arguments[:2] == ["scaling", "fit"]:

@@ -69,8 +69,8 @@ def test_it_parses(
         monkeypatch.chdir(finished)
         words = [re.sub(r"runs/[\w-]+", "runs/done", word) for word in words]
     for word in words:  # what the commands before have made
-        if word.startswith("ladder/"):
-            zoo.scaling.plan("gla,transformer", budget=1e18, output="ladder", verbose=False)
+        if word.startswith(("ladder/", "planned/")):
+            zoo.scaling.plan("gla,transformer", budget=1e18, output=word.partition("/")[0], verbose=False)
         elif word.endswith("/config.yaml") and not Path(word).exists():
             (desk / word).parent.mkdir()
             shutil.copy(CONFIGS / "gla.yaml", desk / word)
