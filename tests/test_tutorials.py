@@ -29,7 +29,7 @@ def run(folder: Path, script: str, *arguments: str) -> str:
         env=environment,
         capture_output=True,
         encoding="utf-8",
-        timeout=300,
+        timeout=1200,
     )
     if done.returncode:
         pytest.fail(f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}", pytrace=False)
