@@ -155,11 +155,38 @@ def test_gradient_of_a_strong_constant_decay(decays: tuple[float, float], docume
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5 * float(expected.norm()))
 
 
+@pytest.mark.parametrize(("length", "documents"), [(130, None), (90, [0, 0, 20, 90])])
+@pytest.mark.parametrize("gate", GATES)
+def test_heads_in_several_blocks(
+    gate: str, length: int, documents: list[int] | None, short_segments: None, monkeypatch: pytest.MonkeyPatch
+):
+    # as heads of more than 128 channels, of which the last block is not full
+    monkeypatch.setattr(triton_plan, "WHOLE", 16)
+    monkeypatch.setattr(triton_plan, "PART", 16)
+    a = inputs(length, gate=gate, decay="mixed", B=1, G=1, R=2, K=40, V=24, documents=documents, dtype=torch.float32)
+    compare(a)
+    a, gates = held(a)
+    compare(a, **gates)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
-def test_long_heads_are_cut(gate: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("K", "V"), [(32, 32), (48, 20), (31, 37)])  # the last: no number of equal parts
+def test_long_heads_are_cut(gate: str, K: int, V: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 16)
-    compare(inputs(9, gate=gate, B=2, G=1, E=2, K=32, V=32, dtype=torch.float32), subheads=2)
+    compare(inputs(9, gate=gate, B=2, G=1, E=2, K=K, V=V, dtype=torch.float32), subheads=2)
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_a_long_head_is_cut_into_few_parts(gate: str, monkeypatch: pytest.MonkeyPatch):
+    heads, op = [], triton_op._op
+    monkeypatch.setattr(triton_op, "_op", lambda q, *rest: heads.append(q.shape[2]) or op(q, *rest))
+    monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 16)
+    a = inputs(9, gate=gate, G=1, K=37, V=18, documents=[0, 2, 2, 9], dtype=torch.float32)
+    compare(a)
+    assert heads == [3]
+    a = inputs(9, gate=gate, B=1, G=1, K=37, V=18, state=False, beta=None, dtype=torch.float32)
+    compare(a)
 
 
 def test_views_of_one_projection():
@@ -263,6 +290,12 @@ for _gate in ("head", "channel"):
         (torch.bfloat16, K, V, _gate)
         for K, V in ((64, 64), (256, 256), (256, 512), (1024, 128), (80, 48), (16, 64), (32, 64), (64, 16))
     ]
+    # of Gated DeltaNet 1.3B and H1 1.3B, long values, one long head of an expansion, and prime numbers
+    SIZES += [
+        (torch.bfloat16, K, V, _gate)
+        for K, V in ((200, 400), (192, 384), (128, 512), (64, 1024), (512, 512), (263, 257))
+    ]
+    SIZES += [(torch.float32, 200, 400, _gate), (torch.float32, 512, 512, _gate)]
     SIZES += [(torch.float16, 128, 128, _gate), (torch.float32, 64, 64, _gate), (torch.float32, 128, 128, _gate)]
 
 
