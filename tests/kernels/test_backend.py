@@ -185,7 +185,7 @@ FALLING_BACK: dict[str, Callable[[int], object]] = {  # of a length; one channel
     "delta_rule of 513 channels": lambda T: kernels.delta_rule(
         *2 * [torch.empty(1, T, 2, 513)], torch.empty(1, T, 2, 8), torch.empty(1, T, 2)
     ),
-    "features of 257 channels": lambda T: kernels.features(torch.empty(1, T, 2, 257), norm="l2"),
+    "features of 1025 channels": lambda T: kernels.features(torch.empty(1, T, 2, 1025), norm="l2"),
     "rms_norm of 8193 channels": lambda T: kernels.rms_norm(torch.empty(T, 8193)),
     "linear_recurrence of 8 channels": lambda T: kernels.linear_recurrence(
         *3 * [torch.empty(1, T, 2, 8, dtype=torch.float64)]
