@@ -70,7 +70,9 @@ def trained(folder: Path, small: bool, jobs: int | None) -> dict[tuple[str, int]
     """The models before: mixer and seed → run."""
     overlays = [TINY, TINY_BEFORE] if small else []
     configs = {name: [first, "recall/text.yaml", *rest, *overlays] for name, (first, *rest) in MIXERS.items()}
-    sweep = {"base": configs["GLA"], "axes": {"mixer": configs}, "seeds": SEEDS[: 1 if small else None]}
+    # the base of sweep/recall.yaml, none of whose options another mixer takes over
+    base = ["gated_deltanet.yaml", "recall/text.yaml"]
+    sweep = {"base": base, "axes": {"mixer": configs}, "seeds": SEEDS[: 1 if small else None]}
     outcomes = zoo.sweep(sweep, folder=folder, jobs=jobs).outcomes
     return {(dict(run.cell)["mixer"], run.seed): folder / run.name for run, _ in outcomes}
 

@@ -20,6 +20,7 @@ from zoo.files.atomic import atomic_write
 # Okabe and Ito's colours, which people with colour blindness can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vP*X"
+PANELS_ACROSS = 6  # heatmaps side by side
 FRACTIONS = ("acc", "acc_norm", "niah_score")  # metrics from 0 to 1, beside every accuracy
 
 
@@ -101,7 +102,7 @@ def pictures(task: Task, rows: Sequence[Row]) -> dict[str, Figure]:
 
 
 def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
-    """A line for each model, with its 95 % interval; one panel for each metric."""
+    """A line for each model, with its 95 % interval or a dot for each seed; one panel for each metric."""
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     models = list(dict.fromkeys(row["model"] for row in rows))
     across = min(3, len(metrics))
@@ -115,8 +116,12 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
                 points[row[axis]].append(row)
             at = sorted(points)
             style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "label": model}
+            style["linestyle"] = ("-", "--", ":")[index // len(COLOURS) % 3]  # colours come again, with other dashes
             panel.plot(at, [_mean(points[x]) for x in at], marker=MARKERS[index % len(MARKERS)], markersize=5, **style)
-            if all(len(points[x]) == 1 and "low" in points[x][0] for x in at):
+            if any(len(points[x]) > 1 for x in at):  # several seeds: a dot for each
+                seeds = [(x, row["value"]) for x in at for row in points[x]]
+                panel.plot(*zip(*seeds, strict=True), "o", color=style["color"], alpha=0.35, markersize=3)
+            elif all("low" in points[x][0] for x in at):
                 low, high = ([points[x][0][end] for x in at] for end in ("low", "high"))
                 panel.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
         _scale(panel, _values(rows, axis), axis)
@@ -134,13 +139,17 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
 
 
 def heatmaps(task: Task, rows: Sequence[Row]) -> Figure:
-    """Depth of the needle over length, a panel for each model side by side."""
+    """Depth of the needle over length, a panel for each model."""
     models, lengths = list(dict.fromkeys(row["model"] for row in rows)), _values(rows, "length")
     depths = _values(rows, "depth")
-    picture = blank(1.5 + len(models) * (0.9 + 0.45 * len(lengths)), 1.4 + 0.28 * len(depths))
-    panels = picture.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    across = min(len(models), PANELS_ACROSS)
+    down = math.ceil(len(models) / across)
+    picture = blank(1.5 + across * (0.9 + 0.45 * len(lengths)), down * (1.4 + 0.28 * len(depths)))
+    panels = picture.subplots(down, across, sharey=True, squeeze=False)
     image = None
-    for panel, model in zip(panels, models, strict=True):
+    for panel in panels.flat[len(models) :]:
+        panel.set_axis_off()
+    for panel, model in zip(panels.flat, models, strict=False):
         grid = [
             [
                 _mean_or_nan([r for r in rows if (r["model"], r["depth"], r["length"]) == (model, depth, length)])
@@ -152,9 +161,10 @@ def heatmaps(task: Task, rows: Sequence[Row]) -> Figure:
         panel.set_xticks(range(len(lengths)), [_number(length) for length in lengths], rotation=45)
         panel.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths])
         panel.set(title=model, xlabel="length in tokens")
-    panels[0].set_ylabel("depth of the needle")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("depth of the needle")
     if image is not None:
-        picture.colorbar(image, ax=list(panels), label=_unit(rows[0]["metric"]))
+        picture.colorbar(image, ax=list(panels.flat), label=_unit(rows[0]["metric"]))
     picture.suptitle(task.name)
     return picture
 

@@ -1,6 +1,7 @@
 """`zoo.evaluate`: what saved models can do."""
 
 import glob
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from zoo.evaluation.task import Cell, Options, Row, Task
 from zoo.train.devices import pick_device
 
 PRECISIONS = ("32-true", "bf16-mixed")
+_SEED = re.compile(r",seed=\d+$")  # as sweeps name their runs
 PLACES = ("lengths", "depths")  # the options that are in a task's cells
 
 
@@ -38,6 +40,7 @@ def evaluate(
     precision: str | None = None,
     batch_tokens: int | None = None,
     trust: bool = False,
+    average_seeds: bool = False,
     verbose: bool = True,
 ) -> list[Row]:
     """Measure what saved models can do, side by side.
@@ -61,11 +64,12 @@ def evaluate(
         precision: 32-true or bf16-mixed; null for bf16-mixed on a GPU and 32-true on a CPU.
         batch_tokens: Tokens in a batch of sequences; null for 16,384 on a CPU and 262,144 on a GPU.
         trust: Import and call what a model's config names, even if someone else wrote it.
+        average_seeds: Show runs of a sweep whose names differ in `seed=` only as one model, with their mean.
         verbose: Whether to print tables and a progress bar.
 
     Returns:
-        Rows with `model`, `task`, the entries of the cell, `metric` and `value`; means also have `count`, `low` and
-        `high`, a 95 % interval.
+        Rows of every run, with `model`, `task`, the entries of the cell, `metric` and `value`; means also have `count`,
+        `low` and `high`, a 95 % interval.
 
     Raises:
         UserError: A checkpoint or task does not exist or does not fit; nothing has run then.
@@ -94,6 +98,8 @@ def evaluate(
         rows = _measure(plan, records, where, verbose)
         for task in chosen:
             of_task = [row for row in rows if row["task"] == task.name]
+            if average_seeds:
+                of_task = [{**row, "model": _SEED.sub("", row["model"])} for row in of_task]
             console.print(f"{task.name}: {task.measures}", table(task, of_task), sep="\n", highlight=False)
             write_pictures(task, of_task, folder)
     console.print(f"{folder}/{records.file.name}", style="dim")

@@ -11,7 +11,8 @@ import zoo
 from kernels import UserError
 from tests.commands import Command
 from zoo.evaluation.record import locked
-from zoo.evaluation.task import interval
+from zoo.evaluation.report import pictures
+from zoo.evaluation.task import Options, interval
 from zoo.evaluation.tasks.perplexity import Perplexity, ranges
 
 pytest_plugins = "tests.desk"
@@ -102,6 +103,34 @@ def test_a_pattern_stands_for_its_checkpoints(done: str, desk: Path) -> None:
     assert [path.name for path in Path("evaluations").iterdir()] == ["a-rather-long-name-00+11-more"]
     with pytest.raises(UserError, match="checkpoint: nothing matches runs/other"):
         zoo.evaluate("runs/other*", **OPTIONS)
+
+
+def test_seeds_are_shown_as_one_model(done: str, desk: Path, command: Command) -> None:
+    for name in ("mixer=a,seed=0", "mixer=a,seed=1", "mixer=b,seed=0"):
+        shutil.copytree(done, desk / "runs" / name)
+    options = ["--tasks=perplexity", "--lengths=[32,96]", "--samples=4", "--device=cpu", "--output=out"]
+    found = command("evaluate", "--checkpoint=runs/mixer=*", *options, "--average_seeds=true")
+    assert found.code == 0, found.err
+    assert "mixer=a " in found.out and "mixer=b " in found.out and "seed=" not in found.out
+    rows = zoo.evaluate("runs/mixer=*", **OPTIONS, output="out", average_seeds=True, verbose=False)
+    assert {row["model"] for row in rows} == {"mixer=a,seed=0", "mixer=a,seed=1", "mixer=b,seed=0"}
+
+
+def test_many_heatmaps_are_in_several_rows() -> None:
+    cells = [{"length": length, "depth": depth} for length in (64, 128) for depth in (0.0, 0.5, 1.0)]
+    rows = [
+        {"model": f"model {n}", "metric": "accuracy", "value": n / 10, "count": 5, **cell}
+        for n in range(11)
+        for cell in cells
+    ]
+    task = Perplexity(Options())
+    picture = pictures(task, rows)["perplexity-depth"]
+    panels = [panel for panel in picture.axes if panel.images]
+    assert [panel.get_title() for panel in panels] == [f"model {n}" for n in range(11)]
+    assert [float(panel.images[0].get_array().mean()) for panel in panels] == pytest.approx([n / 10 for n in range(11)])
+    assert len({round(panel.get_position().y0, 3) for panel in panels}) == 2
+    lines = {(line.get_color(), line.get_linestyle()) for line in pictures(task, rows)["perplexity"].axes[0].lines}
+    assert len(lines) >= 11  # more models than colours: no two look alike
 
 
 def test_the_list_of_tasks(command: Command) -> None:

@@ -56,10 +56,10 @@ class StateRecall(SingleNeedle3):
                 ends = np.array([min(own)[0], max(own)[0]])
                 panel.plot(ends, line.slope * ends + line.intercept, color=colour, alpha=0.6)
             panel.plot(*zip(*own, strict=True), marker, color=colour, markersize=6, label=label)
-        for row in points:
-            if row["threshold"] == THRESHOLDS[0]:
-                place = (row["state_size"], row["value"])
-                panel.annotate(row["model"], place, (4, 4), textcoords="offset points", fontsize="x-small")
+        for model in dict.fromkeys(row["model"] for row in points):
+            seeds = [row for row in points if row["model"] == model and row["threshold"] == THRESHOLDS[0]]
+            size, longest = (float(np.mean([row[name] for row in seeds])) for name in ("state_size", "value"))
+            panel.annotate(model, (size, longest), (4, 4), textcoords="offset points", fontsize="x-small", rotation=35)
         panel.xaxis.set_major_formatter(EngFormatter(sep=""))
         panel.grid(alpha=0.3)
         picture.legend(loc="outside right upper", fontsize="small", frameon=False)
