@@ -15,7 +15,7 @@ def triton(a: Recurrences) -> tuple[Tensor, Tensor]:
 
 
 IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": reference.forward}
-LARGEST = 512  # a program holds the state of all keys, for a block of values, in registers
+LARGEST = 256  # a program holds the state of all keys, for a block of values, in registers
 LIMITS = f"which takes keys of at most {LARGEST} channels"
 
 

@@ -13,13 +13,13 @@ from ..triton.enqueue import Prepared, cdiv, next_power_of_2
 from ..triton.launches import Launch, launch, multiprocessors, optional
 from ..triton.layout import CHUNK, layout
 from ..triton.plan import Plan, prepared
+from . import LARGEST
 from .triton_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
 from .triton_prepare import prepare
 from .triton_scan import combine, scan_backward, scan_forward
 
 THIRD = 168  # registers per thread at which three programs of four warps fit on a multiprocessor
 FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
-WIDE = 256  # of longer keys, no sequence is cut: the transition of a segment would cost more than it gains
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -51,6 +51,8 @@ class DeltaRule(Plan):
         (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q, v[2:], subheads
         self.G = heads // subheads
         self.R, self.M = self.H // self.G, self.H * subheads
+        # what launches are chosen by; no program holds more than a block of values, however many there are
+        self.size = max(self.K, min(self.V, LARGEST))
         self.scale = scale
         chunks = -(-self.T // CHUNK)
         if documents is None:
@@ -60,7 +62,7 @@ class DeltaRule(Plan):
             together = self.slots
         # If sequences are cut: chunks per segment, and the largest possible number of segments.
         rows = self.B if documents is None else 1
-        count = 1 if self.K > WIDE else segments(self.entry("forward"), rows * self.M, self.V, together, device)
+        count = segments(self.entry("forward"), rows * self.M, self.V, together, device)
         self.segment = -(-together // count)
         self.most = 0 if count == 1 else rows * count if documents is None else 2 * count
 
@@ -97,12 +99,12 @@ class DeltaRule(Plan):
 
     def entry(self, kernel: str) -> Launch:
         """The launch configuration of a kernel."""
-        return launch(f"delta_rule.{kernel}", self.K, self.dtype, self.device)
+        return launch(f"delta_rule.{kernel}", self.size, self.dtype, self.device)
 
     def pass_entry(self, kernel: str) -> Launch:
         """The launch configuration of a pass along time."""
         wide = self.entry(kernel)
-        narrow = optional("delta_rule.narrow", self.K, self.dtype, self.device)
+        narrow = optional("delta_rule.narrow", self.size, self.dtype, self.device)
         return wide if self.cut else whole(wide, narrow, self.N * self.M, self.V, self.device)
 
     def blocks(self, kernel: str) -> tuple[int, int, int]:
@@ -141,8 +143,8 @@ class DeltaRule(Plan):
 
     def _along_time(self, kernel: Any, entry: Launch, segments: int, V: int) -> Prepared:
         """One program per segment, recurrence and block of values."""
-        BK, BV = key_block(self.K), min(entry.values, block(V))
-        sizes = {"V": V, "BK": min(entry.keys or BK, BK), "STAGES": entry.stages, "BV": BV}
+        BV = min(entry.values, block(V))
+        sizes = {"V": V, "BK": key_block(self.K), "STAGES": entry.stages, "BV": BV}
         return self._prepared(kernel, entry, segments * self.M * cdiv(V, BV), **sizes)
 
     @prepared

@@ -11,44 +11,13 @@ S = 0, the transition from S = I and no values; `combine` then computes the stat
 the same with the transition transposed.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, var-annotated"
+# mypy: allow-untyped-defs, allow-incomplete-defs
 # ruff: noqa: SIM102
 
 import triton
 import triton.language as tl
 
 from ..triton.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens
-
-# Loads are issued a chunk ahead, into shared memory, which has no room for two chunks of both queries and longer keys.
-# Then queries are loaded under a condition, which keeps them out of the pipeline; it always holds.
-AHEAD_UP_TO: tl.constexpr = tl.constexpr(256)
-
-
-@triton.jit
-def load_key_blocks(x, token, stop, stride, K: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr):
-    """The keys, or queries, of a chunk, as blocks [64, BK]."""
-    blocks = ()
-    for first in tl.static_range(0, K, BK):
-        blocks += (load_tokens(x, token, stop, stride, first, K, BK, DTYPE),)
-    return blocks
-
-
-@triton.jit
-def read_state(blocks, state, PRECISION: tl.constexpr):
-    """The product of keys with a state [64, BV], both in blocks of keys."""
-    found = tl.dot(blocks[0], state[0], input_precision=PRECISION)
-    for part in tl.static_range(1, len(blocks)):
-        found = tl.dot(blocks[part], state[part], found, input_precision=PRECISION)
-    return found
-
-
-@triton.jit
-def add_products(blocks, values, state, PRECISION: tl.constexpr):
-    """The state with the products of all keys and their values added."""
-    found = ()
-    for part in tl.static_range(len(blocks)):
-        found += (tl.dot(tl.trans(blocks[part]), values, state[part], input_precision=PRECISION),)
-    return found
 
 
 @triton.jit
@@ -78,8 +47,6 @@ def scan_forward(
     PRECISION: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    PARTS: tl.constexpr = (K + BK - 1) // BK
-    AHEAD: tl.constexpr = K <= AHEAD_UP_TO
     column = (tl.program_id(0) % BLOCKS) * BV
     recurrence = tl.program_id(0) // BLOCKS
     n, m = recurrence // M, recurrence % M
@@ -98,21 +65,17 @@ def scan_forward(
     r = tl.arange(0, CHUNK)
 
     state = recurrence.to(tl.int64) * (K * V)
+    if initial is not None:
+        S = load_state(initial + state, 0, column, K, V, BK, BV, tl.float32)
+    elif v is None:
+        S = tl.where(tl.arange(0, BK)[:, None] == (column + tl.arange(0, BV))[None, :], 1.0, 0.0)
+    else:
+        S = tl.zeros([BK, BV], tl.float32)
     chunks = tl.cdiv(stop - start, CHUNK)
-    S, before = (), ()
-    for part in tl.static_range(PARTS):
-        if initial is not None:
-            S += (load_state(initial + state, part * BK, column, K, V, BK, BV, tl.float32),)
-        elif v is None:
-            rows, columns = part * BK + tl.arange(0, BK), column + tl.arange(0, BV)
-            S += (tl.where(rows[:, None] == columns[None, :], 1.0, 0.0),)
-        else:
-            S += (tl.zeros([BK, BV], tl.float32),)
-        before += (S[part].to(DTYPE),)
-        if states is not None:
-            if chunks > 0:
-                at_first = states + (first.to(tl.int64) * M + m) * (K * V)
-                store_state(at_first, part * BK, column, K, V, BK, BV, before[part])
+    before = S.to(DTYPE)
+    if states is not None:
+        if chunks > 0:
+            store_state(states + (first.to(tl.int64) * M + m) * (K * V), 0, column, K, V, BK, BV, before)
     # Three stages are short of registers, and spills would make them slower than two. So what a chunk leaves in memory
     # is stored at its end, when few values are live, and head counts are constants, so that addresses take few.
     for c in tl.range(0, chunks, num_stages=STAGES):
@@ -120,35 +83,28 @@ def scan_forward(
         tile = (first + c).to(tl.int64) * M + m
         at = gates + tile * (4 * CHUNK)
         shrink, keep, total = tl.load(at + r), tl.load(at + CHUNK + r), tl.load(at + (CHUNK - 1))
-        keys_here = load_key_blocks(k, token, stop, keys * K, K, BK, DTYPE)
+        keys_here = load_tokens(k, token, stop, keys * K, 0, K, BK, DTYPE)
         solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
-        update = read_state(keys_here, before, PRECISION) * -shrink[:, None]
+        update = tl.dot(keys_here, before, input_precision=PRECISION) * -shrink[:, None]
         if v is not None:
             update += load_tokens(v, token, stop, values * V, column, V, BV, DTYPE).to(tl.float32)
         W = update.to(DTYPE)
         U = tl.dot(solve, W, input_precision=PRECISION)
         if o is not None:
-            O = tl.zeros([CHUNK, BV], tl.float32)
-            if AHEAD or token < stop:
-                for part in tl.static_range(PARTS):
-                    queries = load_tokens(q, token, stop, keys * K, part * BK, K, BK, DTYPE)
-                    O = tl.dot(queries, before[part], O, input_precision=PRECISION)
+            queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
             weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
-            O *= (shrink * scale)[:, None]
+            O = tl.dot(queries, before, input_precision=PRECISION) * (shrink * scale)[:, None]
             O = tl.dot(weights, W, O, input_precision=PRECISION)
-        S = add_products(keys_here, (U * keep[:, None]).to(DTYPE), [x * total for x in S], PRECISION)
-        before = [x.to(DTYPE) for x in S]
+        S = tl.dot(tl.trans(keys_here), (U * keep[:, None]).to(DTYPE), S * total, input_precision=PRECISION)
+        before = S.to(DTYPE)
         if u is not None:
             store_tokens(u, token, stop, M * V, column, V, BV, U)
         if o is not None:
             store_tokens(o, token, stop, M * V, column, V, BV, O)
         if states is not None:
             if c + 1 < chunks:
-                for part in tl.static_range(PARTS):
-                    at_next = states + (tile + M) * (K * V)
-                    store_state(at_next, part * BK, column, K, V, BK, BV, before[part])
-    for part in tl.static_range(PARTS):
-        store_state(final + state, part * BK, column, K, V, BK, BV, S[part])
+                store_state(states + (tile + M) * (K * V), 0, column, K, V, BK, BV, before)
+    store_state(final + state, 0, column, K, V, BK, BV, S)
 
 
 @triton.jit
@@ -177,8 +133,6 @@ def scan_backward(
     PRECISION: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    PARTS: tl.constexpr = (K + BK - 1) // BK
-    AHEAD: tl.constexpr = K <= AHEAD_UP_TO
     column = (tl.program_id(0) % BLOCKS) * BV
     recurrence = tl.program_id(0) // BLOCKS
     n, m = recurrence // M, recurrence % M
@@ -194,12 +148,10 @@ def scan_backward(
     r = tl.arange(0, CHUNK)
 
     state = recurrence.to(tl.int64) * (K * V)
-    dS = ()
-    for part in tl.static_range(PARTS):
-        if dfinal is not None:
-            dS += (load_state(dfinal + state, part * BK, column, K, V, BK, BV, tl.float32),)
-        else:
-            dS += (tl.zeros([BK, BV], tl.float32),)
+    if dfinal is not None:
+        dS = load_state(dfinal + state, 0, column, K, V, BK, BV, tl.float32)
+    else:
+        dS = tl.zeros([BK, BV], tl.float32)
     chunks = tl.cdiv(stop - start, CHUNK)
     for i in tl.range(0, chunks, num_stages=STAGES):
         c = chunks - 1 - i
@@ -207,30 +159,24 @@ def scan_backward(
         tile = (first + c).to(tl.int64) * M + m
         at = gates + tile * (4 * CHUNK)
         shrink, keep, total = tl.load(at + r), tl.load(at + CHUNK + r), tl.load(at + (CHUNK - 1))
-        keys_here = load_key_blocks(k, token, stop, keys * K, K, BK, DTYPE)
+        keys_here = load_tokens(k, token, stop, keys * K, 0, K, BK, DTYPE)
         weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
         dO = load_tokens(do, token, stop, values * V, column, V, BV, DTYPE)
         solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
-        after = [x.to(DTYPE) for x in dS]
+        queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
+        after = dS.to(DTYPE)
         if dstates is not None:
-            for part in tl.static_range(PARTS):
-                store_state(dstates + tile * (K * V), part * BK, column, K, V, BK, BV, after[part])
-        dU = read_state(keys_here, after, PRECISION) * keep[:, None]
+            store_state(dstates + tile * (K * V), 0, column, K, V, BK, BV, after)
+        dU = tl.dot(keys_here, after, input_precision=PRECISION) * keep[:, None]
         dV = tl.dot(tl.trans(weights), dO, input_precision=PRECISION)
         dV = tl.dot(tl.trans(solve), dU.to(DTYPE), dV, input_precision=PRECISION)
         if dv is not None:
             store_tokens(dv, token, stop, M * V, column, V, BV, dV)
         read = (dO.to(tl.float32) * (shrink * scale)[:, None]).to(DTYPE)
-        dS = [x * total for x in dS]
-        if AHEAD or token < stop:
-            left = ()
-            for part in tl.static_range(PARTS):
-                queries = load_tokens(q, token, stop, keys * K, part * BK, K, BK, DTYPE)
-                left += (tl.dot(tl.trans(queries), read, dS[part], input_precision=PRECISION),)
-            dS = left
-        dS = add_products(keys_here, (dV * -shrink[:, None]).to(DTYPE), dS, PRECISION)
-    for part in tl.static_range(PARTS):
-        store_state(dinitial + state, part * BK, column, K, V, BK, BV, dS[part])
+        dS = tl.dot(tl.trans(queries), read, dS * total, input_precision=PRECISION)
+        seen = (dV * -shrink[:, None]).to(DTYPE)
+        dS = tl.dot(tl.trans(keys_here), seen, dS, input_precision=PRECISION)
+    store_state(dinitial + state, 0, column, K, V, BK, BV, dS)
 
 
 @triton.jit(do_not_specialize=["M"])

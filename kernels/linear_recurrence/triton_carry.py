@@ -21,7 +21,7 @@ device, sequences are cut into segments: the states at the cuts come from the sa
 """
 
 # Triton kernels: untyped, with branches that are resolved at compile time
-# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc, var-annotated"
+# mypy: allow-untyped-defs, allow-incomplete-defs
 # ruff: noqa: SIM108
 
 import triton
@@ -210,31 +210,23 @@ def carry(
         products += (slice_.to(tl.int64) * heads * chunks + place) * (CHUNK * (2 if PLAIN else 1))
 
     r = tl.arange(0, CHUNK)
+    cx = tl.arange(0, BX)
     cz = slice_ * BZ + tl.arange(0, BZ)
-    # the axis of x and y is cut into blocks of channels `cx`, whose states are the members of S
-    cx, in_state, S = (), (), ()
-    for j in tl.static_range(0, DX, BX):
-        cx += (j + tl.arange(0, BX),)
-    # of the first block; those of block j are j · BLOCK further
-    BLOCK: tl.constexpr = BX if TRANSPOSED else BX * DZ
     if TRANSPOSED:
-        at_state = cz[None, :] * DX + cx[0][:, None]
+        at_state = cz[None, :] * DX + cx[:, None]
     else:
-        at_state = cx[0][:, None] * DZ + cz[None, :]
-    for j in tl.static_range(len(cx)):
-        in_state += ((cx[j] < DX)[:, None] & (cz < DZ)[None, :],)
-        if first is not None:
-            S += (
-                tl.load(state_at(first, state, n, heads, DX * DZ) + at_state + j * BLOCK, mask=in_state[j], other=0.0),
-            )
-        else:
-            S += (tl.zeros([BX, BZ], tl.float32),)
+        at_state = cx[:, None] * DZ + cz[None, :]
+    in_state = (cx < DX)[:, None] & (cz < DZ)[None, :]
+    if first is not None:
+        S = tl.load(state_at(first, state, n, heads, DX * DZ) + at_state, mask=in_state, other=0.0)
+    else:
+        S = tl.zeros([BX, BZ], tl.float32)
     if CHANNEL:
         # the decay lies along K, which is z where the state is transposed
-        cd = (cz,) if TRANSPOSED else cx
+        cd = cz if TRANSPOSED else cx
         DK: tl.constexpr = DZ if TRANSPOSED else DX
         gates += place * DK
-        survives = [tl.full(channels.shape, 1.0, tl.float32) for channels in cd]
+        survives = tl.full([BZ if TRANSPOSED else BX], 1.0, tl.float32)
     else:
         survives = 1.0
         if not CONSTANT:
@@ -247,71 +239,58 @@ def carry(
         block_start = block * per_block
         block_count = tl.minimum(per_block, count - block_start)
         if GATES and not CHANNEL and MODE == "dk":
-            at = state_at(checkpoints, first_block + block, n, heads, DX * DZ)
-            anchor = tl.sum(tl.sum(S[0] * tl.load(at + at_state, mask=in_state[0], other=0.0), 1), 0)
-            for j in tl.static_range(1, len(cx)):
-                anchor += tl.sum(tl.sum(S[j] * tl.load(at + at_state + j * BLOCK, mask=in_state[j], other=0.0), 1), 0)
+            at = state_at(checkpoints, first_block + block, n, heads, DX * DZ) + at_state
+            checkpoint = tl.load(at, mask=in_state, other=0.0)
+            anchor = tl.sum(tl.sum(S * checkpoint, 1), 0)
             tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
         if DECAY and not CHANNEL and not CONSTANT:
             # loaded one chunk ahead: a scalar that is needed at once would stall every step
             next_ = block_start + block_count - 1 if REVERSE else block_start
             following = tl.load(part_at(gates, next_, TOTAL, PARTS))
         for i in tl.range(0, block_count, num_stages=STAGES):
-            chunk = block_start + (block_count - 1 - i if REVERSE else i)
-            t = chunk * CHUNK + r
+            c = block_start + (block_count - 1 - i if REVERSE else i)
+            t = c * CHUNK + r
             valid = t < length
-            Y = [load_tile(y, t, y_token, c, valid, DX, BX) for c in cx]
+            Y = load_tile(y, t, y_token, cx, valid, DX, BX)
             Z = load_tile(z, t, z_token, cz, valid, DZ, BZ)
             if OUTPUT:
-                X = [load_tile(x, t, x_token, c, valid, DX, BX) for c in cx]
+                X = load_tile(x, t, x_token, cx, valid, DX, BX)
             if CONSTANT:
                 if REVERSE:
                     g = constant_decay(gates, n, DECAY)
-                here = tl.minimum(length - chunk * CHUNK, CHUNK)
+                here = tl.minimum(length - c * CHUNK, CHUNK)
                 entering, leaving = constant_factors(g, here, scale, beta, t * heads, valid)
                 into = leaving if REVERSE else entering
                 rest = entering if REVERSE else leaving
             elif not CHANNEL:
-                into = tl.load(part_at(gates, chunk, LEAVE if REVERSE else ENTER, PARTS) + r)
-                rest = tl.load(part_at(gates, chunk, ENTER if REVERSE else LEAVE, PARTS) + r)
+                into = tl.load(part_at(gates, c, LEAVE if REVERSE else ENTER, PARTS) + r)
+                rest = tl.load(part_at(gates, c, ENTER if REVERSE else LEAVE, PARTS) + r)
             if DECAY:
                 if CONSTANT:
                     keep = exp2(here.to(tl.float32) * g)
                 elif CHANNEL:
-                    keep = [tl.load(gates + chunk * DK + c, mask=c < DK, other=0.0) for c in cd]
+                    keep = tl.load(gates + c * DK + cd, mask=cd < DK, other=0.0)
                 else:
                     keep = following
-                    ahead = tl.maximum(chunk - 1, 0) if REVERSE else tl.minimum(chunk + 1, count - 1)
+                    ahead = tl.maximum(c - 1, 0) if REVERSE else tl.minimum(c + 1, count - 1)
                     following = tl.load(part_at(gates, ahead, TOTAL, PARTS))
             if GATES and CHANNEL:
-                at = state_at(checkpoints, first_chunk + chunk, n, heads, DX * DZ)
+                at = state_at(checkpoints, first_chunk + c, n, heads, DX * DZ) + at_state
                 if MODE == "dq":
-                    for j in tl.static_range(len(cx)):
-                        tl.store(at + at_state + j * BLOCK, S[j].to(checkpoints.dtype.element_ty), mask=in_state[j])
+                    tl.store(at, S.to(checkpoints.dtype.element_ty), mask=in_state)
                 if MODE == "dk":
-                    anchor = tl.sum(S[0] * tl.load(at + at_state, mask=in_state[0], other=0.0).to(tl.float32), 0)
-                    for j in tl.static_range(1, len(cx)):
-                        before = tl.load(at + at_state + j * BLOCK, mask=in_state[j], other=0.0).to(tl.float32)
-                        anchor += tl.sum(S[j] * before, 0)
-                    tl.store(anchors + (place + chunk) * DZ + cz, anchor, mask=cz < DZ)
+                    before = tl.load(at, mask=in_state, other=0.0).to(tl.float32)
+                    tl.store(anchors + (place + c) * DZ + cz, tl.sum(S * before, 0), mask=cz < DZ)
             if OUTPUT:
                 if INSIDE:
-                    P = tl.dot(X[0], tl.trans(Y[0]), input_precision=PRECISION)
-                    for j in tl.static_range(1, len(cx)):
-                        P = tl.dot(X[j], tl.trans(Y[j]), P, input_precision=PRECISION)
-                    P *= scale
+                    P = tl.dot(X, tl.trans(Y), input_precision=PRECISION) * scale
                     if DECAY:
-                        if CONSTANT:
-                            P *= constant_decay_inside(g)
-                        else:
-                            P *= decay_inside(gates + chunk * (PARTS * CHUNK), WIDE)
+                        P *= constant_decay_inside(g) if CONSTANT else decay_inside(gates + c * (PARTS * CHUNK), WIDE)
                     P = gated_scores(P, beta, t * heads, valid, REVERSE).to(Z.dtype)
-                O = tl.dot(X[0], S[0].to(x.dtype.element_ty), input_precision=PRECISION)
-                for j in tl.static_range(1, len(cx)):
-                    O = tl.dot(X[j], S[j].to(x.dtype.element_ty), O, input_precision=PRECISION)
+                O = tl.dot(X, S.to(X.dtype), input_precision=PRECISION)
                 if GATES and TRANSPOSED and not CHANNEL:
                     W = load_tile(other, t, other_token, cz, valid, DZ, BZ)
-                    store_products(products, t, W, O, into, y.dtype.element_ty, PLAIN)
+                    store_products(products, t, W, O, into, Y.dtype, PLAIN)
                 if not CHANNEL:
                     O = O * into[:, None]
                 if INSIDE:
@@ -320,38 +299,24 @@ def carry(
                     O = tl.dot(load_scores(scores, t, REVERSE), Z, O, input_precision=PRECISION)
                 store_tile(out, t, heads * DZ, cz, valid, O, DZ, BZ)
             if not CHANNEL:
-                Z = (Z.to(tl.float32) * rest[:, None]).to(y.dtype.element_ty)
-            if DECAY and not OUTPUT:
+                Z = (Z.to(tl.float32) * rest[:, None]).to(Y.dtype)
+            if DECAY:
                 if CHANNEL:
-                    surviving = ()
-                    for j in tl.static_range(len(cd)):
-                        surviving += (survives[j] * keep[j],)
-                    survives = surviving
+                    S = S * (keep[None, :] if TRANSPOSED else keep[:, None])
                 else:
+                    S = S * keep
+                if not OUTPUT:
                     survives = survives * keep
-            after = ()
-            for j in tl.static_range(len(cx)):
-                kept = S[j]
-                if DECAY:
-                    if CHANNEL:
-                        kept *= keep[0][None, :] if TRANSPOSED else keep[j][:, None]
-                    else:
-                        kept *= keep
-                after += (tl.dot(tl.trans(Y[j]), Z, kept, input_precision=PRECISION),)
-            S = after
+            S = tl.dot(tl.trans(Y), Z, S, input_precision=PRECISION)
         if GATES and not CHANNEL and MODE == "dq":
-            at = state_at(checkpoints, first_block + block, n, heads, DX * DZ)
-            for j in tl.static_range(len(cx)):
-                tl.store(at + at_state + j * BLOCK, S[j].to(checkpoints.dtype.element_ty), mask=in_state[j])
+            at = state_at(checkpoints, first_block + block, n, heads, DX * DZ) + at_state
+            tl.store(at, S.to(checkpoints.dtype.element_ty), mask=in_state)
     if last is not None:
-        at = state_at(last, state, n, heads, DX * DZ)
-        for j in tl.static_range(len(cx)):
-            tl.store(at + at_state + j * BLOCK, S[j], mask=in_state[j])
+        tl.store(state_at(last, state, n, heads, DX * DZ) + at_state, S, mask=in_state)
     if DECAY and not OUTPUT:
         at_segment = segment.to(tl.int64) * heads + n
         if CHANNEL:
-            for j in tl.static_range(len(cd)):
-                tl.store(shrunk + at_segment * DK + cd[j], survives[j], mask=cd[j] < DK)
+            tl.store(shrunk + at_segment * DK + cd, survives, mask=cd < DK)
         else:
             tl.store(shrunk + at_segment, survives)
 

@@ -21,7 +21,6 @@ SCAN_BLOCK = 1024
 LARGEST = 1 << 31  # elements of a segment, which are indexed with 32 bits
 RESIDENT = 2  # programs of the sequential pass that run at once on one multiprocessor
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
-WHOLE, PART = 128, 64  # channels: up to so many, the pass holds a head in one block, of more in blocks
 FEW = 2  # slices: up to this many, each computes the scores of a chunk for itself, where nothing else needs them
 # x, y and z of the sequential passes (`triton_carry.py`), and `other`, for the gradients of the gates
 PASSES = {
@@ -218,7 +217,7 @@ class LinearRecurrence(Plan):
             SUBHEADS=self.subheads,
             DX=DX,
             DZ=DZ,
-            BX=part(DX),
+            BX=padded(DX),
             BZ=width,
             PARTS=self.parts,
             CHANNEL=self.channel,
@@ -339,11 +338,6 @@ def stream(shape: Sequence[int], stride: Sequence[int], segment: int) -> Stream 
 def dense(heads: int, size: int) -> Stream:
     """The strides of a contiguous tensor."""
     return Stream(heads * size, size, size)
-
-
-def part(size: int) -> int:
-    """The block of channels in which the sequential pass holds the axis that it does not slice."""
-    return padded(size) if size <= WHOLE else PART
 
 
 def padded(size: int) -> int:

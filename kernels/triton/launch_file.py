@@ -6,8 +6,8 @@ The environment variable ``ZOO_LAUNCH`` names the file for a whole process; :fun
       {"kernel": "linear_recurrence.carry", "size": 128, "itemsize": 2, "block": 32, "warps": 4, "stages": 2},
       {"kernel": "delta_rule.dq", "size": 128, "itemsize": 2, "keys": 64, "values": 32, "warps": 4, "stages": 2}]}
 
-`size` is the largest head that an entry serves (for the delta rule, the largest keys). Among the entries for a kernel,
-built-in or not, the smallest size that serves a head is used.
+`size` is the largest head that an entry serves. Among the entries for a kernel, built-in or not, the smallest size that
+serves a head is used.
 """
 
 import json

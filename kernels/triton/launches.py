@@ -23,7 +23,7 @@ HALF, SINGLE = 2, 4  # bytes per element
 
 
 class Launch(NamedTuple):
-    """One entry. A block is 0 if the kernel does not cut that axis, or holds it as one block."""
+    """One entry. A block is 0 if the kernel does not cut that axis."""
 
     warps: int
     stages: int
@@ -32,8 +32,8 @@ class Launch(NamedTuple):
     values: int = 0  # and of value channels
 
 
-# kernel → (compute capability, largest size that the entry serves, bytes per element). The size is that of a head, the
-# larger of K and V; for the delta rule it is K alone, as no program holds more than a block of values.
+# kernel → (compute capability, largest head size that the entry serves, bytes per element). The size is the larger of K
+# and V; for the delta rule, values beyond its largest keys count as these.
 TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     "linear_recurrence.carry": {
         (HOPPER, 128, HALF): Launch(4, 2, block=64),
@@ -76,81 +76,70 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     "delta_rule.prepare": {
         (HOPPER, 64, HALF): Launch(4, 2, keys=64),
         (HOPPER, 128, HALF): Launch(4, 2, keys=128),
-        (HOPPER, ANY, HALF): Launch(4, 2, keys=128),
+        (HOPPER, 256, HALF): Launch(4, 2, keys=128),
         (HOPPER, 64, SINGLE): Launch(4, 2, keys=64),
         (HOPPER, 128, SINGLE): Launch(4, 2, keys=64),
-        (HOPPER, ANY, SINGLE): Launch(4, 2, keys=64),
+        (HOPPER, 256, SINGLE): Launch(4, 2, keys=64),
         (OTHER, ANY, HALF): Launch(4, 2, keys=32),
         (OTHER, ANY, SINGLE): Launch(4, 2, keys=32),
     },
     "delta_rule.forward": {
         (HOPPER, 64, HALF): Launch(4, 3, values=64),
         (HOPPER, 128, HALF): Launch(4, 3, values=64),
-        (HOPPER, 192, HALF): Launch(4, 2, keys=64, values=64),
-        (HOPPER, 256, HALF): Launch(4, 2, keys=64, values=32),
-        (HOPPER, 512, HALF): Launch(4, 2, keys=64, values=16),
+        (HOPPER, 256, HALF): Launch(4, 2, values=32),
         (HOPPER, 64, SINGLE): Launch(4, 2, values=32),
         (HOPPER, 128, SINGLE): Launch(4, 2, values=16),
-        (HOPPER, 256, SINGLE): Launch(4, 1, keys=64, values=16),
-        (HOPPER, 512, SINGLE): Launch(4, 1, keys=64, values=16),
-        (OTHER, 256, HALF): Launch(4, 2, values=16),
-        (OTHER, 512, HALF): Launch(4, 1, keys=64, values=16),
-        (OTHER, 256, SINGLE): Launch(4, 2, values=16),
-        (OTHER, 512, SINGLE): Launch(4, 1, keys=64, values=16),
+        (HOPPER, 256, SINGLE): Launch(4, 1, values=16),
+        (OTHER, ANY, HALF): Launch(4, 2, values=16),
+        (OTHER, ANY, SINGLE): Launch(4, 2, values=16),
     },
     "delta_rule.backward": {
         (HOPPER, 64, HALF): Launch(4, 3, values=64),
         (HOPPER, 128, HALF): Launch(4, 3, values=64),
-        (HOPPER, 192, HALF): Launch(4, 2, keys=64, values=64),
-        (HOPPER, 256, HALF): Launch(4, 2, keys=64, values=32),
-        (HOPPER, 512, HALF): Launch(4, 2, keys=64, values=16),
+        (HOPPER, 256, HALF): Launch(4, 2, values=64),
         (HOPPER, 64, SINGLE): Launch(4, 2, values=32),
         (HOPPER, 128, SINGLE): Launch(4, 2, values=16),
-        (HOPPER, 256, SINGLE): Launch(4, 1, keys=64, values=16),
-        (HOPPER, 512, SINGLE): Launch(4, 1, keys=64, values=16),
-        (OTHER, 256, HALF): Launch(4, 2, values=16),
-        (OTHER, 512, HALF): Launch(4, 1, keys=64, values=16),
-        (OTHER, 256, SINGLE): Launch(4, 2, values=16),
-        (OTHER, 512, SINGLE): Launch(4, 1, keys=64, values=16),
+        (HOPPER, 256, SINGLE): Launch(4, 1, values=16),
+        (OTHER, ANY, HALF): Launch(4, 2, values=16),
+        (OTHER, ANY, SINGLE): Launch(4, 2, values=16),
     },
     "delta_rule.dq": {
         (HOPPER, 64, HALF): Launch(4, 2, keys=64, values=64),
         (HOPPER, 128, HALF): Launch(4, 2, keys=128, values=64),
-        (HOPPER, ANY, HALF): Launch(4, 2, keys=128, values=64),
+        (HOPPER, 256, HALF): Launch(4, 2, keys=128, values=64),
         (HOPPER, 64, SINGLE): Launch(4, 2, keys=64, values=32),
         (HOPPER, 128, SINGLE): Launch(4, 2, keys=64, values=32),
-        (HOPPER, ANY, SINGLE): Launch(4, 2, keys=64, values=32),
+        (HOPPER, 256, SINGLE): Launch(4, 2, keys=64, values=32),
         (OTHER, ANY, HALF): Launch(4, 2, keys=32, values=32),
         (OTHER, ANY, SINGLE): Launch(4, 2, keys=32, values=32),
     },
     "delta_rule.dk": {
         (HOPPER, 64, HALF): Launch(4, 2, keys=64, values=64),
         (HOPPER, 128, HALF): Launch(4, 3, keys=64, values=32),
-        (HOPPER, ANY, HALF): Launch(4, 2, keys=64, values=64),
+        (HOPPER, 256, HALF): Launch(4, 2, keys=64, values=64),
         (HOPPER, 64, SINGLE): Launch(4, 2, keys=32, values=32),
         (HOPPER, 128, SINGLE): Launch(4, 2, keys=32, values=32),
-        (HOPPER, ANY, SINGLE): Launch(4, 2, keys=32, values=32),
+        (HOPPER, 256, SINGLE): Launch(4, 2, keys=32, values=32),
         (OTHER, ANY, HALF): Launch(4, 2, keys=32, values=32),
         (OTHER, ANY, SINGLE): Launch(4, 2, keys=32, values=32),
     },
     "delta_rule.narrow": {  # instead of `forward` and `backward` where these would leave most of the device idle
         (HOPPER, 64, HALF): Launch(4, 3, values=32),
         (HOPPER, 128, HALF): Launch(4, 3, values=32),
-        (HOPPER, 192, HALF): Launch(4, 3, keys=64, values=32),
     },
 }
 
 
 def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch:
-    """The entry for a size, as the table has it."""
+    """The entry for a head size (the larger of K and V)."""
     # the size may be symbolic while tracing
     entry = _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
-    assert entry, f"{kernel} has no launch for {size} channels"
+    assert entry, f"{kernel} has no launch for heads of {size}"
     return entry
 
 
 def optional(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch | None:
-    """Like `launch`, for a kernel that has no entry for some sizes; None for those."""
+    """Like `launch`, for a kernel that has no entry for some head sizes; None for those."""
     return _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
 
 

@@ -15,7 +15,7 @@ INTERPRETED = not torch.cuda.is_available() and importlib.util.find_spec("triton
 
 @pytest.fixture(autouse=True)
 def inside_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel reads or writes outside its arguments. A GPU notices some of that, the interpreter by itself nothing."""
+    """No kernel reads or writes outside its arguments. The interpreter by itself would not notice."""
     if not INTERPRETED:
         return
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder

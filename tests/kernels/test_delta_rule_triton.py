@@ -124,30 +124,28 @@ def test_one_key_repeated():
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize(("K", "V"), [(8, 6), (24, 40), (144, 16), (16, 130), (200, 72), (16, 300), (328, 20)])
+@pytest.mark.parametrize(("K", "V"), [(8, 6), (24, 40), (144, 16), (16, 130), (200, 72), (16, 300)])
 def test_sizes(K: int, V: int):
     agree(small(66, K=K, V=V))
 
 
 @interpreted
-@pytest.mark.parametrize(("K", "V"), [(200, 48), (16, 272), (272, 16)])
-def test_long_keys_and_values_need_no_other_implementation(K: int, V: int):
+@pytest.mark.parametrize(("K", "V"), [(200, 48), (16, 272)])
+def test_long_values_need_no_other_implementation(K: int, V: int):
     # of packed documents, with subheads: blocks of keys and of values must not be mixed up with either
     agree(small(20, K=K, V=V, E=2, documents=[0, 7, 20]), subheads=2)
 
 
-def test_blocks_follow_the_keys():
+def test_longer_values_take_the_same_launch():
     def blocks(K: int, V: int) -> tuple[int, int]:
         shapes = torch.Size([1, 64, 4, K]), torch.Size([1, 64, 4, V])
         to = triton_plan.DeltaRule.of(None, 64, *shapes, 1, 1.0, torch.bfloat16, torch.device("cpu"), None)
         sizes = to.forward(1, V).constants
         return sizes["BK"], sizes["BV"]
 
-    assert blocks(128, 128) == blocks(128, 512) == (128, 64)  # values need no other launch, however long
-    assert blocks(64, 1024) == (64, 64)
-    assert blocks(192, 384) == (64, 64)  # three blocks of keys, rather than a power of two
-    assert blocks(200, 400) == blocks(256, 512) == (64, 32)
-    assert blocks(512, 512) == (64, 16)
+    assert blocks(128, 128) == (128, 64)
+    assert blocks(192, 384) == blocks(200, 400) == blocks(256, 512) == blocks(256, 256) == (256, 32)
+    assert blocks(64, 1024) == blocks(64, 512) == blocks(64, 256) == (64, 32)
 
 
 @interpreted
@@ -174,11 +172,11 @@ def test_everything_in_bf16():
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize(("gate", "state", "K"), [("head", True, 24), ("none", False, 24), ("head", True, 144)])
-def test_segments(gate: str, state: bool, K: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("gate", "state"), [("head", True), ("none", False)])
+def test_segments(gate: str, state: bool, monkeypatch: pytest.MonkeyPatch):
     # as where few and long sequences would leave a device idle; the last segment is shorter
     monkeypatch.setattr(triton_plan, "segments", lambda *given: 3)
-    a = small(300, K=K, V=20, gate=gate, decay="mixed", correlated=True, state=state)
+    a = small(300, K=24, V=20, gate=gate, decay="mixed", correlated=True, state=state)
     agree(a)
 
 
@@ -235,9 +233,9 @@ def test_documents_are_cut_where_it_pays(monkeypatch: pytest.MonkeyPatch):
 
 
 @interpreted
-@pytest.mark.parametrize(("gate", "K"), [*((gate, 24) for gate in GATES), ("head", 272)])
-def test_one_token_without_gradient(gate: str, K: int):
-    a = small(1, B=2, G=2, R=2, E=3, K=K, V=40, gate=gate, state=gate != "constant")
+@pytest.mark.parametrize("gate", GATES)
+def test_one_token_without_gradient(gate: str):
+    a = small(1, B=2, G=2, R=2, E=3, K=24, V=40, gate=gate, state=gate != "constant")
     found = []
     for backend in ("triton", "reference"):
         with torch.no_grad(), kernels.backend(backend):
@@ -270,7 +268,7 @@ def test_arguments_stay_as_they_were():
 
 
 @interpreted
-@pytest.mark.parametrize(("change", "reason"), [({"dtype": torch.float64}, "fp64"), ({"K": 513}, "at most 512")])
+@pytest.mark.parametrize(("change", "reason"), [({"dtype": torch.float64}, "fp64"), ({"K": 257}, "at most 256")])
 def test_what_the_kernels_cannot_take(change: dict[str, Any], reason: str):
     a = small(3, **change)
     kernels.delta_rule(**a)
@@ -360,8 +358,8 @@ def test_real_sizes(options: dict[str, Any], gate: str):
     agree_on_device(a, torch.bfloat16, subheads=options.get("E", 1))
 
 
-# neither powers of two nor short: Gated DeltaNet 1.3B and H1 1.3B, long values, and one long head of an expansion
-LONG = [(200, 400), (192, 384), (256, 512), (128, 512), (64, 1024), (144, 80), (320, 640), (512, 512)]
+# neither powers of two nor short: Gated DeltaNet 1.3B and H1 1.3B, and long values
+LONG = [(200, 400), (192, 384), (256, 512), (128, 512), (64, 1024), (144, 80)]
 
 
 @pytest.mark.gpu
@@ -396,7 +394,7 @@ def test_on_device_the_ops_are_registered_properly_and_compile():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("subheads", "K", "V"), [(1, 128, 128), (4, 128, 128), (1, 200, 400), (1, 512, 512)])
+@pytest.mark.parametrize(("subheads", "K", "V"), [(1, 128, 128), (4, 128, 128), (1, 200, 400), (1, 64, 1024)])
 def test_decoding_on_device(subheads: int, K: int, V: int):
     a = on_device(1, B=8, G=4, E=subheads, K=K, V=V)
     with torch.no_grad():

@@ -155,20 +155,6 @@ def test_gradient_of_a_strong_constant_decay(decays: tuple[float, float], docume
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5 * float(expected.norm()))
 
 
-@pytest.mark.parametrize(("length", "documents"), [(130, None), (90, [0, 0, 20, 90])])
-@pytest.mark.parametrize("gate", GATES)
-def test_heads_in_several_blocks(
-    gate: str, length: int, documents: list[int] | None, short_segments: None, monkeypatch: pytest.MonkeyPatch
-):
-    # as heads of more than 128 channels, of which the last block is not full
-    monkeypatch.setattr(triton_plan, "WHOLE", 16)
-    monkeypatch.setattr(triton_plan, "PART", 16)
-    a = inputs(length, gate=gate, decay="mixed", B=1, G=1, R=2, K=40, V=24, documents=documents, dtype=torch.float32)
-    compare(a)
-    a, gates = held(a)
-    compare(a, **gates)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(("K", "V"), [(32, 32), (48, 20), (31, 37)])  # the last: no number of equal parts

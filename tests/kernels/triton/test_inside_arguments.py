@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+import triton
 import triton.language as tl
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
