@@ -31,7 +31,7 @@ def inside_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         return start(self, given, named)
 
     def check(at: Any, mask: Any) -> None:
-        touched = at.data[mask.data]
+        touched = at.data[mask.data.astype(bool)]  # the interpreter has masks of integers, too
         if not touched.size:
             return
         first, end = int(touched.min()), int(touched.max()) + max(at.get_element_ty().primitive_bitwidth // 8, 1)
