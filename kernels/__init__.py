@@ -8,13 +8,14 @@ PyTorch form (``torch``); some also have Triton kernels (``triton``). :func:`bac
 from .arguments import at_least_fp32
 from .backend import BACKENDS, backend, implementations, same_backend
 from .columns import split_columns
+from .complement import complement
 from .delta_rule import delta_rule
 from .discretise import discretise
 from .documents import documents
 from .errors import UserError
 from .features import ACTIVATIONS, NORMS, features
 from .flops import attention_flops, recurrence_flops
-from .forget_gate import complement, forget_gate
+from .forget_gate import forget_gate
 from .gated_linear import gated_linear
 from .head_linear import head_linear
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses

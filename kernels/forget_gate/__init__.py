@@ -1,13 +1,20 @@
-"""Decays of gates: log f with f = lb + (1 − lb) σ(x), and the input gates 1 − f that are tied to them."""
+"""Decays of gates: log f with f = lb + (1 − lb) σ(x + bias)."""
 
-import torch
 from torch import Tensor
 
 from ..backend import choose
 from ..recompute import remake
 from . import composition, reference
 
-IMPLEMENTATIONS = {"torch": composition.forward, "reference": reference.forward}
+
+def triton(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
+    """The Triton implementation, imported on first use: not every platform has Triton."""
+    from . import triton_op
+
+    return triton_op.forward(x, bias, odds, scale)
+
+
+IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": reference.forward}
 
 
 def forget_gate(x: Tensor, bias: Tensor | None = None, odds: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
@@ -33,18 +40,3 @@ def forget_gate(x: Tensor, bias: Tensor | None = None, odds: Tensor | None = Non
             raise ValueError(f"{name}: expected [{x.shape[-1]}], got shape {tuple(given.shape)}")
     run = choose("forget_gate", IMPLEMENTATIONS, x)
     return remake(run(x, bias, odds, scale), run, x, bias, odds, scale)
-
-
-def complement(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 − exp(log_decay): how much a channel may write that forgets so much.
-
-    Inside `recomputing()` the result is not saved by what follows.
-
-    Args:
-        log_decay: Of any shape, ≤ 0.
-        dtype: Dtype of the result.
-
-    Returns:
-        The input gates, in the shape of `log_decay`.
-    """
-    return remake(composition.complement(log_decay, dtype), composition.complement, log_decay, dtype)

@@ -1,4 +1,4 @@
-"""Decays and input gates in PyTorch, with gradients that need nothing but the arguments.
+"""The decays in PyTorch, with gradients that need nothing but the arguments.
 
 Autograd would save x in fp32 and several results of the same size.
 """
@@ -71,35 +71,3 @@ apply = op.register("forget_gate", compute, differentiate, fake, results=1)
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
     """log_decay, in the shape of x […,C]."""
     return apply(x, bias, odds, scale)[0]
-
-
-def compute_complement(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor]:
-    """1 − exp(log_decay) in a dtype."""
-    return (torch.expm1(log_decay).neg_().to(dtype).contiguous(),)
-
-
-def fake_complement(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute_complement` returns."""
-    return (log_decay.new_empty(log_decay.shape, dtype=dtype),)
-
-
-def differentiate_complement(
-    gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
-    needed: Sequence[bool],
-    log_decay: Tensor,
-    dtype: torch.dtype,
-) -> list[Tensor | None]:
-    """The gradient of log_decay."""
-    assert gradients[0] is not None
-    return [torch.exp(log_decay).neg_().mul_(gradients[0])]
-
-
-apply_complement = op.register(
-    "forget_gate_complement", compute_complement, differentiate_complement, fake_complement, results=1
-)
-
-
-def complement(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 − exp(log_decay) in a dtype."""
-    return apply_complement(log_decay, dtype)[0]

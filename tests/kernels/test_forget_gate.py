@@ -8,6 +8,16 @@ from torch import Tensor
 
 import kernels
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote must not be read."""
+    module = pytest.importorskip("kernels.forget_gate.triton_op")
+    allocate = module.new
+    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     return {"x": (3 * torch.randn(shape)).to(dtype), "bias": torch.randn(shape[-1]), "odds": torch.randn(shape[-1])}
@@ -18,7 +28,7 @@ def results(a: dict[str, Tensor], backend: str, scale: float = 1.0) -> dict[str,
     leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
     with kernels.backend(backend):
         y = kernels.forget_gate(**leaves, scale=scale)
-    arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y)
+    arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y)
     return {"y": y.detach(), **dict(zip(a, torch.autograd.grad(y, list(leaves.values()), arriving), strict=True))}
 
 
@@ -39,6 +49,46 @@ def test_extreme_gates(odds: float | None):
     expected = results({name: x.double() for name, x in a.items()}, "reference")  # whose sigmoids do not underflow
     for name, x in results(a, "torch").items():
         torch.testing.assert_close(x, expected[name].float(), rtol=1e-5, atol=1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("given", [("x",), ("x", "bias"), ("x", "odds"), ("x", "bias", "odds")])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 7, 5), (70, 300), (2, 3, 2, 40)])
+def test_triton(given: tuple[str, ...], shape: tuple[int, ...], poison: None):
+    a = {name: x for name, x in inputs(*shape).items() if name in given}
+    expected = results(a, "torch", 0.25)
+    for name, x in results(a, "triton", 0.25).items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=2e-6)
+
+
+@interpreted
+def test_triton_takes_parts_of_a_projection_and_extreme_gates(poison: None):
+    whole = torch.randn(2, 30, 20).requires_grad_()
+    extreme = torch.tensor([-200.0, -90.0, 90.0, 200.0])
+    odds = torch.tensor([-200.0, -1.0, 0.0, 1.0, 2.0, 3.0, 90.0, 200.0])
+    found = []
+    for backend in ("triton", "torch"):
+        part, rest = kernels.split_columns(whole, [8, 12])
+        with kernels.backend(backend):
+            y = kernels.forget_gate(part + 0, odds=odds) + kernels.forget_gate(part, bias=extreme.repeat(2))
+        found.append([y, *torch.autograd.grad(y.sin().sum() + rest.sum(), whole)])
+    for x, expected in zip(*found, strict=True):
+        torch.testing.assert_close(x, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [("x",), ("x", "bias"), ("x", "odds"), ("x", "bias", "odds")])
+@pytest.mark.parametrize("shape", [(4, 1000, 1024), (2, 777, 8192), (1, 3, 100)])
+def test_triton_on_device(given: tuple[str, ...], shape: tuple[int, ...]):
+    a = {name: x.cuda() for name, x in inputs(*shape).items() if name in given}
+    expected = results({name: x.double() for name, x in a.items()}, "torch", 0.25)
+    found = results(a, "triton", 0.25)
+    for name, x in found.items():
+        torch.testing.assert_close(
+            x, expected[name].float(), rtol=1e-4, atol=1e-4 if name in ("bias", "odds") else 1e-5
+        )
+    again = results(a, "triton", 0.25)
+    assert all(torch.equal(x, again[name]) for name, x in found.items())
 
 
 def test_half_precision_makes_fp32():
