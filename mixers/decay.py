@@ -63,17 +63,15 @@ class LowRankDecay(nn.Linear):
     Args:
         rank: Size of x.
         size: Number of decays.
-        normalizer: Divides the log of the decay; 16 makes the state forget slowly.
     """
 
-    def __init__(self, rank: int, size: int, normalizer: float):
+    def __init__(self, rank: int, size: int):
         super().__init__(rank, size)
-        self.normalizer = normalizer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, normalizer: float = 1.0) -> Tensor:
         """x [B,T,rank] → log_decay [B,T,size]."""
         raw = kernels.head_linear(x[:, :, None], self.weight.mT[None])[:, :, 0]
-        return kernels.forget_gate(raw, self.bias, scale=1 / self.normalizer)
+        return kernels.forget_gate(raw, self.bias, scale=1 / normalizer)
 
 
 class Strength(KeepsFp32):

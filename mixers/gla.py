@@ -59,11 +59,12 @@ class GLA(LinearMixer):
                 raise kernels.UserError(f"{name}: a width of {width} cannot be divided into {num_heads} heads")
         key_size, value_size = keys // num_heads, values // num_heads
         super().__init__(site, num_heads=num_heads, key_size=key_size, value_size=value_size, q=qk, k=qk, v=v)
+        self.gate_normalizer = gate_normalizer
         widths = {"q": keys, "k": keys, "v": values, "g": values, "decay": gate_rank}
         if not output_gate:
             del widths["g"]
         self.in_proj = Projection(site.hidden_size, widths)
-        self.decay_up = LowRankDecay(gate_rank, self.gate_heads * self.subhead_size, gate_normalizer)
+        self.decay_up = LowRankDecay(gate_rank, self.gate_heads * self.subhead_size)
         self.o_norm: Output = (GatedRMSNorm if output_gate else NormOnly)(value_size, eps=norm_eps)
         self.o_proj = OutputProjection(values, site.hidden_size)
 
@@ -75,7 +76,8 @@ class GLA(LinearMixer):
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None
-        return s.replace(log_decay=split_heads(self.decay_up(s.log_decay), self.gate_heads))
+        log_decay = self.decay_up(s.log_decay, self.gate_normalizer)
+        return s.replace(log_decay=split_heads(log_decay, self.gate_heads))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))
