@@ -1,13 +1,81 @@
-"""Commands that documents print: whether they parse, without the hours that they would take."""
+"""Commands that documents print: which there are, and whether they parse, without the hours that they would take."""
 
+import importlib.util
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
+import zoo
+from zoo.benchmarks.tune import tune
+from zoo.config.command_line import arguments_of
 from zoo.config.parser import read
+from zoo.evaluation.catalogue import tasks_of
+from zoo.evaluation.task import Options
+from zoo.lm.catalogue import show_mixers
 from zoo.sweeps.comparison import whole_configs
 
-from .commands import Command
+from .commands import ROOT, Command
 
+SHELLS = ("bash", "sh", "shell", "console")
+FENCED = re.compile(r"^[ ]*```(\w*).*?\n(.*?)^[ ]*```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = ("python", "python3", "pytest", "pip")
+INLINE = re.compile(r"(?<!`)`([^`]+)`")
 ON_GPUS = (["bench", "training"], ["bench", "scaling"], ["bench", "expansion"])  # for minutes, as peers do
+# verbs that take no config: their functions, and the option that plain arguments set
+FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
+    "evaluate": (zoo.evaluate, None),
+    "generate": (zoo.generate, None),
+    "export": (zoo.export, None),
+    "statex": (zoo.statex, None),
+    "convert": (zoo.convert, None),
+    "report": (zoo.report, "folders"),
+    "doctor": (zoo.doctor, None),
+    "tune": (tune, None),
+    "mixers": (show_mixers, "name"),
+    "scaling plan": (zoo.scaling.plan, None),
+    "scaling fit": (zoo.scaling.fit, "runs"),
+}
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def commands_of(text: str, languages: Collection[str] = SHELLS) -> list[list[str]]:
+    """All commands of Python and pytest in a document, each once, as their arguments.
+
+    Args:
+        text: Markdown: commands stand in fenced blocks and, between backticks, in the running text and in tables.
+        languages: Of the fenced blocks that count.
+    """
+    lines = [line for language, block in FENCED.findall(text) if language in languages for line in _lines(block)]
+    lines += [" ".join(code.split()) for code in INLINE.findall(FENCED.sub("", text))]
+    found = [piece for line in lines for piece in _pieces(line)]
+    return [list(piece) for piece in dict.fromkeys(map(tuple, found))]
+
+
+def _lines(block: str) -> list[str]:
+    """The lines of a block: continued ones are one line, and what the block assigns to variables is filled in."""
+    lines = re.sub(r"\\\n\s*", " ", block).splitlines()
+    values = dict(found for line in lines for found in re.findall(r"^(\w+)=(\S+)", line))
+    return [re.sub(r"\$\{?(\w+)\}?", lambda name: values.get(name[1], name[0]), line) for line in lines]
+
+
+def _pieces(line: str) -> Iterator[list[str]]:
+    """The commands in a line, which `&&` and its like divide."""
+    lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="&|;<>")
+    lexer.whitespace_split = True
+    try:
+        tokens = [*lexer]
+    except ValueError:  # no command: a quotation mark that is not closed
+        return
+    pieces: list[list[str]] = [[]]
+    for token in tokens:
+        if set(token) <= set("&|;<>"):
+            pieces.append([])
+        else:
+            pieces[-1].append(token)
+    yield from (piece for piece in pieces if piece[:1] and piece[0] in PROGRAMS and piece[1:])
 
 
 def check_parses(arguments: list[str], command: Command, folder: Path) -> None:
@@ -20,7 +88,9 @@ def check_parses(arguments: list[str], command: Command, folder: Path) -> None:
             read(name, *overrides)
         return
     arguments = [*arguments]
-    if arguments and arguments[0] in ("fit", "validate", "test", "predict"):
+    if any(argument.endswith(".help") for argument in arguments):
+        pass  # prints, and runs nothing
+    elif arguments and arguments[0] in ("fit", "validate", "test", "predict"):
         arguments.append("--print_config")  # all of it is parsed, and nothing is run
     elif arguments[:1] == ["sweep"]:
         arguments.append("--dry-run")
@@ -34,3 +104,61 @@ def check_parses(arguments: list[str], command: Command, folder: Path) -> None:
         arguments.append("--help")  # of runs that take hours
     shown = command(*arguments)
     assert shown.code == 0, shown.err
+
+
+def takes_no_config(arguments: list[str]) -> bool:
+    """Whether `check_options` can check what follows `python cli.py`."""
+    return _verb(arguments) in FUNCTIONS
+
+
+def check_options(arguments: list[str]) -> None:
+    """Check the options and tasks of what follows `python cli.py`, and nothing that they name.
+
+    Raises:
+        UserError: An option, its value or a task does not exist.
+    """
+    verb = _verb(arguments)
+    function, positional = FUNCTIONS[verb]
+    given = arguments[len(verb.split()) :]
+    if "--help" in given:
+        return
+    _, options = arguments_of(function, given, verb, positional=positional)
+    if verb == "evaluate" and options["tasks"] != "list":
+        names = options["tasks"] if isinstance(options["tasks"], list) else options["tasks"].split(",")
+        assert tasks_of(names, Options(data=options["data"]))
+
+
+def _verb(arguments: list[str]) -> str:
+    return " ".join(arguments[: 2 if arguments[:1] == ["scaling"] else 1])
+
+
+def check_tool(arguments: list[str]) -> None:
+    """Assert that files, tests, markers, extras and modules exist that a command of pytest, pip or Python names."""
+    program, *given = arguments
+    if program == "pytest":
+        _check_pytest(given)
+    elif program == "pip":
+        for extra in re.findall(r"\[([\w,]+)\]", " ".join(given)):
+            assert {*extra.split(",")} <= PYPROJECT["project"]["optional-dependencies"].keys(), extra
+    elif given[:1] == ["-m"]:
+        assert importlib.util.find_spec(given[1]) is not None, given[1]
+    elif given and given[0].endswith(".py"):
+        source = (ROOT / given[0]).read_text()  # raises if there is no such file
+        for option in (argument.partition("=")[0] for argument in given[1:] if argument.startswith("--")):
+            assert f'"{option}"' in source, f"{given[0]} has no {option}"
+        for path in (argument for argument in given[1:] if not argument.startswith("--")):
+            assert (ROOT / path).exists(), path
+
+
+def _check_pytest(given: list[str]) -> None:
+    markers = {line.partition(":")[0] for line in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+    words = iter(given)
+    for word in words:
+        if word == "-m":
+            assert {*re.findall(r"\w+", next(words))} <= markers | {"and", "or", "not"}
+        elif word in ("-n", "-k", "--dist"):
+            next(words)
+        elif not word.startswith("-"):
+            file, _, test = word.partition("::")
+            assert (ROOT / file).exists(), file
+            assert f"def {test}(" in (ROOT / file).read_text() if test else True, word

@@ -2,9 +2,11 @@
 
 import functools
 import importlib
+import itertools
 import math
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import yaml
 
 import zoo
 from kernels import UserError
-from mixers import Bidirectional, Expanded, LinearMixer
+from mixers import Bidirectional, Expanded, LinearMixer, SlidingWindowAttention, SoftmaxAttention
 from zoo import config as configs
 from zoo.config.overlays import load_config
 from zoo.lm.size_table import parameters_without_embeddings
@@ -33,6 +35,8 @@ CONTENTS: dict[str, dict[str, Any]] = {
 WHOLE = [name for name, keys in CONTENTS.items() if "class_path" in keys.get("model", {}).get("stack", {})]
 OVERLAYS = [name for name in CONTENTS if name not in WHOLE]
 RECALL = [name for name in WHOLE if name.startswith("recall/")]
+# The training of a paper, as an overlay on the general configs.
+PAPERS = ("gated_delta_networks/recipe.yaml", "hgrn2/pile.yaml", "hgrn2/slimpajama.yaml", "hgrn2/wikitext_103.yaml")
 SMALL = ("recall/", "image/", "lra/")  # tasks that two layers solve
 RUNS_AS_IT_IS = [name for name in WHOLE if "hidden_size" in CONTENTS[name]["model"]]
 SIZED = [name for name in WHOLE if name not in RUNS_AS_IT_IS]
@@ -66,14 +70,22 @@ def bases_of(overlay: str) -> list[str]:
         fewer_layers = {"tnl", "cosformer2"}
         fitting = {"410m.yaml": every - fewer_layers, "410m-25.yaml": fewer_layers}.get(name, every)
         return [f"scaling_laws/{base}.yaml" for base in sorted(fitting)]
+    if overlay in PAPERS:
+        return named(commands(overlay)[0])[:1]
     if folder == "gated_delta_networks":
-        return [f"gated_delta_networks/{name.partition('-')[0]}.yaml"]
+        base = name.partition("-")[0]
+        paper = f"gated_delta_networks/{base}.yaml"
+        return [paper if paper in WHOLE else f"{'mamba2' if base == 'mamba' else base}.yaml"]
+    if folder == "hgrn2":
+        return ["hgrn2.yaml"]
     if folder in ("ablate", "recall"):
         return named(commands(overlay)[0])[:1]
     if name in ("h2.yaml", "l.yaml"):  # for one of the two models, as published
         return ["state_expansion/gated_deltanet.yaml"]
+    if overlay == "state_expansion/2k.yaml":
+        return ["state_expansion/transformer.yaml"]
     if folder == "state_expansion":
-        return ["state_expansion/gla.yaml", "state_expansion/gated_deltanet.yaml"]
+        return [f"state_expansion/{base}.yaml" for base in ("gla", "gated_deltanet", "transformer")]
     if folder == "size":
         kind = name.rpartition("-")[0]
         return [{"": "gdn_h2", "h1": "gdn_h1", "mamba": "mamba2"}.get(kind, kind) + ".yaml"]
@@ -82,7 +94,8 @@ def bases_of(overlay: str) -> list[str]:
 
 def sizes_of(name: str) -> list[str]:
     """The overlays that give a config without a size one."""
-    general = ["size/400m.yaml", "size/1.5b.yaml"] if name.startswith("state_expansion/") else []
+    kind = "transformer-" if name.endswith("transformer.yaml") else ""
+    general = [f"size/{kind}{size}.yaml" for size in ("400m", "1.5b")] if name.startswith("state_expansion/") else []
     fitting = [overlay for overlay in OVERLAYS if name in bases_of(overlay)]
     return general + [overlay for overlay in fitting if "hidden_size" in CONTENTS[overlay].get("model", {})]
 
@@ -124,6 +137,7 @@ def test_they_are_found():
     twos = (
         "state_expansion/gla",
         "state_expansion/gated_deltanet",
+        "state_expansion/transformer",
         "gated_delta_networks/gdn",
         "gated_delta_networks/h1",
     )
@@ -242,7 +256,7 @@ def test_a_command_of_a_header_parses(name: str, line: str, command: Command):
     assert shown.code == 0, shown.err
     config = yaml.safe_load(shown.out)
     assert config["model"]["hidden_size"] == CONTENTS[files[1]]["model"]["hidden_size"]
-    assert config["data"]["init_args"]["tokenizer"] == "tokenizer.json"
+    assert config["data"]["init_args"]["tokenizer"].endswith("tokenizer.json")
 
 
 @pytest.mark.slow
@@ -254,6 +268,53 @@ def test_an_overlay_changes_its_base(name: str, base: str):
     assert changed == set(CONTENTS[name]), "each of its keys has an effect"
     if base in RUNS_AS_IT_IS and name not in ABLATIONS:  # the others have tests of their own
         assert zoo.build(base, name, "model.vocab_size=32000", device="meta").num_parameters() > 0
+
+
+PUBLISHED_TEXT = [name for name in OVERLAYS if "hf download" in (configs.CONFIGS / name).read_text()]
+
+
+@pytest.mark.parametrize("name", PUBLISHED_TEXT)
+def test_what_a_data_config_reads_is_what_its_commands_fetch(name: str):
+    fetched = [shlex.split(line.removeprefix("#   ")) for line in header(name) if "hf download" in line]
+    folders = [words[words.index("--local-dir") + 1] for words in fetched]
+    data = CONTENTS[name]["data"]
+    read = [data["path"], *(text["path"] for text in data.get("validation_sets", {}).values()), data["tokenizer"]]
+    assert all(f"{path}/".startswith(f"{folders[0]}/") for path in read[:-1])
+    assert read[-1] == f"{folders[1]}/{fetched[1][3]}"
+    included = [pattern for word, pattern in itertools.pairwise(fetched[0]) if word == "--include"] or [""]
+    for path in read[:-1]:
+        part = path.removeprefix(folders[0]).strip("/")
+        assert path.endswith(".txt") or any(pattern.startswith(part) for pattern in included), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "line"), [(name, line) for name in (*PAPERS, *PUBLISHED_TEXT) for line in commands(name)], ids=str
+)
+def test_a_command_of_an_overlay_parses(name: str, line: str, command: Command):
+    _, _, verb, *arguments = shlex.split(line)
+    assert name in named(line)
+    shown = command(verb, *arguments, "--print_config")
+    assert shown.code == 0, shown.err
+
+
+def test_wikitext_is_made_of_its_rows(tmp_path: Path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    folder = tmp_path / "corpora" / "wikitext" / "wikitext-103-raw-v1"
+    folder.mkdir(parents=True)
+    for number, part in enumerate(("train", "train", "validation", "test")):
+        rows = ["", f" = Title {number} = \n", " é words \n"]
+        parquet.write_table(pyarrow.table({"text": rows}), folder / f"{part}-0000{number}-of-2.parquet")
+    lines = [line.removeprefix("#   ") for line in header("data/wikitext_103.yaml")]
+    loop = "\n".join(
+        lines[next(n for n, line in enumerate(lines) if line.startswith("for ")) : lines.index("done") + 1]
+    )
+    subprocess.run(["bash", "-c", loop], cwd=tmp_path, check=True)
+    text = (folder.parent / "train.txt").read_text()
+    assert text == " = Title 0 = \n é words \n = Title 1 = \n é words \n"
+    assert (folder.parent / "test.txt").read_text().startswith(" = Title 3 = ")
 
 
 ABLATIONS = [name for name in OVERLAYS if name.startswith("ablate/")]
@@ -383,6 +444,8 @@ PUBLISHED = {
     ("gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-1.3b.yaml", None): 1_309_295_488,
     ("gated_delta_networks/h1.yaml", "gated_delta_networks/h1-0.4b.yaml", None): 530_764_908,
     ("gated_delta_networks/h1.yaml", "gated_delta_networks/h1-1.3b.yaml", None): 1_316_608_290,
+    ("state_expansion/transformer.yaml", "size/transformer-400m.yaml", None): 399_561_728,
+    ("state_expansion/transformer.yaml", "size/transformer-1.5b.yaml", None): 1_467_066_368,
 }
 
 
@@ -406,6 +469,68 @@ def test_the_sizes_of_gated_delta_networks():
             assert all(mixer.value_size == 2 * mixer.key_size for mixer in deltas)
             assert {(m.head_dim, m.window_size) for m in windows} == ({(128, 2048)} if "h1" in name else set())
             assert model.lm_head is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["0.4b", "1.3b"])
+def test_baselines_have_as_many_parameters_as_the_models_of_the_paper(size: str):
+    """And are trained alike, with windows of 2048 tokens where there are any."""
+    folder, recipe = "gated_delta_networks", "gated_delta_networks/recipe.yaml"
+    published = {
+        model: zoo.build(f"{folder}/{model}.yaml", f"{folder}/{model}-{size}.yaml", device="meta")
+        for model in ("gdn", "h1")
+    }
+    counts = [model.num_parameters() for model in published.values()]
+    fitting = {"mamba1": "mamba", "mamba2": "mamba", "deltanet": "transformer", "hgrn2": "transformer"}
+    fitting |= {name: name for name in ("transformer", "retnet", "samba", f"{folder}/h2_mamba2_gdn_swa")}
+    orders = [name.removesuffix(".yaml") for name in WHOLE if name.startswith(f"{folder}/h2_") and size == "0.4b"]
+    for name, overlay in (fitting | {order: order for order in orders}).items():
+        overlay = f"{folder}/{overlay.rpartition('/')[2]}-{size}.yaml"
+        config = configs.read(f"{name}.yaml", recipe, overlay)
+        model = configs.from_config(config, device="meta")
+        assert min(counts) * 0.99 < model.num_parameters() < max(counts) * 1.02, name
+        assert model.num_parameters() == pytest.approx(CONTENTS[overlay]["model"]["nominal_size"], rel=0.03)
+        assert {m.window_size for m in model.mixers if isinstance(m, SlidingWindowAttention)} <= {2048}
+        assert {m.head_dim for m in model.mixers if isinstance(m, SoftmaxAttention)} <= {128}
+    trained = [configs.to_dict(configs.read(*files)) for files in ((f"{folder}/gdn.yaml",), ("mamba2.yaml", recipe))]
+    for config in trained:
+        del config["data"]["init_args"]["vocab_size"]  # of a tokenizer that is trained, which is not used
+        for key in ("hidden_size", "num_heads", "num_layers", "stack", "mlp"):
+            del config["model"][key]
+    assert trained[0] == trained[1]
+
+
+# The parameters that the paper names; it has no other numbers of these models in our copy.
+HGRN2 = {
+    ("hgrn2.yaml", "hgrn2/wikitext_103.yaml"): 44e6,
+    ("hgrn1.yaml", "hgrn2/wikitext_103.yaml"): 44e6,
+    ("mamba1.yaml", "hgrn2/wikitext_103.yaml", "model.mlp=null", "model.num_layers=11"): 44e6,
+    ("hgrn2.yaml", "hgrn2/pile.yaml", "hgrn2/150m.yaml"): 150e6,
+    ("hgrn1.yaml", "hgrn2/pile.yaml", "hgrn2/150m.yaml"): 150e6,
+    ("hgrn2.yaml", "hgrn2/pile.yaml", "scaling_laws/410m.yaml"): 385e6,  # in Figure 5
+    ("hgrn2.yaml", "hgrn2/pile.yaml", "scaling_laws/1b.yaml"): 1e9,
+    ("hgrn2.yaml", "hgrn2/pile.yaml", "scaling_laws/3b.yaml"): 3e9,
+    ("hgrn2.yaml", "hgrn2/pile.yaml", "scaling_laws/7b.yaml"): 7e9,
+    ("hgrn2.yaml", "hgrn2/slimpajama.yaml", "hgrn2/1.3b.yaml"): 1.3e9,
+    ("hgrn2.yaml", "hgrn2/slimpajama.yaml", "hgrn2/2.7b.yaml"): 2.7e9,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", HGRN2, ids=" ".join)
+def test_the_models_of_hgrn2(files: tuple[str, ...], caplog: pytest.LogCaptureFixture):
+    model = zoo.build(*files, device="meta")
+    assert "nominal_size" not in caplog.text
+    assert model.num_parameters() == pytest.approx(HGRN2[files], rel=0.06)
+    assert {mixer.key_size for mixer in model.mixers if isinstance(mixer, LinearMixer)} <= {128}
+
+
+@pytest.mark.slow
+def test_transformer_2k_is_the_same_model_with_a_window():
+    files = ("state_expansion/transformer.yaml", "size/transformer-400m.yaml")
+    model = zoo.build(*files, "state_expansion/2k.yaml", device="meta")
+    assert {(type(m), m.window_size) for m in model.mixers} == {(SlidingWindowAttention, 2048)}
+    assert model.num_parameters() == zoo.build(*files, device="meta").num_parameters()
 
 
 def test_the_best_order_of_h2_is_the_general_one():

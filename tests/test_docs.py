@@ -1,4 +1,4 @@
-"""What the documentation refers to exists. (Its commands: `test_readme.py`; the tutorials: `test_tutorials.py`.)"""
+"""What documents refer to exists. (Their commands: `test_documented_commands.py`; tutorials: `test_tutorials.py`.)"""
 
 import os
 import pkgutil

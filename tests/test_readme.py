@@ -2,14 +2,13 @@
 
 import inspect
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 import mixers
 
-from .command_lines import check_parses
+from .command_lines import check_parses, commands_of
 from .commands import ROOT, Command
 from .zoo.conversion.public_folder import write
 
@@ -19,20 +18,12 @@ README = ROOT / "README.md"
 LONGEST = 200  # lines of a mixer, as README says
 
 
-def commands() -> list[str]:
-    """All `python cli.py …` in blocks of bash, also after `&&`, and in the running text."""
-    text = README.read_text()
-    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    pieces = [piece.strip().removeprefix("$ ") for line in lines for piece in line.split("&&")]
-    pieces += re.findall(r"`(python cli.py [^`]*)`", prose)
-    return [piece for piece in dict.fromkeys(pieces) if piece.startswith("python cli.py")]
+COMMANDS = {" ".join(words): words[2:] for words in commands_of(README.read_text()) if words[1] == "cli.py"}
 
 
 @pytest.mark.skipif(not README.read_text().strip(), reason="README.md is not written yet")
 def test_there_are_commands():
-    assert any(" fit --config gdn_h2.yaml" in line for line in commands())
+    assert any(" fit --config gdn_h2.yaml" in line for line in COMMANDS)
 
 
 def test_a_mixer_is_as_short_as_readme_says():
@@ -42,11 +33,11 @@ def test_a_mixer_is_as_short_as_readme_says():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_the_readme_parses(
     line: str, command: Command, finished, tmp_path, monkeypatch: pytest.MonkeyPatch
 ):
-    _, _, *arguments = shlex.split(line, comments=True)
+    arguments = [*COMMANDS[line]]
     named = [argument for argument in arguments if re.match(r"(.*=)?runs/", argument)]
     if named:  # of a run that the reader has by then; here there is another one
         monkeypatch.chdir(finished)

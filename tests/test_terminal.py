@@ -118,7 +118,7 @@ MISTAKES = {
     (*FIT, "--optim=SGD", "--optim.init_args.momentun=0.9"): "optim.optimizer.momentun: unknown key; did you mean 'mo",
     (*FIT, "--optim=Adam", "--optim.eps=1"): "optim.eps is 1.0, but is for AdamW; those of another optimiser are",
     (*FIT, "--optim=torch.nn.Linear"): "optim.optimizer: torch.nn.Linear is not an Optimizer",
-    (*FIT, "--optim.schedule=linear"): "optim.schedule: 'linear' is not one of cosine, constant, wsd, nor a known cl",
+    (*FIT, "--optim.schedule=linear"): "optim.schedule: 'linear' is not one of cosine, constant, wsd, inverse_sqrt, n",
     ("fit", "--config=ablate/no_conv.yaml"): "model.stack: missing; give a config with a model, such as --config gdn",
     (*FIT, "--data.batch_size=100000"): "data.batch_size is 100000; the training data has only ",
     ("compare", "gla.yaml", "--config=tiny.yaml", "--seed_everything=-3"): "seed_everything: -3 must be",

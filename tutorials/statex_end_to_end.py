@@ -21,7 +21,12 @@ from rich.table import Table
 
 import zoo
 
-MIXERS: dict[str, list[Any]] = {"GLA": ["gla.yaml"], "Mamba2": ["mamba2.yaml", {"model": {"num_layers": 16}}]}
+# without short convolutions, GLA does not learn to recall a needle from as little text (docs/needles.md)
+CONVOLVED = {"qk": {"conv": 4, "activation": "silu"}, "v": {"conv": 4, "activation": "silu"}}
+MIXERS: dict[str, list[Any]] = {
+    "GLA": ["gla.yaml", {"model": {"stack": {"mixer": {"mixer": CONVOLVED}}}}],
+    "Mamba2": ["mamba2.yaml", {"model": {"num_layers": 16}}],
+}
 # the heads of GLA cannot be merged without changing what it computes: to preserve that, each becomes subheads
 FORMS = {"reinit": {}, "inherit": {}, "preserve": {"GLA": {"way": "expand"}}}
 SEEDS = [0, 1, 2]

@@ -12,6 +12,7 @@ from zoo.config.moved import current_key, up_to_date, with_current_paths
 from zoo.files.safe_yaml import dump_yaml, parse_yaml, read_yaml
 
 _OVERRIDE = re.compile(r"-*[\w.]+\+?=")
+_CLASS = re.compile(r"(\w+\.)*[A-Z]\w*")  # the name of a class, with or without its module
 Item = str | Path | Mapping[str, Any]  # a config's name or path, an override `key=value`, or a config itself
 
 
@@ -69,13 +70,15 @@ def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:
     """The result of `load_items` as command-line arguments for the parser.
 
     Two cases are turned into overlays: in `model.a.b=null` inside a component, the parser would take null for a class
-    name, and with `data=NAME` it would keep defaults of the previous class (see `ConfigFile`).
+    name, and with `data=NAME` and `model.a.b=NAME` it would keep arguments of the previous class (see `ConfigFile`).
     """
     for item in items:
         if isinstance(item, str):
             key, _, value = item.partition("=")
             if key.startswith("model.") and value == "null":
                 item = _nested(key, None)
+            elif key.startswith("model.") and _CLASS.fullmatch(value):
+                item = _nested(key, value)
             elif key == "data" and "{" not in value:
                 item = with_current_paths(_nested("data.class_path", value))
         if isinstance(item, str):

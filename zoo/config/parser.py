@@ -45,18 +45,24 @@ set_dumper(_MODE, dump_yaml)
 
 
 class ConfigFile(ActionConfigFile):
-    """--config that finds configs by name, and does not pass the defaults of one data class on to another."""
+    """--config that finds configs by name, and does not pass on what was meant for another class.
+
+    The parser would give a component that replaces another all arguments of the former that it knows, too. Parts of a
+    model start from their own defaults; a data class keeps what was set for the former, such as its path, but no
+    defaults.
+    """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
         contents = load_config(values)
         if (named := _class_name(contents.get("data"))) is not None:
             _drop_defaults(cfg.get("data"), named)
+        _start_over(cfg.get("model"), contents.get("model"))
         _, text = as_arguments([contents])
         super().__call__(parser, cfg, text, option_string)
 
 
 def _class_name(spec: Any) -> str | None:
-    """The class that a config's `data` names; None if it names none."""
+    """The class that a component's config names; None if it names none."""
     return spec if isinstance(spec, str) else spec.get("class_path") if isinstance(spec, dict) else None
 
 
@@ -74,6 +80,18 @@ def _drop_defaults(previous: Any, named: str) -> None:
             del arguments[name]
     if kept := ", ".join(f"{name}={value}" for name, value in vars(arguments).items()):
         log.info("data: %s in place of %s keeps what was set before: %s", named, previous.class_path, kept)
+
+
+def _start_over(previous: Any, new: Any) -> None:
+    """Remove the arguments of parts of a model that a config replaces by parts of another class."""
+    if not isinstance(previous, Namespace):
+        return
+    named, former = _class_name(new), previous.get("class_path")
+    if named is not None and former is not None and named.rpartition(".")[2] != former.rpartition(".")[2]:
+        previous.pop("init_args", None)
+    elif isinstance(new, dict):
+        for name, part in new.items():  # arguments may stand beside `class_path`
+            _start_over(previous.get(name, previous.get(f"init_args.{name}")), part)
 
 
 class Parser(LightningArgumentParser):

@@ -19,6 +19,7 @@ from zoo.data.text.mixed_text import MixedText, Source
 from zoo.data.text.packing import Windows
 from zoo.data.text.shards import Shards, prepare
 from zoo.data.text.text_data import TextData
+from zoo.data.text.tokenised_text import ValidationSet
 from zoo.data.text.tokenizer import Tokenizer, train_tokenizer
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "Tokenizer",
     "TrainLoader",
     "ValidationLoader",
+    "ValidationSet",
     "Windows",
     "as_batch",
     "interpolated_bigram_loss",

@@ -13,6 +13,8 @@ from zoo.conversion.folder import CONFIG, is_public
 from zoo.conversion.tokenizer import described
 from zoo.loading.export import files_of_new_folder, write_new_folder
 from zoo.loading.load import build_described, find, find_tokenizer
+from zoo.loading.model_card import NAME as CARD
+from zoo.loading.model_card import model_card
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ def convert(
 ) -> Path:
     """Convert a public checkpoint into a model of ours, or, with `to`, a model into a public layout.
 
+    A public folder gets a model card, README.md, with what the run knows and places for what it does not.
     Weights keep their dtype and are converted a shard at a time. Nothing in the checkpoint is run.
 
     Args:
@@ -61,9 +64,11 @@ def convert(
         written = None if tokenizer is None else tokenizer.to_json()
         write_new_folder(folder, config, found.weights, written, sign(config), max_shard_size)
         return folder
-    public = exported(*build_described(found, trust), to)
+    model, weights = build_described(found, trust)
+    public = exported(model, weights, to)
     ends = {} if tokenizer is None else {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id}
     files = {CONFIG: json.dumps({**public.config, **ends}, indent=2)}
     files |= {} if tokenizer is None else described(tokenizer)
+    files[CARD] = model_card(folder.name, model, found.config, Path(checkpoint), public.family)
     with files_of_new_folder(folder, files, public.weights, max_shard_size):
         return folder

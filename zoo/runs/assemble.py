@@ -92,6 +92,7 @@ def parts(config: Namespace) -> Parts:
         getattr(datamodule, "sequence_length", None),
         getattr(datamodule, "validation_names", ()),
         size,
+        getattr(datamodule, "names_beside", ()),
     )
     return Parts(model, module, datamodule)
 

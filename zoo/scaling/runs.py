@@ -103,8 +103,9 @@ def _read(folder: Path) -> Trained | str:
         return f"its results.json has no {missing[0]}; it is of an earlier version, or not a run on tokens"
     if row["schedule"] == "custom":
         return "its schedule is a class (optim.schedule), which does not say where its learning rate falls"
-    if row["schedule"] == "cosine":
-        return "its learning rate falls all the time (schedule: cosine), so its losses are not those of shorter runs"
+    if row["schedule"] in ("cosine", "inverse_sqrt"):
+        falling = f"its learning rate falls all the time (schedule: {row['schedule']})"
+        return f"{falling}, so its losses are not those of shorter runs"
     inside = [
         metrics
         for metrics in read_metrics(folder / "metrics.jsonl")

@@ -61,6 +61,7 @@ class Pretraining(L.LightningModule):
             first evaluated batch.
         tasks: Names of the evaluation data loaders, whose losses and accuracies are logged separately; empty for a
             single loader.
+        beside: Names of the loaders after those: their losses are logged by themselves, and are no part of the others.
         context_parallel: How many neighbouring processes share each sequence.
 
     Raises:
@@ -76,6 +77,7 @@ class Pretraining(L.LightningModule):
         context_length: int | None = None,
         tasks: Sequence[str] = (),
         context_parallel: int = 1,
+        beside: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if context_parallel < 1:
@@ -93,6 +95,8 @@ class Pretraining(L.LightningModule):
         self.tasks = list(tasks)
         self.accuracy = TaskAccuracy(len(self.tasks) or 1)
         self.task_loss = TaskLoss(len(self.tasks) or 1)
+        self.beside = list(beside)
+        self.loss_beside = TaskLoss(len(self.beside) or 1)
         self.context_parallel = context_parallel
         self._part: ContextParallel | None = None  # this process's part of each sequence; None for whole sequences
         self._gradient_norm: Tensor | None = None  # of the step in progress
@@ -254,11 +258,15 @@ class Pretraining(L.LightningModule):
         self.context_loss.reset()
         self.accuracy.reset()
         self.task_loss.reset()
+        self.loss_beside.reset()
 
     def _evaluate(self, batch: Batch, loader: int) -> None:
         batch = self._local_part(batch)
         labels, task = batch.labels, loader if self.tasks else 0
         losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
+        if self.beside and (number := loader - (len(self.tasks) or 1)) >= 0:
+            self.loss_beside.update(losses, labels, number)
+            return
         self.accuracy.update(correct, labels, task)
         self.task_loss.update(losses, labels, task)
         if self._part is not None:  # padded to the whole sequence by tokens without labels, for their positions
@@ -272,7 +280,7 @@ class Pretraining(L.LightningModule):
 
     def _log_evaluation(self, prefix: str) -> None:
         losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
-        loss_by_task = self.task_loss.compute()
+        loss_by_task, losses_beside = self.task_loss.compute(), self.loss_beside.compute() if self.beside else None
         self._reset_metrics()
         self.loss_by_position = losses.by_position.tolist()
         self.log(f"{prefix}_loss", losses.loss, prog_bar=True)
@@ -285,6 +293,9 @@ class Pretraining(L.LightningModule):
         for name, loss, value in zip(self.tasks, loss_by_task.view(-1), by_task.view(-1), strict=False):
             self.log(f"{prefix}_loss_{name}", loss)
             self.log(f"{prefix}_accuracy_{name}", value)
+        if losses_beside is not None:
+            for name, loss in zip(self.beside, losses_beside.view(-1), strict=True):
+                self.log(f"{prefix}_loss_{name}", loss)
         self.log("tokens", self.tokens_seen)
 
     def configure_optimizers(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from zoo.train.muon import Muon
 
 log = logging.getLogger(__name__)
 
-Schedule = Literal["cosine", "constant", "wsd"]
+Schedule = Literal["cosine", "constant", "wsd", "inverse_sqrt"]
 DEFAULT_WARMUP = 100  # steps
 NEED_WHOLE_TENSORS = (Muon, torch.optim.Muon, torch.optim.Adafactor)  # their updates are not elementwise
 
@@ -35,9 +35,9 @@ class Optimisation:
         betas: Decay rates of AdamW's first and second moments.
         eps: Added to AdamW's denominator.
         schedule: After the warm-up: `cosine` falls to the end, `constant` stays, `wsd` (warm-up, stable, decay)
-            stays and then falls linearly over the last `decay_fraction` of the steps. Or a class such as
-            torch.optim.lr_scheduler.OneCycleLR with its own arguments, stepped with the optimiser; there is then no
-            warm-up but its own.
+            stays and then falls linearly over the last `decay_fraction` of the steps, `inverse_sqrt` falls as
+            √(warm-up / step), as in fairseq. Or a class such as torch.optim.lr_scheduler.OneCycleLR with its own
+            arguments, stepped with the optimiser; there is then no warm-up but its own.
         warmup_steps: Steps over which the learning rate rises linearly from 0; 100 unless `warmup_fraction` is given.
         warmup_fraction: The same as a fraction of all steps, below 1, in place of `warmup_steps`.
         decay_fraction: The fraction of all steps over which `wsd` decays, between 0 and 1.
@@ -113,9 +113,9 @@ class Optimisation:
 
     def decay_start(self, total_steps: int) -> int:
         """The step from which the learning rate falls, in a run of `total_steps`; `total_steps` if it never does."""
-        if self.schedule not in ("cosine", "wsd"):
+        if self.schedule not in ("cosine", "wsd", "inverse_sqrt"):
             return total_steps
-        stable = 0 if self.schedule == "cosine" else round(total_steps * (1 - self.decay_fraction))
+        stable = round(total_steps * (1 - self.decay_fraction)) if self.schedule == "wsd" else 0
         return max(self.warmup(total_steps), stable)
 
     def factor(self, step: int, total_steps: int) -> float:
@@ -123,7 +123,8 @@ class Optimisation:
 
         Args:
             step: Optimiser steps already done.
-            total_steps: Optimiser steps of the whole run; not used by `constant` with `warmup_steps`.
+            total_steps: Optimiser steps of the whole run; with `warmup_steps` neither `constant` nor `inverse_sqrt`
+                uses it.
 
         Returns:
             A number between 0 and 1.
@@ -133,6 +134,8 @@ class Optimisation:
             return (step + 1) / warmup
         if self.schedule == "constant":
             return 1.0
+        if self.schedule == "inverse_sqrt":
+            return math.sqrt(max(warmup, 1) / max(step, 1))
         progress = _progress(step, self.decay_start(total_steps), total_steps)
         shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
         return self.min_learning_rate_ratio + (1 - self.min_learning_rate_ratio) * shape
@@ -262,7 +265,7 @@ def build_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) ->
     """
     if not isinstance(optim.schedule, str):
         return _named_schedule(optimizer, optim)
-    if max_steps < 0 and optim.schedule != "constant":
+    if max_steps < 0 and optim.schedule in ("cosine", "wsd"):
         raise UserError(
             f"optim.schedule is {optim.schedule}, which needs the length of the run: "
             "set trainer.max_steps or trainer.max_epochs, or optim.schedule to constant."

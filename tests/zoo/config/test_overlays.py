@@ -55,6 +55,28 @@ def test_later_ones_count_whatever_their_form(tmp_path: Path) -> None:
     assert load_items([file]) == [{"trainer": {"max_steps": 2}, "optim": {"weight_decay": 0.5}}]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.stack.mixer.mixer=TNL",
+        "model.stack.mixer.mixer=mixers.TNL",
+        "model.stack.init_args.mixer.init_args.mixer.class_path=TNL",
+        {"model": {"stack": {"mixer": {"mixer": "TNL"}}}},
+        {"model": {"stack": {"mixer": {"mixer": {"class_path": "TNL"}}}}},
+        "tnl.yaml",
+    ],
+)
+def test_another_class_starts_from_its_own_defaults(change) -> None:
+    def eps(*items) -> float:
+        return zoo.config.read(*items).model.stack.init_args.mixer.init_args.mixer.init_args.norm_eps
+
+    assert eps("gla.yaml") == 1e-3
+    assert eps("gla.yaml", change) == eps("tnl.yaml") == 1e-6
+    assert eps("gla.yaml", change, "model.stack.mixer.mixer.norm_eps=1e-4") == 1e-4
+    same = {"model": {"stack": {"mixer": {"mixer": {"class_path": "mixers.GLA", "init_args": {"expand_k": 1.0}}}}}}
+    assert eps("gla.yaml", same) == 1e-3
+
+
 def test_null_deep_in_a_component() -> None:
     config = configs.read("gdn_h2.yaml", "model.mlp=null")
     assert config.model.mlp is None

@@ -46,7 +46,12 @@ def test_warmup_stable_decay():
     assert optim.decay_start(100) == 80
 
 
-@pytest.mark.parametrize(("schedule", "start"), [("constant", 100), ("cosine", 10), ("wsd", 80)])
+def test_inverse_square_root_needs_no_length():
+    optim = Optimisation(schedule="inverse_sqrt", warmup_steps=4)
+    assert [optim.factor(step, -1) for step in (0, 3, 4, 16, 400)] == pytest.approx([0.25, 1.0, 1.0, 0.5, 0.1])
+
+
+@pytest.mark.parametrize(("schedule", "start"), [("constant", 100), ("cosine", 10), ("wsd", 80), ("inverse_sqrt", 10)])
 def test_where_the_learning_rate_begins_to_fall(schedule, start):
     optim = Optimisation(schedule=schedule, warmup_steps=10)
     assert optim.decay_start(100) == start

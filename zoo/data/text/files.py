@@ -188,7 +188,7 @@ def _check_file(name: str, size: int | None, key: str) -> None:
 def _suggestion(path: Path) -> str:
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     similar = difflib.get_close_matches(path.name, siblings, n=1)
-    return f"; did you mean {path.parent / similar[0]}" if similar else ""
+    return f"; did you mean {path.parent / similar[0]}" if similar else "; put text there, or give another path"
 
 
 def _remote(url: str, key: str) -> Listing:

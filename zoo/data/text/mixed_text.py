@@ -2,9 +2,7 @@
 
 import logging
 import math
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +12,7 @@ from zoo.data.resumable import check_minimum
 from zoo.data.text.blend import Blend, BlendedText
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.packing import Packing, Windows
-from zoo.data.text.tokenised_text import TokenisedText
+from zoo.data.text.tokenised_text import TokenisedText, ValidationSet, check_names, errors_name
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +59,8 @@ class MixedText(TokenisedText):
         packing: "windows": sequences continue across document boundaries. "documents": each batch is one row, in which
             windows and documents are separate sequences (`cu_seqlens`), with no loss from one to the next.
         validation_fraction: Expected fraction of each source's documents kept for validation, between 0 and 1.
+        validation_sets: Name → path of text that is validated on as well, such as {wikitext: {path: wiki.txt}}. Its
+            loss is `val_loss_wikitext`; `val_loss`, by which checkpoints are chosen, stays that of the sources.
         num_workers: Worker processes per device that prefetch batches; 0: none.
         preprocessing_workers: Number of processes for tokenising. Null: one per CPU.
         shards: A folder or URL (`s3://bucket/tokens/`) for the token shards, which all machines may share. From a URL
@@ -86,6 +86,7 @@ class MixedText(TokenisedText):
         batch_size: int = 8,
         packing: Packing = "windows",
         validation_fraction: float = 0.05,
+        validation_sets: dict[str, ValidationSet] | None = None,
         num_workers: int = 0,
         preprocessing_workers: int | None = None,
         shards: str | None = None,
@@ -101,6 +102,7 @@ class MixedText(TokenisedText):
             batch_size=batch_size,
             packing=packing,
             validation_fraction=validation_fraction,
+            validation_sets=validation_sets,
             num_workers=num_workers,
             preprocessing_workers=preprocessing_workers,
             shards=shards,
@@ -108,6 +110,8 @@ class MixedText(TokenisedText):
             seed=seed,
         )
         _check_sources(sources)
+        if twice := sorted({*sources} & {*self.validation_sets}):
+            raise UserError(f"data.validation_sets: {twice[0]!r} is also the name of a source; give it another.")
         self.sources = dict(sources)
         self._train: Blend | None = None
         self._validation: list[Windows] = []
@@ -136,7 +140,7 @@ class MixedText(TokenisedText):
         if self._train is None:
             opened = []
             for name, corpus in zip(self.sources, self.corpora, strict=True):
-                with _errors_name(name):
+                with errors_name(f"data.sources.{name}"):
                     opened.append(self.windows(corpus))
             self._train = Blend([train for train, _ in opened], self._weights())
             self._validation = [validation for _, validation in opened]
@@ -161,16 +165,16 @@ class MixedText(TokenisedText):
         return self._validation
 
     def val_dataloader(self) -> list[ValidationLoader]:
-        """A loader for each source: batches of this rank, each sample once."""
-        return [self.evaluation_loader(windows) for windows in self.validation]
+        """Batches of this rank, each sample once: those of each source, and then those of each validation set."""
+        return [*self.predict_dataloader(), *self.loaders_beside()]
 
     def test_dataloader(self) -> list[ValidationLoader]:
-        """The validation splits."""
+        """What is validated on."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> list[ValidationLoader]:
-        """The validation splits."""
-        return self.val_dataloader()
+        """The validation splits of the sources."""
+        return [self.evaluation_loader(windows) for windows in self.validation]
 
     def identity(self) -> dict[str, Any]:
         """The sources in order, their weights and text, and how it is cut and shuffled."""
@@ -201,22 +205,11 @@ class MixedText(TokenisedText):
             )
 
 
-@contextmanager
-def _errors_name(name: str) -> Iterator[None]:
-    """Prefix a UserError with the source it is about."""
-    try:
-        yield
-    except UserError as error:
-        key = f"data.sources.{name}"
-        raise error if str(error).startswith(key) else UserError(f"{key}: {error}") from None
-
-
 def _check_sources(sources: Mapping[str, Source]) -> None:
     if not sources:
         raise UserError("data.sources is empty; give at least one, such as {books: {path: books/, weight: 2}}.")
+    check_names("sources", sources)
     for name, source in sources.items():
-        if not re.fullmatch(r"[\w-]+", name):
-            raise UserError(f"data.sources: the name {name!r} may have letters, digits, '_' and '-' only.")
         if not 0 < source.weight < math.inf:
             raise UserError(f"data.sources.{name}.weight is {source.weight}; it must be above 0, and finite.")
         check_minimum(**{f"sources.{name}.max_characters": (source.max_characters, 1)})

@@ -45,7 +45,8 @@ class Windows(Dataset):
             raise UserError(f"data.packing is {packing!r}; it must be 'windows' or 'documents'.")
         self.shards, self.sequence_length, self.packing = shards, sequence_length, packing
         if len(shards) <= sequence_length:
-            hint = "" if shards.split == "train" else " or raise data.validation_fraction"
+            split_off = shards.split == "validation" and shards.manifest["validation_fraction"] is not None
+            hint = " or raise data.validation_fraction" if split_off else ""
             raise UserError(
                 f"data.sequence_length is {sequence_length}, but the {shards.split} split has {len(shards)} tokens; "
                 f"one more than the sequence length is needed: lower it, add text{hint}."

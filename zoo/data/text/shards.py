@@ -145,7 +145,7 @@ class Shards:
 def prepare(
     corpus: Corpus,
     tokenizer: Tokenizer,
-    validation_fraction: float = 0.05,
+    validation_fraction: float | None = 0.05,
     workers: int | None = None,
     shards: str | None = None,
 ) -> Path | str:
@@ -158,7 +158,7 @@ def prepare(
     Args:
         corpus: The documents.
         tokenizer: The tokenizer; its end token closes each document, and its start token, if it has one, opens it.
-        validation_fraction: The expected fraction of documents kept for validation, in (0, 1).
+        validation_fraction: The expected fraction of documents kept for validation, in (0, 1); None: all of them.
         workers: Number of processes; None: one per CPU.
         shards: The folder or URL in which each corpus has a subfolder; None: the cache. With a URL, only one file per
             split is on the local disk at a time.
@@ -235,7 +235,7 @@ def _is_consistent(manifest: dict, split: Split) -> bool:
     return (
         sum(tokens) == entry["tokens"]
         and all(count == tokens[0] for count in tokens[:-1])
-        and tokens[-1] <= tokens[0]
+        and tokens[-1:] <= tokens[:1]
         and 8 * entry["documents"] == sizes[entry["starts"]]
         and all(isinstance(file["blake2b"], str) for file in manifest["files"].values())
     )
@@ -260,7 +260,7 @@ def _check_hash(place: Place, name: str, content: BinaryIO, expected: Record) ->
 
 
 def _build(
-    folder: Path, corpus: Corpus, tokenizer: Tokenizer, fraction: float, workers: int | None, place: Place | None
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, fraction: float | None, workers: int | None, place: Place | None
 ) -> None:
     sides = SplitByContent(corpus, fraction)
     dtype = "<u2" if tokenizer.vocab_size < 1 << 16 else "<u4"

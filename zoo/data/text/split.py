@@ -19,10 +19,10 @@ class SplitByContent:
 
     Args:
         corpus: The documents, which are read once.
-        fraction: The expected fraction of documents for validation.
+        fraction: The expected fraction of documents for validation; None: all are, and the other split is empty.
     """
 
-    def __init__(self, corpus: Corpus, fraction: float) -> None:
+    def __init__(self, corpus: Corpus, fraction: float | None) -> None:
         smallest, largest, self.characters, self.digest = 1 << 64, -1, 0, hashlib.sha256()
         for text in corpus:
             number = content_hash(text)
@@ -30,8 +30,11 @@ class SplitByContent:
             self.characters += len(text)
             self.digest.update(number.to_bytes(8))
         self._corpus = corpus
-        self.single = smallest == largest  # one document, possibly repeated
         self._fraction = fraction
+        self.single = fraction is not None and smallest == largest  # one document, possibly repeated, to be cut
+        if fraction is None:
+            self._threshold = 1 << 64
+            return
         # hashes below the threshold go to validation: at least the smallest, never the largest
         self._threshold = min(max(int(fraction * 2.0**64), smallest + 1), largest)
         if self.single:
@@ -43,7 +46,7 @@ class SplitByContent:
         Raises:
             UserError: A single document is too short to cut.
         """
-        if not self.single:
+        if not self.single or self._fraction is None:
             yield ("validation" if content_hash(text) < self._threshold else "train"), text
             return
         if len(text) < 2:

@@ -7,7 +7,7 @@ from zoo.data.resumable import check_minimum
 from zoo.data.text.bigram import interpolated_bigram_loss
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.packing import Packing, Windows
-from zoo.data.text.tokenised_text import TokenisedText
+from zoo.data.text.tokenised_text import TokenisedText, ValidationSet
 
 COUNTED = 20_000_000  # tokens of each split used for the bigram model, since corpora may exceed memory
 
@@ -34,6 +34,8 @@ class TextData(TokenisedText):
         packing: "windows": sequences continue across document boundaries. "documents": each batch is one row, in which
             windows and documents are separate sequences (`cu_seqlens`), with no loss from one to the next.
         validation_fraction: Expected fraction of the documents kept for validation, between 0 and 1.
+        validation_sets: Name → path of text that is validated on as well, such as {wikitext: {path: wiki.txt}}. Its
+            loss is `val_loss_wikitext`; `val_loss`, by which checkpoints are chosen, stays that of the split.
         text_field: Field or column of JSON and Parquet files with the text.
         max_characters: Size of the embedded corpus; null: all of it. Your own files are never cut.
         num_workers: Worker processes per device that prefetch batches; 0: none.
@@ -61,6 +63,7 @@ class TextData(TokenisedText):
         batch_size: int = 8,
         packing: Packing = "windows",
         validation_fraction: float = 0.05,
+        validation_sets: dict[str, ValidationSet] | None = None,
         text_field: str = "text",
         max_characters: int | None = 5_000_000,
         num_workers: int = 0,
@@ -78,6 +81,7 @@ class TextData(TokenisedText):
             batch_size=batch_size,
             packing=packing,
             validation_fraction=validation_fraction,
+            validation_sets=validation_sets,
             num_workers=num_workers,
             preprocessing_workers=preprocessing_workers,
             shards=shards,
@@ -129,17 +133,18 @@ class TextData(TokenisedText):
         train, validation = (shards.read(0, min(len(shards), COUNTED)) for shards in splits)
         return interpolated_bigram_loss(train, validation, self.get_tokenizer().vocab_size)
 
-    def val_dataloader(self) -> ValidationLoader:
-        """Batches of this rank, each sample once."""
-        return self.evaluation_loader(self.validation)
+    def val_dataloader(self) -> ValidationLoader | list[ValidationLoader]:
+        """Batches of this rank, each sample once: those of the split, and then those of each validation set."""
+        loader = self.predict_dataloader()
+        return [loader, *self.loaders_beside()] if self.validation_sets else loader
 
-    def test_dataloader(self) -> ValidationLoader:
-        """The validation split."""
+    def test_dataloader(self) -> ValidationLoader | list[ValidationLoader]:
+        """What is validated on."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> ValidationLoader:
         """The validation split."""
-        return self.val_dataloader()
+        return self.evaluation_loader(self.validation)
 
     def identity(self) -> dict[str, Any]:
         """The text, and how it is cut and shuffled."""

@@ -26,6 +26,13 @@ TRAINING_CHARACTERS = 200_000_000
 TRAINING_PIECE = 20_000
 _FORMAT = 1
 _CHECKSUM = "checksum.json"  # in the folder of a trained tokenizer
+# Letters, spaces and lines of all kinds, in the form that normalisers leave as it is.
+_PROBE = "A line,  Übergröße 字\n\tand 😀."
+# Files of other libraries, and where a tokenizer.json comes from.
+_FOREIGN = {
+    ".model": "SentencePiece; a tokenizer.json is needed, which is mostly published beside it",
+    ".tiktoken": "tiktoken; a tokenizer.json is needed, and docs/data.md says how to make one",
+}
 # Key in the entry of an added token (where other programs ignore unknown keys) for its role in documents.
 _ROLES = "document_roles"
 
@@ -124,11 +131,13 @@ class Tokenizer:
             name: Its name in error messages; None: its path.
 
         Raises:
-            UserError: The file is missing, is not a tokenizer, or does not have these tokens.
+            UserError: The file is missing, is not a tokenizer, does not have these tokens, or would lose text.
         """
         file = Path(path).expanduser()
         file = file / "tokenizer.json" if file.is_dir() else file
         name = name or f"data.tokenizer: {file}"
+        if library := _FOREIGN.get(file.suffix):
+            raise UserError(f"{name} is a file of {library}.")
         if not file.is_file():
             raise UserError(f"{name} does not exist; a tokenizer.json or a folder with one is needed.")
         try:
@@ -136,7 +145,13 @@ class Tokenizer:
             tokenizer, roles = tokenizers.Tokenizer.from_str(text), _roles(text)
         except Exception as error:  # the library raises bare Exceptions
             raise UserError(f"{name} is not a tokenizer.json ({error}).") from error
-        return cls(tokenizer, name, eos_token or roles.get("eos"), bos_token or roles.get("bos"))
+        loaded = cls(tokenizer, name, eos_token or roles.get("eos"), bos_token or roles.get("bos"))
+        if (back := loaded.decode(loaded.encode(_PROBE))) != _PROBE:
+            raise UserError(
+                f"{name} does not keep text as it is: {_PROBE!r} comes back as {back!r}; it must be of bytes, or fall "
+                "back to them, as those of GPT-2 and Llama 2."
+            )
+        return loaded
 
     def to_json(self) -> str:
         """The content of `tokenizer.json`."""

@@ -66,7 +66,9 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
     message = error_of(str(tmp_path / "storys.txt"))
     assert "storys.txt does not exist; did you mean" in message
     assert "stories.txt" in message
-    assert error_of(str(tmp_path / "far" / "away")).endswith("away does not exist.")
+    assert error_of(str(tmp_path / "far" / "away")).endswith(
+        "away does not exist; put text there, or give another path."
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""Every command in the documentation is one: its verb, keys, values, configs, tasks, tests, markers and files exist.
+
+Not here: those of README, most of which are run (`test_readme.py`), of the blocks of tutorials, all of which are run
+(`test_tutorials.py`), of configs (`test_configs.py`), and of reproductions (`test_commands.py` there).
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import zoo
+from kernels import UserError
+from zoo.config import CONFIGS
+
+from .command_lines import SHELLS, check_options, check_parses, check_tool, commands_of, takes_no_config
+from .commands import ROOT, Command
+
+pytest_plugins = "tests.desk"
+
+RENDERED = "reproductions.md"  # from rows, whose commands are tested
+PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOUND = {
+    **{page: commands_of(page.read_text(), (*SHELLS, "text")) for page in PAGES if page.name != RENDERED},
+    **{page: commands_of(page.read_text(), ["text"]) for page in sorted((ROOT / "tutorials").glob("*.md"))},
+    ROOT / "README.md": [words for words in commands_of((ROOT / "README.md").read_text()) if words[1] != "cli.py"],
+}
+COMMANDS = {
+    f"{page.name}: {' '.join(words)}": words
+    for page, found in FOUND.items()
+    for words in found
+    if words[-1] != "…"  # of a command that is only begun
+}
+OURS = {name: words[2:] for name, words in COMMANDS.items() if words[1:2] == ["cli.py"] and len(words) > 2}
+WITH_CONFIGS = {name: words for name, words in OURS.items() if not takes_no_config(words)}
+ONCE = {tuple(words): name for name, words in reversed(WITH_CONFIGS.items())}  # the first page that has it
+
+
+def test_they_are_found():
+    for page, words in {
+        "evaluation.md": ["python", "cli.py", "evaluate", "--tasks=list"],  # in a block
+        "kernels.md": ["python", "cli.py", "tune"],  # in the running text
+        "CONTRIBUTING.md": ["pytest", "-m", "gpu", "tests/kernels"],
+        "README.md": ["pip", "install", "-e", ".[scaling]"],  # in a table
+    }.items():
+        assert f"{page}: {' '.join(words)}" in COMMANDS
+    assert "06_an_ablation.md" not in "".join(WITH_CONFIGS)  # as its blocks are run
+    assert len(COMMANDS) > 60
+
+
+@pytest.mark.parametrize("name", [name for name, words in OURS.items() if takes_no_config(words)])
+def test_its_options_exist(name: str):
+    check_options(OURS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OURS])
+def test_what_another_tool_is_to_use_exists(name: str):
+    check_tool(COMMANDS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONCE.values())
+def test_it_parses(
+    name: str, command: Command, finished: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    words = WITH_CONFIGS[name]
+    if any("runs/" in word for word in words):  # a run that the reader has by then
+        monkeypatch.chdir(finished)
+        words = [re.sub(r"runs/[\w-]+", "runs/done", word) for word in words]
+    for word in words:  # what the commands before have made
+        if word.startswith("ladder/"):
+            zoo.scaling.plan("gla,transformer", budget=1e18, output="ladder", verbose=False)
+        elif word.endswith("/config.yaml") and not Path(word).exists():
+            (desk / word).parent.mkdir()
+            shutil.copy(CONFIGS / "gla.yaml", desk / word)
+    (Path.cwd() / "corpus").mkdir(exist_ok=True)
+    (Path.cwd() / "corpus" / "text.txt").write_text("a text of the reader's own\n" * 1000)
+    check_parses(words, command, tmp_path)
+
+
+WRONG = [
+    "python cli.py fit --config gdn_h2.yaml --model.hiden_size=64",
+    "python cli.py fit --config gdn_h2.yaml --trainer.max_steps=few",
+    "python cli.py fit --config gdn_h3.yaml",
+    "python cli.py sweep --config sweep/heads.yaml --job=2",
+    "python cli.py compare gla.yaml --optim.learning_rte=1e-3",
+    "python cli.py bench training --config gla.yaml --size=3",
+    "python cli.py evaluate --checkpoint runs/first --task=passkey",
+    "python cli.py evaluate --checkpoint runs/first --tasks=passkeys",
+    "python cli.py convert --checkpoint a --output b --too=fla",
+    "python cli.py scaling plan --mixers=gla --budgets=1e18",
+    "python cli.py fitt --config gla.yaml",
+    "python -m zoo.nowhere",
+    "python tutorials/run.py tutorials/01_first_hybrid.md --tiny",
+    "pytest -m gpus tests/kernels",
+    "pytest tests/kernels/test_nothing.py",
+    "pytest tests/test_configs.py::test_nothing",
+    'pip install -e ".[scalings]"',
+]
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_one_is_noticed(line: str, command: Command, tmp_path: Path):
+    [words] = commands_of(f"Then `{line}` does it.")
+    with pytest.raises((AssertionError, UserError, FileNotFoundError, ModuleNotFoundError)):
+        check(words, command, tmp_path)
+
+
+def check(words: list[str], command: Command, folder: Path) -> None:
+    if words[1] != "cli.py":
+        check_tool(words)
+    elif takes_no_config(words[2:]):
+        check_options(words[2:])
+    else:
+        check_parses(words[2:], command, folder)
