@@ -8,12 +8,14 @@ PyTorch form (``torch``); some also have Triton kernels (``triton``). :func:`bac
 from .arguments import at_least_fp32
 from .backend import BACKENDS, backend, implementations, same_backend
 from .columns import split_columns
+from .complement import complement
 from .delta_rule import delta_rule
 from .discretise import discretise
 from .documents import documents
 from .errors import UserError
 from .features import ACTIVATIONS, NORMS, features
 from .flops import attention_flops, recurrence_flops
+from .forget_gate import forget_gate
 from .gated_linear import gated_linear
 from .head_linear import head_linear
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
@@ -36,10 +38,12 @@ __all__ = [
     "at_least_fp32",
     "attention_flops",
     "backend",
+    "complement",
     "delta_rule",
     "discretise",
     "documents",
     "features",
+    "forget_gate",
     "gated_linear",
     "gated_rms_norm",
     "head_linear",

@@ -58,7 +58,10 @@ def register(
     assert all(kinds[:count])
     first = len(outputs.split(","))  # index of `needed`: gradients and residuals come before it, arguments after it
     given_first = [f"Tensor? gradient{i}" for i in range(results)] + [f"Tensor kept{i}" for i in range(first - results)]
-    signature = f"({', '.join([*given_first, 'bool[] needed', arguments])}) -> ({', '.join(['Tensor'] * count)})"
+    found = (
+        "(Tensor)" if count == 1 else ", ".join(["Tensor"] * count)
+    )  # in schemas, a tuple of one has its own brackets
+    signature = f"({', '.join([*given_first, 'bool[] needed', arguments])}) -> ({found})"
 
     def run_backward(*values: Any) -> tuple[Tensor, ...]:
         needed, *given = values[first:]

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 import kernels
 
 Recurrence = Callable[..., tuple[Tensor, Tensor | None]]
-# a state of the delta rule's kernels has at most this many columns
-MOST_COLUMNS = 256
 
 
 class ContextParallel:
@@ -229,12 +227,6 @@ def _matrix(run: Recurrence, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, A
     state_dtype = torch.promote_types(v.dtype, torch.float32)
     identity = torch.eye(K, device=v.device, dtype=state_dtype).expand(B, H * gates["subheads"], K, K)
     zeros = v.new_zeros(1).expand(*v.shape[:3], K)
-    if K + V > MOST_COLUMNS:
-        _, transition = run(q, k, zeros.contiguous(), **gates, initial_state=identity.contiguous(), return_state=True)
-        _, local = run(q, k, v, **gates, return_state=True)
-        assert transition is not None
-        assert local is not None
-        return transition, local
     start = F.pad(identity, (V, 0))
     _, both = run(q, k, torch.cat([v, zeros], -1), **gates, initial_state=start, return_state=True)
     assert both is not None

@@ -55,6 +55,25 @@ class Mamba2Discretisation(Discretisation):
         super().__init__(size, low, high)
 
 
+class LowRankDecay(nn.Linear):
+    """log_decay = log σ(W x + b) / normalizer, in at least fp32, of a few numbers x (GLA, arXiv 2312.06635).
+
+    With an expansion this is the largest tensor of a layer; what `kernels.recomputing()` leaves of it is x.
+
+    Args:
+        rank: Size of x.
+        size: Number of decays.
+    """
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(rank, size)
+
+    def forward(self, x: Tensor, normalizer: float = 1.0) -> Tensor:
+        """x [B,T,rank] → log_decay [B,T,size]."""
+        raw = kernels.head_linear(x[:, :, None], self.weight.mT[None])[:, :, 0]
+        return kernels.forget_gate(raw, self.bias, scale=1 / normalizer)
+
+
 class Strength(KeepsFp32):
     """β = σ(b + bias): how much of the old value the delta rule replaces; up to 2 with `allow_neg_eigval`.
 

@@ -1,11 +1,11 @@
 """Gated linear attention."""
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 
 from .base import LinearMixer, Site, Streams
+from .decay import LowRankDecay
 from .features import Features
 from .norm import GatedRMSNorm, NormOnly, Output
 from .projection import OutputProjection, Projection, split_heads
@@ -64,20 +64,20 @@ class GLA(LinearMixer):
         if not output_gate:
             del widths["g"]
         self.in_proj = Projection(site.hidden_size, widths)
-        self.decay_up = nn.Linear(gate_rank, self.gate_heads * self.subhead_size)
+        self.decay_up = LowRankDecay(gate_rank, self.gate_heads * self.subhead_size)
         self.o_norm: Output = (GatedRMSNorm if output_gate else NormOnly)(value_size, eps=norm_eps)
         self.o_proj = OutputProjection(values, site.hidden_size)
 
     def project(self, x: Tensor) -> Streams:
         q, k, v, *g, decay = self.in_proj(x)
         H = self.num_heads
-        raw = split_heads(self.decay_up(decay), self.gate_heads)
         gate = split_heads(g[0], H) if g else None
-        return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), raw, gate=gate)
+        return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), decay, gate=gate)
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None
-        return s.replace(log_decay=F.logsigmoid(kernels.at_least_fp32(s.log_decay)) / self.gate_normalizer)
+        log_decay = self.decay_up(s.log_decay, self.gate_normalizer)
+        return s.replace(log_decay=split_heads(log_decay, self.gate_heads))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

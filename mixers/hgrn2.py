@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
@@ -49,13 +48,11 @@ class LowerBounds(KeepsFp32):
 
     def log_forget(self, f: Tensor, layer: int) -> Tensor:
         """log(lb + (1 − lb) σ(f)) of raw forget gates f [...,size] at a layer, at least fp32."""
-        f = kernels.at_least_fp32(f)
-        if layer == 0:  # lb is 0, where the general form has a NaN gradient
-            return F.logsigmoid(f)
-        # log odds of lb : 1 − lb, since 1 − lb itself may round to zero, where gradients are NaN
+        if layer == 0:  # lb is 0, where its log odds are not finite
+            return kernels.forget_gate(f)
         rows = kernels.at_least_fp32(self.weight)
         odds = rows[1 : layer + 1].logsumexp(0) - torch.cat([rows[:1], rows[layer + 1 :]]).logsumexp(0)
-        return torch.logaddexp(F.logsigmoid(odds), F.logsigmoid(-odds) + F.logsigmoid(f))
+        return kernels.forget_gate(f, odds=odds)
 
 
 def build_lower_bounds(
@@ -140,11 +137,11 @@ class HGRN2(LinearMixer):
 
     def gates(self, s: Streams) -> Streams:
         if self.lower_bounds is None:
-            log_decay = F.logsigmoid(kernels.at_least_fp32(s.k))
+            flat = kernels.forget_gate(s.k.flatten(2))
         else:
             flat = self.lower_bounds.log_forget(s.k.flatten(2), self.site.layer)
-            log_decay = split_heads(flat, self.gate_heads)
-        return s.replace(k=-torch.expm1(log_decay).to(s.q.dtype), log_decay=log_decay)
+        log_decay = split_heads(flat, self.gate_heads)
+        return s.replace(k=kernels.complement(log_decay, s.q.dtype), log_decay=log_decay)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.g_norm(o.flatten(2)))

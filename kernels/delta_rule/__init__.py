@@ -15,8 +15,8 @@ def triton(a: Recurrences) -> tuple[Tensor, Tensor]:
 
 
 IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": reference.forward}
-LARGEST = 256  # the kernels hold a tile [K, block of V] in registers
-LIMITS = f"which takes keys and values of at most {LARGEST} channels"
+LARGEST = 256  # a program holds the state of all keys, for a block of values, in registers
+LIMITS = f"which takes keys of at most {LARGEST} channels"
 
 
 def delta_rule(
@@ -64,8 +64,7 @@ def delta_rule(
     a = check(*given, per_channel=False, consume_state=consume_state)
     if a.beta is None:
         raise ValueError("beta: the delta rule needs it")
-    fits = max(q.shape[3], v.shape[3]) <= LARGEST
-    run = choose("delta_rule", IMPLEMENTATIONS, v, None if fits else LIMITS)
+    run = choose("delta_rule", IMPLEMENTATIONS, q, None if q.shape[3] <= LARGEST else LIMITS)
     if run is chunk.forward and v.shape[1] == 1 and cu_seqlens is None:
         run = step.forward
     o, state = run(a)

@@ -13,6 +13,7 @@ from ..triton.enqueue import Prepared, cdiv, next_power_of_2
 from ..triton.launches import Launch, launch, multiprocessors, optional
 from ..triton.layout import CHUNK, layout
 from ..triton.plan import Plan, prepared
+from . import LARGEST
 from .triton_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
 from .triton_prepare import prepare
 from .triton_scan import combine, scan_backward, scan_forward
@@ -50,6 +51,8 @@ class DeltaRule(Plan):
         (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q, v[2:], subheads
         self.G = heads // subheads
         self.R, self.M = self.H // self.G, self.H * subheads
+        # what launches are chosen by; no program holds more than a block of values, however many there are
+        self.size = max(self.K, min(self.V, LARGEST))
         self.scale = scale
         chunks = -(-self.T // CHUNK)
         if documents is None:
@@ -96,12 +99,12 @@ class DeltaRule(Plan):
 
     def entry(self, kernel: str) -> Launch:
         """The launch configuration of a kernel."""
-        return launch(f"delta_rule.{kernel}", max(self.K, self.V), self.dtype, self.device)
+        return launch(f"delta_rule.{kernel}", self.size, self.dtype, self.device)
 
     def pass_entry(self, kernel: str) -> Launch:
         """The launch configuration of a pass along time."""
         wide = self.entry(kernel)
-        narrow = optional("delta_rule.narrow", max(self.K, self.V), self.dtype, self.device)
+        narrow = optional("delta_rule.narrow", self.size, self.dtype, self.device)
         return wide if self.cut else whole(wide, narrow, self.N * self.M, self.V, self.device)
 
     def blocks(self, kernel: str) -> tuple[int, int, int]:

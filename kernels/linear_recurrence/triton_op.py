@@ -13,6 +13,7 @@ end, in tensors of the inputs' dtype.
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import Recurrences
@@ -21,6 +22,8 @@ from ..triton.launches import largest
 from .triton_call import Call
 from .triton_plan import kept_states
 from .triton_step import step
+
+NARROW, SLICE = 128, 32  # wider parts of a head are whole slices of this many channels
 
 
 def _forward(
@@ -105,7 +108,12 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         o, final = step(q, k, v, g, beta, state, a.scale, E)
         return o.to(a.v.dtype), final
     most = largest("linear_recurrence", q.dtype, q.device)
-    keys, values = _parts(q.shape[3], most), _parts(v.shape[3], most)
+    (K, keys), (V, values) = (_parts(size, most) for size in (q.shape[3], v.shape[3]))
+    more_keys, more_values = K - q.shape[3], V - v.shape[3]
+    if more_keys or more_values:  # channels of zeros, which change nothing
+        q, k, v = F.pad(q, (0, more_keys)), F.pad(k, (0, more_keys)), F.pad(v, (0, more_values))
+        g = F.pad(g, (0, more_keys)) if g is not None and g.dim() == 4 else g
+        state = None if state is None else F.pad(state, (0, more_values, 0, more_keys))
     if keys > 1:  # blocks of a long key become subheads under one gate
         q, k = (x.unflatten(3, (keys, -1)).flatten(2, 3) for x in (q, k))
         if g is not None:
@@ -124,6 +132,8 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         final = final.unflatten(1, (-1, values, E * keys)).permute(0, 1, 3, 4, 2, 5).flatten(4).flatten(1, 2)
     if keys > 1:
         final = final.unflatten(1, (-1, keys)).flatten(2, 3)
+    if more_keys or more_values:
+        o, final = o[..., : V - more_values], final[..., : K - more_keys, : V - more_values]
     return o.to(a.v.dtype), final
 
 
@@ -131,12 +141,17 @@ def _differentiated(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _parts(size: int, largest: int) -> int:
-    """How many equal parts, of at most `largest` channels each, a head is cut into."""
-    parts = -(-size // largest)
-    while size % parts:
-        parts += 1
-    return parts
+def _parts(size: int, largest: int) -> tuple[int, int]:
+    """The number of channels of a head, and of equal parts of at most `largest` that it is cut into.
+
+    The number of channels grows by a few where otherwise more than twice as many parts as necessary would be equal, and
+    where a wide part would end inside a slice: on Hopper, Triton 3.6 compiles masked slices of 32 channels into wrong
+    results (200 channels) or illegal accesses (132).
+    """
+    fewest = -(-size // largest)
+    parts = next((n for n in range(fewest, 2 * fewest + 1) if size % n == 0), fewest)
+    part = -(-size // parts)
+    return parts * (part if part <= NARROW else -(-part // SLICE) * SLICE), parts
 
 
 def _repeat_heads(x: Tensor, subheads: int, times: int) -> Tensor:

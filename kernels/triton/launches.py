@@ -32,7 +32,8 @@ class Launch(NamedTuple):
     values: int = 0  # and of value channels
 
 
-# kernel → (compute capability, largest head size that the entry serves, bytes per element)
+# kernel → (compute capability, largest head size that the entry serves, bytes per element). The size is the larger of K
+# and V; for the delta rule, values beyond its largest keys count as these.
 TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     "linear_recurrence.carry": {
         (HOPPER, 128, HALF): Launch(4, 2, block=64),

@@ -1,8 +1,55 @@
 """Without a GPU, Triton kernels run under the interpreter. It has to be chosen before Triton is imported."""
 
+import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+INTERPRETED = not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+@pytest.fixture(autouse=True)
+def inside_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel reads or writes outside its arguments. The interpreter by itself would not notice."""
+    if not INTERPRETED:
+        return
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    memory: dict[str, tuple[int, int]] = {}  # of the tensors of the launch that is under way: first byte, one past last
+
+    def launched(self: Any, given: tuple[Any, ...], named: dict[str, Any], *, start: Callable[..., Any]) -> Any:
+        memory.clear()
+        for name, x in (*zip(self.arg_names, given, strict=False), *named.items()):
+            if isinstance(x, torch.Tensor) and x.numel():
+                reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+                memory[name] = x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
+        return start(self, given, named)
+
+    def check(at: Any, mask: Any) -> None:
+        touched = at.data[mask.data.astype(bool)]  # the interpreter has masks of integers, too
+        if not touched.size:
+            return
+        first, end = int(touched.min()), int(touched.max()) + max(at.get_element_ty().primitive_bitwidth // 8, 1)
+        if not any(low <= first and end <= high for low, high in memory.values()):
+            far = {name: (first - low, end - high) for name, (low, high) in memory.items()}
+            raise AssertionError(f"outside its arguments: bytes from each one's first and from its end are {far}")
+
+    def load(self: Any, at: Any, mask: Any, *rest: Any, do: Callable[..., Any]) -> Any:
+        check(at, mask)
+        return do(self, at, mask, *rest)
+
+    def store(self: Any, at: Any, value: Any, mask: Any, *rest: Any, do: Callable[..., Any]) -> Any:
+        check(at, mask)
+        return do(self, at, value, mask, *rest)
+
+    def bound(function: Callable[..., Any], **known: Any) -> Callable[..., Any]:
+        return lambda self, *given: function(self, *given, **known)
+
+    monkeypatch.setattr(GridExecutor, "_init_args_hst", bound(launched, start=GridExecutor._init_args_hst))
+    for name, function in (("create_masked_load", load), ("create_masked_store", store)):
+        monkeypatch.setattr(InterpreterBuilder, name, bound(function, do=getattr(InterpreterBuilder, name)))

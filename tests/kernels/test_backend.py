@@ -114,6 +114,7 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gated_rms_norm": lambda x, decay: kernels.gated_rms_norm(x, x),
     "gated_linear": lambda x, decay: kernels.gated_linear(x, x[0, :3, 0, :4]),
     "discretise": lambda x, decay: kernels.discretise(x, x[0, 0, 0], x[0, 0, 1])[0],
+    "forget_gate": lambda x, decay: kernels.forget_gate(x, x[0, 0, 0], x[0, 0, 1]),
     "linear_cross_entropy": lambda x, decay: kernels.linear_cross_entropy(x[0, :, 0], x[0, :, 1], torch.arange(70)),
 }
 
@@ -181,10 +182,11 @@ except kernels.UserError as error:
     assert said in done.stdout, done.stderr
 
 
-WIDE = 257  # channels: one more than the kernels hold
-FALLING_BACK: dict[str, Callable[[int], object]] = {  # of a length
-    "delta_rule of 257 channels": lambda T: kernels.delta_rule(*3 * [torch.empty(1, T, 2, WIDE)], torch.empty(1, T, 2)),
-    "features of 257 channels": lambda T: kernels.features(torch.empty(1, T, 2, WIDE), norm="l2"),
+FALLING_BACK: dict[str, Callable[[int], object]] = {  # of a length; one channel more than the kernels hold
+    "delta_rule of 257 channels": lambda T: kernels.delta_rule(
+        *2 * [torch.empty(1, T, 2, 257)], torch.empty(1, T, 2, 8), torch.empty(1, T, 2)
+    ),
+    "features of 1025 channels": lambda T: kernels.features(torch.empty(1, T, 2, 1025), norm="l2"),
     "rms_norm of 8193 channels": lambda T: kernels.rms_norm(torch.empty(T, 8193)),
     "linear_recurrence of 8 channels": lambda T: kernels.linear_recurrence(
         *3 * [torch.empty(1, T, 2, 8, dtype=torch.float64)]
@@ -221,6 +223,23 @@ def test_a_fallback_on_a_real_gpu_is_said_too(said: str, caplog: pytest.LogCaptu
         fall_back(said, caplog)
 
 
+def test_long_values_do_not_fall_back(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """Each on a GPU that is made up: the sizes of Gated DeltaNet 1.3B and H1 1.3B, and long values."""
+    served = []
+    for op in ("delta_rule", "linear_recurrence"):
+        known = sys.modules[f"kernels.{op}"].IMPLEMENTATIONS
+        monkeypatch.setitem(known, "triton", lambda a: served.append(a.v.shape) or (a.v, a.v))
+    monkeypatch.setattr(sys.modules["kernels.backend"], "_importable", lambda: True)
+    sizes = [(200, 400), (192, 384), (256, 512), (128, 512), (64, 1024)]
+    with FakeTensorMode(), torch.device("cuda"):
+        for K, V in sizes:
+            q, v = torch.empty(1, 4, 2, K), torch.empty(1, 4, 2, V)
+            kernels.delta_rule(q, q, v, torch.empty(1, 4, 2))
+            kernels.linear_recurrence(q, q, v)
+    assert [shape[3] for shape in served] == [V for _, V in sizes for _ in range(2)]
+    assert not [record for record in caplog.records if record.name == "kernels.backend"]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_ran_is_told(compiled: bool):
     q, v = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
@@ -237,8 +256,8 @@ def test_what_ran_is_told(compiled: bool):
 
 
 def test_nothing_is_said_where_nothing_falls_back(caplog: pytest.LogCaptureFixture):
-    wide = torch.randn(1, 4, 2, WIDE)
-    kernels.delta_rule(wide, wide, wide, torch.ones(1, 4, 2))
+    keys = torch.randn(1, 4, 2, 257)
+    kernels.delta_rule(keys, keys, keys, torch.ones(1, 4, 2))
     with FakeTensorMode(), torch.device("cuda"), kernels.backend("torch"):
         kernels.rms_norm(torch.empty(5, 8193))
     assert not [record for record in caplog.records if record.name == "kernels.backend"]

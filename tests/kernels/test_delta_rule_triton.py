@@ -124,9 +124,28 @@ def test_one_key_repeated():
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize(("K", "V"), [(8, 6), (24, 40), (144, 16), (16, 130)])
+@pytest.mark.parametrize(("K", "V"), [(8, 6), (24, 40), (144, 16), (16, 130), (200, 72), (16, 300)])
 def test_sizes(K: int, V: int):
     agree(small(66, K=K, V=V))
+
+
+@interpreted
+@pytest.mark.parametrize(("K", "V"), [(200, 48), (16, 272)])
+def test_long_values_need_no_other_implementation(K: int, V: int):
+    # of packed documents, with subheads: blocks of keys and of values must not be mixed up with either
+    agree(small(20, K=K, V=V, E=2, documents=[0, 7, 20]), subheads=2)
+
+
+def test_longer_values_take_the_same_launch():
+    def blocks(K: int, V: int) -> tuple[int, int]:
+        shapes = torch.Size([1, 64, 4, K]), torch.Size([1, 64, 4, V])
+        to = triton_plan.DeltaRule.of(None, 64, *shapes, 1, 1.0, torch.bfloat16, torch.device("cpu"), None)
+        sizes = to.forward(1, V).constants
+        return sizes["BK"], sizes["BV"]
+
+    assert blocks(128, 128) == (128, 64)
+    assert blocks(192, 384) == blocks(200, 400) == blocks(256, 512) == blocks(256, 256) == (256, 32)
+    assert blocks(64, 1024) == blocks(64, 512) == blocks(64, 256) == (64, 32)
 
 
 @interpreted
@@ -339,6 +358,31 @@ def test_real_sizes(options: dict[str, Any], gate: str):
     agree_on_device(a, torch.bfloat16, subheads=options.get("E", 1))
 
 
+# neither powers of two nor short: Gated DeltaNet 1.3B and H1 1.3B, and long values
+LONG = [(200, 400), (192, 384), (256, 512), (128, 512), (64, 1024), (144, 80)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("K", "V"), LONG)
+def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype):
+    for options in ({"B": 2, "G": 3, "R": 2}, {"G": 2, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"}):
+        a = on_device(1000, dtype, K=K, V=V, correlated=True, **options)
+        agree_on_device(a, dtype)
+        expected = results(kernels.delta_rule, a, backend="triton")
+        for _ in range(20):  # no atomics: a difference would be a race
+            found = results(kernels.delta_rule, a, backend="triton")
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("K", "V"), LONG)
+def test_long_keys_and_values_in_subheads_and_segments(K: int, V: int, monkeypatch: pytest.MonkeyPatch):
+    agree_on_device(on_device(500, G=2, E=4, K=K, V=V), torch.bfloat16, subheads=4)  # states are recomputed
+    monkeypatch.setattr(triton_plan, "segments", lambda *given: 3)
+    agree_on_device(on_device(1000, G=2, K=K, V=V, decay="mixed"), torch.bfloat16)
+
+
 @pytest.mark.gpu
 def test_on_device_the_ops_are_registered_properly_and_compile():
     a = on_device(130, G=2, K=64, V=64)
@@ -350,9 +394,9 @@ def test_on_device_the_ops_are_registered_properly_and_compile():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("subheads", [1, 4])
-def test_decoding_on_device(subheads: int):
-    a = on_device(1, B=8, G=4, E=subheads, K=128, V=128)
+@pytest.mark.parametrize(("subheads", "K", "V"), [(1, 128, 128), (4, 128, 128), (1, 200, 400), (1, 64, 1024)])
+def test_decoding_on_device(subheads: int, K: int, V: int):
+    a = on_device(1, B=8, G=4, E=subheads, K=K, V=V)
     with torch.no_grad():
         o, state = kernels.delta_rule(**a, subheads=subheads, return_state=True)
         with kernels.backend("reference"):

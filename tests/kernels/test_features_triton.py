@@ -98,7 +98,9 @@ def test_documents_against_runs(documents: list[int]):
 
 
 @interpreted
-@pytest.mark.parametrize(("heads", "size", "norm"), [(3, 5, "l1"), (5, 4, "l2"), (1, 256, "l2"), (7, 1, "none")])
+@pytest.mark.parametrize(
+    ("heads", "size", "norm"), [(3, 5, "l1"), (5, 4, "l2"), (1, 256, "l2"), (1, 700, "l2"), (7, 1, "none")]
+)
 def test_sizes(heads: int, size: int, norm: str):
     agree(single(3, heads=heads, size=size, B=1), "triton", activation="elu1", norm=norm)
 
@@ -198,7 +200,7 @@ def test_arguments_stay_as_they_were():
     [
         ({"dtype": torch.float64}, "none", "fp64"),
         ({"W": 9}, "none", "8 taps"),
-        ({"size": 257}, "l2", "at most 256"),
+        ({"size": 1025}, "l2", "at most 1024"),
     ],
 )
 def test_what_the_kernels_cannot_take(change: dict[str, Any], norm: Any, reason: str):
@@ -274,6 +276,8 @@ def on_device(T: int, dtype: torch.dtype = torch.bfloat16, *, view: bool = True,
         ({"T": 1001, "B": 3, "heads": 8, "size": 128}, ("silu", "l2")),
         ({"T": 1001, "heads": 6, "size": 96}, ("elu1", "l1")),
         ({"T": 1001, "heads": 4, "size": 256}, ("relu", "l2")),
+        ({"T": 1001, "heads": 2, "size": 512}, ("silu", "l2")),
+        ({"T": 1001, "heads": 1, "size": 1024}, ("silu", "l2")),
         ({"T": 1001, "heads": 5, "size": 64, "W": 8}, ("silu", "l2")),
         ({"T": 1001, "heads": 5, "size": 24, "W": 3}, ("silu", "l1")),
         ({"T": 1001, "heads": 2048, "size": 1}, ("silu", "none")),

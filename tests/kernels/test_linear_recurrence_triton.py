@@ -157,9 +157,32 @@ def test_gradient_of_a_strong_constant_decay(decays: tuple[float, float], docume
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
-def test_long_heads_are_cut(gate: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("K", "V"), [(32, 32), (48, 20), (31, 37)])  # the last: no number of equal parts
+def test_long_heads_are_cut(gate: str, K: int, V: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 16)
-    compare(inputs(9, gate=gate, B=2, G=1, E=2, K=32, V=32, dtype=torch.float32), subheads=2)
+    compare(inputs(9, gate=gate, B=2, G=1, E=2, K=K, V=V, dtype=torch.float32), subheads=2)
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_a_long_head_is_cut_into_few_parts(gate: str, monkeypatch: pytest.MonkeyPatch):
+    heads, op = [], triton_op._op
+    monkeypatch.setattr(triton_op, "_op", lambda q, *rest: heads.append(q.shape[2]) or op(q, *rest))
+    monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 16)
+    a = inputs(9, gate=gate, G=1, K=37, V=18, documents=[0, 2, 2, 9], dtype=torch.float32)
+    compare(a)
+    assert heads == [3]
+    a = inputs(9, gate=gate, B=1, G=1, K=37, V=18, state=False, beta=None, dtype=torch.float32)
+    compare(a)
+
+
+@pytest.mark.parametrize("gate", ["none", "head", "channel"])
+def test_wide_parts_of_a_head_are_whole_slices(gate: str, monkeypatch: pytest.MonkeyPatch):
+    sizes, op = [], triton_op._op
+    monkeypatch.setattr(triton_op, "_op", lambda q, k, v, *rest: sizes.append((q.shape, v.shape)) or op(q, k, v, *rest))
+    for name, value in {"NARROW": 16, "SLICE": 8, "largest": lambda op, dtype, device: 32}.items():
+        monkeypatch.setattr(triton_op, name, value)
+    compare(inputs(9, gate=gate, G=1, R=2, E=2, K=20, V=41, documents=[0, 2, 2, 9], dtype=torch.float32), subheads=2)
+    assert [(q[-1], v[-1]) for q, v in sizes] == [(24, 24)]
 
 
 def test_views_of_one_projection():
@@ -261,8 +284,14 @@ SIZES = [(torch.bfloat16, 128, 128, gate) for gate in GATES]
 for _gate in ("head", "channel"):
     SIZES += [
         (torch.bfloat16, K, V, _gate)
-        for K, V in ((64, 64), (256, 256), (256, 512), (1024, 128), (80, 48), (16, 64), (32, 64), (64, 16))
+        for K, V in ((64, 64), (256, 256), (256, 512), (1024, 128), (80, 48), (100, 36), (16, 64), (32, 64), (64, 16))
     ]
+    # of Gated DeltaNet 1.3B and H1 1.3B, long values, one long head of an expansion, and prime numbers
+    SIZES += [
+        (torch.bfloat16, K, V, _gate)
+        for K, V in ((200, 400), (192, 384), (128, 512), (64, 1024), (512, 512), (263, 257))
+    ]
+    SIZES += [(torch.float32, 200, 400, _gate), (torch.float32, 512, 512, _gate), (torch.float32, 44, 52, _gate)]
     SIZES += [(torch.float16, 128, 128, _gate), (torch.float32, 64, 64, _gate), (torch.float32, 128, 128, _gate)]
 
 
@@ -289,7 +318,7 @@ def test_device_one_wide_head(dtype: torch.dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("decay", ["mild", "mixed"])
 @pytest.mark.parametrize("beta", [None, "random"])
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (80, 48), (256, 128)])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (80, 48), (200, 200), (256, 128)])
 @pytest.mark.parametrize("gate", GATES[:3])
 def test_device_gates_without_gradients(gate: str, K: int, V: int, beta: str | None, decay: str):
     a, gates = held(inputs(1100, gate=gate, decay=decay, beta=beta, B=2, G=2, K=K, V=V, dtype=torch.float32))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels
 import mixers
-from mixers import ContextParallel, context_parallel
+from mixers import ContextParallel
 
 CAUSAL = [name for name in mixers.names() if mixers.get(name).causal]
 SITE = mixers.Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
@@ -38,7 +38,6 @@ CASES: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     "convolution over several parts": partial(GDN, qk=LONG_CONV),
     "subheads": partial(mixers.Expanded, mixer=GDN, factor=2),
     "wide keys": partial(mixers.Expanded, mixer=mixers.GLA, factor=2, subheads=False),
-    "matrices in two calls": GDN,
     "matrices of a diagonal recurrence": mixers.GLA,
     "computed again": partial(mixers.Expanded, mixer=GDN, factor=2),
 }
@@ -59,8 +58,6 @@ def compared(case: str, part: ContextParallel, patch: pytest.MonkeyPatch) -> dic
     named = {"x": x.requires_grad_(), **dict(mixer.named_parameters())}
     y, _ = mixer(x)
     gradients = torch.autograd.grad(y, list(named.values()), dy)
-    if case == "matrices in two calls":
-        patch.setattr(context_parallel, "MOST_COLUMNS", 0)
     if case == "matrices of a diagonal recurrence":
         patch.setattr(type(mixer), "recurrence", staticmethod(lambda *a, **b: kernels.linear_recurrence(*a, **b)))
     own = mixed(case, mixer, part.take(x), part)
@@ -129,7 +126,7 @@ LARGE = mixers.Site(hidden_size=512, num_heads=4, layer=1, num_layers=3)
 # keys of 128 with values of 128, whose matrices take as many columns as the kernels hold, and with values of 256
 ON_GPUS: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     "Gated DeltaNet, 256 columns": partial(GDN, head_dim=128),
-    "Gated DeltaNet, two calls": partial(GDN, head_dim=128, value_dim=256),
+    "Gated DeltaNet, long values": partial(GDN, head_dim=128, value_dim=256),
     "subheads": partial(mixers.Expanded, mixer=GDN, factor=4),
     **{name: mixers.get(name) for name in ("Mamba2", "GLA", "Mamba1", "CosFormer2", "SoftmaxAttention")},
     "window": partial(mixers.SlidingWindowAttention, window_size=256),

@@ -1,18 +1,23 @@
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import kernels
 import mixers
 from mixers import (
     DPFP,
     GLA,
+    HGRN2,
     LFM,
     CosFormer2,
     DeltaNet,
     Expanded,
     Expansion,
+    Features,
     GatedDeltaNet,
     HeadWise,
     LinearAttention,
@@ -21,6 +26,7 @@ from mixers import (
     Site,
     SlidingWindowAttention,
 )
+from mixers.base import LinearMixer
 from mixers.contract import CLAUSES
 
 SITE = Site(hidden_size=64, num_heads=2)
@@ -288,3 +294,47 @@ def test_gains_stay_exact_and_do_not_decay():
 def test_a_residual_needs_subheads():
     with pytest.raises(mixers.UserError, match=r"^residual: true needs subheads, one of which is the head as it is"):
         Expanded(SITE, mixer=GatedDeltaNet, factor=2, subheads=False, residual=True)
+
+
+class Keeping(torch.autograd.Function):
+    """A recurrence that, as on a GPU, saves its arguments and nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, log_decay)
+        return v.clone()
+
+
+def kept(mixer: Callable[[Site], LinearMixer], factor: int, patch: pytest.MonkeyPatch) -> float:
+    """What a layer keeps for its backward pass, in numbers per number of its input."""
+    made = Expanded(Site(hidden_size=64, num_heads=2, layer=1, num_layers=2), mixer=mixer, factor=factor)
+    patch.setattr(made, "recurrence", lambda q, k, v, *, log_decay, **_: (Keeping.apply(q, k, v, log_decay), None))
+    x = torch.randn(1, 256, 64, requires_grad=True)
+    with torch.profiler.profile(profile_memory=True) as profile, kernels.recomputing():
+        y, _ = made(x)
+    assert y.requires_grad
+    return sum(event.self_cpu_memory_usage for event in profile.key_averages()) / x.nbytes
+
+
+@pytest.mark.parametrize(
+    "mixer", [partial(GLA, expand_k=1), partial(HGRN2, head_dim=32, q=Features()), partial(HGRN2, head_dim=32)]
+)
+def test_streams_and_gates_of_an_expansion_are_computed_again(
+    mixer: Callable[[Site], LinearMixer], monkeypatch: pytest.MonkeyPatch
+):
+    more = kept(mixer, 8, monkeypatch) - kept(mixer, 2, monkeypatch)
+    # on a CPU, an activation of the queries keeps its result; nothing else has the size of the state
+    assert more < (1 + 6 if mixer.func is HGRN2 and "q" not in mixer.keywords else 1)
+
+
+@pytest.mark.parametrize("mixer", [GLA, partial(HGRN2, head_dim=32)])
+def test_what_is_computed_again_has_the_same_gradients(mixer: Callable[[Site], LinearMixer]):
+    made = Expanded(Site(hidden_size=64, num_heads=2, layer=1, num_layers=2), mixer=mixer, factor=3)
+    x = torch.randn(2, 70, 64, requires_grad=True)
+    given = [x, *made.parameters()]
+    found = []
+    for allowed in (False, True):
+        with kernels.recomputing(allowed):
+            y, _ = made(x)
+        found.append(torch.autograd.grad(y.square().sum(), given))
+    assert all(torch.equal(again, saved) for again, saved in zip(*found, strict=True))

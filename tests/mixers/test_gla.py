@@ -3,6 +3,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import mixers
 import zoo
@@ -47,7 +48,9 @@ def test_sizes_default_to_the_papers():
 def test_the_normalizer_makes_it_forget_slowly():
     raw = torch.linspace(-20, 20, 4 * 8 * 5).view(1, 5, 4, 8)
     for normalizer in (16.0, 1.0):
-        s = GLA(Site(64, 4), gate_normalizer=normalizer).gates(Streams(raw, raw, raw, raw))
+        mixer = GLA(Site(64, 4), gate_rank=32, gate_normalizer=normalizer)
+        nn.init.eye_(mixer.decay_up.weight), nn.init.zeros_(mixer.decay_up.bias)
+        s = mixer.gates(Streams(raw, raw, raw, raw.flatten(2)))
         torch.testing.assert_close(s.log_decay, F.logsigmoid(raw) / normalizer)
 
 

@@ -144,6 +144,8 @@ def _streams(draw: Draw, size: int) -> Iterator[Case]:
     yield Case("features", "", size, inputs, {"activation": "silu", "norm": "l2"})
     inputs = {"a": draw(ROWS, LENGTH, HEADS), "A_log": draw(HEADS), "dt_bias": draw(HEADS)}
     yield Case("discretise", "", size, inputs, kept=("A_log", "dt_bias"))
+    inputs = {"x": draw(ROWS, LENGTH, channels), "bias": draw(channels), "odds": draw(channels)}
+    yield Case("forget_gate", "", size, inputs, kept=("bias", "odds"))
 
 
 def _norms(draw: Draw, size: int) -> Iterator[Case]:

@@ -1,0 +1,73 @@
+"""The decays in PyTorch, with gradients that need nothing but the arguments.
+
+Autograd would save x in fp32 and several results of the same size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import op
+from ..allocation import new
+from ..arguments import at_least_fp32
+from ..columns import gradient_for
+
+
+def biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x + bias in at least fp32."""
+    return at_least_fp32(x) if bias is None else at_least_fp32(x) + at_least_fp32(bias)
+
+
+def log_forget(x: Tensor, odds: Tensor | None) -> Tensor:
+    """log(σ(odds) + σ(−odds) σ(x)) of x in at least fp32, without underflow of any of the factors."""
+    if odds is None:
+        return F.logsigmoid(x)
+    odds = at_least_fp32(odds)
+    # not by 1 − lb, which may round to zero
+    return torch.logaddexp(F.logsigmoid(odds), F.logsigmoid(-odds) + F.logsigmoid(x))
+
+
+def compute(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> tuple[Tensor]:
+    """log_decay, in the shape of x […,C]."""
+    return (log_forget(biased(x, bias), odds).mul_(scale).contiguous(),)
+
+
+def fake(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> tuple[Tensor]:
+    """An empty tensor of the shape and dtype that `compute` returns."""
+    return (x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)),)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    needed: Sequence[bool],
+    x: Tensor,
+    bias: Tensor | None,
+    odds: Tensor | None,
+    scale: float,
+) -> list[Tensor | None]:
+    """The gradients of x, bias and odds."""
+    assert gradients[0] is not None
+    wide, dy, dodds = biased(x, bias), gradients[0], None
+    if odds is None:
+        dwide = torch.sigmoid(-wide).mul_(dy)
+    else:
+        at = at_least_fp32(odds)
+        log_f = log_forget(wide, odds)
+        stays, opens, shut = F.logsigmoid(at), F.logsigmoid(-at), F.logsigmoid(-wide) - log_f
+        dwide = (F.logsigmoid(wide) + (shut + opens)).exp_().mul_(dy)
+        if needed[2]:
+            dodds = (shut + (stays + opens)).exp_().mul_(dy).flatten(0, -2).sum(0).mul_(scale).to(odds.dtype)
+    dwide.mul_(scale)
+    dbias = dwide.flatten(0, -2).sum(0).to(bias.dtype) if bias is not None and needed[1] else None
+    return [gradient_for(x, new).copy_(dwide) if needed[0] else None, dbias, dodds]
+
+
+apply = op.register("forget_gate", compute, differentiate, fake, results=1)
+
+
+def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
+    """log_decay, in the shape of x […,C]."""
+    return apply(x, bias, odds, scale)[0]

@@ -1,0 +1,155 @@
+"""The decays of gates in one launch, and their gradients in another: each reads and writes the stream once."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import op
+from ..allocation import new
+from ..columns import gradient_for
+from ..discretise.triton_op import rows_of
+from ..triton.enqueue import cdiv, enqueue, next_power_of_2
+from ..triton.launches import multiprocessors
+from ..triton.parts import add_parts
+from .composition import fake
+
+ELEMENTS, WIDEST = 1024, 256  # of a tile, and most of them in a row
+PROGRAMS = 16  # per multiprocessor in the backward pass; each stores its part of the gradients of bias and odds
+
+
+@triton.jit
+def log_sigmoid(x):
+    return tl.minimum(x, 0.0) - tl.log(1 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def per_channel(given, c, C: tl.constexpr):
+    return tl.load(given + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def tile_of(x, bias, first, rows, x_row, c, C: tl.constexpr, ROWS: tl.constexpr):
+    """x + bias of the rows from `first` on, their offsets in dense tensors and those in x, and the mask."""
+    r = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    inside = (r < rows) & (c < C)[None, :]
+    wide = tl.load(x + r * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        wide += per_channel(bias, c, C)
+    return wide, r * C + c[None, :], r, inside
+
+
+@triton.jit
+def log_forget(x, odds, c, C: tl.constexpr):
+    """log(σ(odds) + σ(−odds) σ(x))."""
+    found = log_sigmoid(x)
+    if odds is not None:
+        at = per_channel(odds, c, C)
+        low, high = log_sigmoid(at), log_sigmoid(-at) + found
+        found = tl.maximum(low, high) + tl.log(1 + tl.exp(-tl.abs(low - high)))
+    return found
+
+
+@triton.jit(do_not_specialize=["rows"])
+def forget_forward(
+    x, bias, odds, log_decay, rows, x_row, scale, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    c = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    wide, dense, _, inside = tile_of(x, bias, tl.program_id(0) // BLOCKS * ROWS, rows, x_row, c, C, ROWS)
+    tl.store(log_decay + dense, log_forget(wide, odds, c, C) * scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def forget_backward(
+    x,
+    bias,
+    odds,
+    dy,
+    dx,
+    parts,  # [programs per column,C,2]: gradients of bias and odds, to be summed over the programs
+    rows,
+    x_row,
+    dx_row,
+    scale,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    c = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    program, programs = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
+    from_bias, from_odds = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.range(program * ROWS, rows, programs * ROWS):
+        wide, dense, r, inside = tile_of(x, bias, first, rows, x_row, c, C, ROWS)
+        d = tl.load(dy + dense, mask=inside, other=0.0) * scale
+        if odds is None:
+            dwide = d * tl.sigmoid(-wide)
+        else:
+            at = per_channel(odds, c, C)
+            shut = log_sigmoid(-wide) - log_forget(wide, odds, c, C) + log_sigmoid(-at)
+            dwide = d * tl.exp(shut + log_sigmoid(wide))
+            from_odds += d * tl.exp(shut + log_sigmoid(at))
+        from_bias += dwide
+        tl.store(dx + r * dx_row + c[None, :], dwide.to(dx.dtype.element_ty), mask=inside)
+    if parts is not None:
+        at = parts + (program * C + c) * 2
+        tl.store(at, tl.sum(from_bias, 0), mask=c < C)
+        tl.store(at + 1, tl.sum(from_odds, 0), mask=c < C)
+
+
+def tile(size: int) -> dict[str, int]:
+    """The constants of both kernels: channels, and rows and columns of a tile."""
+    block = min(next_power_of_2(size), WIDEST)
+    return {"C": size, "ROWS": ELEMENTS // block, "BLOCK": block}
+
+
+def compute(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> tuple[Tensor]:
+    """log_decay, in the shape of x […,C]."""
+    y, sizes = new(x, dtype=torch.float32), tile(x.shape[-1])
+    x, rows, x_row = rows_of(x)
+    programs = cdiv(rows, sizes["ROWS"]) * cdiv(sizes["C"], sizes["BLOCK"])
+    enqueue(forget_forward, (programs,), x, bias, odds, y, rows, x_row, scale, **sizes)
+    return (y,)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    needed: Sequence[bool],
+    x: Tensor,
+    bias: Tensor | None,
+    odds: Tensor | None,
+    scale: float,
+) -> list[Tensor | None]:
+    """The gradients of x, bias and odds."""
+    assert gradients[0] is not None
+    dy, sizes = gradients[0].contiguous(), tile(x.shape[-1])
+    found = gradient_for(x, new) if x.dim() <= 3 else new(x)  # rows have one stride
+    (dx, _, dx_row), (x, rows, x_row) = rows_of(found), rows_of(x)
+    blocks = cdiv(sizes["C"], sizes["BLOCK"])
+    programs = min(cdiv(rows, sizes["ROWS"]), max(1, multiprocessors(x.device) * PROGRAMS // blocks))
+    parts = dbias = dodds = None
+    if bias is not None or odds is not None:
+        parts = new(x, programs, sizes["C"], 2, dtype=torch.float32)
+    given = (x, bias, odds, dy, dx, parts, rows, x_row, dx_row, scale)
+    enqueue(forget_backward, (programs * blocks,), *given, **sizes)
+    if parts is not None:
+        both = add_parts(parts, torch.float32)
+        # copies: two results must not share memory
+        dbias = None if bias is None else both[0].to(bias.dtype, copy=True)
+        dodds = None if odds is None else both[1].to(odds.dtype, copy=True)
+    return [found, dbias, dodds]
+
+
+forget_gate = op.register("forget_gate_triton", compute, differentiate, fake, results=1)
+
+
+def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
+    """log_decay, in the shape of x […,C]."""
+    bias, odds = (None if given is None else given.contiguous() for given in (bias, odds))
+    return forget_gate(x, bias, odds, scale)[0]

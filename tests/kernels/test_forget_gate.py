@@ -1,0 +1,146 @@
+"""Decays and input gates of raw gates: by the formula, and computed again instead of saved."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote must not be read."""
+    module = pytest.importorskip("kernels.forget_gate.triton_op")
+    allocate = module.new
+    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {"x": (3 * torch.randn(shape)).to(dtype), "bias": torch.randn(shape[-1]), "odds": torch.randn(shape[-1])}
+
+
+def results(a: dict[str, Tensor], backend: str, scale: float = 1.0) -> dict[str, Tensor]:
+    """The decays and all gradients."""
+    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
+    with kernels.backend(backend):
+        y = kernels.forget_gate(**leaves, scale=scale)
+    arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y)
+    return {"y": y.detach(), **dict(zip(a, torch.autograd.grad(y, list(leaves.values()), arriving), strict=True))}
+
+
+@pytest.mark.parametrize("given", [("x",), ("x", "bias"), ("x", "odds"), ("x", "bias", "odds")])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 7, 5), (40, 12)])
+def test_by_the_formula(given: tuple[str, ...], shape: tuple[int, ...]):
+    a = {name: x for name, x in inputs(*shape).items() if name in given}
+    expected = results({name: x.double() for name, x in a.items()}, "reference", 0.25)
+    for name, x in results(a, "torch", 0.25).items():
+        torch.testing.assert_close(x, expected[name].float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("odds", [None, -200.0, 0.0, 200.0])
+def test_extreme_gates(odds: float | None):
+    a = {"x": torch.tensor([-200.0, -90.0, 0.0, 90.0, 200.0])[:, None]}
+    if odds is not None:
+        a["odds"] = torch.tensor([odds])
+    expected = results({name: x.double() for name, x in a.items()}, "reference")  # whose sigmoids do not underflow
+    for name, x in results(a, "torch").items():
+        torch.testing.assert_close(x, expected[name].float(), rtol=1e-5, atol=1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("given", [("x",), ("x", "bias"), ("x", "odds"), ("x", "bias", "odds")])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 7, 5), (70, 300), (2, 3, 2, 40)])
+def test_triton(given: tuple[str, ...], shape: tuple[int, ...], poison: None):
+    a = {name: x for name, x in inputs(*shape).items() if name in given}
+    expected = results(a, "torch", 0.25)
+    for name, x in results(a, "triton", 0.25).items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=2e-6)
+
+
+@interpreted
+def test_triton_takes_parts_of_a_projection_and_extreme_gates(poison: None):
+    whole = torch.randn(2, 30, 20).requires_grad_()
+    extreme = torch.tensor([-200.0, -90.0, 90.0, 200.0])
+    odds = torch.tensor([-200.0, -1.0, 0.0, 1.0, 2.0, 3.0, 90.0, 200.0])
+    found = []
+    for backend in ("triton", "torch"):
+        part, rest = kernels.split_columns(whole, [8, 12])
+        with kernels.backend(backend):
+            y = kernels.forget_gate(part + 0, odds=odds) + kernels.forget_gate(part, bias=extreme.repeat(2))
+        found.append([y, *torch.autograd.grad(y.sin().sum() + rest.sum(), whole)])
+    for x, expected in zip(*found, strict=True):
+        torch.testing.assert_close(x, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [("x",), ("x", "bias"), ("x", "odds"), ("x", "bias", "odds")])
+@pytest.mark.parametrize("shape", [(4, 1000, 1024), (2, 777, 8192), (1, 3, 100)])
+def test_triton_on_device(given: tuple[str, ...], shape: tuple[int, ...]):
+    a = {name: x.cuda() for name, x in inputs(*shape).items() if name in given}
+    expected = results({name: x.double() for name, x in a.items()}, "torch", 0.25)
+    found = results(a, "triton", 0.25)
+    for name, x in found.items():
+        torch.testing.assert_close(
+            x, expected[name].float(), rtol=1e-4, atol=1e-4 if name in ("bias", "odds") else 1e-5
+        )
+    again = results(a, "triton", 0.25)
+    assert all(torch.equal(x, again[name]) for name, x in found.items())
+
+
+def test_half_precision_makes_fp32():
+    a = inputs(3, 4, 6, dtype=torch.bfloat16)
+    found = results(a, "torch")
+    expected = results({name: x.float() for name, x in a.items()}, "torch")
+    assert found["y"].dtype == torch.float32
+    assert torch.equal(found["y"], expected["y"])
+    assert found["x"].dtype == torch.bfloat16
+    assert torch.equal(found["x"], expected["x"].bfloat16())
+    assert torch.equal(found["odds"], expected["odds"])
+
+
+def test_the_complement():
+    g = (-torch.rand(3, 4).double()).requires_grad_()
+    k = kernels.complement(g, torch.float64)
+    torch.testing.assert_close(k, 1 - g.exp())
+    torch.testing.assert_close(torch.autograd.grad(k.sum(), g)[0], -g.exp())
+    assert kernels.complement(g, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_the_results_are_computed_again_instead_of_saved():
+    a = {name: x.requires_grad_() for name, x in inputs(2, 5, 6).items()}
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        log_decay = kernels.forget_gate(**a)
+        k = kernels.complement(log_decay, torch.float32)
+        return log_decay, k, log_decay.sin() + k.sin()
+
+    expected = torch.autograd.grad(run()[2].sum(), list(a.values()))
+    with kernels.recomputing():
+        log_decay, k, y = run()
+    sines = [node for node, _ in y.grad_fn.next_functions]
+    for x, sine in zip((log_decay, k), sines, strict=True):
+        assert sine._saved_self.data_ptr() != x.data_ptr()  # made anew for whoever reads it
+    found = torch.autograd.grad(y.sum(), list(a.values()))
+    assert all(torch.equal(x, z) for x, z in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [{"bias": torch.zeros(3)}, {"odds": torch.zeros(2, 4)}])
+def test_what_does_not_fit(wrong: dict[str, Any]):
+    with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}: expected \[4\]"):
+        kernels.forget_gate(torch.zeros(2, 4), **wrong)
+
+
+def test_compiled():
+    a = {name: x.requires_grad_() for name, x in inputs(2, 5, 6).items()}
+
+    def run(x: Tensor, bias: Tensor, odds: Tensor) -> Tensor:
+        return kernels.complement(kernels.forget_gate(x, bias, odds), torch.float32)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for y in (compiled(**a), run(**a)):
+        gradients = torch.autograd.grad(y.sum(), list(a.values()))
+        torch.testing.assert_close(gradients, torch.autograd.grad(run(**a).sum(), list(a.values())))
