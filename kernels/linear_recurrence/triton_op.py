@@ -23,8 +23,6 @@ from .triton_call import Call
 from .triton_plan import kept_states
 from .triton_step import step
 
-NARROW, SLICE = 128, 32  # wider parts of a head are whole slices of this many channels
-
 
 def _forward(
     q: Tensor,
@@ -108,7 +106,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         o, final = step(q, k, v, g, beta, state, a.scale, E)
         return o.to(a.v.dtype), final
     most = largest("linear_recurrence", q.dtype, q.device)
-    (K, keys), (V, values) = (_parts(size, most) for size in (q.shape[3], v.shape[3]))
+    (K, keys), (V, values) = (_parts(size, most, q.dtype) for size in (q.shape[3], v.shape[3]))
     more_keys, more_values = K - q.shape[3], V - v.shape[3]
     if more_keys or more_values:  # channels of zeros, which change nothing
         q, k, v = F.pad(q, (0, more_keys)), F.pad(k, (0, more_keys)), F.pad(v, (0, more_values))
@@ -141,17 +139,25 @@ def _differentiated(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _parts(size: int, largest: int) -> tuple[int, int]:
+def _parts(size: int, largest: int, dtype: torch.dtype) -> tuple[int, int]:
     """The number of channels of a head, and of equal parts of at most `largest` that it is cut into.
 
     The number of channels grows by a few where otherwise more than twice as many parts as necessary would be equal, and
-    where a wide part would end inside a slice: on Hopper, Triton 3.6 compiles masked slices of 32 channels into wrong
-    results (200 channels) or illegal accesses (132).
+    to whole blocks.
     """
     fewest = -(-size // largest)
     parts = next((n for n in range(fewest, 2 * fewest + 1) if size % n == 0), fewest)
-    part = -(-size // parts)
-    return parts * (part if part <= NARROW else -(-part // SLICE) * SLICE), parts
+    return parts * _whole(-(-size // parts), dtype), parts
+
+
+def _whole(part: int, dtype: torch.dtype) -> int:
+    """The channels of a part, up to whole blocks of 16, or of 32 above 128, in half precision.
+
+    With Triton 3.6 on Hopper and a decay per head, parts of 200 channels had wrong results and of 132 illegal accesses:
+    their slices of 32 are masked, and their rows are not aligned. Whole slices are right, and so are aligned rows.
+    """
+    block = 1 if dtype.itemsize > 2 else 16 if part <= 128 else 32
+    return -(-part // block) * block
 
 
 def _repeat_heads(x: Tensor, subheads: int, times: int) -> Tensor:

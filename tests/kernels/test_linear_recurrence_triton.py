@@ -176,11 +176,11 @@ def test_a_long_head_is_cut_into_few_parts(gate: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("gate", ["none", "head", "channel"])
-def test_wide_parts_of_a_head_are_whole_slices(gate: str, monkeypatch: pytest.MonkeyPatch):
+def test_parts_of_a_head_are_whole_blocks(gate: str, monkeypatch: pytest.MonkeyPatch):
     sizes, op = [], triton_op._op
     monkeypatch.setattr(triton_op, "_op", lambda q, k, v, *rest: sizes.append((q.shape, v.shape)) or op(q, k, v, *rest))
-    for name, value in {"NARROW": 16, "SLICE": 8, "largest": lambda op, dtype, device: 32}.items():
-        monkeypatch.setattr(triton_op, name, value)
+    monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 32)
+    monkeypatch.setattr(triton_op, "_whole", lambda part, dtype: -(-part // 8) * 8)  # in fp32, too
     compare(inputs(9, gate=gate, G=1, R=2, E=2, K=20, V=41, documents=[0, 2, 2, 9], dtype=torch.float32), subheads=2)
     assert [(q[-1], v[-1]) for q, v in sizes] == [(24, 24)]
 
