@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kernels import UserError
+from zoo.doctor.ahead import compile_ahead
 from zoo.doctor.finding import Finding
 from zoo.doctor.layers import examine_layers
 from zoo.doctor.machine import machine
@@ -73,6 +74,7 @@ def doctor(device: str | None = None, output: str | None = None, verbose: bool =
     console = Console(quiet=not verbose)
     with console.status("packages") as status:
         about = [*machine(place)]
+        compile_ahead(place, status.update)
         of_ops = [*examine_ops(place, status.update)]
         of_mixers = [*examine_layers(place, status.update)]
     found = Examination(place.type, about, of_ops, of_mixers, monotonic() - start)

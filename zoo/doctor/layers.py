@@ -25,8 +25,13 @@ def examine_layers(device: torch.device, seen: Callable[[str], None] = lambda na
     """
     for name in mixers.names():
         seen(name)
-        for check, run in {"packed": isolation, "bf16": in_bf16}.items():
-            yield attempted(name, check, partial(run, name, device))
+        yield from examine_layer(name, device)
+
+
+def examine_layer(name: str, device: torch.device) -> Iterator[Finding]:
+    """Findings about one mixer."""
+    for check, run in {"packed": isolation, "bf16": in_bf16}.items():
+        yield attempted(name, check, partial(run, name, device))
 
 
 def _built(name: str, device: torch.device) -> TokenMixer:

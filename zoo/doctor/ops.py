@@ -29,18 +29,28 @@ def examine_ops(device: torch.device, seen: Callable[[str], None] = lambda name:
         device: Where they run.
         seen: Called with the name of each case before it is examined.
     """
-    known = [case for size in SIZES[device.type] for case in cases(size)]
+    known = known_cases(device)
     for case in known:
         seen(case.name)
-        checks: dict[str, Callable[[], Finding]] = {"path": partial(path, case, device)}
-        checks |= {name: partial(accuracy, case, device, name) for name in CHECKS}
-        if case.takes_documents:
-            checks["packed"] = partial(isolation, case, device)
-        checks["repeats"] = partial(repeats, case, device)
-        for check, run in checks.items():
-            yield attempted(case.name, check, run)
+        yield from examine_case(case, device)
     for op in sorted({*ops()} - {case.op for case in known}):
         yield Finding(op, "path", "noted", "the doctor does not know how to call it", {})
+
+
+def known_cases(device: torch.device) -> list[Case]:
+    """The calls that are made on a device."""
+    return [case for size in SIZES[device.type] for case in cases(size)]
+
+
+def examine_case(case: Case, device: torch.device) -> Iterator[Finding]:
+    """Findings about one call."""
+    checks: dict[str, Callable[[], Finding]] = {"path": partial(path, case, device)}
+    checks |= {name: partial(accuracy, case, device, name) for name in CHECKS}
+    if case.takes_documents:
+        checks["packed"] = partial(isolation, case, device)
+    checks["repeats"] = partial(repeats, case, device)
+    for check, run in checks.items():
+        yield attempted(case.name, check, run)
 
 
 def attempted(subject: str, check: str, run: Callable[[], Finding]) -> Finding:

@@ -17,8 +17,10 @@ import kernels
 import mixers
 import zoo
 from kernels import UserError
+from zoo.doctor.ahead import compile_ahead, side_by_side
 from zoo.doctor.cases import cases, ops
 from zoo.doctor.machine import packages
+from zoo.doctor.ops import known_cases
 
 pytest_plugins = "tests.desk"
 RUNNING = "triton" if torch.cuda.is_available() else "torch"
@@ -147,3 +149,18 @@ def test_mistakes(command, arguments: list[str], expected: str):
     assert "Traceback" not in done.err
     with pytest.raises(UserError, match="device: 'tpu'"):
         zoo.doctor("tpu")
+
+
+@pytest.mark.slow
+def test_everything_is_examined_side_by_side():
+    cpu = torch.device("cpu")
+    assert side_by_side(cpu, workers=2) == len(known_cases(cpu)) + len(mixers.names())
+    assert compile_ahead(cpu) == 0  # which has nothing to compile
+
+
+@pytest.mark.gpu
+def test_two_minutes_on_a_new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = zoo.doctor(verbose=False)
+    assert not found.failed, found.failures
+    assert found.seconds < 120
