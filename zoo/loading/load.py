@@ -116,12 +116,22 @@ def build_saved(found: Saved, trust: bool, device: str | None = None) -> Languag
     Raises:
         UserError: It is not trusted, or of another format.
     """
-    model = with_current_paths(found.config["model"])
-    if not (trust or is_own(found.config, found.signature)):
-        vet_model(model, found.source)
+    model = model_config(found, trust)
     built = from_config(parse({"model": model}), device)
     built.config = {"model": model}
     return built
+
+
+def model_config(found: Saved, trust: bool) -> dict[str, Any]:
+    """The key `model` of a saved config.
+
+    Raises:
+        UserError: It is not trusted.
+    """
+    model = with_current_paths(found.config["model"])
+    if not (trust or is_own(found.config, found.signature)):
+        vet_model(model, found.source)
+    return model
 
 
 def build_described(found: Saved, trust: bool) -> tuple[LanguageModel, Weights]:
