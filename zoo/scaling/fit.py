@@ -59,6 +59,8 @@ def fit(
         raise UserError(f"flops: {flops!r} is not one of {', '.join(get_args(Counting))}")
     if draws < 0:
         raise UserError(f"draws: {draws} must be at least 0")
+    if seed < 0:
+        raise UserError(f"seed: {seed} must be at least 0")
     selection = select(find_runs(places))
     console = Console(quiet=not verbose)
     if not console.is_terminal:  # in a log file, wide enough for all columns

@@ -127,6 +127,7 @@ def test_each_rule_names_the_run_and_the_reason(command, ladder: Path) -> None:
         (["ladder", "--method=isoflp"], "method: 'isoflp' is not one of envelope, isoflop, parametric"),
         (["ladder", "--flops=7n"], "flops: '7n' is not one of model, 6n"),
         (["ladder", "--draws=-1"], "draws: -1 must be at least 0"),
+        (["ladder", "--seed=-1"], "seed: -1 must be at least 0"),
         (["ladder", "--metod=envelope"], "did you mean 'method'"),
         (["ladder/run0"], "M: it cannot be fitted, because 1 size of model was trained; 4 are needed"),
         ([f"ladder/run{i}" for i in range(3)], "because 3 sizes of model were trained; 4 are needed"),
