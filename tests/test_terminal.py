@@ -138,6 +138,22 @@ def test_a_mistake_is_one_sentence_before_anything_runs(command: Command, desk: 
     assert not [path for path in desk.rglob("*") if path.is_file() and path.name != "tiny.yaml"]
 
 
+def test_a_metric_that_is_not_logged(command: Command):
+    monitor = f"{{class_path: {STOPPING}, init_args: {{monitor: val_lss}}}}"
+    done = command(*FIT, f"--trainer.callbacks={monitor}")
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith(
+        "error: trainer: Early stopping conditioned on metric `val_lss` which is"
+    )
+
+
+def test_a_trainer_that_is_refused_leaves_no_folder(command: Command, desk: Path):
+    done = command(*FIT, "--trainer.devices=-1", "--run=x")
+    assert done.code == 2
+    assert "`devices` selected with `CPUAccelerator`" in done.err
+    assert not (desk / "runs" / "x").exists()
+
+
 @NO_GPU
 @pytest.mark.parametrize(
     ("overlay", "advice"),
