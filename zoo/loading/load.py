@@ -75,7 +75,7 @@ def find(path: str | Path) -> Saved:
     if has_tensor_files(folder):
         source, signature = folder / "config.yaml", check_hashes(folder)
         if not source.is_file():
-            raise UserError(f"checkpoint: {source} is missing")
+            raise UserError(f"checkpoint: {source} is missing, or config.json if it is a public checkpoint")
         config, weights = read_yaml(source, "checkpoint"), TensorFiles(folder)
         files = weights.files
     else:

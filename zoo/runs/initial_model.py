@@ -1,12 +1,12 @@
 """The model of a run that starts from weights and names no model of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from zoo.config.trust import user_input
 from zoo.loading.load import find, model_config
 
-Items = Sequence[str | dict[str, Any]]  # what `load_items` returns
+Items = list[str | dict[str, Any]]  # what `load_items` returns
 
 
 def with_initial_model(items: Items, trust: bool) -> Items:
