@@ -320,9 +320,8 @@ def _show(made: Plan, budget: float, law: str, hours_per_flop: float | None) -> 
         "mixer",
         "hidden",
         "layers",
-        "heads",
         "parameters",
-        "without emb.",
+        "non-emb.",
         "rate",
         "FLOPs",
         "6·N·D",
@@ -333,8 +332,8 @@ def _show(made: Plan, budget: float, law: str, hours_per_flop: float | None) -> 
         hours = "?" if hours_per_flop is None else f"{rung.flops * hours_per_flop:.2f}"
         shape = rung.shape
         counts = (f"{rung.parameters:,}", f"{rung.without_embeddings:,}", f"{shape.learning_rate:g}")
-        flops = (f"{rung.flops:.2e}", f"{6 * rung.without_embeddings * made.tokens:.2e}")
-        table.add_row(rung.mixer, *map(str, shape), *counts, *flops, hours)
+        flops = (f"{rung.flops:.1e}", f"{6 * rung.without_embeddings * made.tokens:.1e}")
+        table.add_row(rung.mixer, str(shape.hidden_size), str(shape.num_layers), *counts, *flops, hours)
     console = Console()
     if not console.is_terminal:
         console = Console(width=max(console.width, 120))
