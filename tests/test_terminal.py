@@ -106,6 +106,7 @@ def test_predict_says_where_the_losses_are(command: Command, finished: Path):
     assert done.out.splitlines()[-1] == "losses.jsonl: the loss of every token in nats, one line a sequence"
 
 
+CYCLE, STEPS = "torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.StepLR"
 STOPPING = "lightning.pytorch.callbacks.EarlyStopping"
 NO_GPU = pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without a GPU")
 MISTAKES = {
@@ -119,6 +120,9 @@ MISTAKES = {
     (*FIT, "--optim=Adam", "--optim.eps=1"): "optim.eps is 1.0, but is for AdamW; those of another optimiser are",
     (*FIT, "--optim=torch.nn.Linear"): "optim.optimizer: torch.nn.Linear is not an Optimizer",
     (*FIT, "--optim.schedule=linear"): "optim.schedule: 'linear' is not one of cosine, constant, wsd, inverse_sqrt, n",
+    (*FIT, f"--optim.schedule={CYCLE}"): "optim.schedule: OneCycleLR needs a value for max_lr, under init_args",
+    (*FIT, f"--optim.schedule={STEPS}", "--optim.schedule.step_size=a"): "optim.schedule.step_size: 'a' is not a whole",
+    ("generate", "--no-such=1"): "no_such: unknown key",
     ("fit", "--config=ablate/no_conv.yaml"): "model.stack: missing; give a config with a model, such as --config gdn",
     (*FIT, "--data.batch_size=100000"): "data.batch_size is 100000; the training data has only ",
     ("compare", "gla.yaml", "--config=tiny.yaml", "--seed_everything=-3"): "seed_everything: -3 must be",
@@ -132,6 +136,22 @@ def test_a_mistake_is_one_sentence_before_anything_runs(command: Command, desk: 
     assert done.err.splitlines()[-1].startswith(f"error: {MISTAKES[arguments]}")
     assert len(done.err.splitlines()[-1]) < 300
     assert not [path for path in desk.rglob("*") if path.is_file() and path.name != "tiny.yaml"]
+
+
+def test_a_metric_that_is_not_logged(command: Command):
+    monitor = f"{{class_path: {STOPPING}, init_args: {{monitor: val_lss}}}}"
+    done = command(*FIT, f"--trainer.callbacks={monitor}")
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith(
+        "error: trainer: Early stopping conditioned on metric `val_lss` which is"
+    )
+
+
+def test_a_trainer_that_is_refused_leaves_no_folder(command: Command, desk: Path):
+    done = command(*FIT, "--trainer.devices=-1", "--run=x")
+    assert done.code == 2
+    assert "`devices` selected with `CPUAccelerator`" in done.err
+    assert not (desk / "runs" / "x").exists()
 
 
 @NO_GPU

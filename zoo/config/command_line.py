@@ -159,5 +159,5 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
             elif option in names:
                 split.options.append(f"--{option}={value}")
             else:
-                split.items.append(f"{name}={value}")
+                split.items.append(f"{option}={value}")
     return split

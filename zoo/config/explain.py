@@ -59,6 +59,13 @@ def explain(message: str, options: Iterable[str]) -> str:
         if not argument.startswith("-"):
             return f"{argument!r}: an argument without a key; options are written --key=value"
         return _unknown_key(key, argument.lstrip("-").partition("=")[0], _owner(paths, None), known)
+    of_callable = r"callable class: "  # as `optim.schedule` may be one of a few words, or a class
+    if match := re.search(of_callable + r"the following arguments are required: ([\w, ]+)", message):
+        return f"{_missing(key, match[1], _owner(paths, None))}, under init_args"
+    if match := re.search(
+        of_callable + r"Parser key [^\n]*\s+Expected a <class '(\w+)'>\. Got value: (.*?)\. Got", message
+    ):
+        return f"{key}: {match[2]!r} is not {_in_words(match[1])}"
     if match := re.search(r"arguments are required: ([\w., ]+?)\.?(?: Got value|\s*$)", message):
         return _missing(key, match[1], _owner(paths, None))
     if match := re.search(

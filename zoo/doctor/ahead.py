@@ -1,4 +1,4 @@
-"""Compiling for the doctor, several processes side by side: one alone takes minutes for the kernels of a new machine."""
+"""Compiling for the doctor, several processes side by side: one alone takes minutes for kernels of a new machine."""
 
 import os
 from collections.abc import Callable

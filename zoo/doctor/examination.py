@@ -20,10 +20,11 @@ from zoo.doctor.ops import examine_ops
 from zoo.files.atomic import atomic_write
 from zoo.train.devices import pick_device
 
-EXPLAINED = """\
-path: the implementation that runs; fp32, bf16: relative error of outputs and gradients against the fp32 loop, of whole
-layers in bf16 against fp32; packed: a document beside others is left alone; repeats: the same bits each time
-"""
+EXPLAINED = (
+    "path: the implementation that runs; fp32, bf16: relative error of outputs and gradients against the fp32 loop, of "
+    "whole layers in bf16 against fp32; packed: a document beside others is left alone; repeats: the same bits each "
+    "time\n"
+)
 STYLES = {"passed": "green", "noted": "yellow", "failed": "bold red"}
 
 

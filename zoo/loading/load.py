@@ -75,7 +75,7 @@ def find(path: str | Path) -> Saved:
     if has_tensor_files(folder):
         source, signature = folder / "config.yaml", check_hashes(folder)
         if not source.is_file():
-            raise UserError(f"checkpoint: {source} is missing")
+            raise UserError(f"checkpoint: {source} is missing, or config.json if it is a public checkpoint")
         config, weights = read_yaml(source, "checkpoint"), TensorFiles(folder)
         files = weights.files
     else:
@@ -116,12 +116,22 @@ def build_saved(found: Saved, trust: bool, device: str | None = None) -> Languag
     Raises:
         UserError: It is not trusted, or of another format.
     """
-    model = with_current_paths(found.config["model"])
-    if not (trust or is_own(found.config, found.signature)):
-        vet_model(model, found.source)
+    model = model_config(found, trust)
     built = from_config(parse({"model": model}), device)
     built.config = {"model": model}
     return built
+
+
+def model_config(found: Saved, trust: bool) -> dict[str, Any]:
+    """The key `model` of a saved config.
+
+    Raises:
+        UserError: It is not trusted.
+    """
+    model = with_current_paths(found.config["model"])
+    if not (trust or is_own(found.config, found.signature)):
+        vet_model(model, found.source)
+    return model
 
 
 def build_described(found: Saved, trust: bool) -> tuple[LanguageModel, Weights]:

@@ -189,6 +189,10 @@ def misconfiguration_explained() -> Iterator[None]:
         yield
     except MisconfigurationException as error:
         raise _explained(error) from None
+    except RuntimeError as error:
+        if not str(error).startswith("Early stopping conditioned on metric"):
+            raise
+        raise _explained(error) from None
 
 
 def _explained(error: Exception) -> UserError:

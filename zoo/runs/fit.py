@@ -18,6 +18,7 @@ from zoo.lm.model import LanguageModel
 from zoo.loading.load import checkpoint_of, saved
 from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, misconfiguration_explained, parts
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
+from zoo.runs.initial_model import with_initial_model
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.results import read_row
@@ -52,12 +53,13 @@ def fit(
 
     Args:
         configs_and_overrides: Configs by path or name in `configs/`, or as mappings, and overrides `key=value`; each
-            takes precedence over those before it.
+            takes precedence over those before it. Without a model among them it is that of `optim.initial_weights`.
         run: Name of the new run, a folder in `runs/` (or in `trainer.default_root_dir`), or a path if it has a slash.
             Null names it after the config.
         resume: The run to continue, or one of its checkpoints. All configs and overrides are applied on top of its
             config.
-        trust: Import, call, read and write what the resumed run's config names, even if someone else wrote it.
+        trust: Import, call, read and write what the config of the resumed run, or of the initial weights, names, even
+            if someone else wrote it.
         callbacks: Additional Lightning callbacks, beside those in the config's `trainer.callbacks`.
 
     Raises:
@@ -70,6 +72,8 @@ def fit(
     folder, checkpoint = (None, None) if resume is None else find_run(str(resume))
     if checkpoint is not None:
         items = [_config_of(checkpoint, items, trust), *items]
+    else:
+        items = with_initial_model(items, trust)
     config = configs.read(*items)
     if checkpoint is not None:
         config.optim.initial_weights = None  # the checkpoint's weights replace them

@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -111,7 +111,16 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
         os.environ[PARENT] = previous
         if [path for path in folder.rglob("*") if path.is_file()] == [folder / LOCK]:  # the run did not start
             (folder / LOCK).unlink()
+            if new:
+                _remove_empty(folder)
         lock.release()
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a folder and those in it, as far as they are empty."""
+    for path in (*sorted(folder.rglob("*"), reverse=True), folder):
+        with suppress(OSError):
+            path.rmdir()
 
 
 def launched(arguments: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from zoo.scaling.curves import Curve
 from zoo.scaling.law import Law, as_row, crossings, fit_law
 from zoo.scaling.optima import METHODS, Method
 from zoo.scaling.report import crossing_table, remarks, table, write_pictures
-from zoo.scaling.runs import find_runs, select
+from zoo.scaling.runs import find_runs, mixed_kinds, select
 
 Counting = Literal["model", "6n"]
 
@@ -59,6 +59,8 @@ def fit(
         raise UserError(f"flops: {flops!r} is not one of {', '.join(get_args(Counting))}")
     if draws < 0:
         raise UserError(f"draws: {draws} must be at least 0")
+    if seed < 0:
+        raise UserError(f"seed: {seed} must be at least 0")
     selection = select(find_runs(places))
     console = Console(quiet=not verbose)
     if not console.is_terminal:  # in a log file, wide enough for all columns
@@ -83,7 +85,7 @@ def fit(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         rows = [as_row(law) | {"counting": flops} for law in laws]
-        said = [*failures, *remarks(laws)]
+        said = [*failures, *mixed_kinds(selection.runs), *remarks(laws)]
         crossed = crossings(laws)
         content = {"laws": rows, "crossings": [pair._asdict() for pair in crossed]}
         write_sealed(folder / "laws.json", content | {"left_out": selection.left_out, "remarks": said})

@@ -18,6 +18,7 @@ from zoo.config.parser import read
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.size_table import parameters_without_embeddings
+from zoo.scaling.curves import PF_DAY
 from zoo.scaling.optima import LEAST_SIZES, Laws
 from zoo.scaling.published import law_named
 from zoo.train.devices import peak_flops
@@ -25,6 +26,7 @@ from zoo.train.devices import peak_flops
 HEAD_SIZE = 64  # of all mixers, so that a size has hidden_size/64 heads
 WIDTHS = range(64, 8193, 64)
 SPAN, LEAST_SPAN = 32.0, 10.0  # the largest over the smallest size: aimed at, and needed, without embeddings
+MOST_SIZES = 20
 LEAST_STEPS = 200
 WARMUP = 0.02  # of the steps
 RATES = (0.5, 2.0)  # times the rule's learning rate, at the smallest and the largest size
@@ -97,6 +99,7 @@ def plan(
     gpu_hours: float | None = None,
     mfu: float = 0.4,
     peak: float | None = None,
+    pf_days: float | None = None,
     sizes: int = 5,
     law: str = "chinchilla",
     output: str = "ladder",
@@ -117,7 +120,8 @@ def plan(
         gpu_hours: The budget as hours of one device, in place of `budget`.
         mfu: The fraction of the device's peak that training reaches; `bench training` measures it.
         peak: The device's peak in FLOP/s; null for that of the GPU at hand.
-        sizes: Sizes of each mixer, 4 or more.
+        pf_days: The budget in PF-days (8.64e19 FLOPs), in place of `budget`.
+        sizes: Sizes of each mixer, 4 to 20.
         law: Which sizes and numbers of tokens are best: chinchilla, chinchilla_replicated, llama, tnl, hgrn2,
             cosformer2, or the path of a laws.json, whose first law counts.
         output: The folder to make.
@@ -133,12 +137,15 @@ def plan(
     names, added = _listed(mixers), _listed(overlays or [])
     for name in names:
         find_config(name)
-    if len(set(names)) < len(names) or not names:
-        raise UserError(f"mixers: {mixers!r} must name configs, each once")
-    if sizes < LEAST_SIZES:
-        raise UserError(f"sizes: {sizes} must be at least {LEAST_SIZES}, so that a law can be fitted")
+    stems = {Path(name).stem for name in names}  # the names in the sweep
+    if len(stems) < len(names) or not names:
+        raise UserError(f"mixers: {mixers!r} must name configs, each name once")
+    if not LEAST_SIZES <= sizes <= MOST_SIZES:
+        raise UserError(
+            f"sizes: {sizes} must be at least {LEAST_SIZES}, so that a law can be fitted, and at most {MOST_SIZES}"
+        )
     peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu")) if peak is None else peak
-    flops = _budget(budget, gpu_hours, mfu, peak)
+    flops = _budget(budget, gpu_hours, mfu, peak, pf_days)
     laws = law_named(law)
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -189,18 +196,24 @@ def _listed(value: list[str] | str) -> list[str]:
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else list(value)
 
 
-def _budget(budget: float | None, gpu_hours: float | None, mfu: float, peak: float | None) -> float:
+def _budget(
+    budget: float | None, gpu_hours: float | None, mfu: float, peak: float | None, pf_days: float | None
+) -> float:
     """The budget in FLOPs."""
-    if (budget is None) == (gpu_hours is None):
-        given = "both are given" if budget is not None else "neither is given"
-        raise UserError(f"budget: give either budget or gpu_hours; {given}")
+    given = {"budget": budget, "gpu_hours": gpu_hours, "pf_days": pf_days}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        found = f"{' and '.join(named)} are given" if named else "none is given"
+        raise UserError(f"budget: give one of budget, gpu_hours and pf_days; {found}")
     if not 0 < mfu <= 1:
         raise UserError(f"mfu: {mfu} must be above 0 and at most 1")
-    for name, value in {"budget": budget, "gpu_hours": gpu_hours, "peak": peak}.items():
+    for name, value in {**given, "peak": peak}.items():
         if value is not None and not 0 < value < np.inf:
             raise UserError(f"{name}: {value} must be above 0 and finite")
     if budget is not None:
         return budget
+    if pf_days is not None:
+        return pf_days * PF_DAY
     if peak is None or gpu_hours is None:
         raise UserError("gpu_hours: needs the device's peak, which is not known here; give peak=989e12 (FLOP/s, H200)")
     return gpu_hours * 3600 * mfu * peak
@@ -224,6 +237,11 @@ def _shapes(flops: float, count: int, laws: Laws) -> list[Shape]:
         raise UserError(
             f"budget: {flops:.3g} FLOPs for each mixer do not pay for {count} sizes; the smallest ladder needs about "
             f"{cheapest:.2g}"
+        )
+    if best[-1] == every[-1] and flops > 2 * needed:
+        raise UserError(
+            f"budget: {flops:.3g} FLOPs for each mixer are far more than the largest ladder takes, which ends at "
+            f"{WIDTHS[-1]} channels, about {needed:.2g}"
         )
     return best
 
@@ -298,13 +316,24 @@ def _write_yaml(path: Path, header: str, content: dict[str, Any]) -> None:
 
 def _show(made: Plan, budget: float, law: str, hours_per_flop: float | None) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
-    for column in ("mixer", "hidden", "layers", "heads", "parameters", "without emb.", "rate", "FLOPs", "hours"):
+    for column in (
+        "mixer",
+        "hidden",
+        "layers",
+        "parameters",
+        "non-emb.",
+        "rate",
+        "FLOPs",
+        "6·N·D",
+        "hours",
+    ):
         table.add_column(column, justify="left" if column == "mixer" else "right", no_wrap=True)
     for rung in made.rungs:
         hours = "?" if hours_per_flop is None else f"{rung.flops * hours_per_flop:.2f}"
         shape = rung.shape
         counts = (f"{rung.parameters:,}", f"{rung.without_embeddings:,}", f"{shape.learning_rate:g}")
-        table.add_row(rung.mixer, *map(str, shape), *counts, f"{rung.flops:.2e}", hours)
+        flops = (f"{rung.flops:.1e}", f"{6 * rung.without_embeddings * made.tokens:.1e}")
+        table.add_row(rung.mixer, str(shape.hidden_size), str(shape.num_layers), *counts, *flops, hours)
     console = Console()
     if not console.is_terminal:
         console = Console(width=max(console.width, 120))

@@ -1,6 +1,7 @@
 """Which runs a scaling law is fitted to, and why others are left out."""
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels import UserError
+from zoo.files.safe_yaml import read_yaml
 from zoo.scaling.curves import Curve
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
@@ -27,15 +29,25 @@ NEEDED = (
 )
 LEAST_POINTS = 8
 DIVERGED = 0.5  # nats above the run's lowest loss
+# keys of `model` in which runs of one law may differ
+SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "nominal_size")
 WIDTH = 0.05  # of the smoothing of training losses, as a fraction of the tokens
 
 
 class Trained(NamedTuple):
-    """A run that a law can be fitted to."""
+    """A run that a law can be fitted to.
+
+    Attributes:
+        folder: Its folder.
+        row: Its results.
+        curve: Its losses.
+        kind: What is no size in its config's `model`, as text.
+    """
 
     folder: Path
     row: dict[str, Any]
     curve: Curve
+    kind: str
 
 
 class Selection(NamedTuple):
@@ -121,7 +133,32 @@ def _read(folder: Path) -> Trained | str:
     curve = Curve(str(folder), row["mixers"], size, flops, tokens, losses).smoothed(WIDTH)
     if curve.losses[-1] > curve.losses.min() + DIVERGED:
         return f"it has diverged: its loss ends at {curve.losses[-1]:.2f} and had been {curve.losses.min():.2f}"
-    return Trained(folder, row, curve)
+    return Trained(folder, row, curve, _kind(folder))
+
+
+def _kind(folder: Path) -> str:
+    """What is no size in the `model` of a run's config, as text; nothing if it cannot be read."""
+    try:
+        config = read_yaml(folder / "config.yaml")
+    except UserError:
+        return ""
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict):
+        return ""
+    return json.dumps({key: value for key, value in model.items() if key not in SIZES}, sort_keys=True, default=str)
+
+
+def mixed_kinds(runs: Iterable[Trained]) -> list[str]:
+    """A sentence for each mixer whose runs are of models that differ in more than their size."""
+    kinds: dict[str, dict[str, Path]] = {}  # mixer → kind → its first run
+    for run in runs:
+        kinds.setdefault(run.curve.mixer, {}).setdefault(run.kind, run.folder)
+    return [
+        f"{mixer}: models that differ in more than their size are in one law, such as {' and '.join(map(str, first))}; "
+        "fit their runs apart"
+        for mixer, found in kinds.items()
+        if len(first := [*found.values()][:2]) > 1
+    ]
 
 
 def _of_other_lengths(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
@@ -144,7 +181,7 @@ def _repeated(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
     """Of runs that differ only in learning rate and length: all but the longest at the best learning rate."""
     groups: dict[tuple[Any, ...], list[Trained]] = {}
     for run in runs:
-        groups.setdefault((run.curve.mixer, run.curve.size, run.row.get("seed")), []).append(run)
+        groups.setdefault((run.curve.mixer, run.kind, run.curve.size, run.row.get("seed")), []).append(run)
     for group in groups.values():
         common = min(run.curve.flops[-1] for run in group)
         at_common = [np.nan_to_num(run.curve.at(common), nan=np.inf) for run in group]

@@ -237,6 +237,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pickle": (pickled("pytorch_model.bin"), "pytorch_model.bin, a pickle, which may run code"),
     "a pickle in disguise": (pickled("model.safetensors"), "cannot be read as safetensors"),
     "no weights": (lambda folder: write(folder / "theirs").joinpath("model.safetensors").unlink(), "has no weights"),
+    "no config": (
+        lambda folder: write(folder / "theirs").joinpath("config.json").unlink(),
+        "missing, or config.json if",
+    ),
     "no JSON": (with_file("config.json", "{"), "config.json cannot be read as JSON"),
     "a list": (with_file("config.json", "[]"), "holds no JSON object"),
     "deep": (with_file("config.json", "[" * 100_000), "cannot be read as JSON"),

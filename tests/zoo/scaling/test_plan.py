@@ -18,7 +18,7 @@ PLAN = ("scaling", "plan", "--mixers=gla", "--sizes=4")
 def test_a_ladder_is_a_sweep(command, desk: Path) -> None:
     done = command(*PLAN, "--budget=3e17", "--peak=1e15", "--output=ladder/")
     assert done.code == 0, done.err
-    for word in ("each run sees", "hours of one device", "chinchilla", "sweep --config ladder/sweep.yaml"):
+    for word in ("6·N·D", "each run sees", "hours of one device", "chinchilla", "sweep --config ladder/sweep.yaml"):
         assert word in done.out
     runs = Sweep(**load_config("ladder/sweep.yaml")).runs()
     assert len(runs) == 4
@@ -50,6 +50,14 @@ def test_the_whole_budget_is_spent_on_true_counts(desk: Path) -> None:
     assert 6 * made.best_size * made.best_tokens == pytest.approx(3e17)
 
 
+def test_petaflop_days_are_a_budget(desk: Path) -> None:
+    one, other = (
+        zoo.scaling.plan("gla", **budget, sizes=4, output=name, verbose=False)
+        for name, budget in (("days", {"pf_days": 0.005}), ("flops", {"budget": 0.005 * 8.64e19}))
+    )
+    assert one.rungs == other.rungs
+
+
 def test_hours_are_a_budget_and_other_laws_plan(desk: Path) -> None:
     law = {"loss": (50.0, -0.07), "size": (0.1, 0.5), "tokens": (5 / 3, 0.5)}
     row = {f"{part}_{name}": value for part, pair in law.items() for name, value in zip(LAW, pair, strict=True)}
@@ -67,13 +75,21 @@ def test_hours_are_a_budget_and_other_laws_plan(desk: Path) -> None:
     ("arguments", "expected"),
     [
         (["--mixers=glaa", "--budget=1e18"], "did you mean 'gla"),
-        (["--mixers=gla,gla", "--budget=1e18"], "mixers: 'gla,gla' must name configs, each once"),
+        (["--mixers=gla,gla", "--budget=1e18"], "mixers: 'gla,gla' must name configs, each name once"),
         (["--budget=1e12"], "do not pay for 5 sizes; the smallest ladder needs about"),
-        (["--budget=1e18", "--gpu_hours=3"], "give either budget or gpu_hours; both are given"),
-        ([], "give either budget or gpu_hours; neither is given"),
+        (
+            ["--budget=1e18", "--gpu_hours=3"],
+            "give one of budget, gpu_hours and pf_days; budget and gpu_hours are given",
+        ),
+        ([], "give one of budget, gpu_hours and pf_days; none is given"),
+        (["--pf-days=0"], "pf_days: 0.0 must be above 0"),
+        (["--pf-dys=1"], "pf_dys: unknown key; did you mean 'pf_days'"),
+        (["--budget=1e30"], "are far more than the largest ladder takes, which ends at 8192 channels"),
+        (["--mixers=gla,gla.yaml", "--budget=1e18"], "must name configs, each name once"),
         (["--budget=-1"], "budget: -1.0 must be above 0"),
         (["--gpu_hours=3", "--mfu=40", "--peak=1e15"], "mfu: 40.0 must be above 0 and at most 1"),
         (["--budget=1e18", "--sizes=3"], "sizes: 3 must be at least 4"),
+        (["--budget=1e18", "--sizes=200"], "and at most 20"),
         (["--budget=1e18", "--law=chinchila"], "did you mean 'chinchilla'"),
         (["--budget=1e17", "--batch_size=100000"], "pay for 2 steps of 102,400,000 tokens"),
         (["--budget=1e18", "--output=."], "output: . exists; name a new folder"),

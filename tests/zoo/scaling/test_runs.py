@@ -118,6 +118,21 @@ def test_each_rule_names_the_run_and_the_reason(command, ladder: Path) -> None:
         assert f"left out ladder/{name}: " in said
 
 
+def test_variants_of_one_mixer_are_not_taken_for_sizes_of_it(command, ladder: Path) -> None:
+    for i, size in enumerate(SIZES):
+        folder = write_run(ladder / f"no_decay{i}", size, law=CHINCHILLA._replace(E=2.0))
+        (folder / "config.yaml").write_text(f"model: {{hidden_size: {i}, stack: {{decay: none}}}}")
+    done = command("scaling", "fit", "ladder", "--draws=0", "--method=parametric")
+    assert done.code == 0, done.err
+    said = " ".join(done.out.split())
+    assert "left out" not in said  # neither repeats the other
+    assert (
+        "M: models that differ in more than their size are in one law, such as ladder/no_decay0 and ladder/run0" in said
+    )
+    done = command("scaling", "fit", *(f"ladder/no_decay{i}" for i in range(6)), "--draws=0", "--method=parametric")
+    assert "differ in more than their size" not in done.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -127,6 +142,7 @@ def test_each_rule_names_the_run_and_the_reason(command, ladder: Path) -> None:
         (["ladder", "--method=isoflp"], "method: 'isoflp' is not one of envelope, isoflop, parametric"),
         (["ladder", "--flops=7n"], "flops: '7n' is not one of model, 6n"),
         (["ladder", "--draws=-1"], "draws: -1 must be at least 0"),
+        (["ladder", "--seed=-1"], "seed: -1 must be at least 0"),
         (["ladder", "--metod=envelope"], "did you mean 'method'"),
         (["ladder/run0"], "M: it cannot be fitted, because 1 size of model was trained; 4 are needed"),
         ([f"ladder/run{i}" for i in range(3)], "because 3 sizes of model were trained; 4 are needed"),

@@ -58,6 +58,26 @@ def test_a_run_grows_is_trained_on_and_evaluated(command: Command, finished: Pat
     assert [row["task"] for row in evaluate("larger", "passkey", lengths=[64], samples=2, output="evaluated")]
 
 
+def test_the_recipe_needs_no_config_of_the_larger_model(command: Command, tmp_path: Path, desk: Path):
+    model = exported(tmp_path / "model", "GLA", "model.vocab_size=512")
+    assert command("statex", "--checkpoint", str(model), "--layers=2", "--output=larger/").code == 0
+    data = ("--data.sequence_length=32", "--data.max_characters=200000", "--data.vocab_size=512")
+    steps = ("--trainer.max_steps=1", "--trainer.accumulate_grad_batches=1", "--trainer.limit_val_batches=1")
+    recipe = ("fit", "--config", "train/statex.yaml", "--trainer.val_check_interval=1", "--trainer.accelerator=cpu")
+    done = command(*recipe, *data, *steps, "--optim.initial_weights=larger/", "--run=more")
+    assert done.code == 0, done.err
+    trained, larger = zoo.load("runs/more"), zoo.load("larger")
+    assert trained.state_dict().keys() == larger.state_dict().keys()
+    assert trained.state_size() == larger.state_size()
+    config = yaml.safe_load((desk / "larger" / "config.yaml").read_text())
+    config["model"]["stack"]["init_args"]["mixers"]["B"]["class_path"] = "far_away.Mixer"
+    (desk / "larger" / "hashes.json").unlink()
+    (desk / "larger" / "config.yaml").write_text(yaml.safe_dump(config))
+    done = command(*recipe, "--optim.initial_weights=larger/")
+    assert done.code == 2
+    assert "config.yaml was not written by you, and its model.stack" in done.err
+
+
 MISTAKES = {
     ("GLA", "--init=reinitt"): ("init", "'reinitt'", "reinit"),
     ("GLA", "--init=preserve"): ("init: preserve is impossible where heads of GLA are merged", "scores of all heads"),
