@@ -149,6 +149,7 @@ def test_evaluation_of_a_run(command: Command, finished: Path):
     results = json.loads((finished / "runs" / "done" / "results.json").read_text())
     shown = re.search(r"val_loss\W+([\d.]+)", validated.out)
     assert float(shown[1]) == pytest.approx(results["val_loss"], abs=1e-5)  # of the same two batches
+    assert len(shown[1]) < 10  # seven digits, not all that a float holds
     assert "test_loss" in tested.out
     predicted = command("predict", "--checkpoint", run, "--output", "p.jsonl", "--trainer.limit_predict_batches=2")
     assert predicted.code == 0, predicted.err

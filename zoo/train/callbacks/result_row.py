@@ -214,7 +214,9 @@ def _where(trainer: L.Trainer, pl_module: L.LightningModule) -> str:
     """Where the results lie, and a command that uses them."""
     folder = trainer.default_root_dir
     profile = ", profile" if (Path(folder) / "profile").is_dir() else ""
-    made = f"results, curve{profile}{', checkpoints' if trainer.checkpoint_callbacks else ''} and config are in {folder}"
+    made = (
+        f"results, curve{profile}{', checkpoints' if trainer.checkpoint_callbacks else ''} and config are in {folder}"
+    )
     if not trainer.checkpoint_callbacks:
         return made
     verb = "validate" if pl_module.tokenizer is None else "generate"
