@@ -155,7 +155,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         UserError: There is no tokenizer, or it is damaged.
     """
     if (tokenizer := find_tokenizer(path)) is None:
-        raise UserError(f"checkpoint: {path} was saved without a tokenizer, so it cannot process text")
+        raise UserError(
+            f"checkpoint: {path} was saved without a tokenizer, so it cannot process text; zoo.load gives the model"
+        )
     return tokenizer
 
 
