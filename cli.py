@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
@@ -122,7 +123,11 @@ def run(arguments: list[str]) -> int:
     elif verb == "statex":
         grown = zoo.statex(**arguments_of(zoo.statex, rest, verb)[1])
         Console().print(grown.report())
-        Console().print(str(grown.folder), style="dim")
+        folder = shlex.quote(str(grown.folder))
+        further = f"python cli.py fit --config {folder}/config.yaml --optim.initial_weights={folder}"
+        if (grown.folder / "tokenizer.json").is_file():
+            further += f" --data.tokenizer={folder}/tokenizer.json"
+        Console().print(f"{grown.folder}\nnext: {further}", style="dim", soft_wrap=True)
     elif verb == "convert":
         folder = zoo.convert(**arguments_of(zoo.convert, rest, verb)[1])
         Console().print(str(folder), style="dim")

@@ -256,7 +256,8 @@ class LinearMixer(TokenMixer):
         """Expand queries and keys, then apply the features of each stream: the one place to fuse them."""
         if self.q_expand is not None and self.k_expand is not None:
             cut = (self.subheads, self.subhead_size)
-            q, k = self.q_expand(s.q, x), self.k_expand(s.k, x)
+            # with parameters in fp32, under autocast, an expansion may make more of a stream than it was
+            q, k = self.q_expand(s.q, x).to(s.q.dtype), self.k_expand(s.k, x).to(s.k.dtype)
             s = s.replace(q=q.unflatten(-1, cut).flatten(2, 3), k=k.unflatten(-1, cut).flatten(2, 3))
         where = following = s.v.new_zeros(0, dtype=torch.int64)
         if self._needs_positions:

@@ -149,6 +149,7 @@ def test_evaluation_of_a_run(command: Command, finished: Path):
     results = json.loads((finished / "runs" / "done" / "results.json").read_text())
     shown = re.search(r"val_loss\W+([\d.]+)", validated.out)
     assert float(shown[1]) == pytest.approx(results["val_loss"], abs=1e-5)  # of the same two batches
+    assert len(shown[1]) < 10  # seven digits, not all that a float holds
     assert "test_loss" in tested.out
     predicted = command("predict", "--checkpoint", run, "--output", "p.jsonl", "--trainer.limit_predict_batches=2")
     assert predicted.code == 0, predicted.err
@@ -314,6 +315,7 @@ def messy(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "latin.txt": "café ".encode("latin-1") * 99,
         "short.txt": b"hello\n",
         "file": b"not a folder",
+        "slip.py": b"class Slip(:\n",
         "letters.yaml": b"model: {stack: {class_path: Pattern, init_args: {pattern: MX, mixers: {M: Mamba2}}}}\n",
         "callback.yaml": b"trainer: {callbacks: {class_path: nowhere.Stop}}\n",
         "list.yaml": b"- model\n- data\n",
@@ -343,6 +345,8 @@ MISTAKES = {
     (*FIT[1:], "--model.stack.third=SlidingWindow"): ("model.stack.third", "did you mean 'SlidingWindowAttention'?"),
     (*FIT[1:], "--model.stack=H3"): ("model.stack", "'H3'", "did you mean 'H2'?"),
     (*FIT[1:], "--model.stack.first=no.such.Mixer"): ("model.stack.first", "'no.such.Mixer'", "cannot be imported"),
+    (*FIT[1:], "--data=slip.Slip"): ("slip.py, line 1, is not Python (invalid syntax)",),
+    (*FIT[1:], "--model.stack.first=slip.Slip"): ("slip.py, line 1, is not Python (invalid syntax)",),
     (*FIT[1:], "--model.stack.first=mixers.Mixer"): ("model.stack.first", "the module 'mixers' has no 'Mixer'"),
     (*FIT[1:], "--config", "callback.yaml"): ("trainer.callbacks", "there is no module 'nowhere'"),
     (*FIT[1:], "--model.stack.first=json.JSONDecoder"): ("model.stack.first", "json.JSONDecoder is not a TokenMixer"),

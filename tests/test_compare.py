@@ -32,6 +32,7 @@ def test_two_configs_one_table_and_nothing_twice(command, tmp_path) -> None:
     assert first.code == 0, first.err
     for name in ("gdn_h2", "gla", "bigram model"):
         assert name in first.out
+    assert "out/comparison.png" in first.out
     rows = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [row["run"] for row in rows] == ["gdn_h2", "gla"]
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 5000

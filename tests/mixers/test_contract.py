@@ -246,6 +246,11 @@ def test_a_broken_mixer_is_caught_by_its_clause(mixer):
     assert broken_clauses(mixer, expanded=False) == BROKEN[mixer]
 
 
+def test_a_state_that_grows_is_told_how_to_say_so():
+    with pytest.raises(mixers.ContractError, match=r"state grew from 0 to \d+ in .* says constant_state = False"):
+        mixers.check_mixer(Grows, expanded=False)
+
+
 class CountsHeadsInsteadOfGates(GatedDeltaNet):
     """Sizes its gates by the number of heads: right until someone expands it."""
 

@@ -248,6 +248,22 @@ def test_an_expansion_by_a_user():
     assert not [name for name, _ in factory(SITE).named_parameters() if "expand" in name]
 
 
+def test_an_expansion_by_a_user_with_parameters_in_fp32():
+    class Scaled(Expansion):
+        def __init__(self, heads: int, size: int, factor: int, hidden_size: int):
+            super().__init__(heads, size, factor, hidden_size)
+            self.scale = torch.nn.Parameter(torch.empty(factor, heads, size))
+            self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            torch.nn.init.normal_(self.scale)
+
+        def forward(self, stream: Tensor, x: Tensor) -> Tensor:
+            return torch.cat([stream * scale for scale in self.scale], -1)
+
+    mixers.check_mixer(partial(Expanded, mixer=GatedDeltaNet, factor=2, expansion=Scaled))
+
+
 def test_factors_below_one():
     with pytest.raises(mixers.UserError, match=r"^factor: 0 must be at least 1"):
         Expanded(SITE, mixer=GatedDeltaNet, factor=0)

@@ -121,9 +121,14 @@ class Parser(LightningArgumentParser):
 
 
 def cause_of(error: BaseException | None) -> UserError | None:
-    """The UserError of a constructor that the parser wrapped in its own exceptions; None if there is none."""
-    while error is not None and not isinstance(error, UserError):
+    """What the parser wrapped in its own exceptions, as a UserError; None if it is a mistake of the parser's own kind.
+
+    That is the UserError of a constructor, or a slip in a Python file that a config names.
+    """
+    while error is not None and not isinstance(error, UserError | SyntaxError):
         error = error.__cause__
+    if isinstance(error, SyntaxError):
+        return UserError(f"{error.filename}, line {error.lineno}, is not Python ({error.msg})")
     return error
 
 
@@ -132,7 +137,7 @@ def explained(parser: Parser) -> Iterator[None]:
     """Turn errors that `parser` raises for a mistake in a config into a UserError of one sentence."""
     try:
         yield
-    except ArgumentError as error:
+    except (ArgumentError, SyntaxError) as error:
         if (cause := cause_of(error)) is not None:
             raise cause from None
         raise UserError(explain(str(error), parser.options())) from None

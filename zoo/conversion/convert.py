@@ -107,8 +107,9 @@ def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
     kinds, meant = {type(mixer).__name__ for mixer in model.mixers}, [f for f in FAMILIES if to in (f.target, f.name)]
     candidates = [family for family in meant if kinds <= family.mixers]
     if not candidates:
+        layers = "layers of " + ", ".join(sorted(kinds)) + (" in one model" if len(kinds) > 1 else "")
         held = sorted({name for family in meant for name in family.mixers})
-        raise UserError(f"to: no family of {to} has layers of {', '.join(sorted(kinds))}; they have {', '.join(held)}.")
+        raise UserError(f"to: no family of {to} has {layers}; each has some of {', '.join(held)}.")
     refused: UserError | None = None
     for family in candidates:
         try:

@@ -41,7 +41,7 @@ def task_table() -> Table:
     """All tasks and presets: what each measures, and what it needs."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("task", "measures", "needs"):
-        table.add_column(column, no_wrap=column == "task")
+        table.add_column(column, no_wrap=column == "task", overflow="fold")
     for task in (*TASKS.values(), *map(lm_eval_task, CATALOGUE)):
         table.add_row(task.name, task.measures, task.needs)
     table.add_row(f"{PREFIX}NAME", "any other task, group or tag of lm-eval; NAME@8 with 8 examples", "data")

@@ -46,7 +46,7 @@ def table(task: Task, rows: Sequence[Row]) -> Table:
         shown.add_row(model, name, *line, *([over_all] if single or not columns else []))
     captions = [f"columns: {task.axis.replace('_', ' ')}"] if columns else []
     captions += ["accuracies in %"] if any(is_fraction(row["metric"]) for row in rows) else []
-    shown.caption, shown.caption_justify = "; ".join(captions), "left"
+    shown.caption, shown.caption_justify = "\n".join(captions), "left"
     return shown
 
 

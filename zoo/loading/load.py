@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels import UserError
+from mixers import did_you_mean
 from zoo.checkpoints.format import KEY, check_weights, load_tensors, load_weights, read_checkpoint, read_weights
 from zoo.checkpoints.signature import is_own
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory, Weights, has_tensor_files
@@ -37,7 +38,8 @@ def checkpoint_of(path: str | Path) -> Path:
                 return candidate
         raise UserError(f"checkpoint: the folder {path} holds no checkpoints/last.ckpt")
     run = Path("runs") / path
-    hint = f"; did you mean {run}?" if run.exists() else ""
+    neighbours = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = f"; did you mean {run}?" if run.exists() else did_you_mean(path.name, neighbours)
     raise UserError(f"checkpoint: there is nothing at {path}{hint}")
 
 
@@ -163,7 +165,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         UserError: There is no tokenizer, or it is damaged.
     """
     if (tokenizer := find_tokenizer(path)) is None:
-        raise UserError(f"checkpoint: {path} was saved without a tokenizer, so it cannot process text")
+        raise UserError(
+            f"checkpoint: {path} was saved without a tokenizer, so it cannot process text; zoo.load gives the model"
+        )
     return tokenizer
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
+from rich.console import Console
 
 from kernels import UserError
 from zoo import config as configs
@@ -21,7 +22,7 @@ from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
 from zoo.runs.initial_model import with_initial_model
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
-from zoo.train.results import read_row
+from zoo.train.results import metrics_table, read_row
 from zoo.train.signals import interruptible
 
 
@@ -171,8 +172,11 @@ def _evaluate(
     _, module, datamodule = parts(config)
     trainer = evaluating_trainer(config, run_of(file), callbacks)
     with interruptible(), misconfiguration_explained():
-        rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=verbose)
-    return {name: value for row in rows for name, value in row.items()}
+        rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=False)
+    metrics = {name: value for row in rows for name, value in row.items()}
+    if verbose and trainer.is_global_zero:
+        Console().print(metrics_table(metrics))
+    return metrics
 
 
 def _checkpoint_and_config(

@@ -117,6 +117,7 @@ def compare(*configs_and_overrides: Item, folder: str | Path = "runs/compare", j
         with atomic_write(folder / "comparison.json") as file:
             file.write(json.dumps(rows, indent=1).encode())
         Console().print(comparison_table(rows))
+        Console().print(f"{folder}/comparison.json · {folder}/comparison.png", style="dim", soft_wrap=True)
     if failures:
         raise failed(failures, len(runs))
     return Comparison(folder, rows)

@@ -69,7 +69,7 @@ def result_table(row: Mapping[str, Any]) -> Table:
         "interpolated bigram model": row["bigram_loss"],
         "validation, first part of the context": by_position[0] if by_position and not classified else None,
         "validation, last part of the context": by_position[-1] if by_position and not classified else None,
-        "first validation batches": row["val_loss_same_batches"],
+        "validation, its first batches": row["val_loss_same_batches"],
         "the same with all mixers zeroed": row["val_loss_mixers_zeroed"],
     }
     for name, value in lines.items():
@@ -84,4 +84,13 @@ def result_table(row: Mapping[str, Any]) -> Table:
         for name, value in {"all together": row.get("val_accuracy"), **(by_task or {})}.items():
             if value is not None:
                 table.add_row(f"accuracy, {name.replace('_', ' ')}", f"{value:.1%}")
+    return table
+
+
+def metrics_table(metrics: Mapping[str, float]) -> Table:
+    """The metrics of an evaluation, each to seven digits, which is what fp32 holds, and numbers of things in full."""
+    table = Table("metric")
+    table.add_column("value", justify="right")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:,.0f}" if float(value).is_integer() else f"{value:.7g}")
     return table

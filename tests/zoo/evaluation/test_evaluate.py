@@ -6,12 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 import zoo
 from kernels import UserError
 from tests.commands import Command
+from zoo.evaluation.catalogue import task_table, tasks_of
 from zoo.evaluation.record import locked
-from zoo.evaluation.report import pictures
+from zoo.evaluation.report import pictures, table
 from zoo.evaluation.task import Options, interval
 from zoo.evaluation.tasks.perplexity import Perplexity, ranges
 
@@ -138,6 +141,21 @@ def test_the_list_of_tasks(command: Command) -> None:
     assert found.code == 0, found.err
     assert "perplexity" in found.out
     assert "a tokenizer" in found.out
+
+
+def lines(shown: Table) -> list[str]:
+    """What a terminal of 100 columns shows."""
+    console = Console(width=100)
+    with console.capture() as captured:
+        console.print(shown)
+    return [line.strip() for line in captured.get().splitlines()]
+
+
+def test_nothing_is_cut_off_or_torn_at_100_columns() -> None:
+    assert not [line for line in lines(task_table()) if re.search(r"\w…", line)]
+    passkey = tasks_of(["passkey"], Options())[0]
+    row = {"model": "first", "metric": "accuracy", "length": 256, "value": 0.5, "count": 4}
+    assert lines(table(passkey, [row]))[-2:] == ["columns: length", "accuracies in %"]
 
 
 @pytest.mark.parametrize(

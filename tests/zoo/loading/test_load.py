@@ -132,6 +132,7 @@ def test_what_holds_no_model_is_named(load, run: Path, tmp_path: Path, monkeypat
         tmp_path / "foreign.ckpt": "foreign.ckpt is not a checkpoint of this project",
         tmp_path / "empty": r"empty holds no checkpoints/last.ckpt",
         tmp_path / "none": "there is nothing at .*none",
+        "runs/smal": "there is nothing at runs/smal; did you mean 'small'?",
         "small": "there is nothing at small; did you mean runs/small",
     }.items():
         with pytest.raises(UserError, match=message):

@@ -97,6 +97,7 @@ def test_a_page_for_a_colleague(command, folders: list[str]):
         "seed=7",
         "model.num_heads 2 1 2",
         "3.25",
+        "status loss",  # beside the name, where a narrow screen shows it
         "FLOPs per token",
         "sample after 4 steps",
         "python cli.py fit --config runs/first/config.yaml --run first-again",

@@ -36,6 +36,7 @@ def test_sizes_and_layers_are_printed(command: Command, models: dict[str, Path],
         assert f"{model.num_parameters():,}" in done.out
         assert f"{model.state_size():,}" in done.out
     assert "layers 0, 2: Mamba2, widen: state_dim=32" in done.out
+    assert "next: python cli.py fit --config larger/config.yaml --optim.initial_weights=larger" in done.out
     config = yaml.safe_load((desk / "larger" / "config.yaml").read_text())
     assert config["model"]["stack"]["init_args"]["pattern"] == "BABA"
     assert sorted(path.name for path in desk.iterdir()) == ["larger", "tiny.yaml"]

@@ -142,7 +142,7 @@ def _choose(names: Iterable[str], inside: Callable[[str], str]) -> tuple[list[st
 def _local(path: Path, key: str) -> Listing:
     try:
         if not path.exists():
-            raise UserError(f"{key}: {path} does not exist{_suggestion(path)}.")
+            raise UserError(f"{key}: {path} does not exist; {_suggestion(path)}")
         if path.is_dir():
             names, skipped = _choose(_walk(path), lambda name: Path(name).relative_to(path).as_posix())
             return _checked([_local_file(file) for file in sorted(map(Path, names))], skipped, str(path), key)
@@ -188,7 +188,7 @@ def _check_file(name: str, size: int | None, key: str) -> None:
 def _suggestion(path: Path) -> str:
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     similar = difflib.get_close_matches(path.name, siblings, n=1)
-    return f"; did you mean {path.parent / similar[0]}" if similar else "; put text there, or give another path"
+    return f"did you mean {path.parent / similar[0]}?" if similar else "put text there, or give another path."
 
 
 def _remote(url: str, key: str) -> Listing:

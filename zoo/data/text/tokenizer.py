@@ -139,7 +139,8 @@ class Tokenizer:
         if library := _FOREIGN.get(file.suffix):
             raise UserError(f"{name} is a file of {library}.")
         if not file.is_file():
-            raise UserError(f"{name} does not exist; a tokenizer.json or a folder with one is needed.")
+            fetched = "those of configs/data are fetched as the header of the config says"
+            raise UserError(f"{name} does not exist; a tokenizer.json or a folder with one is needed ({fetched}).")
         try:
             text = file.read_text(encoding="utf-8")
             tokenizer, roles = tokenizers.Tokenizer.from_str(text), _roles(text)

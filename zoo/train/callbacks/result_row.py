@@ -213,7 +213,10 @@ class ResultRow(RunCallback):
 def _where(trainer: L.Trainer, pl_module: L.LightningModule) -> str:
     """Where the results lie, and a command that uses them."""
     folder = trainer.default_root_dir
-    made = f"results, curve{', checkpoints' if trainer.checkpoint_callbacks else ''} and config are in {folder}"
+    profile = ", profile" if (Path(folder) / "profile").is_dir() else ""
+    made = (
+        f"results, curve{profile}{', checkpoints' if trainer.checkpoint_callbacks else ''} and config are in {folder}"
+    )
     if not trainer.checkpoint_callbacks:
         return made
     verb = "validate" if pl_module.tokenizer is None else "generate"

@@ -65,7 +65,7 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
     (tmp_path / "stories.txt").write_text("x")
     message = error_of(str(tmp_path / "storys.txt"))
     assert "storys.txt does not exist; did you mean" in message
-    assert "stories.txt" in message
+    assert message.endswith("stories.txt?")
     assert error_of(str(tmp_path / "far" / "away")).endswith(
         "away does not exist; put text there, or give another path."
     )

@@ -27,9 +27,9 @@ def test_from_nothing_to_a_loss(command: Command, desk: Path):
         assert len(done.err.strip().splitlines()) == 1
         return done.err
 
-    assert (
-        "data.tokenizer: tokenizers/mistral/tokenizer.json does not exist; a tokenizer.json or a folder with" in said()
-    )
+    message = said()
+    assert "data.tokenizer: tokenizers/mistral/tokenizer.json does not exist; a tokenizer.json or a folder" in message
+    assert "as the header of the config says" in message
     (desk / "tokenizers" / "mistral").mkdir(parents=True)
     train_tokenizer(Corpus(max_characters=50_000), 300).save(desk / "tokenizers" / "mistral")
     train, holdout = desk / "corpora" / "slimpajama" / "train", desk / "corpora" / "slimpajama" / "validation"

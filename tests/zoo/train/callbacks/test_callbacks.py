@@ -312,7 +312,8 @@ def test_result_row_of_a_complete_run(tmp_path, capsys):
     assert row["tokens_per_second"] > 0
     assert row["wall_seconds"] > 0
     shown = capsys.readouterr().out
-    for text in ("my-run: 12 steps", "interpolated bigram model", "1.250", "the same with all mixers zeroed"):
+    lines = ("interpolated bigram model", "1.250", "validation, its first batches", "the same with all mixers zeroed")
+    for text in ("my-run: 12 steps", *lines):
         assert text in shown
 
 

@@ -8,6 +8,7 @@ import pytest
 from kernels.errors import UserError
 from tests.zoo.tiny import LossLog, ResumableLoader, pretraining, trainer, validation_loader
 from zoo.train.callbacks.profile import Profile
+from zoo.train.callbacks.result_row import ResultRow
 
 
 def fit(folder, *callbacks, steps=6, **options):
@@ -37,8 +38,9 @@ def test_so_many_steps_are_recorded(accumulated, tmp_path):
     assert plain.losses == log.losses
 
 
-def test_a_run_that_is_too_short_leaves_what_there_is(tmp_path):
-    folder = fit(tmp_path, Profile(steps=10, after=1), steps=4)
+def test_a_run_that_is_too_short_leaves_what_there_is_and_says_where(tmp_path, capsys):
+    folder = fit(tmp_path, Profile(steps=10, after=1), ResultRow(), steps=4)
+    assert "results, curve, profile" in capsys.readouterr().out
     assert recorded(folder)[0][0] == "ProfilerStep#1"
     assert (folder / "table.txt").is_file()
 
