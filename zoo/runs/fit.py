@@ -18,6 +18,7 @@ from zoo.lm.model import LanguageModel
 from zoo.loading.load import checkpoint_of, saved
 from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, misconfiguration_explained, parts
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
+from zoo.runs.quiet import quiet
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.results import read_row
@@ -39,6 +40,7 @@ class Result:
     model: LanguageModel
 
 
+@quiet()
 def fit(
     *configs_and_overrides: Item,
     run: str | None = None,
@@ -125,6 +127,7 @@ def test(
     return _evaluate("test", configs_and_overrides, checkpoint, trust, verbose, callbacks)
 
 
+@quiet()
 def predict(
     *configs_and_overrides: Item,
     checkpoint: str | Path | None = None,
@@ -155,6 +158,7 @@ def predict(
     return Path(output)
 
 
+@quiet()
 def _evaluate(
     verb: Literal["validate", "test"],
     items: Sequence[Item],
