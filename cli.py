@@ -1,7 +1,6 @@
 """The command line: each verb is a function of `zoo`, whose parameters are its options."""
 
 import errno
-import logging
 import os
 import shlex
 import signal
@@ -9,19 +8,8 @@ import sys
 import time
 import warnings
 
-# warnings meant for library authors, not for users
-for pattern in (
-    "isinstance.treespec",
-    "LeafSpec",
-    "many workers",
-    "pynvml",
-    "infer the batch indices",
-    "callbacks used to create",
-    "overridden `transfer_batch_to_device`",  # on purpose: batches of any data module
-    "is deprecated. Please use `torch.distributed",  # called by DeepSpeed
-    "sync_dist=True",  # our metrics cover all processes already
-):
-    warnings.filterwarnings("ignore", message=f".*{pattern}.*")
+# meant for library authors, not for users; what they are told in training is hidden where it starts (zoo/runs/quiet.py)
+warnings.filterwarnings("ignore", message=".*pynvml.*")  # when torch is imported
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 HELP = """\
@@ -173,9 +161,6 @@ def started() -> int:
     mixers.names()  # imports installed plug-ins, before the working folder is searched for modules
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # for the user's mixers; last, so as not to shadow the standard library
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)  # the table of trainer.profiler=simple
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     end_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
     try:

@@ -20,6 +20,7 @@ from zoo.loading.load import checkpoint_of, saved
 from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, misconfiguration_explained, parts
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
 from zoo.runs.initial_model import with_initial_model
+from zoo.runs.quiet import quiet
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.results import metrics_table, read_row
@@ -41,6 +42,7 @@ class Result:
     model: LanguageModel
 
 
+@quiet()
 def fit(
     *configs_and_overrides: Item,
     run: str | None = None,
@@ -130,6 +132,7 @@ def test(
     return _evaluate("test", configs_and_overrides, checkpoint, trust, verbose, callbacks)
 
 
+@quiet()
 def predict(
     *configs_and_overrides: Item,
     checkpoint: str | Path | None = None,
@@ -160,6 +163,7 @@ def predict(
     return Path(output)
 
 
+@quiet()
 def _evaluate(
     verb: Literal["validate", "test"],
     items: Sequence[Item],

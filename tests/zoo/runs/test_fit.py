@@ -1,7 +1,10 @@
 """Runs from Python: all that the command line can do, without it."""
 
 import json
+import logging
 import signal
+import warnings
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import lightning as L
@@ -37,6 +40,24 @@ def test_fit_gives_what_the_run_leaves(desk: Path) -> None:
     loaded = zoo.load(result.folder)
     for name, weight in result.model.state_dict().items():
         assert weight.equal(loaded.state_dict()[name]), name
+
+
+@pytest.mark.slow
+def test_what_libraries_tell_library_authors_is_not_shown(
+    desk: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Warner(L.Callback):
+        def on_train_start(self, trainer, pl_module) -> None:
+            warnings.warn("the user's own", stacklevel=1)
+
+    lightning, heard = logging.getLogger("lightning.pytorch"), BufferingHandler(capacity=100)
+    monkeypatch.setattr(lightning, "handlers", [heard])
+    lightning.setLevel(logging.INFO)
+    zoo.fit(*TINY, "optim.warmup_steps=1", "trainer.max_steps=2", callbacks=[Warner()])
+    shown = [warning for warning in recwarn if not issubclass(warning.category, DeprecationWarning)]  # as by default
+    assert [str(warning.message) for warning in shown] == ["the user's own"]
+    assert [record.getMessage() for record in heard.buffer] == []
+    assert lightning.level == logging.INFO
 
 
 @pytest.mark.slow
