@@ -14,8 +14,8 @@ from zoo.files.sealed_json import write_sealed
 from zoo.scaling.curves import Curve
 from zoo.scaling.law import Law, as_row, crossings, fit_law
 from zoo.scaling.optima import METHODS, Method
-from zoo.scaling.report import crossing_table, remarks, table, write_pictures
-from zoo.scaling.runs import find_runs, mixed_kinds, select
+from zoo.scaling.report import alike, crossing_table, remarks, table, write_pictures
+from zoo.scaling.runs import find_runs, mixed_kinds, one_rate, select, untrained
 
 Counting = Literal["model", "6n"]
 
@@ -61,7 +61,7 @@ def fit(
         raise UserError(f"draws: {draws} must be at least 0")
     if seed < 0:
         raise UserError(f"seed: {seed} must be at least 0")
-    selection = select(find_runs(places))
+    selection = select(find_runs(places), untrained(places))
     console = Console(quiet=not verbose)
     if not console.is_terminal:  # in a log file, wide enough for all columns
         console = Console(quiet=not verbose, width=max(console.width, 120))
@@ -85,8 +85,8 @@ def fit(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         rows = [as_row(law) | {"counting": flops} for law in laws]
-        said = [*failures, *mixed_kinds(selection.runs), *remarks(laws)]
         crossed = crossings(laws)
+        said = [*failures, *mixed_kinds(selection.runs), *one_rate(selection), *remarks(laws), *alike(crossed)]
         content = {"laws": rows, "crossings": [pair._asdict() for pair in crossed]}
         write_sealed(folder / "laws.json", content | {"left_out": selection.left_out, "remarks": said})
         pictures = write_pictures(laws, folder)

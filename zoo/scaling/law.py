@@ -158,6 +158,9 @@ class Crossing(NamedTuple):
         loss: The loss of both there.
         crossed: The fraction of pairs of draws that cross; None without draws.
         between: The amounts of compute between which a crossing was looked for.
+        spent: The most compute that runs of both have spent.
+        difference: The middle 95 % over pairs of draws of how much higher the loss of the second is there; None
+            without draws.
     """
 
     mixers: tuple[str, str]
@@ -166,6 +169,8 @@ class Crossing(NamedTuple):
     loss: float | None
     crossed: float | None
     between: tuple[float, float]
+    spent: float
+    difference: tuple[float, float] | None
 
 
 def crossings(laws: Sequence[Law]) -> list[Crossing]:
@@ -189,6 +194,12 @@ def _crossing(one: Law, other: Law, between: tuple[float, float]) -> Crossing:
     if at is not None and pairs and len(found) >= LEAST_DRAWS * len(pairs):
         low, high = np.percentile(found, [2.5, 97.5])
         interval = float(low), float(high)
+    spent = min(max(float(curve.flops[-1]) for curve in law.curves) for law in (one, other))
+    difference = None
+    if pairs:
+        apart = [float(b.loss(spent) - a.loss(spent)) for a, b in zip(first.draws, second.draws, strict=False)]
+        low, high = np.percentile(apart, [2.5, 97.5])
+        difference = float(low), float(high)
     return Crossing(
         (first.mixer, second.mixer),
         at,
@@ -196,6 +207,8 @@ def _crossing(one: Law, other: Law, between: tuple[float, float]) -> Crossing:
         None if at is None else float(one.laws.loss(at)),
         len(found) / len(pairs) if pairs else None,
         between,
+        spent,
+        difference,
     )
 
 

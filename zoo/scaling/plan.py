@@ -21,7 +21,7 @@ from zoo.lm.size_table import parameters_without_embeddings
 from zoo.scaling.curves import PF_DAY
 from zoo.scaling.optima import LEAST_SIZES, Laws
 from zoo.scaling.published import law_named
-from zoo.train.devices import peak_flops
+from zoo.train.devices import peak_flops, peak_flops_named
 
 HEAD_SIZE = 64  # of all mixers, so that a size has hidden_size/64 heads
 WIDTHS = range(64, 8193, 64)
@@ -99,6 +99,7 @@ def plan(
     gpu_hours: float | None = None,
     mfu: float = 0.4,
     peak: float | None = None,
+    bench: str | None = None,
     pf_days: float | None = None,
     sizes: int = 5,
     law: str = "chinchilla",
@@ -118,8 +119,9 @@ def plan(
         mixers: Configs of the models to compare, as a list or separated by commas: `gla,gated_deltanet,transformer`.
         budget: Training FLOPs of all runs together, with those that check the learning rate.
         gpu_hours: The budget as hours of one device, in place of `budget`.
-        mfu: The fraction of the device's peak that training reaches; `bench training` measures it.
+        mfu: The fraction of the device's peak that training reaches.
         peak: The device's peak in FLOP/s; null for that of the GPU at hand.
+        bench: A bench.json of `bench training`, whose mfu and device count in place of `mfu` and `peak`.
         pf_days: The budget in PF-days (8.64e19 FLOPs), in place of `budget`.
         sizes: Sizes of each mixer, 4 to 20.
         law: Which sizes and numbers of tokens are best: chinchilla, chinchilla_replicated, llama, tnl, hgrn2,
@@ -144,7 +146,12 @@ def plan(
         raise UserError(
             f"sizes: {sizes} must be at least {LEAST_SIZES}, so that a law can be fitted, and at most {MOST_SIZES}"
         )
-    peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu")) if peak is None else peak
+    if bench is not None:
+        if peak is not None:
+            raise UserError("bench: says what the device's peak is; leave out peak")
+        mfu, peak = _measured(Path(bench))
+    elif peak is None:
+        peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     flops = _budget(budget, gpu_hours, mfu, peak, pf_days)
     laws = law_named(law)
     folder = Path(output)
@@ -194,6 +201,26 @@ def plan(
 
 def _listed(value: list[str] | str) -> list[str]:
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else list(value)
+
+
+def _measured(bench: Path) -> tuple[float, float]:
+    """The fraction of its peak that a GPU reached in training, and the peak in FLOP/s."""
+    try:
+        record = json.loads(bench.read_text())
+        device, kind = record["device"], record["kind"]
+        found = [row["mfu"] for row in record["rows"] if kind == "training" and row.get("mfu")]
+    except FileNotFoundError:
+        raise UserError(f"bench: there is no file {bench}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"bench: {bench} is not a bench.json of bench training") from None
+    peak = peak_flops_named(str(device))
+    if kind != "training":
+        raise UserError(f"bench: {bench} is of bench {kind}; bench training measures what is needed here")
+    if not found or peak is None:
+        raise UserError(
+            f"bench: {bench} has no mfu, as the peak of its device ({device}) is not known; give mfu and peak"
+        )
+    return float(found[0]), peak
 
 
 def _budget(

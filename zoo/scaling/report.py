@@ -98,6 +98,16 @@ def remarks(laws: Sequence[Law]) -> list[str]:
     return lines
 
 
+def alike(crossings: Sequence[Crossing]) -> list[str]:
+    """A sentence for each pair of mixers that the runs do not tell apart."""
+    return [
+        f"{' and '.join(pair.mixers)} cannot be told apart: at {pair.spent:.2g} FLOPs, the most that both have spent, "
+        f"the loss of the second is higher by {pair.difference[0]:.3f} to {pair.difference[1]:.3f} nats"
+        for pair in crossings
+        if pair.difference is not None and pair.difference[0] <= 0 <= pair.difference[1]
+    ]
+
+
 def write_pictures(laws: Sequence[Law], folder: Path) -> list[Path]:
     """Write `laws.png` and `.svg`: L(C), N_opt(C) and D_opt(C) of all mixers together, and a row for each."""
     files = []

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from kernels import UserError
 from zoo.files.safe_yaml import read_yaml
+from zoo.files.sealed_json import read_sealed
 from zoo.scaling.curves import Curve
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
@@ -51,10 +52,17 @@ class Trained(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The runs of a law, and the reason why each of the others is left out."""
+    """The runs of a law.
+
+    Attributes:
+        runs: Those that it is fitted to.
+        left_out: Why each of the others is not.
+        rates: All learning rates that were tried with a mixer and size.
+    """
 
     runs: list[Trained]
     left_out: dict[str, str]
+    rates: dict[tuple[str, float], set[float]]
 
 
 def find_runs(places: Iterable[str | Path]) -> list[Path]:
@@ -76,13 +84,27 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
     return found
 
 
-def select(folders: Sequence[Path]) -> Selection:
+def untrained(places: Iterable[str | Path]) -> dict[str, str]:
+    """The runs that sweeps have planned in these folders and not begun, each with the reason why it is left out."""
+    planned: list[Path] = []
+    for place in map(Path, places):
+        if (place / "runs.json").is_file():
+            advice = "delete it, and runs that have not been begun are not named"
+            planned += [place / name for name in read_sealed(place / "runs.json", required=False, advice=advice)]
+    return {str(run): "its sweep has not begun it" for run in planned if not (run / "metrics.jsonl").is_file()}
+
+
+def select(folders: Sequence[Path], untrained: Mapping[str, str]) -> Selection:
     """Read runs, and leave out by rule what does not belong to one law.
+
+    Args:
+        folders: Of the runs.
+        untrained: Other runs, with the reason why they are left out.
 
     Raises:
         UserError: No run is left.
     """
-    left_out: dict[str, str] = {}
+    left_out = dict(untrained)
     runs: list[Trained] = []
     for folder in folders:
         found = _read(folder)
@@ -90,15 +112,19 @@ def select(folders: Sequence[Path]) -> Selection:
             left_out[str(folder)] = found
         else:
             runs.append(found)
+    rates: dict[tuple[str, float], set[float]] = {}
     # one rule after the other, so that what one of them leaves out does not count in the next
     for rule in (_of_other_lengths, _of_other_data, _repeated):
+        rates = {}
+        for run in runs:
+            rates.setdefault((run.curve.mixer, run.curve.size), set()).add(run.row["learning_rate"])
         named = dict(rule(runs))
         left_out |= named
         runs = [run for run in runs if str(run.folder) not in named]
     if not runs:
         listed = "; ".join(f"{name}: {reason}" for name, reason in itertools.islice(left_out.items(), 3))
         raise UserError(f"runs: none of {len(folders)} can be used ({listed})")
-    return Selection(runs, left_out)
+    return Selection(runs, left_out, rates)
 
 
 def _read(folder: Path) -> Trained | str:
@@ -158,6 +184,21 @@ def mixed_kinds(runs: Iterable[Trained]) -> list[str]:
         "fit their runs apart"
         for mixer, found in kinds.items()
         if len(first := [*found.values()][:2]) > 1
+    ]
+
+
+def one_rate(selection: Selection) -> list[str]:
+    """Sentences that name the mixers of whose smallest or largest size one learning rate alone was tried."""
+    alone: dict[str, list[str]] = {}  # at which sizes → mixers
+    for mixer in dict.fromkeys(mixer for mixer, _ in selection.rates):
+        known = sorted(size for of, size in selection.rates if of == mixer)
+        ends = {"smallest": known[0], "largest": known[-1]}
+        if at := [name for name, size in ends.items() if len(selection.rates[mixer, size]) == 1]:
+            alone.setdefault(" and the ".join(at), []).append(mixer)
+    return [
+        f"{', '.join(mixers)}: one learning rate alone was tried at the {at} size, so a law may be that of rates (a "
+        "ladder's check_learning_rate.yaml tries others)"
+        for at, mixers in alone.items()
     ]
 
 

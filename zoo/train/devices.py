@@ -41,9 +41,11 @@ def pick_device(name: str | None) -> torch.device:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of a device in FLOP/s; None if unknown."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    return None if device.type != "cuda" else peak_flops_named(torch.cuda.get_device_name(device))
+
+
+def peak_flops_named(name: str) -> float | None:
+    """Dense bf16 peak in FLOP/s of the GPU that PyTorch calls so; None if unknown."""
     return next((flops for model, flops in PEAK_FLOPS.items() if model in name), None)
 
 

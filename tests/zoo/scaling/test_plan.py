@@ -1,5 +1,6 @@
 """`scaling plan`: what a budget pays for, as a sweep that runs as it is."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import zoo
 from zoo.config.overlays import load_config
 from zoo.files.sealed_json import write_sealed
 from zoo.sweeps import Sweep
+from zoo.train.devices import PEAK_FLOPS
 
 pytest_plugins = "tests.desk"
 LAW = ("coefficient", "exponent")
@@ -71,6 +73,33 @@ def test_hours_are_a_budget_and_other_laws_plan(desk: Path) -> None:
     )
 
 
+def bench(path: str, kind: str = "training", device: str = "NVIDIA H200", mfu: float | None = 0.2) -> None:
+    Path(path).write_text(json.dumps({"kind": kind, "device": device, "rows": [{"model": "gla", "mfu": mfu}]}))
+
+
+def test_hours_by_what_bench_measured(desk: Path) -> None:
+    bench("bench.json")
+    options = {"gpu_hours": 0.5, "sizes": 4, "verbose": False}
+    measured = zoo.scaling.plan("gla", bench="bench.json", output="a", **options)
+    said = zoo.scaling.plan("gla", mfu=0.2, peak=PEAK_FLOPS["H200"], output="b", **options)
+    assert (measured.rungs, measured.hours) == (said.rungs, said.hours)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"kind": "decode"}, "bench.json is of bench decode; bench training measures"),
+        ({"mfu": None}, "bench.json has no mfu, as the peak of its device (NVIDIA H200) is not known"),
+        ({"device": "cpu, 2 threads"}, "the peak of its device (cpu, 2 threads) is not known; give mfu and peak"),
+    ],
+)
+def test_what_bench_has_not_measured(command, desk: Path, record: dict, expected: str) -> None:
+    bench("bench.json", **record)
+    done = command("scaling", "plan", "--mixers=gla", "--gpu_hours=1", "--bench=bench.json")
+    assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
+    assert expected in done.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -88,6 +117,8 @@ def test_hours_are_a_budget_and_other_laws_plan(desk: Path) -> None:
         (["--mixers=gla,gla.yaml", "--budget=1e18"], "must name configs, each name once"),
         (["--budget=-1"], "budget: -1.0 must be above 0"),
         (["--gpu_hours=3", "--mfu=40", "--peak=1e15"], "mfu: 40.0 must be above 0 and at most 1"),
+        (["--budget=1e18", "--bench=none.json"], "bench: there is no file none.json"),
+        (["--budget=1e18", "--bench=bench.json", "--peak=1e15"], "bench: says what the device's peak is"),
         (["--budget=1e18", "--sizes=3"], "sizes: 3 must be at least 4"),
         (["--budget=1e18", "--sizes=200"], "and at most 20"),
         (["--budget=1e18", "--law=chinchila"], "did you mean 'chinchilla'"),

@@ -10,6 +10,7 @@ import pytest
 
 import zoo
 from tests.zoo.scaling.curves import write_run
+from zoo.files.sealed_json import write_sealed
 from zoo.scaling.law import crossing
 from zoo.scaling.published import CHINCHILLA
 
@@ -59,6 +60,34 @@ def test_several_places_and_mixers_that_cross(command, ladder: Path) -> None:
     assert f"{low:.2g} to {high:.2g}" in line
 
 
+def test_mixers_that_cannot_be_told_apart(command, desk: Path) -> None:
+    generator = np.random.default_rng(0)
+    for mixer in ("M", "Twin"):
+        for i, size in enumerate(SIZES):
+            noisy = CHINCHILLA._replace(E=CHINCHILLA.E * np.exp(0.01 * generator.standard_normal()))
+            write_run(desk / mixer / f"run{i}", size, law=noisy, mixers=mixer)
+    done = command("scaling", "fit", "M", "Twin", "--draws=20", "--method=parametric")
+    assert done.code == 0, done.err
+    written = json.loads(Path("M/law/laws.json").read_text())
+    low, high = written["crossings"][0]["difference"]
+    assert low < 0 < high
+    (said,) = [remark for remark in written["remarks"] if "cannot be told apart" in remark]
+    assert f"{low:.3f} to {high:.3f} nats" in said
+    assert "cannot be told apart" in done.out
+
+
+def test_what_a_ladder_lacks_is_named(command, ladder: Path) -> None:
+    done = command("scaling", "fit", "ladder", "--draws=0", "--method=parametric")
+    assert "M: one learning rate alone was tried at the smallest and the largest size" in " ".join(done.out.split())
+    write_sealed(ladder / "runs.json", {"run0": {}, "run9": {}})
+    write_run(ladder / "rate", SIZES[0], learning_rate=1e-5)
+    done = command("scaling", "fit", "ladder", "--draws=0", "--method=parametric")
+    said = " ".join(done.out.split())
+    assert "left out ladder/run9: its sweep has not begun it" in said
+    assert "left out ladder/run0: its sweep" not in said
+    assert "M: one learning rate alone was tried at the largest size" in said
+
+
 def test_mixers_that_do_not_cross(command, ladder: Path) -> None:
     for i, size in enumerate(SIZES):
         write_run(ladder.parent / "more" / f"run{i}", size, law=CHINCHILLA._replace(E=2.0), mixers="Worse")
@@ -67,6 +96,7 @@ def test_mixers_that_do_not_cross(command, ladder: Path) -> None:
     (pair,) = json.loads((ladder / "law" / "laws.json").read_text())["crossings"]
     assert (pair["mixers"], pair["flops"], pair["flops_interval"]) == (["M", "Worse"], None, None)
     assert "do not cross" in done.out
+    assert "told apart" not in done.out
 
 
 def test_from_python(ladder: Path, capsys: pytest.CaptureFixture[str]) -> None:
