@@ -95,7 +95,7 @@ def training_table(report: Report) -> Table:
     """A row for each model."""
     about = report.about
     milliseconds = ("step_ms", "forward_ms", "backward_ms", "optimiser_ms")
-    columns = ["model", "params", "path", "tok/s", "step ms", "fwd", "bwd", "optim", "GiB", "MFU", "first s", "ready s"]
+    columns = ["model", "params", "path", "tok/s", "step ms", "fwd", "bwd", "optim", "GiB", "MFU", "first", "ready"]
     table = _table(report, columns)
     remarks = [
         f"batch {about['batch_size']} × {about['length']} tokens{', compiled' if about['compiled'] else ''}",
@@ -315,6 +315,7 @@ def _table(report: Report, columns: Iterable[str]) -> Table:
     triton = f", triton {about['triton']}" if about["triton"] else ""
     title = f"{about['device']}, torch {about['torch']}{triton}, {about.get('dtype') or about['precision']}"
     table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.collapse_padding, table.pad_edge = True, False  # 100 columns hold the widest
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     return table

@@ -20,11 +20,13 @@ from zoo.doctor.ops import examine_ops
 from zoo.files.atomic import atomic_write
 from zoo.train.devices import pick_device
 
-EXPLAINED = (
-    "path: the implementation that runs; fp32, bf16: relative error of outputs and gradients against the fp32 loop, of "
-    "whole layers in bf16 against fp32; packed: a document beside others is left alone; repeats: the same bits each "
-    "time\n"
-)
+EXPLAINED = """\
+path: the implementation that runs
+fp32, bf16: relative error of outputs and gradients against the fp32 loop
+bf16 of mixers: the same of whole layers, against fp32
+packed: a document beside others is left alone
+repeats: the same bits each time
+"""
 STYLES = {"passed": "green", "noted": "yellow", "failed": "bold red"}
 
 
@@ -86,7 +88,8 @@ def doctor(device: str | None = None, output: str | None = None, verbose: bool =
         console.print(f"[bold red]failed[/bold red] {escape(str(each))}", highlight=False, soft_wrap=True)
     checks = len(about) + len(of_ops) + len(of_mixers)
     verdict = f"{len(found.failures)} of {checks} checks failed" if found.failed else f"all {checks} checks passed"
-    console.print(f"{verdict}, in {found.seconds:.0f} s", "" if output is None else output, highlight=False)
+    written = "" if output is None else f"; written to {output}"
+    console.print(f"{verdict}, in {found.seconds:.0f} s{written}", highlight=False, soft_wrap=True)
     return found
 
 

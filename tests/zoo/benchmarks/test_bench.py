@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from kernels import UserError
 from zoo import config as configs
@@ -101,6 +102,25 @@ def test_a_model_on_several_paths_names_the_rarer_ones():
     assert path.startswith("triton + ")
     assert "h2: torch: window_attention" in table.caption
     assert "h2: torch + triton: linear_recurrence" in table.caption
+
+
+def test_the_widest_table_is_whole_at_100_columns():
+    milliseconds = dict.fromkeys(("step_ms", "forward_ms", "backward_ms", "optimiser_ms"), 166.1)
+    row = {"model": "gated_deltanet", "parameters": 400e6, "implementations": {"delta_rule": ["triton"]}} | milliseconds
+    row |= {"tokens_per_second": 197_225, "peak_gib": 31.2, "mfu": 0.351, "first_step_s": 12.3, "ready_s": 25.6}
+    about = {
+        "batch_size": 8,
+        "length": 4096,
+        "compiled": False,
+        "device": "gpu",
+        "torch": "",
+        "triton": "",
+        "dtype": "",
+    }
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(Report("training", Path(), {**about, "precision": "bf16-true"}, [row]).table())
+    assert "…" not in shown.get()
 
 
 @pytest.mark.slow
