@@ -193,6 +193,14 @@ class SoftmaxAttention(TokenMixer):
         return 2 * keys * self.num_kv_heads * self.head_dim
 
     def flops(self, length: int) -> int:
-        return dense_flops(self, length) + kernels.attention_flops(
+        return dense_flops(self, length) + self._attention_flops(length)
+
+    def masked_flops(self, length: int) -> int:
+        window = min(length, self.window_size or length)
+        pairs = length * window - window * (window - 1) // 2  # token t sees t + 1, up to the window
+        return self._attention_flops(length) - 4 * self.num_heads * self.head_dim * pairs
+
+    def _attention_flops(self, length: int) -> int:
+        return kernels.attention_flops(
             length, heads=self.num_heads, head_dim=self.head_dim, window_size=self.window_size
         )

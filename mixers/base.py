@@ -110,6 +110,10 @@ class TokenMixer(KeepsFp32):
         """Forward FLOPs of one sequence of `length` tokens, as the chunkwise path executes them."""
         raise NotImplementedError
 
+    def masked_flops(self, length: int) -> int:
+        """How many of `flops` are for pairs of tokens that the mask of attention leaves out."""
+        return 0
+
     @property
     def in_stream(self) -> nn.Parameter:
         """A parameter that has the device and dtype of the activations, since it is not kept in fp32."""
