@@ -10,8 +10,8 @@ Compilers change, and nothing but a comparison of outputs *and* gradients would 
   `test_delta_rule_triton.py`.
 - One stage with blocks of 32: see the table in `kernels/triton/launches.py`, of which `test_every_launch` there and
   `test_device` in `test_linear_recurrence_triton.py` try every entry.
-- Heads of 132 and 200 channels with a decay per head: wrong outputs or illegal accesses of the linear recurrence. It pads
-  them since; `test_device` has such sizes.
+- Heads of 132 and 200 channels with a decay per head: wrong results or illegal accesses of the linear recurrence,
+  which pads them since; `test_device` has such sizes.
 """
 
 from collections.abc import Callable
