@@ -41,12 +41,10 @@ class SoftmaxAttention(TokenMixer):
         head_dim: Size D of a head; hidden_size / num_heads by default.
         num_kv_heads: Key and value heads, shared by groups of query heads; num_heads by default.
         qk: Features of queries and keys: by default rotary positions; `map: null` leaves positions out.
-        qk_norm: The norm of queries and keys before their features, such as RMSNorm or ZeroCentredRMSNorm; null for
-            none.
+        qk_norm: The norm of queries and keys before their features, such as RMSNorm; null for none.
         qk_norm_over: What it normalises: each `head` by itself, with one weight for all heads (Qwen3), or the whole
             `width` of all heads together (OLMo 3).
-        gate: Whether σ(W x) multiplies the output, a number per `head` or per `channel` (Qwen3-Next; arXiv
-            2505.06708); null for no gate.
+        gate: Whether σ(W x) multiplies the output, per `head` or per `channel` (arXiv 2505.06708); null for no gate.
         bias: Whether the projections of queries, keys, values and gate have biases.
         output_bias: Whether the output projection has one.
     """
@@ -193,14 +191,10 @@ class SoftmaxAttention(TokenMixer):
         return 2 * keys * self.num_kv_heads * self.head_dim
 
     def flops(self, length: int) -> int:
-        return dense_flops(self, length) + self._attention_flops(length)
-
-    def masked_flops(self, length: int) -> int:
-        window = min(length, self.window_size or length)
-        pairs = length * window - window * (window - 1) // 2  # token t sees t + 1, up to the window
-        return self._attention_flops(length) - 4 * self.num_heads * self.head_dim * pairs
-
-    def _attention_flops(self, length: int) -> int:
-        return kernels.attention_flops(
+        return dense_flops(self, length) + kernels.attention_flops(
             length, heads=self.num_heads, head_dim=self.head_dim, window_size=self.window_size
         )
+
+    def masked_flops(self, length: int) -> int:
+        w, width = min(length, self.window_size or length), self.num_heads * self.head_dim  # token t sees up to w
+        return self.flops(length) - dense_flops(self, length) - 2 * width * w * (2 * length - w + 1)
