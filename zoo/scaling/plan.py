@@ -18,10 +18,10 @@ from zoo.config.parser import read
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.size_table import parameters_without_embeddings
-from zoo.scaling.curves import PF_DAY
+from zoo.scaling.budget import budget_of, measured
 from zoo.scaling.optima import LEAST_SIZES, Laws
 from zoo.scaling.published import law_named
-from zoo.train.devices import peak_flops, peak_flops_named
+from zoo.train.devices import peak_flops
 
 HEAD_SIZE = 64  # of all mixers, so that a size has hidden_size/64 heads
 WIDTHS = range(64, 8193, 64)
@@ -149,10 +149,10 @@ def plan(
     if bench is not None:
         if peak is not None:
             raise UserError("bench: says what the device's peak is; leave out peak")
-        mfu, peak = _measured(Path(bench))
+        mfu, peak = measured(Path(bench))
     elif peak is None:
         peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    flops = _budget(budget, gpu_hours, mfu, peak, pf_days)
+    flops = budget_of(budget, gpu_hours, mfu, peak, pf_days)
     laws = law_named(law)
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -201,49 +201,6 @@ def plan(
 
 def _listed(value: list[str] | str) -> list[str]:
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else list(value)
-
-
-def _measured(bench: Path) -> tuple[float, float]:
-    """The fraction of its peak that a GPU reached in training, and the peak in FLOP/s."""
-    try:
-        record = json.loads(bench.read_text())
-        device, kind = record["device"], record["kind"]
-        found = [row["mfu"] for row in record["rows"] if kind == "training" and row.get("mfu")]
-    except FileNotFoundError:
-        raise UserError(f"bench: there is no file {bench}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"bench: {bench} is not a bench.json of bench training") from None
-    peak = peak_flops_named(str(device))
-    if kind != "training":
-        raise UserError(f"bench: {bench} is of bench {kind}; bench training measures what is needed here")
-    if not found or peak is None:
-        raise UserError(
-            f"bench: {bench} has no mfu, as the peak of its device ({device}) is not known; give mfu and peak"
-        )
-    return float(found[0]), peak
-
-
-def _budget(
-    budget: float | None, gpu_hours: float | None, mfu: float, peak: float | None, pf_days: float | None
-) -> float:
-    """The budget in FLOPs."""
-    given = {"budget": budget, "gpu_hours": gpu_hours, "pf_days": pf_days}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) != 1:
-        found = f"{' and '.join(named)} are given" if named else "none is given"
-        raise UserError(f"budget: give one of budget, gpu_hours and pf_days; {found}")
-    if not 0 < mfu <= 1:
-        raise UserError(f"mfu: {mfu} must be above 0 and at most 1")
-    for name, value in {**given, "peak": peak}.items():
-        if value is not None and not 0 < value < np.inf:
-            raise UserError(f"{name}: {value} must be above 0 and finite")
-    if budget is not None:
-        return budget
-    if pf_days is not None:
-        return pf_days * PF_DAY
-    if peak is None or gpu_hours is None:
-        raise UserError("gpu_hours: needs the device's peak, which is not known here; give peak=989e12 (FLOP/s, H200)")
-    return gpu_hours * 3600 * mfu * peak
 
 
 def _shapes(flops: float, count: int, laws: Laws) -> list[Shape]:

@@ -115,7 +115,7 @@ def select(folders: Sequence[Path], untrained: Mapping[str, str]) -> Selection:
     rates: dict[tuple[str, float], set[float]] = {}
     # one rule after the other, so that what one of them leaves out does not count in the next
     for rule in (_of_other_lengths, _of_other_data, _repeated):
-        rates = {}
+        rates = {}  # at last, of the runs that none but the rule about repetitions has left out
         for run in runs:
             rates.setdefault((run.curve.mixer, run.curve.size), set()).add(run.row["learning_rate"])
         named = dict(rule(runs))
