@@ -1,23 +1,32 @@
 """StateX from end to end: does a model with a larger state, trained on, remember more than the one that it was?
 
-    python tutorials/statex_end_to_end.py               on GPUs: 30 models of 36M parameters
+    python tutorials/statex_end_to_end.py --jobs=12     30 models of 36M parameters: 22 minutes of two H200s
     python tutorials/statex_end_to_end.py --small       on a processor, in minutes: the same steps, and no result
+    python tutorials/statex_end_to_end.py --rows=tutorials/measured/statex_h200.csv     table and picture of these rows
 
 It trains GLA and Mamba2 on text with needles, makes the state of half of their layers larger in three ways, trains
-these and the unchanged model (LPT, long-context post-training) on equal tokens of longer documents, and asks all of
-them for passkeys and needles, three seeds each. Repeating the command continues where it stopped.
+these and the unchanged model (LPT, long-context post-training) on the same batches of longer documents, and asks all of
+them for passkeys and needles, for three models each. Repeating the command continues where it stopped.
 """
 
 import argparse
+import csv
 import json
+import os
 import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 import zoo
 
@@ -50,6 +59,7 @@ LONG = {
     },
     "trainer": {"max_steps": 460, "val_check_interval": 230},
 }
+COLUMNS = ["mixer", "form", "seed", "val_loss", "task", "length", "accuracy", "low", "high", "samples"]
 # the same steps for a processor
 TINY = {"model": {"hidden_size": 32, "num_heads": 2, "num_layers": 4}, "trainer": {"limit_val_batches": 2}}
 TINY_BEFORE = {
@@ -71,7 +81,7 @@ TINY_AFTER = {
 }
 
 
-def trained(folder: Path, small: bool, jobs: int | None) -> dict[tuple[str, int], Path]:
+def trained(folder: Path, small: bool, jobs: int) -> dict[tuple[str, int], Path]:
     """The models before: mixer and seed → run."""
     overlays = [TINY, TINY_BEFORE] if small else []
     configs = {name: [first, "recall/text.yaml", *rest, *overlays] for name, (first, *rest) in MIXERS.items()}
@@ -97,7 +107,7 @@ def larger(before: dict[tuple[str, int], Path], folder: Path) -> dict[str, Path]
     return found
 
 
-def trained_on(starts: dict[str, Path], folder: Path, small: bool, jobs: int | None) -> dict[str, Path]:
+def trained_on(starts: dict[str, Path], folder: Path, small: bool, jobs: int) -> dict[str, Path]:
     """The models after: label → run."""
     last = TINY_AFTER if small else {}
     points = {
@@ -106,7 +116,6 @@ def trained_on(starts: dict[str, Path], folder: Path, small: bool, jobs: int | N
             LONG,
             last,
             {"data": {"tokenizer": str(start / "tokenizer.json")}, "optim": {"initial_weights": str(start)}},
-            f"seed_everything={label.split()[-1]}",
         ]
         for label, start in starts.items()
     }
@@ -115,35 +124,68 @@ def trained_on(starts: dict[str, Path], folder: Path, small: bool, jobs: int | N
     return {dict(run.cell)["start"]: folder / run.name for run, _ in outcomes}
 
 
+def evaluated(models: Sequence[Path], folder: Path, small: bool, processes: int) -> list[dict[str, Any]]:
+    """The rows of all models, of which each of several processes takes a share."""
+    shares = [models[first::processes] for first in range(processes)]
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        found = pool.map(partial(_evaluated, folder, small, gpus), range(processes), shares)
+        return [row for rows in tqdm(found, desc="evaluation", total=processes, unit=" shares") for row in rows]
+
+
+def _evaluated(folder: Path, small: bool, gpus: str, number: int, models: Sequence[Path]) -> list[dict[str, Any]]:
+    if gpus:  # before this process looks for one
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[number % len(gpus.split(","))]
+    return zoo.evaluate(
+        list(map(str, models)),
+        "passkey,s_niah_2",
+        lengths=[256] if small else LENGTHS,
+        samples=2 if small else 64,
+        output=folder / f"evaluation-{number}",
+        verbose=False,
+    )
+
+
+def measure(folder: Path, small: bool, jobs: int) -> Path:
+    """All steps; returns the file with what came out, a row for each model, task and length."""
+    before = trained(folder / "before", small, jobs)
+    after = trained_on(larger(before, folder / "larger"), folder / "after", small, jobs)
+    labels = {run.name: f"{mixer} original {seed}" for (mixer, seed), run in before.items()}
+    labels |= {run.name: label for label, run in after.items()}
+    # half as many processes as trainings, since 16k tokens in a batch take more memory
+    runs = [*before.values(), *after.values()]
+    rows = evaluated(runs, folder, small, max(jobs // 2, 1))
+    losses = {run.name: json.loads((run / "results.json").read_text())["val_loss"] for run in runs}
+    file = folder / "statex.csv"
+    with file.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(COLUMNS)
+        for row in rows:
+            model = [*labels[row["model"]].split(), losses[row["model"]]]
+            writer.writerow([*model, row["task"], row["length"], row["value"], row["low"], row["high"], row["count"]])
+    return file
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/statex"))
-    parser.add_argument("--jobs", type=int, help="runs at a time; by default one for each GPU")
+    parser.add_argument("--jobs", type=int, default=max(torch.cuda.device_count(), 1), help="runs at a time")
+    parser.add_argument("--rows", type=Path, help="draw what was measured before; train nothing")
     parser.add_argument("--small", action="store_true")
     given = parser.parse_args()
-    before = trained(given.folder / "before", given.small, given.jobs)
-    after = trained_on(larger(before, given.folder / "larger"), given.folder / "after", given.small, given.jobs)
-    names = {f"{mixer} original {seed}": run for (mixer, seed), run in before.items()} | after
-    rows = zoo.evaluate(
-        [str(run) for run in names.values()],
-        "passkey,s_niah_2",
-        lengths=[256] if given.small else LENGTHS,
-        samples=2 if given.small else 64,
-        output=given.folder / "evaluation",
-    )
-    draw(rows, names, given.folder)
+    draw(given.rows or measure(given.folder, given.small, given.jobs), given.folder)
 
 
-def draw(rows: list[dict[str, Any]], names: dict[str, Path], folder: Path) -> None:
-    """Recall over the length, a panel for each mixer and task: a line through the medians, and a dot for each seed."""
-    labels = {run.name: label.split() for label, run in names.items()}
+def draw(file: Path, folder: Path) -> None:
+    """Recall over the length, a panel for each mixer and task: a line through the medians, and a dot for each model."""
+    with file.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
     curves: dict[tuple[str, str], dict[str, dict[int, list[float]]]] = {}
     for row in rows:
-        mixer, form, _ = labels[row["model"]]
-        curve = curves.setdefault((mixer, row["task"]), {}).setdefault(form, {})
-        curve.setdefault(row["length"], []).append(row["value"])
+        curve = curves.setdefault((row["mixer"], row["task"]), {}).setdefault(row["form"], {})
+        curve.setdefault(int(row["length"]), []).append(float(row["accuracy"]))
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    lengths = sorted({row["length"] for row in rows})
+    lengths = sorted({int(row["length"]) for row in rows})
     table = Table("mixer", "task", "model", *map(str, lengths), title="median recall")
     figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -161,10 +203,10 @@ def draw(rows: list[dict[str, Any]], names: dict[str, Path], folder: Path) -> No
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize="small")
+    folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "statex.png")
-    (folder / "statex.json").write_text(json.dumps(rows, indent=1))
     Console().print(table)
-    Console().print(f"{folder}/statex.png", style="dim")
+    Console().print(f"{file} · {folder}/statex.png", style="dim")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class TinyModel(nn.Module):
 
     def __init__(self, dropout: float = 0.0, seed: int = 0) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.embedding = nn.Embedding(VOCAB, 8)
             self.mixer_weight = nn.Parameter(torch.randn(8, 8) / 3)

@@ -36,7 +36,7 @@ class Ours:
         machine: On what.
         seeds: How many seeds; null where nothing is drawn at random.
         size: Of the models and their data.
-        command: What measured it; `pytest …` where a test holds it.
+        command: What measured it: `python cli.py …` or `python tutorials/…`, or `pytest …` where a test holds it.
         sources: Files of this repository that hold the numbers, or tests that hold the result.
         spread_hides_effect: Whether the seeds differ by more than what they are to show.
     """
@@ -106,5 +106,8 @@ def _check(ours: Ours) -> None:
         raise UserError(f"ours.date: {ours.date!r} is no date; write YYYY-MM-DD") from None
     if not ours.sources:
         raise UserError("ours.sources: the list is empty; name the file or the test that holds the result")
-    if not ours.command.startswith(("python cli.py ", "pytest ")):
-        raise UserError(f"ours.command: {ours.command!r} begins neither with 'python cli.py' nor with 'pytest'")
+    if not ours.command.startswith(("python cli.py ", "python tutorials/", "pytest ")):
+        raise UserError(
+            f"ours.command: {ours.command!r} begins neither with 'python cli.py' nor with 'python tutorials/', nor "
+            "with 'pytest'"
+        )

@@ -44,7 +44,7 @@ def grown_weights(
     """
     shapes, made = after.state_dict(), dict[str, Tensor]()
     dtypes = {layer: _new_dtypes(after, layer, weights) for layer in layers}
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for layer in layers:
             for part in _may_change(after, layer):
@@ -117,7 +117,7 @@ def _check_preserved(
     """Compare the outputs on random inputs: whether they are preserved depends on a mixer's options, too."""
     prefix, (old, new) = f"layers.{layer}.mixer.", (model.mixers[layer] for model in (before, after))
     old.to_empty(device="cpu")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         before.reset_parameters()  # what is no weight, such as constant decays
     old.load_state_dict({name: weights.tensor(prefix + name).float() for name in old.state_dict()})
     now = {
