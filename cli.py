@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import warnings
+from pathlib import Path
 
 # meant for library authors, not for users; what they are told in training is hidden where it starts (zoo/runs/quiet.py)
 warnings.filterwarnings("ignore", message=".*pynvml.*")  # when torch is imported
@@ -105,9 +106,9 @@ def run(arguments: list[str]) -> int:
     elif verb == "generate":
         zoo.generate(**arguments_of(zoo.generate, rest, verb)[1], stream=write)
         write("\n")
-    elif verb == "export":
-        folder = zoo.export(**arguments_of(zoo.export, rest, verb)[1])
-        Console().print(f"{folder}/model.safetensors", style="dim")
+    elif verb in ("export", "convert"):
+        function = getattr(zoo, verb)
+        Console().print(_saved(function(**arguments_of(function, rest, verb)[1])), style="dim", soft_wrap=True)
     elif verb == "statex":
         grown = zoo.statex(**arguments_of(zoo.statex, rest, verb)[1])
         Console().print(grown.report())
@@ -116,9 +117,6 @@ def run(arguments: list[str]) -> int:
         if (grown.folder / "tokenizer.json").is_file():
             further += f" --data.tokenizer={folder}/tokenizer.json"
         Console().print(f"{grown.folder}\nnext: {further}", style="dim", soft_wrap=True)
-    elif verb == "convert":
-        folder = zoo.convert(**arguments_of(zoo.convert, rest, verb)[1])
-        Console().print(str(folder), style="dim")
     elif verb == "bench":
         return run_bench(rest)
     elif verb == "scaling":
@@ -134,6 +132,16 @@ def run(arguments: list[str]) -> int:
     else:
         raise UserError(f"{verb!r} is not a verb{mixers.did_you_mean(verb, VERBS)} (verbs: {', '.join(VERBS)})")
     return 0
+
+
+def _saved(folder: Path) -> str:
+    """Where a model lies now, and a command that uses it; a layout of others has a model card that says how."""
+    if not (folder / "config.yaml").is_file():
+        return f"{folder}\nnext: fill in {folder}/README.md, which says how to load it"
+    shown = shlex.quote(str(folder))
+    if not (folder / "tokenizer.json").is_file():
+        return f"{folder}\nnext: python cli.py evaluate --checkpoint {shown} --tasks=throughput"
+    return f'{folder}\nnext: python cli.py generate --checkpoint {shown} --prompt "def "'
 
 
 def main() -> None:

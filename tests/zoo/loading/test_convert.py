@@ -41,6 +41,22 @@ def test_a_public_folder_becomes_one_of_ours(command: Command, desk: Path):
     assert done.code == 0, done.err
 
 
+def test_what_comes_next_is_said(command: Command, desk: Path):
+    """A command that works on what was written, or the model card of a layout of others."""
+    write(desk / "theirs")
+    done = command("convert", "--checkpoint", "theirs", "--output", "my models/a")
+    assert done.out.splitlines() == [
+        "my models/a",
+        "next: python cli.py generate --checkpoint 'my models/a' --prompt \"def \"",
+    ]
+    write(desk / "plain", tokenizer=False)
+    done = command("convert", "--checkpoint", "plain", "--output", "b")
+    assert done.out.splitlines() == ["b", "next: python cli.py evaluate --checkpoint b --tasks=throughput"]
+    done = command("convert", "--checkpoint", "my models/a", "--to=fla", "--output", "back")
+    assert done.out.splitlines() == ["back", "next: fill in back/README.md, which says how to load it"]
+    assert "from_pretrained" in (desk / "back" / "README.md").read_text()
+
+
 def test_a_converted_model_is_trained_on(command: Command, desk: Path):
     zoo.convert(write(desk / "theirs"), desk / "ours", max_shard_size=20_000)
     (desk / "data.yaml").write_text("data: {sequence_length: 32, batch_size: 2, max_characters: 20000}")
