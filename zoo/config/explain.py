@@ -55,8 +55,8 @@ def explain(message: str, options: Iterable[str]) -> str:
     if match := re.search(r"Multiple subclasses with name (\w+)\. Give the full class path .*?: ([\w., ]+\w)", message):
         return f"{key}: {match[1]} is the name of several classes; write one of {match[2]}"
     if key == "optim.optimizer" and re.search(r"Unexpected import|to be a function that returns", message):
-        value = re.search(r"Given value: (\S+)", message)
-        return f"{key}: {value[1] if value else ''!r} is not an Optimizer; write its dotted path, package.module.Class"
+        given = re.search(r"Given value: (\S+)", message)
+        return f"{key}: {given[1] if given else ''!r} is not an Optimizer; write its dotted path, package.module.Class"
     if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
         return _unknown_key(key, f"{match[1]}.{match[2]}", _owner(paths, None), known)
     if match := re.search(r"(?:Option|does not accept option) '([\w.]+)'", message):
