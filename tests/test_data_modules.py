@@ -63,6 +63,22 @@ class Untrainable(L.LightningDataModule):
 class Odd(Counting):
     def get_tokenizer(self):
         return "gpt2"
+
+class Foreign(Counting):
+    vocab_size = 8
+
+class Masked(Counting):
+    vocab_size = 16
+
+    def train_dataloader(self):
+        tokens = torch.zeros(2, 33, dtype=torch.long)
+        return DataLoader([{"input_ids": tokens - 1, "labels": tokens}], batch_size=None)
+
+    val_dataloader = train_dataloader
+
+class Empty(Counting):
+    def train_dataloader(self):
+        return DataLoader([], batch_size=None)
 """
 FIT = ("fit", "--config=gla.yaml", "--config=tiny.yaml", "--run=r", "--model.hidden_size=32")
 MISTAKES = {
@@ -72,6 +88,9 @@ MISTAKES = {
     "Pairs": "data: a batch is a tuple; it must be a zoo.data.Batch, or a mapping with input_ids and labels.",
     "Odd": "data: Odd.get_tokenizer() returns a str, which has no vocab_size; return a zoo.data.Tokenizer, such as ",
     "Untrainable": "trainer: ",
+    "Foreign": "data: tokens of a batch are from 0 to 15; with model.vocab_size 8 they must be from 0 to 7.",
+    "Masked": "data: tokens of a batch are from -1 to -1; with model.vocab_size 16 they must be from 0 to 15.",
+    "Empty": "data: train_dataloader() of Empty has no batches",
 }
 
 

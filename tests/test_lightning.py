@@ -12,6 +12,7 @@ from .commands import FIT, Command
 pytest_plugins = "tests.desk"
 
 CALLBACKS = "lightning.pytorch.callbacks"
+STRATEGIES = "lightning.pytorch.strategies"
 SPEAKER = """
 import lightning as L
 
@@ -25,6 +26,14 @@ REFUSED = {
     "barebones=true": "trainer.barebones: True is not possible here; set enable_checkpointing, ",
     "reload_dataloaders_every_n_epochs=1": "trainer.reload_dataloaders_every_n_epochs: 1 is not possible here; ",
     "overfit_batches=1": "trainer.overfit_batches is 1, but the training data is an endless stream; to overfit, ",
+    "default_root_dir=s3://bucket/runs": "trainer.default_root_dir: s3://bucket/runs is a URL, but runs are written ",
+    "strategy=zoo.train.fsdp2.FSDP2": "trainer.strategy: zoo.train.fsdp2.FSDP2 is a class; write --trainer.strategy.cl",
+    f"strategy.class_path={STRATEGIES}.ModelParallelStrategy": "trainer.strategy: ModelParallelStrategy is not "
+    "possible here; use zoo.train.fsdp2.FSDP2, as train/fsdp.yaml does",
+    "strategy=deepspeed": "trainer.strategy: DeepSpeedStrategy is not possible here; use zoo.train.zero.Zero, as ",
+    "plugins=AsyncCheckpointIO": "trainer.plugins: AsyncCheckpointIO is not possible here; set checkpoints.in_backgr",
+    "callbacks+=LearningRateFinder": "trainer.callbacks: LearningRateFinder is not possible here; sweep optim.learning",
+    "val_check_interval=0.5": "trainer: `val_check_interval` should be an integer or a time-based duration",
 }
 
 
@@ -127,6 +136,8 @@ def test_ckpt_path_is_the_checkpoint(command: Command, finished: Path, verb: str
 
 @pytest.mark.parametrize("setting", REFUSED)
 def test_what_cannot_be_honoured_is_refused(command: Command, setting: str):
+    if setting == "strategy=deepspeed":
+        pytest.importorskip("deepspeed")
     done = command(*FIT, f"--trainer.{setting}")
     assert done.code == 2
     assert done.err.splitlines()[-1].startswith(f"error: {REFUSED[setting]}")
@@ -148,7 +159,28 @@ def test_every_key_is_honoured_or_refused():
         *("enable_autolog_hparams", "model_registry"),
     }
     refused = {setting.partition("=")[0] for setting in REFUSED}
-    assert {*inspect.signature(L.Trainer.__init__).parameters} - {"self"} == honoured | refused
+    keys = {*inspect.signature(L.Trainer.__init__).parameters} - {"self"}
+    assert keys == honoured | (refused & keys)
+
+
+def test_a_fraction_of_an_epoch(command: Command, desk: Path):
+    """On the command line, too, where everything is text."""
+    half = (
+        "--trainer.val_check_interval=0.5",
+        "--trainer.check_val_every_n_epoch=1",
+        "--trainer.limit_train_batches=4",
+    )
+    done = command(*FIT, *half, "--run=r")
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in (desk / "runs/r/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "val_loss" in row] == [1, 3]  # after two steps and after four
+
+
+def test_a_callback_whose_defaults_are_names(command: Command, desk: Path):
+    """`Timer` has a member of an enumeration as a default, which the run's config must hold."""
+    done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.Timer", "--trainer.max_steps=1", "--run=r")
+    assert done.code == 0, done.err
+    assert "interval: step" in (desk / "runs/r/config.yaml").read_text()
 
 
 def test_from_python(desk: Path):

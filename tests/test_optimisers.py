@@ -44,6 +44,7 @@ LATE_MISTAKES = {
     ): "optim.schedule is ReduceLROnPlateau, which follows a loss; it must be",
     ("--optim.schedule=OneCycleLR", "--optim.schedule.max_lr=1"): "optim.schedule: You must define either total_steps",
     ("--config=train/muon.yaml", "--optim.train_only=[embeddings.*]"): "optim.optimizer is Muon, but no trained param",
+    ("--config=train/muon.yaml", "--optim.optimizer.ns_steps=100"): "optim.optimizer.ns_steps is 100, but must be from",
 }
 
 
@@ -80,6 +81,24 @@ def test_a_mistake_is_one_sentence(command: Command, arguments: tuple[str, ...])
     done = command(*SHORT, *arguments)
     assert done.code == 2
     assert done.err.splitlines()[-1].startswith(f"error: {LATE_MISTAKES[arguments]}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ("--optim=Adam", "optim.optimizer is torch.optim.Adam, but the checkpoint was trained with null; resume with "),
+        ("--optim.schedule=LinearLR", "optim.schedule is torch.optim.lr_scheduler.LinearLR, but the checkpoint was "),
+        ("--optim.train_only=[layers.0.*]", "optim.train_only is ['layers.0.*'], but the checkpoint was trained with "),
+        ("--optim.learning_rate=0.5", "optim.learning_rate is 0.5, but the checkpoint was trained with 0.003; resume"),
+        ("--optim.betas=[0.5,0.6]", "optim.betas is [0.5, 0.6], but the checkpoint was trained with [0.9, 0.95]"),
+    ],
+)
+def test_what_a_checkpoint_would_override_is_refused(command: Command, desk: Path, changed: str, said: str):
+    assert command(*FIT, "--trainer.max_steps=1", "--trainer.val_check_interval=1", "--run=r").code == 0
+    done = command("fit", "--resume=r", "--trainer.max_steps=2", changed)
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith(f"error: {said}")
+    assert command("fit", "--resume=r", "--trainer.max_steps=2", "--optim.schedule=constant").code == 0
 
 
 def test_a_config_may_name_it_as_lightning_does(command: Command, desk: Path):

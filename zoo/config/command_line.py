@@ -76,6 +76,9 @@ def arguments_of(
         taken = len(plain) if positional in lists else 1
         options += [f"--{positional}={value}" for value in plain[:taken]]
         plain = plain[taken:]
+        given = {option.partition("=")[0] for option in options}
+        if parameters[positional].default is inspect.Parameter.empty and not {f"--{positional}", *PRINTING} & given:
+            raise UserError(f"{positional}: missing; name at least one: python cli.py {verb} {positional.upper()} …")
     options = _joined(options, lists)
     if plain:
         named = "" if keys is None else "configs are named by --config, and "

@@ -50,6 +50,13 @@ def explain(message: str, options: Iterable[str]) -> str:
         return f"{key}: the module {match[1]!r} has no {match[2]!r}"
     if match := re.search(r"Expected '([\w.]+)' to be a subclass of <class '(?:\w+\.)*(\w+)'>", message):
         return f"{key}: {match[1]} is not {_with_article(match[2])}"
+    if match := re.search(r"Import path ([\w.]+) does not correspond to a subclass of (\w+)", message):
+        return f"{key}: {match[1]} is not {_with_article(match[2])}"
+    if match := re.search(r"Multiple subclasses with name (\w+)\. Give the full class path .*?: ([\w., ]+\w)", message):
+        return f"{key}: {match[1]} is the name of several classes; write one of {match[2]}"
+    if key == "optim.optimizer" and re.search(r"Unexpected import|to be a function that returns", message):
+        given = re.search(r"Given value: (\S+)", message)
+        return f"{key}: {given[1] if given else ''!r} is not an Optimizer; write its dotted path, package.module.Class"
     if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
         return _unknown_key(key, f"{match[1]}.{match[2]}", _owner(paths, None), known)
     if match := re.search(r"(?:Option|does not accept option) '([\w.]+)'", message):

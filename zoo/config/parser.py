@@ -94,6 +94,10 @@ def _start_over(previous: Any, new: Any) -> None:
             _start_over(previous.get(name, previous.get(f"init_args.{name}")), part)
 
 
+def _numbers_first(option: type) -> int:
+    return {int: 0, float: 1}.get(option, 2)
+
+
 class Parser(LightningArgumentParser):
     """A parser that raises instead of exiting, and quotes text that looks like a number."""
 
@@ -102,7 +106,7 @@ class Parser(LightningArgumentParser):
         super().__init__(**{**defaults, **settings})
 
     def add_class_arguments(self, *arguments: Any, **settings: Any) -> Any:
-        """As the base class does, but `int` is tried before `float` where an option takes both.
+        """As the base class does, but `int` is tried before `float` where an option takes both, and text after them.
 
         For Lightning, 1 is one batch and 1.0 is all batches. Its annotations say so, but `typing` gives
         `Optional[Union[int, float]]` the order in which any package first wrote an equal type. (Tried with jsonargparse
@@ -112,7 +116,7 @@ class Parser(LightningArgumentParser):
         for action in self._actions:
             types = get_args(getattr(action, "_typehint", None))
             if int in types and float in types:
-                action._typehint = functools.reduce(operator.or_, sorted(types, key=lambda each: each is float))
+                action._typehint = functools.reduce(operator.or_, sorted(types, key=_numbers_first))
         return added
 
     def options(self) -> list[str]:

@@ -57,6 +57,22 @@ def as_batch(batch: Any) -> Batch:
     return Batch(tokens, following, bounds)
 
 
+def check_tokens(batch: Batch, vocab_size: int) -> None:
+    """Raise a UserError if tokens or labels are none of the vocabulary; on a GPU an embedding would end the process.
+
+    Batches that are on a GPU already are not looked at, since that would wait for it.
+    """
+    for name, values, lowest in (("tokens", batch.tokens, 0), ("labels", batch.labels, NO_LOSS)):
+        if values.device.type != "cpu" or values.is_floating_point() or not values.numel():
+            continue
+        low, high = (int(value) for value in values.aminmax())
+        if low < lowest or high >= vocab_size:
+            raise UserError(
+                f"data: {name} of a batch are from {low} to {high}; with model.vocab_size {vocab_size} they must be "
+                f"from 0 to {vocab_size - 1}."
+            )
+
+
 def tokenizer_of(datamodule: Any) -> Any:
     """The tokenizer of a data module; None if it has no `get_tokenizer()`, or that returns None.
 

@@ -6,6 +6,7 @@ Both are detected in the parser's events, before any object is built.
 
 import os
 import re
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
     )
+
+
+_Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
 def read_yaml(path: str | os.PathLike[str], name: str = "config") -> Any:

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import Callback, ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import UserError
@@ -46,6 +48,11 @@ REFUSED = {
     "gradient_clip_algorithm": "optim.gradient_clip is a limit of the total norm, and there is no other way to clip",
     "barebones": "set enable_checkpointing, enable_progress_bar, enable_model_summary and logger to false instead",
     "reload_dataloaders_every_n_epochs": "runs are counted in steps, over one stream of batches; leave it out",
+}
+# Lightning's strategies whose checkpoints these models do not fit, or `fit --resume` cannot read
+REPLACED: dict[type, str] = {
+    ModelParallelStrategy: "zoo.train.fsdp2.FSDP2, as train/fsdp.yaml does",
+    DeepSpeedStrategy: "zoo.train.zero.Zero, as train/zero2.yaml does, and train/cpu_deepspeed.yaml on CPUs",
 }
 
 
@@ -149,6 +156,8 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
         arguments["logger"] = [MetricsFile(folder), *_loggers(arguments)]
     given = [*_listed(arguments["callbacks"]), *callbacks]
     ours = [*_progress(arguments, given), *_run_callbacks(config)]
+    if any(isinstance(callback, LearningRateFinder) for callback in given):
+        raise UserError("trainer.callbacks: LearningRateFinder is not possible here; sweep optim.learning_rate instead")
     left_out: list[type[Callback]] = []
     if arguments["enable_checkpointing"] is False:
         left_out.append(Checkpoints)
@@ -224,6 +233,8 @@ def _arguments(config: Namespace) -> dict[str, Any]:
         raise UserError(
             f"trainer.val_check_interval: {interval} must be above 0; to skip validation, set limit_val_batches: 0"
         )
+    if isinstance(strategy := config.trainer.strategy, str) and "." in strategy:
+        raise UserError(f"trainer.strategy: {strategy} is a class; write --trainer.strategy.class_path={strategy}")
     try:
         arguments = dict(configs.instantiate("trainer", config))
     except ValueError as error:
@@ -239,6 +250,12 @@ def _trainer(arguments: Mapping[str, Any]) -> L.Trainer:
         trainer = L.Trainer(**{**arguments, "enable_model_summary": False})  # the Summary callback replaces it
     except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
         raise _explained(error) from None
+    if (instead := REPLACED.get(type(trainer.strategy))) is not None:
+        raise UserError(f"trainer.strategy: {type(trainer.strategy).__name__} is not possible here; use {instead}")
+    if isinstance(trainer.strategy._checkpoint_io, AsyncCheckpointIO):
+        raise UserError(
+            "trainer.plugins: AsyncCheckpointIO is not possible here; set checkpoints.in_background to true instead"
+        )
     if trainer.strategy.root_device.type == "cpu":
         use_processor()
     install(trainer)

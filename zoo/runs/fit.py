@@ -82,12 +82,17 @@ def fit(
         config.optim.initial_weights = None  # the checkpoint's weights replace them
     model, module, datamodule = parts(config)
     if folder is None:
-        root = Path(config.trainer.default_root_dir or RUNS)
-        folder = new_run(run, first_name(configs_and_overrides) or "run", root)
+        root = config.trainer.default_root_dir or RUNS
+        for key, place in (("run", run), ("trainer.default_root_dir", str(root))):
+            if place is not None and "://" in place:
+                raise UserError(f"{key}: {place} is a URL, but runs are written to local folders")
+        folder = new_run(run, first_name(configs_and_overrides) or "run", Path(root))
     with claimed(folder, new=checkpoint is None):
         trainer = fitting_trainer(config, folder, callbacks)
         with interruptible(), misconfiguration_explained():
             trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))
+            if trainer.num_training_batches == 0 and trainer.limit_train_batches:
+                raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")
             row = next(callback for callback in trainer.callbacks if isinstance(callback, ResultRow))
             row.finish(trainer, module, datamodule)  # completes a run that was killed after its last step
     return Result(folder, read_row(folder) or {}, model)

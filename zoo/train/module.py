@@ -1,7 +1,7 @@
 """Pretraining as a LightningModule: the loss, the metrics, and the contents of a checkpoint."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import lightning as L
 import torch
@@ -17,13 +17,16 @@ from mixers import ContextParallel, TokenMixer, takes_context_parallel
 from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, load_weights
 from zoo.checkpoints.signature import sign
 from zoo.data.batch import NO_LOSS, Batch
-from zoo.data.contract import as_batch, tokenizer_of
+from zoo.data.contract import as_batch, check_tokens, tokenizer_of
 from zoo.data.resumable import ResumableData
 from zoo.data.whole_steps import forget_unfinished, unfinished_batches
 from zoo.lm.classifier import Classifier
 from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
-from zoo.train.optim import Optimisation, build_optimizer, build_schedule, freeze_others
+from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, freeze_others
 from zoo.train.trainer import write_whole
+
+# settings that are part of the optimiser's state
+OF_OPTIMISER = ("optimizer", "train_only", "learning_rate", "weight_decay", "betas", "eps")
 
 
 class Tokenizer(Protocol):
@@ -166,7 +169,10 @@ class Pretraining(L.LightningModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Batch:
         """Move a batch of any data module to the device, as a `Batch`."""
-        return super().transfer_batch_to_device(as_batch(batch), device, dataloader_idx)
+        batch = as_batch(batch)
+        if getattr(self.model, "head", None) is None and (vocab_size := getattr(self.model, "vocab_size", None)):
+            check_tokens(batch, vocab_size)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss over the labelled tokens of the batch, in nats.
@@ -355,6 +361,7 @@ class Pretraining(L.LightningModule):
         check_format(checkpoint)
         if self._trainer is not None and self.trainer.state.fn == "fit":
             self._check_data(checkpoint[KEY].get("config"))
+            self._check_optimiser(checkpoint[KEY].get("config"))
         self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)
 
     def _check_data(self, config: dict[str, Any] | None) -> None:
@@ -366,3 +373,22 @@ class Pretraining(L.LightningModule):
                 f"data is {current}, but the checkpoint was trained with {saved}; "
                 "resume with the checkpoint's data settings, or start a new run."
             )
+
+    def _check_optimiser(self, config: dict[str, Any] | None) -> None:
+        """Refuse what the optimiser's state in the checkpoint does not fit, or would silently override."""
+        current, saved = ((side or {}).get("optim", {}) for side in (self.config, config))
+        for key in (*OF_OPTIMISER, "schedule"):
+            now, before = current.get(key), saved.get(key)
+            ours = key == "schedule" and all(value in get_args(Schedule) for value in (now, before))
+            if key in current and key in saved and now != before and not ours:
+                names = [_named(value) for value in (now, before)]
+                now, before = names if names[0] != names[1] else (now, before)
+                raise UserError(
+                    f"optim.{key} is {now}, but the checkpoint was trained with {before}; resume with that, or start a "
+                    "new run from its weights, by optim.initial_weights."
+                )
+
+
+def _named(part: Any) -> Any:
+    """What a config calls a part: its class, if it is one."""
+    return part["class_path"] if isinstance(part, dict) else "null" if part is None else part

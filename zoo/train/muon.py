@@ -27,7 +27,7 @@ class Muon(Optimizer):
         eps: Added to AdamW's denominator.
 
     Raises:
-        UserError: No trained parameter is a matrix of a block.
+        UserError: No trained parameter is a matrix of a block, or `ns_steps` is out of range.
     """
 
     def __init__(
@@ -46,6 +46,8 @@ class Muon(Optimizer):
         others = [group for group in groups if not group["hidden"]]
         if not matrices:
             raise UserError("optim.optimizer is Muon, but no trained parameter is a matrix of one of model.layers.")
+        if not 1 <= ns_steps < 100:
+            raise UserError(f"optim.optimizer.ns_steps is {ns_steps}, but must be from 1 to 99.")
         muon = torch.optim.Muon(
             matrices, lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn
         )

@@ -159,7 +159,7 @@ def test_text_is_not_markup(folders: list[str], desk: Path):
         (["runs/firs"], "folders: runs/firs is no folder"),
         (["runs"], None),
         (["."], "folders: . holds no run (config.yaml), evaluation (rows.jsonl) or sweep (runs)"),
-        ([], "folders: missing"),
+        ([], "folders: missing; name at least one: python cli.py report FOLDERS …"),
         (["runs/first", "--output=runs"], "output: runs is a folder"),
         (["runs/first", "--output=tiny.yaml/page.html"], "output: tiny.yaml/page.html cannot be written"),
         (["runs/first", "--ouput=a.html"], "did you mean 'output'"),
