@@ -152,9 +152,9 @@ def test_a_metric_that_is_not_logged(command: Command):
 
 
 def test_a_trainer_that_is_refused_leaves_no_folder(command: Command, desk: Path):
-    done = command(*FIT, "--trainer.devices=-1", "--run=x")
+    done = command(*FIT, "--trainer.devices=0", "--run=x")
     assert done.code == 2
-    assert "`devices` selected with `CPUAccelerator`" in done.err
+    assert "`Trainer(devices='0')` value is not a valid input" in done.err
     assert not (desk / "runs" / "x").exists()
 
 
@@ -167,6 +167,19 @@ def test_a_gpu_that_is_not_there(command: Command, desk: Path, overlay: str, adv
     done = command(*FIT, f"--config=train/{overlay}.yaml")
     assert done.code == 2
     assert done.err == f"error: trainer.accelerator: gpu, but PyTorch finds no GPU here; for the CPU, {advice}\n"
+
+
+@pytest.mark.parametrize(
+    ("overlay", "advice"),
+    [
+        ("zero2", "add --config train/cpu_deepspeed.yaml"),
+        ("fsdp", "set --trainer.devices=1, or to how many there shall be"),
+    ],
+)
+def test_all_gpus_of_a_processor(command: Command, desk: Path, overlay: str, advice: str):
+    done = command(*FIT, f"--config=train/{overlay}.yaml", "--trainer.accelerator=cpu")
+    assert done.code == 2
+    assert done.err == f"error: trainer.devices: -1 means all GPUs; for processes on the CPU, {advice}\n"
 
 
 def test_a_model_whose_mixer_lies_in_another_folder(command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch):

@@ -113,6 +113,11 @@ def bench_expansion(
     factors = [2, 4, 8, 16] if factors is None else list(dict.fromkeys(factors))
     if wrong := [factor for factor in factors if factor < 1]:
         raise UserError(f"factors: {wrong[0]} must be at least 1")
+    if where.type == "cpu" and not config:
+        raise UserError(
+            "device: on a CPU the built-in models run out of memory; name a small one, such as "
+            "--config gated_deltanet.yaml --batch_size=2 --length=256"
+        )
     forms = ["subheads", *(["long head"] if long_head else [])]
     cases = [case for name, items in given.items() for case in _cases(name, items, factors, forms)]
     parsed = [models.read(case.config) for case in cases]  # all of them before the first runs

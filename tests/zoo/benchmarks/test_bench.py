@@ -338,6 +338,7 @@ def test_expansion_beside_the_same_model(command, desk):
         ({"sizes": ["13b"]}, "sizes: '13b' is not one of 400m, 1.5b"),
         ({"factors": [0]}, "factors: 0 must be at least 1"),
         ({"config": ["gla.yaml"], "sizes": ["400m"]}, "choose between them and --config"),
+        ({"device": "cpu"}, "device: on a CPU the built-in models run out of memory"),
     ],
 )
 def test_what_expansion_refuses(given, message):
