@@ -61,7 +61,7 @@ def folders(finished: Path, desk: Path) -> list[str]:
     done = finished / "runs" / "done"
     runs = [
         write_run(done, desk / "runs" / "first", 3.5),
-        write_run(done, desk / "runs" / "second", 3.25, {"num_heads": 1}),
+        write_run(done, desk / "runs" / "second", 3.25, {"num_heads": 1, "inputs": ["many words in one cell"] * 20}),
     ]
     sweep = desk / "sweeps" / "heads"
     for seed in range(8):
@@ -206,7 +206,8 @@ setTimeout(async () => {
     tip = inside(document).find(e => /bk-Tooltip/.test(String(e.className)) && e.getBoundingClientRect().height > 0);
   }
   const hovered = tip ? (tip.shadowRoot || tip).textContent.slice(-90) : "";
-  document.title = JSON.stringify({seen, tall, hovered, rising, falling: names()});
+  const widest = Math.max(...[...document.querySelectorAll("td")].map(cell => cell.getBoundingClientRect().width));
+  document.title = JSON.stringify({seen, tall, widest, hovered, rising, falling: names()});
 }, 4000);
 </script></body>"""
 
@@ -234,5 +235,6 @@ def test_a_browser_shows_it(folders: list[str], tmp_path: Path):
     assert re.search(r"(first|second|seed=\d) *tokens: [\d,]+ *nats per token: \d\.\d{4}", looks["hovered"]), looks[
         "hovered"
     ]
+    assert looks["widest"] < 600  # of the page's 1100, so that the next column is seen
     assert looks["rising"][:2] == ["seed=0", "seed=1"]
     assert looks["falling"][0] == "seed=7"
