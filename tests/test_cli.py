@@ -199,6 +199,13 @@ def test_help_of_a_verb_shows_its_keys(command: Command):
     assert "the likeliest token" in generate.out
 
 
+@pytest.mark.parametrize("verb", ["fit", "sweep"])
+def test_no_key_is_without_a_word(command: Command, verb: str):
+    keys = command(verb, "--help").out.partition("\nkeys of a config")[2].splitlines()[1:]
+    assert len(keys) > 10
+    assert [key for key in keys if len(key.split()) < 3] == []
+
+
 def test_help_of_a_key_and_of_everything(command: Command):
     model, data, everything = (command("fit", "--help", topic) for topic in ("model", "data", "all"))
     assert model.code == data.code == everything.code == 0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 from kernels import UserError
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
-from zoo.config.help import short_help, topic_help
+from zoo.config.help import purposes, short_help, topic_help
 from zoo.config.overlays import as_arguments, is_override, load_items
 from zoo.config.parser import ConfigFile, Parser, explained
 
@@ -108,12 +108,11 @@ def arguments_of(
 
 
 def _print_help(parser: Parser, verb: str, topic: str | None, keys: Keys | None) -> NoReturn:
-    names = [] if keys is None else [*keys.names]
     if topic is None or keys is None:
-        text = short_help(parser, verb, names)
+        text = short_help(parser, verb, {} if keys is None else purposes([*keys.names], keys.add))
     else:
         keys.add(parser)
-        text = topic_help(parser, verb, topic, names)
+        text = topic_help(parser, verb, topic, [*keys.names])
     sys.stdout.write(text)
     sys.exit(0)
 

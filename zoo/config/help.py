@@ -1,8 +1,10 @@
 """The help of a verb: examples, its options, and the keys of a config by group."""
 
 import inspect
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kernels import UserError
 from zoo.config.parser import CLASSES, Parser
@@ -42,8 +44,19 @@ PURPOSES = {  # of keys that are not the arguments of one class of this project
 }
 
 
-def short_help(parser: Parser, verb: str, keys: Sequence[str]) -> str:
-    """Examples, the options of a verb, which `parser` has, and the names of the keys of a config."""
+def purposes(keys: Sequence[str], add: Callable[[Parser], Any]) -> dict[str, str]:
+    """Key → the first sentence about it; `add` adds those that are no keys of a run, such as a sweep's, to a parser."""
+    docs = {key: inspect.getdoc(cls) or "" for key, cls in CLASSES.items()}
+    found = {key: doc.partition("\n")[0].rstrip(".") for key, doc in docs.items()} | PURPOSES
+    if not {*keys} <= {*found}:
+        add(parser := Parser())
+        helps = {action.dest: str(action.help) for action in parser._actions}
+        found |= {key: re.split(r"[.;] |\.?$", helps[key], maxsplit=1)[0] for key in keys if key not in found}
+    return {key: found[key] for key in keys}
+
+
+def short_help(parser: Parser, verb: str, keys: Mapping[str, str]) -> str:
+    """Examples, the options of a verb, which `parser` has, and the keys of a config with their purposes."""
     for group in parser._action_groups:
         if group.title == (parser.description or "").rstrip("."):
             group.title = f"options of {verb}"
@@ -52,7 +65,7 @@ def short_help(parser: Parser, verb: str, keys: Sequence[str]) -> str:
     lines = [head.rstrip(), "", *(["examples:", *examples, ""] if examples else []), options + rest.rstrip()]
     if keys:
         lines += ["", f"keys of a config (--help KEY lists what is in one, --help {ALL} everything):"]
-        lines += [f"  {key:<27}{textwrap.shorten(_purpose(key), 70, placeholder=' …')}".rstrip() for key in keys]
+        lines += [f"  {key:<27}{textwrap.shorten(what, 70, placeholder=' …')}" for key, what in keys.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -73,10 +86,3 @@ def topic_help(parser: Parser, verb: str, topic: str, keys: Sequence[str]) -> st
     if topic == "data":
         text += f"\npython cli.py {verb} --data.help TextData lists the arguments of a data module.\n"
     return text
-
-
-def _purpose(key: str) -> str:
-    """The first sentence about a key; empty for those of a sweep, whose names say it."""
-    if key in PURPOSES or key not in CLASSES:
-        return PURPOSES.get(key, "")
-    return (inspect.getdoc(CLASSES[key]) or "").partition("\n")[0].rstrip(".")
