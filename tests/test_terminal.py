@@ -123,6 +123,7 @@ MISTAKES = {
     (*FIT, "--optim=torch.optim"): "optim.optimizer: 'torch.optim' is not an Optimizer; write its dotted path",
     (*FIT, "--optim=Muon"): "optim.optimizer: Muon is the name of several classes; write one of torch.optim.Muon, zoo",
     (*FIT, "--data=mixers.GLA"): "data: mixers.GLA is not a LightningDataModule",
+    (*FIT, "--trainer.deterministic=maybe"): "trainer.deterministic: 'maybe' is not one of warn, nor true or false",
     (*FIT, "--optim.schedule=linear"): "optim.schedule: 'linear' is not one of cosine, constant, wsd, inverse_sqrt, n",
     (*FIT, f"--optim.schedule={CYCLE}"): "optim.schedule: OneCycleLR needs a value for max_lr, under init_args",
     (*FIT, f"--optim.schedule={STEPS}", "--optim.schedule.step_size=a"): "optim.schedule.step_size: 'a' is not a whole",

@@ -16,6 +16,7 @@ from zoo.config.components import component, hints, is_ours, settable, subclasse
 KEYS = re.compile(r'Parser key "([\w.]+)"')
 ENCLOSING = re.compile(r"given class_path '([\w.]+)'")  # outermost first
 GIVEN = re.compile(r"class_path='([\w.]+)'")  # innermost first
+NUMBERS = {"int": "a whole number", "float": "a number", "bool": "true or false"}  # in words
 
 
 def explain(message: str, options: Iterable[str]) -> str:
@@ -89,9 +90,10 @@ def explain(message: str, options: Iterable[str]) -> str:
         named = re.match(r"Namespace\(class_path='([\w.]+)'", match[1])
         value = nested[1] if nested else named[1] if named else match[1].rstrip(".")
         choices = ", ".join(re.findall(r"Expected a typing\.Literal\[(.*?)\]", message)).replace("'", "")
-        if choices:
-            return f"{key}: {value!r} is not one of {', '.join(dict.fromkeys(choices.split(', ')))}"
         types = dict.fromkeys(re.findall(r"Expected a <class '(?:\w+\.)*(?!NoneType)(\w+)'>", message))
+        if choices:
+            others = "".join(f", nor {_in_words(name)}" for name in types if name in NUMBERS)
+            return f"{key}: {value!r} is not one of {', '.join(dict.fromkeys(choices.split(', ')))}{others}"
         if types:
             hint = f", as [{value}] would be" if [*types] == ["list"] else ""
             return f"{key}: {value!r} is not {' or '.join(map(_in_words, types))}{hint}"
@@ -99,8 +101,7 @@ def explain(message: str, options: Iterable[str]) -> str:
 
 
 def _in_words(type_name: str) -> str:
-    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
-    return words.get(type_name) or _with_article(type_name)
+    return {**NUMBERS, "str": "text"}.get(type_name) or _with_article(type_name)
 
 
 def _with_article(name: str) -> str:
