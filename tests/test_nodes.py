@@ -5,11 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from .commands import CLI, FIT, sitting_at
+from .commands import CLI, FIT, sitting_at, start
 
 pytest_plugins = "tests.desk"
 
@@ -66,3 +67,15 @@ def test_two_nodes_train_as_one(launcher, strategy: str, finished: Path, tmp_pat
     two, one = (json.loads((folder / "results.json").read_text()) for folder in (run, finished / "runs/done"))
     assert (two["devices"], two["tokens_seen"]) == (2, one["tokens_seen"])
     assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_one_of_two_nodes_says_what_it_waits_for(tmp_path: Path, shared_cache: Path):
+    with sitting_at(tmp_path, shared_cache):
+        process = start(tmp_path, shared_cache, *FIT, "--trainer.strategy=ddp", *NODES, "--run", "nodes", ZOO_RUN="")
+        (end := threading.Timer(120, process.kill)).start()  # it would wait for half an hour
+        assert process.stdout is not None
+        assert "waiting until the run has started on all 2 machines\n" in process.stdout
+        end.cancel()
+        process.kill()
+        process.communicate()

@@ -89,6 +89,8 @@ def fit(
         folder = new_run(run, first_name(configs_and_overrides) or "run", Path(root))
     with claimed(folder, new=checkpoint is None):
         trainer = fitting_trainer(config, folder, callbacks)
+        if trainer.num_nodes > 1 and trainer.is_global_zero:
+            Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
         with interruptible(), misconfiguration_explained():
             trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))
             if trainer.num_training_batches == 0 and trainer.limit_train_batches:
