@@ -91,8 +91,9 @@ def on_a_terminal(desk: Path, cache: Path, *arguments: str) -> list[str]:
     return [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
 
 
-def test_what_a_run_shows(desk: Path, shared_cache: Path):
-    lines = on_a_terminal(desk, shared_cache, *FIT, "--run=r")
+@pytest.mark.parametrize("interval", [2, 3], ids=["validated last", "not validated last"])
+def test_what_a_run_shows(interval: int, desk: Path, shared_cache: Path):
+    lines = on_a_terminal(desk, shared_cache, *FIT, f"--trainer.val_check_interval={interval}", "--run=r")
     assert "── sample after 4 steps ──" in lines  # whole, in a line of its own
     bar = next(line for line in lines if line.startswith("training 4/4 |"))
     assert len(bar) <= 100

@@ -41,8 +41,9 @@ class Progress(TQDMProgressBar):
         return self._bar("sanity check", 1)
 
     def init_validation_tqdm(self) -> Tqdm:
-        """A bar that disappears."""
-        return self._bar("validation", 1)
+        """A bar that disappears; below that of the training, unless that is done and text follows it."""
+        training = self._train_progress_bar
+        return self._bar("validation", 0 if training is None or training.disable else 1)
 
     def init_test_tqdm(self) -> Tqdm:
         """A bar that disappears."""
