@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from torch import nn
 
+from kernels import UserError
 from zoo.train.callbacks.training_forward import Forward, TrainingForward
 
 
@@ -44,9 +45,29 @@ class CompiledBlocks(TrainingForward):
         self._compiled: list[tuple[nn.Module, Forward]] = []
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Wrap the blocks; they are compiled at the first step."""
+        """Wrap the blocks; they are compiled at the first step.
+
+        Raises:
+            UserError: There is no C++ compiler, which PyTorch needs on a CPU.
+        """
+        if self.backend == "inductor":
+            if pl_module.device.type == "cpu":
+                _check_compiler()
+            pl_module.print("compiling the blocks, which makes the first step take minutes")
         self._compiled = compiled_blocks(pl_module.model, self.backend)
 
     def replaced(self, model: Any) -> Iterable[tuple[nn.Module, Forward]]:
         """All blocks, compiled."""
         return self._compiled
+
+
+def _check_compiler() -> None:
+    """Whether PyTorch finds a C++ compiler; without one it fails in the middle of the first step."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # slow to import
+
+    try:
+        get_cpp_compiler()
+    except RuntimeError:
+        raise UserError(
+            "compile: true needs a C++ compiler on a CPU; install g++, or name one by the environment variable CXX"
+        ) from None

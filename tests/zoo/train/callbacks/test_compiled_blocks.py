@@ -7,8 +7,10 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from torch._inductor import config as inductor
 
 import mixers
+from kernels import UserError
 from tests.commands import Command
 from tests.zoo.tiny import VOCAB, ResumableLoader, trainer, validation_loader
 from zoo.lm.model import LanguageModel
@@ -103,6 +105,12 @@ def test_what_stops_a_run_leaves_no_compiled_blocks(tmp_path: Path):
     with pytest.raises(RuntimeError, match="stop"):
         trainer(tmp_path, [Stop(), CompiledBlocks(Counting())]).fit(found, ResumableLoader(8), validation_loader())
     assert not any("forward" in vars(block) for block in found.model.layers)
+
+
+def test_without_a_compiler(tmp_path: Path):
+    message = r"compile: true needs a C\+\+ compiler on a CPU; install g\+\+"
+    with inductor.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(UserError, match=message):
+        fitted(tmp_path, CompiledBlocks())
 
 
 @pytest.mark.slow
