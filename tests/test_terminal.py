@@ -163,7 +163,10 @@ def test_a_trainer_that_is_refused_leaves_no_folder(command: Command, desk: Path
 @NO_GPU
 @pytest.mark.parametrize(
     ("overlay", "advice"),
-    [("zero2", "add --config train/cpu_deepspeed.yaml"), ("ddp", "set --trainer.accelerator=cpu")],
+    [
+        ("zero2", "add --config train/cpu_deepspeed.yaml"),
+        ("ddp", "set --trainer.accelerator=cpu --trainer.devices=1 (or more)"),
+    ],
 )
 def test_a_gpu_that_is_not_there(command: Command, desk: Path, overlay: str, advice: str):
     done = command(*FIT, f"--config=train/{overlay}.yaml")
@@ -175,7 +178,7 @@ def test_a_gpu_that_is_not_there(command: Command, desk: Path, overlay: str, adv
     ("overlay", "advice"),
     [
         ("zero2", "add --config train/cpu_deepspeed.yaml"),
-        ("fsdp", "set --trainer.devices=1, or to how many there shall be"),
+        ("fsdp", "set --trainer.devices=1 (or more)"),
     ],
 )
 def test_all_gpus_of_a_processor(command: Command, desk: Path, overlay: str, advice: str):

@@ -107,17 +107,17 @@ def parts(config: Namespace) -> Parts:
 def _check_accelerator(trainer: Namespace) -> None:
     """Refuse GPUs that do not exist, before the data is prepared."""
     missing = trainer.accelerator in ("gpu", "cuda") and not torch.accelerator.is_available()
-    if not missing and (trainer.accelerator, str(trainer.devices)) != ("cpu", "-1"):
+    all_of_them = str(trainer.devices) == "-1"
+    if not missing and not (trainer.accelerator == "cpu" and all_of_them):
         return
-    if str(getattr(trainer.strategy, "class_path", "")) == f"{Zero.__module__}.{Zero.__qualname__}":
-        way = "add --config train/cpu_deepspeed.yaml"
-    else:
-        way = "set --trainer.accelerator=cpu" if missing else "set --trainer.devices=1, or to how many there shall be"
     if missing:
         wrong = f"trainer.accelerator: {trainer.accelerator}, but PyTorch finds no GPU here; for the CPU"
     else:
         wrong = f"trainer.devices: {trainer.devices} means all GPUs; for processes on the CPU"
-    raise UserError(f"{wrong}, {way}")
+    if str(getattr(trainer.strategy, "class_path", "")) == f"{Zero.__module__}.{Zero.__qualname__}":
+        raise UserError(f"{wrong}, add --config train/cpu_deepspeed.yaml")
+    needed = ["--trainer.accelerator=cpu"] * missing + ["--trainer.devices=1 (or more)"] * all_of_them
+    raise UserError(f"{wrong}, set {' '.join(needed)}")
 
 
 def _check_tokenizer(initial_weights: str | None, tokenizer: Tokenizer | None) -> None:
