@@ -95,6 +95,9 @@ class Runner:
                             failures += self._failure(ended.run, ended.process.returncode)
                             bar.set_postfix_str(f"{len(failures)} failed" if failures else "", refresh=False)
                             bar.update()
+                except (KeyboardInterrupt, SystemExit):
+                    bar.write("stopping: what runs is saved, and the same command continues")
+                    raise
                 finally:
                     _stop(running)
         return failures

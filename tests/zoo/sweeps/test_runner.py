@@ -105,13 +105,17 @@ from tests.zoo.sweeps.test_runner import FAKE, runs
 from zoo.sweeps import Runner
 Runner(FAKE, Path({str(tmp_path)!r}), jobs=2).run(runs())
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     for _ in range(600):
         if all((tmp_path / name / "config.yaml").exists() for name in ALL[2:4]):
             break
         time.sleep(0.1)
     process.send_signal(number)
-    assert process.wait(60) == code
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert "stopping: what runs is saved, and the same command continues\n" in said
     assert all((tmp_path / name / "checkpoints" / "last.ckpt").exists() for name in ALL[2:4])
     for file in waits:
         file.unlink()
