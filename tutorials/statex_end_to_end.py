@@ -154,7 +154,7 @@ def measure(folder: Path, small: bool, jobs: int) -> Path:
     labels |= {run.name: label for label, run in after.items()}
     # half as many processes as trainings, since 16k tokens in a batch take more memory
     runs = [*before.values(), *after.values()]
-    rows = evaluated(runs, folder, small, max(jobs // 2, 1))
+    rows = evaluated(runs, folder, small, min(max(jobs // 2, 1), len(runs)))
     losses = {run.name: json.loads((run / "results.json").read_text())["val_loss"] for run in runs}
     file = folder / "statex.csv"
     with file.open("w", newline="") as stream:
