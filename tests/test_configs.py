@@ -389,7 +389,7 @@ def test_the_miniature_of_scaling_laws():
         place = dict(run.cell)["mixer"], config.model.hidden_size
         checks.setdefault(place, []).append(config.optim.learning_rate / rates[place])
     assert set(checks) == {place for place in rates if place[1] in (128, 640)}
-    assert all(found == pytest.approx([0.5, 1, 2]) for found in checks.values())
+    assert all(found == pytest.approx([0.5, 2]) for found in checks.values())
 
 
 @pytest.mark.slow

@@ -273,11 +273,16 @@ def preview(runs: Sequence[Run], folder: Path) -> Table:
             column, justify="left" if column == "run" else "right", no_wrap=column != "run", overflow="fold"
         )
     sizes: dict[Any, tuple[str, str, str]] = {}
+    vocabularies: dict[str, int | None] = {}  # of data, for which all its files are looked at
     for run in runs:
         if run.cell not in sizes:
             config = run.read()
             data = instantiate("data", config)
-            config.model.vocab_size = vocabulary(config)
+            if config.model.vocab_size is None:
+                of = repr((config.data, config.model.inputs, config.model.head))
+                if of not in vocabularies:
+                    vocabularies[of] = vocabulary(config, data)
+                config.model.vocab_size = vocabularies[of]
             model, length = from_config(config, device="meta"), getattr(data, "sequence_length", 1)
             flops = f"{model.flops(length) / length / 1e6:.2f}"
             sizes[run.cell] = (f"{model.num_parameters():,}", f"{model.state_size(length):,}", flops)
