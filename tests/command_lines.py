@@ -11,10 +11,13 @@ from typing import Any
 
 import zoo
 from zoo.benchmarks.tune import tune
+from zoo.config import CONFIGS
 from zoo.config.command_line import arguments_of
+from zoo.config.overlays import load_config
 from zoo.config.parser import read
 from zoo.evaluation.catalogue import tasks_of
 from zoo.evaluation.task import Options
+from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.catalogue import show_mixers
 from zoo.sweeps.comparison import whole_configs
 
@@ -79,7 +82,7 @@ def _pieces(line: str) -> Iterator[list[str]]:
     yield from (piece for piece in pieces if piece[:1] and piece[0] in PROGRAMS and piece[1:])
 
 
-def check_parses(arguments: list[str], command: Command, folder: Path) -> None:
+def check_parses(arguments: list[str], command: Command, finished: Path, folder: Path) -> None:
     """Assert that what follows `python cli.py` is a command; cheap ones are run, and write into `folder`."""
     if arguments[:1] == ["compare"]:  # would train for an hour
         keys = [argument.removeprefix("--") for argument in arguments[1:] if argument.startswith("--")]
@@ -94,7 +97,8 @@ def check_parses(arguments: list[str], command: Command, folder: Path) -> None:
     elif arguments and arguments[0] in ("fit", "validate", "test", "predict"):
         arguments.append("--print_config")  # all of it is parsed, and nothing is run
     elif arguments[:1] == ["sweep"]:
-        arguments.append("--dry-run")
+        short = [_shortened(argument, folder) for argument in arguments]
+        arguments = [*short, *with_tokenizer(arguments, finished), "--dry-run"]
     elif arguments[:2] in ON_GPUS or "--peers" in arguments:
         arguments.append("--help")  # the options have to exist, or be keys of the configs
         shown = command(*arguments).out
@@ -108,6 +112,30 @@ def check_parses(arguments: list[str], command: Command, folder: Path) -> None:
         arguments.append("--help")  # of runs that take hours
     shown = command(*arguments)
     assert shown.code == 0, shown.err
+
+
+def with_tokenizer(arguments: list[str], finished: Path) -> list[str]:
+    """Options for a sweep of configs/ not to train a tokenizer, which takes a minute, but to take that of a run."""
+    for name in arguments:
+        if name.endswith(".yaml") and (CONFIGS / name).is_file():
+            base = load_config(name)["base"]
+            settings = read(*base if isinstance(base, list) else [base]).data.get("init_args", {})
+            if settings.get("tokenizer", "") is None:
+                return [f"--data.tokenizer={finished}/runs/done/tokenizer.json"]
+    return []
+
+
+def _shortened(argument: str, folder: Path) -> str:
+    """For a sweep in configs/, all runs of which test_configs.py builds: one in `folder` with a value for each axis."""
+    if not (argument.endswith(".yaml") and (CONFIGS / argument).is_file()):
+        return argument
+    sweep = load_config(argument)
+    first = {
+        name: dict([*values.items()][:1]) if isinstance(values, dict) else values[:1]
+        for name, values in sweep["axes"].items()
+    }
+    (folder / "shortened.yaml").write_text(dump_yaml(sweep | {"axes": first, "controls": {}, "gates": []}))
+    return str(folder / "shortened.yaml")
 
 
 def takes_no_config(arguments: list[str]) -> bool:

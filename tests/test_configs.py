@@ -22,6 +22,7 @@ from zoo.config.overlays import load_config
 from zoo.lm.size_table import parameters_without_embeddings
 from zoo.sweeps import Sweep
 
+from .command_lines import with_tokenizer
 from .commands import Command
 
 pytest_plugins = "tests.desk"
@@ -351,12 +352,13 @@ SWEEPS = sorted(path.relative_to(configs.CONFIGS).as_posix() for path in configs
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SWEEPS)
-def test_a_sweep_is_about_something(name: str, command: Command):
+def test_a_sweep_is_about_something(name: str, command: Command, finished: Path):
     """Each run builds, and at least three seeds are behind each number."""
     (line,) = [line.removeprefix("#   ") for line in header(name) if "cli.py sweep" in line]
     contents = yaml.safe_load((configs.CONFIGS / name).read_text())
     assert len(contents["seeds"]) >= 3
-    shown = command(*shlex.split(line)[2:], "--dry-run")
+    arguments = shlex.split(line)[2:]
+    shown = command(*arguments, *with_tokenizer(arguments, finished), "--dry-run")
     assert shown.code == 0, shown.err
     assert shown.out.count("seed=0") * len(contents["seeds"]) == shown.out.count("seed=")
 

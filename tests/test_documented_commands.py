@@ -76,7 +76,7 @@ def test_it_parses(
             shutil.copy(CONFIGS / "gla.yaml", desk / word)
     (Path.cwd() / "corpus").mkdir(exist_ok=True)
     (Path.cwd() / "corpus" / "text.txt").write_text("a text of the reader's own\n" * 1000)
-    check_parses(words, command, tmp_path)
+    check_parses(words, command, finished, tmp_path)
 
 
 WRONG = [
@@ -101,16 +101,16 @@ WRONG = [
 
 
 @pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_one_is_noticed(line: str, command: Command, tmp_path: Path):
+def test_a_wrong_one_is_noticed(line: str, command: Command, finished: Path, tmp_path: Path):
     [words] = commands_of(f"Then `{line}` does it.")
     with pytest.raises((AssertionError, UserError, FileNotFoundError, ModuleNotFoundError)):
-        check(words, command, tmp_path)
+        check(words, command, finished, tmp_path)
 
 
-def check(words: list[str], command: Command, folder: Path) -> None:
+def check(words: list[str], command: Command, finished: Path, folder: Path) -> None:
     if words[1] != "cli.py":
         check_tool(words)
     elif takes_no_config(words[2:]):
         check_options(words[2:])
     else:
-        check_parses(words[2:], command, folder)
+        check_parses(words[2:], command, finished, folder)

@@ -34,9 +34,9 @@ def test_what_is_evaluated_and_grown_exists(line: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in OURS if line.split()[2] not in QUICK])
-def test_a_command_parses(line: str, command: Command, desk: Path, tmp_path: Path):
+def test_a_command_parses(line: str, command: Command, finished: Path, desk: Path, tmp_path: Path):
     arguments = shlex.split(line)[2:]
     for folder in {argument.partition("/")[0] for argument in arguments if argument.endswith("/config.yaml")}:
         (desk / folder).mkdir()  # exported or grown by the command before
         shutil.copy(CONFIGS / "gla.yaml", desk / folder / "config.yaml")
-    check_parses(arguments, command, tmp_path)
+    check_parses(arguments, command, finished, tmp_path)
