@@ -56,6 +56,12 @@ def copied(finished: Path, desk: Path) -> Path:
 
 
 @pytest.mark.slow
+def test_a_development_run_says_that_nothing_is_kept(command: Command, desk: Path):
+    done = command(*FIT, "--run=try", "--trainer.fast_dev_run=true")
+    assert done.code == 0, done.err
+    assert "trainer.fast_dev_run: training and validation work; nothing is kept" in done.out
+
+
 def test_one_process_trains_in_a_folder(command: Command, copied: Path):
     before = (copied / "metrics.jsonl").read_bytes()
     with FileLock(copied / ".lock"):

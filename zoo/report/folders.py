@@ -129,7 +129,8 @@ def _run(folder: Path, name: str, found: Found) -> Run:
         found.lacks(folder, "no config.yaml that can be read, so no comparison with others")
     if (folder / "samples.txt").is_file():
         samples = _last((folder / "samples.txt").read_text(encoding="utf-8", errors="replace"))
-    if not samples:
+    writes = (folder / "tokenizer.json").is_file() and config.get("samples.prompts") != []  # text, and was to show some
+    if writes and not samples:
         found.lacks(folder, "no samples.txt with a sample")
     return Run(name, folder, row, config, metrics, samples)
 

@@ -30,7 +30,7 @@ def report(
 
     Args:
         folders: Folders of runs, evaluations or sweeps; on the command line as plain arguments.
-        output: The page to write.
+        output: The page to write, which ends in .html.
         title: Its heading.
         verbose: Whether to print what is missing, and the page's path and size.
 
@@ -45,10 +45,13 @@ def report(
     places = [folders] if isinstance(folders, str | Path) else list(folders)
     if not places:
         raise UserError("folders: the list is empty; name those of runs, evaluations or sweeps")
-    found, file = read_folders(places), Path(output)
-    page = _page(found, title, places)
+    file = Path(output)
     if file.is_dir():
         raise UserError(f"output: {file} is a folder; name a file, such as report.html")
+    if file.suffix not in (".html", ".htm"):
+        raise UserError(f"output: {file} is not named as a page; end it in .html (a browser prints it as a PDF)")
+    found = read_folders(places)
+    page = _page(found, title, places)
     try:
         with atomic_write(file) as opened:
             opened.write(page.encode())

@@ -140,6 +140,22 @@ def test_what_is_missing_is_one_sentence(command, folders: list[str], desk: Path
         assert sentence in words, sentence
 
 
+def test_a_run_that_was_to_show_no_samples_lacks_none(
+    folders: list[str], desk: Path, capsys: pytest.CaptureFixture[str]
+):
+    for name, file in (("first", "tokenizer.json"), ("second", "config.yaml")):
+        run = desk / "runs" / name
+        (run / "samples.txt").unlink()
+        if file == "tokenizer.json":  # recall: tokens without text
+            (run / file).unlink()
+        else:
+            config = yaml.safe_load((run / file).read_text())
+            config["samples"]["prompts"] = []
+            (run / file).write_text(yaml.safe_dump(config))
+    zoo.report(folders[:2])
+    assert "samples" not in capsys.readouterr().out
+
+
 def test_an_evaluation_alone(folders: list[str]):
     page = zoo.report(folders[-1], "alone.html", verbose=False).read_text()
     assert "What was trained" not in page
@@ -162,6 +178,7 @@ def test_text_is_not_markup(folders: list[str], desk: Path):
         ([], "folders: missing; name at least one: python cli.py report FOLDERS …"),
         (["runs/first", "--output=runs"], "output: runs is a folder"),
         (["runs/first", "--output=tiny.yaml/page.html"], "output: tiny.yaml/page.html cannot be written"),
+        (["runs/first", "--output=r.pdf"], "output: r.pdf is not named as a page; end it in .html"),
         (["runs/first", "--ouput=a.html"], "did you mean 'output'"),
     ],
 )

@@ -90,6 +90,8 @@ class ResultRow(RunCallback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print the table, now that the progress bar is gone."""
+        if trainer.fast_dev_run and trainer.is_global_zero:
+            Console().print("trainer.fast_dev_run: training and validation work; nothing is kept", style="dim")
         if self._row is not None and trainer.is_global_zero:
             Console().print(result_table(self._row))
             Console().print(_where(trainer, pl_module), style="dim", soft_wrap=True)
