@@ -55,6 +55,7 @@ def described(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version("triton"),
         "fla": version("flash-linear-attention"),
+        "flash_qla": version("flash-qla"),
     }
 
 

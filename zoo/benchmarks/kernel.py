@@ -49,7 +49,8 @@ def bench_kernels(
         device: cpu or cuda; null for the GPU if available.
         window_size: Window of window_attention; null for 2048 on a GPU and 256 on a CPU.
         seconds: Time to spend on each measurement.
-        peers: Whether to also time flash-linear-attention, SDPA and FlexAttention, alternating with ours.
+        peers: Whether to also time flash-linear-attention, SDPA and FlexAttention, alternating with ours; and
+            FlashQLA where it is installed, which compiles for a minute or two at each shape.
         folder: The folder of bench.json and bench.png.
 
     Raises:

@@ -1,6 +1,6 @@
-"""Other libraries to compare with: flash-linear-attention (FLA), PyTorch's SDPA and FlexAttention.
+"""Other libraries to compare with: flash-linear-attention (FLA), FlashQLA, PyTorch's SDPA and FlexAttention.
 
-This is the only module that imports FLA, and only on request.
+This is the only module that imports the first two, and only on request.
 """
 
 import importlib
@@ -48,15 +48,22 @@ def kernel_peers(case: Case) -> dict[str, Peer]:
         return _attention(case)
     if case.op.function == "delta_rule":
         delta = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        return {
+        rules: dict[str, Peer] = {
             "fla chunk_gated_delta_rule": lambda x: delta(x["q"], x["k"], x["v"], g=x["log_decay"], beta=x["beta"])[0]
         }
+        return rules if version("flash-qla") is None else rules | {"flash_qla chunk_gated_delta_rule": flash_qla}
     if case.op.decay == "channel":
         gated = importlib.import_module("fla.ops.gla").chunk_gla
         return {"fla chunk_gla": lambda x: gated(x["q"], x["k"], x["v"], g=x["log_decay"])[0]}
     simple = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
     gate = "g_gamma" if case.op.decay == "constant" else "g"
     return {"fla chunk_simple_gla": lambda x: simple(x["q"], x["k"], x["v"], **{gate: x["log_decay"]})[0]}
+
+
+def flash_qla(x: Tensors) -> Tensor:
+    """FlashQLA's delta rule: o [B,T,H,D], for heads of 128 channels in half precision on Hopper and newer GPUs."""
+    rule = importlib.import_module("flash_qla").chunk_gated_delta_rule  # here, so that what it raises is a remark
+    return rule(x["q"], x["k"], x["v"], x["log_decay"], x["beta"], scale=x["k"].shape[-1] ** -0.5)[0]
 
 
 def _attention(case: Case) -> dict[str, Peer]:

@@ -4,20 +4,24 @@ import dataclasses
 import importlib
 import json
 import math
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+import kernels
 from kernels import UserError
 from zoo import config as configs
 from zoo.benchmarks import model as models
+from zoo.benchmarks import peers
 from zoo.benchmarks.cases import OPS, Case, Shape
 from zoo.benchmarks.decode import bench_decode, grows, state_at
 from zoo.benchmarks.expansion import bench_expansion
 from zoo.benchmarks.gate import Gate, relative_error
-from zoo.benchmarks.kernel import bench_kernels
+from zoo.benchmarks.kernel import bench_kernels, measured
 from zoo.benchmarks.peers import language_model
 from zoo.benchmarks.report import Report, figure
 from zoo.benchmarks.timing import medians, process_age
@@ -132,6 +136,27 @@ def test_the_peer_has_the_sizes_of_our_heads():
     layer = theirs.model.layers[0].attn
     assert (layer.head_k_dim, layer.head_v_dim) == (200, 400)
     assert sum(p.numel() for p in theirs.parameters()) == pytest.approx(ours.num_parameters(), rel=0.01)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("fla")
+    case = Case("delta_rule", Shape(1, 2, 70, 16), "fp32", CPU, "torch", window=1)
+    assert not any("flash_qla" in name for name in measured(case, 0.01, True)["peers"])
+
+    def rule(q, k, v, g, beta, *, scale):  # takes its arguments in FlashQLA's order
+        if not works:
+            raise ValueError("heads of 16 channels")
+        return kernels.delta_rule(q, k, v, beta, g, scale=scale)
+
+    monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(chunk_gated_delta_rule=rule))
+    monkeypatch.setattr(peers, "version", lambda package: "0.1.3")
+    peer = measured(case, 0.01, True)["peers"]["flash_qla chunk_gated_delta_rule"]
+    if works:
+        assert peer["output_difference"] == 0
+        assert peer["fwd_bwd_ms"] > 0
+    else:
+        assert peer == {"note": "ValueError: heads of 16 channels"}
 
 
 @pytest.mark.slow
