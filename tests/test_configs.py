@@ -20,10 +20,11 @@ from mixers import Bidirectional, Expanded, LinearMixer, SlidingWindowAttention,
 from zoo import config as configs
 from zoo.config.overlays import load_config
 from zoo.lm.size_table import parameters_without_embeddings
+from zoo.scaling.runs import find_runs, select
 from zoo.sweeps import Sweep
 
 from .command_lines import with_tokenizer
-from .commands import Command
+from .commands import ROOT, Command
 
 pytest_plugins = "tests.desk"
 
@@ -370,7 +371,9 @@ def test_the_miniature_of_scaling_laws():
     assert "sweep --config scaling/miniature.yaml" in line
     sizes: dict[str, list[int]] = {}
     rates: dict[tuple[str, int], float] = {}
+    names = set()
     for run in Sweep(**load_config("scaling/miniature.yaml")).runs():
+        names.add(run.name)
         config = run.read()
         data = config.data.init_args
         assert config.optim.schedule == "constant"
@@ -384,6 +387,9 @@ def test_the_miniature_of_scaling_laws():
     assert len(sizes) == 5
     assert all(len(found) == 6 for found in sizes.values())
     assert all(0.9e6 < min(found) < 1.2e6 and 36e6 < max(found) < 44e6 for found in sizes.values())
+    measured = select(find_runs([ROOT / "tutorials" / "measured" / "miniature"]), {})
+    assert {run.folder.name for run in measured.runs} <= names
+    assert not measured.left_out
     checks: dict[tuple[str, int], list[float]] = {}
     for run in Sweep(**load_config("scaling/miniature_rates.yaml")).runs():
         config = run.read()
