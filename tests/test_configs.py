@@ -397,7 +397,13 @@ def test_the_miniature_of_scaling_laws():
         place = dict(run.cell)["mixer"], config.model.hidden_size
         checks.setdefault(place, []).append(config.optim.learning_rate / rates[place])
     assert set(checks) == {place for place in rates if place[1] in (128, 640)}
-    assert all(found == pytest.approx([0.5, 2]) for found in checks.values())
+    assert all(found == pytest.approx([0.5, 2, 4]) for found in checks.values())
+    again = {}
+    for run in Sweep(**load_config("scaling/miniature_twice.yaml")).runs():
+        config = run.read()
+        assert config.trainer.max_steps == 3072
+        again[dict(run.cell)["mixer"], config.model.hidden_size] = config.optim.learning_rate / 2
+    assert again == pytest.approx(rates)
 
 
 @pytest.mark.slow

@@ -48,7 +48,10 @@ def _cell(law: Law, part: Callable[[Laws], PowerLaw]) -> str:
 
 
 def crossing_table(crossings: Sequence[Crossing]) -> Table:
-    """Where mixers cross, one row a pair: which has the lower loss with less compute, which with more."""
+    """Where mixers cross, one row a pair: which has the lower loss with less compute, which with more.
+
+    Of two that do not cross, the better one is named in the first column, the other as `never …` in the second.
+    """
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
     for column in ("better below", "better above"):
         shown.add_column(column, no_wrap=True)
@@ -59,7 +62,7 @@ def crossing_table(crossings: Sequence[Crossing]) -> Table:
         ends = "?" if pair.flops_interval is None else "{:.2g} to {:.2g}".format(*pair.flops_interval)
         loss = "" if pair.loss is None else f"{pair.loss:.3f}"
         crossed = "" if pair.crossed is None else f"{100 * pair.crossed:.0f} %"
-        above = pair.mixers[pair.flops is not None]
+        above = f"never {pair.mixers[1]}" if pair.flops is None else pair.mixers[1]
         shown.add_row(pair.mixers[0], above, flops, "" if pair.flops is None else ends, loss, crossed)
     low, high = crossings[0].between
     shown.caption = f"L(C) of both is equal there; looked for between {low:.2g} and {high:.2g} FLOPs"
