@@ -391,13 +391,16 @@ def test_the_miniature_of_scaling_laws():
     assert {run.folder.name for run in measured.runs} <= names
     assert not measured.left_out
     checks: dict[tuple[str, int], list[float]] = {}
+    names = set()
     for run in Sweep(**load_config("scaling/miniature_rates.yaml")).runs():
+        names.add(run.name)
         config = run.read()
         assert config.trainer.max_steps == 768
         place = dict(run.cell)["mixer"], config.model.hidden_size
         checks.setdefault(place, []).append(config.optim.learning_rate / rates[place])
     assert set(checks) == {place for place in rates if place[1] in (128, 640)}
     assert all(found == pytest.approx([0.5, 2, 4]) for found in checks.values())
+    assert {run.folder.name for run in find_runs([ROOT / "tutorials" / "measured" / "miniature_rates"])} <= names
     again = {}
     for run in Sweep(**load_config("scaling/miniature_twice.yaml")).runs():
         config = run.read()
