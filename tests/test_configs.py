@@ -400,7 +400,7 @@ def test_the_miniature_of_scaling_laws():
         checks.setdefault(place, []).append(config.optim.learning_rate / rates[place])
     assert set(checks) == {place for place in rates if place[1] in (128, 640)}
     assert all(found == pytest.approx([0.5, 2, 4]) for found in checks.values())
-    assert {run.folder.name for run in find_runs([ROOT / "tutorials" / "measured" / "miniature_rates"])} <= names
+    assert {run.name for run in find_runs([ROOT / "tutorials" / "measured" / "miniature_rates"])} <= names
     again = {}
     for run in Sweep(**load_config("scaling/miniature_twice.yaml")).runs():
         config = run.read()
