@@ -13,7 +13,7 @@ from .delta_rule import delta_rule
 from .discretise import discretise
 from .documents import documents
 from .errors import UserError
-from .features import ACTIVATIONS, NORMS, features
+from .features import ACTIVATIONS, NORMS, feature_stream, features, features_together
 from .flops import attention_flops, recurrence_flops
 from .forget_gate import forget_gate
 from .gated_linear import gated_linear
@@ -42,7 +42,9 @@ __all__ = [
     "delta_rule",
     "discretise",
     "documents",
+    "feature_stream",
     "features",
+    "features_together",
     "forget_gate",
     "gated_linear",
     "gated_rms_norm",

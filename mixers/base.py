@@ -16,7 +16,7 @@ import kernels
 from kernels.documents import places
 
 from .context_parallel import ContextParallel, run_recurrence
-from .features import FeaturePath, Features
+from .features import FeaturePath, Features, together
 from .precision import KeepsFp32
 from .state import History, Position
 
@@ -266,14 +266,11 @@ class LinearMixer(TokenMixer):
         where = following = s.v.new_zeros(0, dtype=torch.int64)
         if self._needs_positions:
             where, following = positions(s.v, None if state is None else state.position, cu_seqlens, context_parallel)
-        done, histories = [], []
-        for i, (path, stream) in enumerate(zip(self._features, s[:3], strict=True)):
-            past = None if state is None else state.histories[i]
-            y, history = path(stream, past, where, cu_seqlens, context_parallel)
-            done.append(y)
-            histories.append(history)
+        past = [None] * 3 if state is None else state.histories
+        made = together(self._features, s[:3], past, where, cu_seqlens, context_parallel)
+        done, histories = zip(*made, strict=True)
         q = done[0] if self.q_gain is None else self.q_gain(done[0])
-        return s.replace(q=q, k=done[1], v=done[2]), tuple(histories), following
+        return s.replace(q=q, k=done[1], v=done[2]), histories, following
 
     @property
     def _needs_positions(self) -> bool:

@@ -1,6 +1,6 @@
 """What happens to a stream between its projection and the recurrence, declared as data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,11 +88,18 @@ class FeaturePath(nn.Module):
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B,T,heads,size] → [B,T,heads,out_size], and the next history if one was given."""
+        (result,) = together([self], [x], [history], positions, cu_seqlens, context_parallel)
+        return result
+
+    def stream(
+        self, x: Tensor, history: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+    ) -> Any:
+        """The arguments of `kernels.features_together` for x [B,T,heads,size]."""
         return_history = history is not None
         if self.spec.conv > 1 and context_parallel is not None:
             context_parallel.check(history, cu_seqlens)
             history = context_parallel.history(x.flatten(2), self.spec.conv - 1)
-        y, history = kernels.features(
+        return kernels.feature_stream(
             x,
             self.weight,
             self.bias,
@@ -102,7 +109,25 @@ class FeaturePath(nn.Module):
             return_history=return_history,
             cu_seqlens=cu_seqlens,
         )
-        return y if self.map is None else self.map(y, positions).to(y.dtype), history
+
+
+def together(
+    paths: Sequence[FeaturePath],
+    streams: Sequence[Tensor],
+    histories: Sequence[Tensor | None],
+    positions: Tensor,
+    cu_seqlens: Tensor | None,
+    context_parallel: ContextParallel | None = None,
+) -> list[tuple[Tensor, Tensor | None]]:
+    """What each path makes of its stream, computed together where that saves launches."""
+    given = [
+        path.stream(x, history, cu_seqlens, context_parallel)
+        for path, x, history in zip(paths, streams, histories, strict=True)
+    ]
+    return [
+        (y if path.map is None else path.map(y, positions).to(y.dtype), history)
+        for path, (y, history) in zip(paths, kernels.features_together(given), strict=True)
+    ]
 
 
 class Rotary(FeatureMap):

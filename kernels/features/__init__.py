@@ -1,5 +1,6 @@
 """Short causal depthwise convolution → activation → norm, for every head of a stream."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from . import composition, reference
 from .arguments import Stream, check
 from .stages import ACTIVATIONS, NORMS
 
-__all__ = ["ACTIVATIONS", "NORMS", "features"]
+__all__ = ["ACTIVATIONS", "NORMS", "feature_stream", "features", "features_together"]
 
 
 def triton(stream: Stream) -> tuple[Tensor, Tensor | None]:
@@ -17,6 +18,13 @@ def triton(stream: Stream) -> tuple[Tensor, Tensor | None]:
     from . import triton_op
 
     return triton_op.forward(stream)
+
+
+def one_launch(streams: Sequence[Stream]) -> list[tuple[Tensor, Tensor | None]] | None:
+    """One token of several streams in one launch; None if they need more."""
+    from . import triton_token
+
+    return triton_token.forward(streams) if triton_token.fits(streams) else None
 
 
 IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": reference.forward}
@@ -56,6 +64,38 @@ def features(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    stream = check(x, weight, bias, activation, norm, history, return_history, cu_seqlens)
-    fits = stream.taps <= MOST_TAPS and (norm == "none" or x.shape[3] <= LARGEST)
-    return choose("features", IMPLEMENTATIONS, x, None if fits else LIMITS)(stream)
+    return features_together([check(x, weight, bias, activation, norm, history, return_history, cu_seqlens)])[0]
+
+
+def feature_stream(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    activation: Literal["identity", "silu", "relu", "elu1"] = "identity",
+    norm: Literal["none", "l2", "l1"] = "none",
+    history: Tensor | None = None,
+    return_history: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Stream:
+    """The arguments of `features`, checked, for `features_together`.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    return check(x, weight, bias, activation, norm, history, return_history, cu_seqlens)
+
+
+def features_together(streams: Sequence[Stream]) -> list[tuple[Tensor, Tensor | None]]:
+    """What `features` returns for each of several streams; in decoding, Triton makes it one launch.
+
+    Args:
+        streams: Of `feature_stream`.
+    """
+    chosen = []
+    for stream in streams:
+        fits = stream.taps <= MOST_TAPS and (stream.norm == "none" or stream.x.shape[3] <= LARGEST)
+        chosen.append(choose("features", IMPLEMENTATIONS, stream.x, None if fits else LIMITS))
+    if all(implementation is triton for implementation in chosen) and (done := one_launch(streams)) is not None:
+        return done
+    return [implementation(stream) for implementation, stream in zip(chosen, streams, strict=True)]

@@ -34,6 +34,12 @@ class Stream:
     def sequences(self) -> int:
         return self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
+    @property
+    def differentiated(self) -> bool:
+        """Whether a gradient is wanted."""
+        tensors = (self.x, self.weight, self.bias, self.history)
+        return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in tensors)
+
     def past(self) -> Tensor:
         """The inputs before the first token [N,W−1,C] in the dtype of x: the history, or zeros."""
         if self.history is not None:

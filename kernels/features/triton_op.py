@@ -242,8 +242,7 @@ def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
     if weight is None and stream.activation == "identity" and stream.norm == "none":
         return x, continued(stream) if stream.return_history else None
     how = (stream.activation, stream.norm)
-    wanted = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (x, weight, bias, history))
-    if stream.return_history and weight is not None and stream.cu_seqlens is None and not wanted:
+    if stream.return_history and weight is not None and stream.cu_seqlens is None and not stream.differentiated:
         y, tail = step(x, weight, bias, history, *how)
         return y, tail
     given = (x, weight, bias, history, stream.cu_seqlens, *how)

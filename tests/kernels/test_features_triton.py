@@ -173,6 +173,81 @@ def test_continuing_without_gradient_is_one_launch(T: int, history: bool, monkey
     assert torch.equal(found[1], expected[1])
 
 
+THREE = [
+    {"heads": 2, "size": 3, "activation": "silu", "norm": "l2"},
+    {"heads": 5, "size": 4, "activation": "elu1", "norm": "l1", "bias": False, "W": 3},
+    {"heads": 1, "size": 40, "activation": "relu", "norm": "none", "history": False},
+]
+
+
+def streams(wanted: list[dict[str, Any]], T: int, **options: Any) -> list[dict[str, Any]]:
+    """Arguments of `features` for each; x is a part of a larger tensor."""
+    given = []
+    for about in wanted:
+        stages = {name: about[name] for name in ("activation", "norm")}
+        a = single(T, **{name: x for name, x in about.items() if name not in stages}, **options)
+        x = torch.cat([a["x"].flatten(2), a["x"].new_zeros(*a["x"].shape[:2], 2)], -1)
+        a["x"] = x[..., :-2].unflatten(2, a["x"].shape[2:])
+        given.append({**a, **stages, "return_history": True})
+    return given
+
+
+def together(given: list[dict[str, Any]], backend: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    with kernels.backend(backend):
+        return kernels.features_together([kernels.feature_stream(**a) for a in given])
+
+
+@interpreted
+@pytest.mark.parametrize("chosen", [(0, 1), (0, 0, 2), (2, 1, 0)], ids=str)
+def test_one_token_of_several_streams_is_one_launch(chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    given = streams([THREE[i] for i in chosen], 1, B=3)
+    with torch.no_grad():
+        alone = [together([a], "triton")[0] for a in given]
+        expected = together(given, "reference")
+        monkeypatch.setattr(triton_op, "run", None)
+        found = together(given, "triton")
+    torch.testing.assert_close(found, expected)
+    for (y, history), (other, kept) in zip(found, alone, strict=True):
+        assert torch.equal(y, other)
+        assert torch.equal(history, kept)
+
+
+@interpreted
+@pytest.mark.parametrize("case", ["two tokens", "a gradient", "four streams", "no convolution", "no history"])
+def test_other_streams_are_launched_one_by_one(case: str):
+    given = streams([*THREE, THREE[0]] if case == "four streams" else THREE, 2 if case == "two tokens" else 1)
+    if case == "no convolution":
+        given[0] = {"x": given[0]["x"], "activation": "silu", "norm": "l2", "return_history": True}
+    elif case == "no history":
+        given[1]["return_history"] = False
+    given[0]["x"].requires_grad_(case == "a gradient")
+    torch.testing.assert_close(together(given, "triton"), together(given, "reference"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 64])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_one_token_on_a_device(B: int, size: int):
+    heads = 1024 // size
+    qk = {"heads": heads, "size": size, "activation": "silu", "norm": "l2", "bias": False}
+    given = streams([qk, qk, {**qk, "size": 2 * size, "norm": "none"}], 1, B=B, dtype=torch.bfloat16)
+    given = [{name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in a.items()} for a in given]
+    with torch.no_grad():
+        found = together(given, "triton")
+        for a, (y, history) in zip(given, found, strict=True):
+            ((other, kept),) = together([a], "triton")
+            assert torch.equal(y, other)
+            assert torch.equal(history, kept)
+        again = together(given, "triton")
+        assert all(
+            torch.equal(a, b) for one, two in zip(found, again, strict=True) for a, b in zip(one, two, strict=True)
+        )
+        compiled = torch.compile(lambda: together(given, "triton"), fullgraph=True)()
+    assert all(
+        torch.equal(a, b) for one, two in zip(found, compiled, strict=True) for a, b in zip(one, two, strict=True)
+    )
+
+
 @interpreted
 def test_whole_is_pieces():
     a = single(9)
