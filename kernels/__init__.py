@@ -13,7 +13,7 @@ from .delta_rule import delta_rule
 from .discretise import discretise
 from .documents import documents
 from .errors import UserError
-from .features import ACTIVATIONS, NORMS, feature_stream, features, features_together
+from .features import ACTIVATIONS, NORMS, FeatureStream, features, features_together
 from .flops import attention_flops, recurrence_flops
 from .forget_gate import forget_gate
 from .gated_linear import gated_linear
@@ -33,6 +33,7 @@ __all__ = [
     "ACTIVATIONS",
     "BACKENDS",
     "NORMS",
+    "FeatureStream",
     "UserError",
     "add_rms_norm",
     "at_least_fp32",
@@ -42,7 +43,6 @@ __all__ = [
     "delta_rule",
     "discretise",
     "documents",
-    "feature_stream",
     "features",
     "features_together",
     "forget_gate",

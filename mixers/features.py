@@ -93,13 +93,13 @@ class FeaturePath(nn.Module):
 
     def stream(
         self, x: Tensor, history: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
-    ) -> Any:
+    ) -> kernels.FeatureStream:
         """The arguments of `kernels.features_together` for x [B,T,heads,size]."""
         return_history = history is not None
         if self.spec.conv > 1 and context_parallel is not None:
             context_parallel.check(history, cu_seqlens)
             history = context_parallel.history(x.flatten(2), self.spec.conv - 1)
-        return kernels.feature_stream(
+        return kernels.FeatureStream(
             x,
             self.weight,
             self.bias,

@@ -7,20 +7,20 @@ from torch import Tensor
 
 from ..backend import choose
 from . import composition, reference
-from .arguments import Stream, check
+from .arguments import FeatureStream
 from .stages import ACTIVATIONS, NORMS
 
-__all__ = ["ACTIVATIONS", "NORMS", "feature_stream", "features", "features_together"]
+__all__ = ["ACTIVATIONS", "NORMS", "FeatureStream", "features", "features_together"]
 
 
-def triton(stream: Stream) -> tuple[Tensor, Tensor | None]:
+def triton(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     """The Triton implementation, imported on first use: not every platform has Triton."""
     from . import triton_op
 
     return triton_op.forward(stream)
 
 
-def one_launch(streams: Sequence[Stream]) -> list[tuple[Tensor, Tensor | None]] | None:
+def one_launch(streams: Sequence[FeatureStream]) -> list[tuple[Tensor, Tensor | None]] | None:
     """One token of several streams in one launch; None if they need more."""
     from . import triton_token
 
@@ -64,33 +64,19 @@ def features(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    return features_together([check(x, weight, bias, activation, norm, history, return_history, cu_seqlens)])[0]
+    return features_together([FeatureStream(x, weight, bias, activation, norm, history, return_history, cu_seqlens)])[0]
 
 
-def feature_stream(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    activation: Literal["identity", "silu", "relu", "elu1"] = "identity",
-    norm: Literal["none", "l2", "l1"] = "none",
-    history: Tensor | None = None,
-    return_history: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Stream:
-    """The arguments of `features`, checked, for `features_together`.
+def features_together(streams: Sequence[FeatureStream]) -> list[tuple[Tensor, Tensor | None]]:
+    """What `features` returns for each of several streams.
 
-    Raises:
-        ValueError: An argument does not fit the others; the message starts with its name.
-    """
-    return check(x, weight, bias, activation, norm, history, return_history, cu_seqlens)
-
-
-def features_together(streams: Sequence[Stream]) -> list[tuple[Tensor, Tensor | None]]:
-    """What `features` returns for each of several streams; in decoding, Triton makes it one launch.
+    For one token of each, without gradients, Triton launches one kernel for all.
 
     Args:
-        streams: Of `feature_stream`.
+        streams: The arguments of each call.
+
+    Returns:
+        y [B,T,heads,size] and the history of each stream, or None in its place.
     """
     chosen = []
     for stream in streams:

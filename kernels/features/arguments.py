@@ -10,17 +10,39 @@ from .stages import ACTIVATIONS, NORMS
 
 
 @dataclass  # not frozen: that takes five times as long to construct
-class Stream:
-    """Checked arguments: a stream of heads, and the operations on it."""
+class FeatureStream:
+    """The arguments of `features`, which has what they are, for `features_together`.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
 
     x: Tensor  # [B,T,heads,size]
-    weight: Tensor | None  # [C,1,W], C = heads·size
-    bias: Tensor | None  # [C]
-    activation: str
-    norm: str
-    history: Tensor | None  # [N,W−1,C]; N = B without cu_seqlens
-    return_history: bool
-    cu_seqlens: Tensor | None  # [N+1]
+    weight: Tensor | None = None  # [C,1,W], C = heads·size
+    bias: Tensor | None = None  # [C]
+    activation: str = "identity"
+    norm: str = "none"
+    history: Tensor | None = None  # [N,W−1,C]; N = B without cu_seqlens
+    return_history: bool = False
+    cu_seqlens: Tensor | None = None  # [N+1]
+
+    def __post_init__(self) -> None:
+        x, weight, bias = self.x, self.weight, self.bias
+        if x.dim() != 4:
+            raise ValueError(f"x: expected [B,T,heads,size], got shape {tuple(x.shape)}")
+        C = self.channels
+        if weight is not None and (weight.dim() != 3 or weight.shape[:2] != (C, 1)):
+            raise ValueError(f"weight: expected [{C},1,W], got shape {tuple(weight.shape)}")
+        if bias is not None and (weight is None or bias.shape != (C,)):
+            raise ValueError(f"bias: expected [{C}] and a weight, got shape {tuple(bias.shape)}")
+        for name, value, known in (("activation", self.activation, ACTIVATIONS), ("norm", self.norm, NORMS)):
+            if value not in known:
+                raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
+        if self.cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
+            documents(self.cu_seqlens, x.shape[1], x.shape[0], x.device)
+        wanted = (self.sequences, self.taps - 1, C)
+        if self.history is not None and tuple(self.history.shape) != wanted:
+            raise ValueError(f"history: expected {list(wanted)}, got shape {tuple(self.history.shape)}")
 
     @property
     def taps(self) -> int:
@@ -45,37 +67,3 @@ class Stream:
         if self.history is not None:
             return self.history.to(self.x.dtype)
         return self.x.new_zeros(self.sequences, self.taps - 1, self.channels)
-
-
-def check(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    norm: str,
-    history: Tensor | None,
-    return_history: bool,
-    cu_seqlens: Tensor | None,
-) -> Stream:
-    """Check names and shapes; every message starts with the argument's name.
-
-    Raises:
-        ValueError: An argument does not fit the others.
-    """
-    if x.dim() != 4:
-        raise ValueError(f"x: expected [B,T,heads,size], got shape {tuple(x.shape)}")
-    stream = Stream(x, weight, bias, activation, norm, history, return_history, cu_seqlens)
-    C = stream.channels
-    if weight is not None and (weight.dim() != 3 or weight.shape[:2] != (C, 1)):
-        raise ValueError(f"weight: expected [{C},1,W], got shape {tuple(weight.shape)}")
-    if bias is not None and (weight is None or bias.shape != (C,)):
-        raise ValueError(f"bias: expected [{C}] and a weight, got shape {tuple(bias.shape)}")
-    for name, value, known in (("activation", activation, ACTIVATIONS), ("norm", norm, NORMS)):
-        if value not in known:
-            raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
-    if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
-        documents(cu_seqlens, x.shape[1], x.shape[0], x.device)
-    wanted = (stream.sequences, stream.taps - 1, C)
-    if history is not None and tuple(history.shape) != wanted:
-        raise ValueError(f"history: expected {list(wanted)}, got shape {tuple(history.shape)}")
-    return stream

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from .arguments import Stream
+from .arguments import FeatureStream
 from .convolution import continued, convolve
 from .stages import ACTIVATIONS, NORMS
 
 
-def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
+def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     """y [B,T,heads,size], and the history for the next call if it is to be returned."""
     x = stream.x
     if stream.weight is not None:

@@ -10,10 +10,10 @@ from torch.autograd.function import once_differentiable
 from ..arguments import at_least_fp32
 from ..documents import documents
 from ..op import plain
-from .arguments import Stream
+from .arguments import FeatureStream
 
 
-def convolve(stream: Stream) -> Tensor:
+def convolve(stream: FeatureStream) -> Tensor:
     """y_t = bias + Σ_j weight_j · x_{t−W+1+j} for every channel, [B,T,C]."""
     x, past, W = stream.x.flatten(2), stream.past(), stream.taps
     if stream.cu_seqlens is None:
@@ -29,7 +29,7 @@ def convolve(stream: Stream) -> Tensor:
     return _slide(line[None], stream)[:, token]
 
 
-def _slide(line: Tensor, stream: Stream) -> Tensor:
+def _slide(line: Tensor, stream: FeatureStream) -> Tensor:
     """[B,W−1+T,C] → [B,T,C], as an image of one row with channels last: three times faster on CPUs than conv1d."""
     assert stream.weight is not None
     if by_hand := line.is_cpu and plain((line, stream.weight)):
@@ -77,7 +77,7 @@ class _Depthwise(torch.autograd.Function):
         return dline.squeeze(2).mT, dweight, dbias
 
 
-def continued(stream: Stream) -> Tensor:
+def continued(stream: FeatureStream) -> Tensor:
     """The last W − 1 inputs of every sequence [N,W−1,C], in the dtype of `history`, else of x."""
     x, past, keep = stream.x.flatten(2), stream.past(), stream.taps - 1
     if not keep:

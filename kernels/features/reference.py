@@ -5,11 +5,11 @@ from torch import Tensor
 
 from ..arguments import at_least_fp32
 from ..documents import documents
-from .arguments import Stream
+from .arguments import FeatureStream
 from .stages import ACTIVATIONS, NORMS
 
 
-def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
+def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     """y [B,T,heads,size], and the history for the next call if it is to be returned."""
     x, T = at_least_fp32(stream.x.flatten(2)), stream.x.shape[1]
     spans = [(b, 0, T) for b in range(len(x))]
@@ -28,7 +28,7 @@ def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
     return y, torch.stack(tails).to(dtype) if stream.return_history else None
 
 
-def _one(window: Tensor, stream: Stream) -> Tensor:
+def _one(window: Tensor, stream: FeatureStream) -> Tensor:
     """The features [heads,size] of the last of W inputs [W,C]."""
     z = window[-1]
     if stream.weight is not None:

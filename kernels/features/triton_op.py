@@ -15,7 +15,7 @@ from ..triton.enqueue import Prepared, cdiv, next_power_of_2
 from ..triton.launches import multiprocessors
 from ..triton.parts import add_parts
 from . import triton_kernels
-from .arguments import Stream
+from .arguments import FeatureStream
 from .convolution import continued
 from .stages import EPS
 
@@ -236,7 +236,7 @@ def again(*given: Any) -> Tensor:
 step = op.register("features_step", compute_step, None, fake_step, results=2)
 
 
-def forward(stream: Stream) -> tuple[Tensor, Tensor | None]:
+def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     """y [B,T,heads,size], and the history for the next call if it is to be returned."""
     x, weight, bias, history = stream.x, stream.weight, stream.bias, stream.history
     if weight is None and stream.activation == "identity" and stream.norm == "none":

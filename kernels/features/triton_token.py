@@ -15,7 +15,7 @@ from .. import op
 from ..allocation import new
 from ..triton.enqueue import Prepared
 from ..triton.launches import multiprocessors
-from .arguments import Stream
+from .arguments import FeatureStream
 from .stages import EPS
 from .triton_kernels import activate, channels, convolve, normalise, taps_of
 from .triton_op import LOAD, WARPS, Cut, cut, parameters, strided
@@ -164,7 +164,7 @@ _op = torch.library.custom_op(f"{op.NAMESPACE}::features_token", compute, mutate
 _op.register_fake(fake)
 
 
-def fits(streams: Sequence[Stream]) -> bool:
+def fits(streams: Sequence[FeatureStream]) -> bool:
     """Whether one launch can serve them all: one token of a few streams, with no gradients and a history to return."""
     return 1 < len(streams) <= MOST and all(
         stream.x.shape[1] == 1
@@ -176,7 +176,7 @@ def fits(streams: Sequence[Stream]) -> bool:
     )
 
 
-def forward(streams: Sequence[Stream]) -> list[tuple[Tensor, Tensor | None]]:
+def forward(streams: Sequence[FeatureStream]) -> list[tuple[Tensor, Tensor | None]]:
     """y and the history for the next call of each stream."""
     tensors = [x for stream in streams for x in (stream.x, stream.weight, stream.bias, stream.history)]
     how = " ".join(stream.activation for stream in streams), " ".join(stream.norm for stream in streams)

@@ -10,7 +10,7 @@ import kernels
 from .test_features import PACKED, STAGES, Arguments, agree, assert_same, inputs, results
 
 pytest.importorskip("triton")
-from kernels.features import triton_op
+from kernels.features import triton_op, triton_token
 
 # what is small and quick there would be a compilation each on a device
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
@@ -20,7 +20,8 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
     allocate = triton_op.new
-    monkeypatch.setattr(triton_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    for module in (triton_op, triton_token):
+        monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 
 
 @pytest.fixture
@@ -192,9 +193,19 @@ def streams(wanted: list[dict[str, Any]], T: int, **options: Any) -> list[dict[s
     return given
 
 
+def every(given: list[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    return kernels.features_together([kernels.FeatureStream(**a) for a in given])
+
+
 def together(given: list[dict[str, Any]], backend: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     with kernels.backend(backend):
-        return kernels.features_together([kernels.feature_stream(**a) for a in given])
+        return every(given)
+
+
+def same(*found: list[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
+    """Whether all have the same bits."""
+    first, *rest = ([x for pair in each for x in pair] for each in found)
+    return all(torch.equal(x, y) for each in rest for x, y in zip(first, each, strict=True))
 
 
 @interpreted
@@ -206,10 +217,10 @@ def test_one_token_of_several_streams_is_one_launch(chosen: tuple[int, ...], mon
         expected = together(given, "reference")
         monkeypatch.setattr(triton_op, "run", None)
         found = together(given, "triton")
+        with kernels.backend("triton"):  # outside: what chooses cannot be traced
+            compiled = torch.compile(every, backend="aot_eager", fullgraph=True)(given)
     torch.testing.assert_close(found, expected)
-    for (y, history), (other, kept) in zip(found, alone, strict=True):
-        assert torch.equal(y, other)
-        assert torch.equal(history, kept)
+    assert same(found, alone, compiled)
 
 
 @interpreted
@@ -234,18 +245,11 @@ def test_one_token_on_a_device(B: int, size: int):
     given = [{name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in a.items()} for a in given]
     with torch.no_grad():
         found = together(given, "triton")
-        for a, (y, history) in zip(given, found, strict=True):
-            ((other, kept),) = together([a], "triton")
-            assert torch.equal(y, other)
-            assert torch.equal(history, kept)
         again = together(given, "triton")
-        assert all(
-            torch.equal(a, b) for one, two in zip(found, again, strict=True) for a, b in zip(one, two, strict=True)
-        )
-        compiled = torch.compile(lambda: together(given, "triton"), fullgraph=True)()
-    assert all(
-        torch.equal(a, b) for one, two in zip(found, compiled, strict=True) for a, b in zip(one, two, strict=True)
-    )
+        alone = [together([a], "triton")[0] for a in given]
+        with kernels.backend("triton"):
+            compiled = torch.compile(every, fullgraph=True)(given)
+    assert same(found, again, alone, compiled)
 
 
 @interpreted
@@ -308,6 +312,8 @@ def registered(a: Arguments) -> None:
     torch.library.opcheck(torch.ops.token_mixer_zoo.features, (*leaves, None, *how))
     torch.library.opcheck(torch.ops.token_mixer_zoo.features, (leaves[0], None, None, None, None, *how))
     torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, *how))
+    one = [a["x"][:, :1], *given[1:]]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.features_token, ([*one, *one], "silu relu", "l2 none"))
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ class Case:
         inputs: Its tensors, in fp32 on the CPU.
         options: Its other arguments.
         kept: Inputs that stay in fp32 when the others are rounded, as they do in models.
+        call: What calls the op with them; null for the op itself.
     """
 
     op: str
@@ -36,6 +37,7 @@ class Case:
     inputs: Tensors
     options: dict[str, Any] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
+    call: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -63,7 +65,7 @@ class Case:
     def outputs(self, backend: str | None = None) -> Tensors:
         """The outputs that are floating tensors; null for the backend that is chosen anyway."""
         with nullcontext() if backend is None else kernels.backend(backend):
-            result = getattr(kernels, self.op)(**self.inputs, **self.options)
+            result = (self.call or getattr(kernels, self.op))(**self.inputs, **self.options)
         several = result if isinstance(result, tuple) else (result,)
         named = {"output" if len(several) == 1 else f"output {i + 1}": y for i, y in enumerate(several)}
         return {name: y for name, y in named.items() if isinstance(y, Tensor) and y.is_floating_point()}
@@ -142,10 +144,22 @@ def _streams(draw: Draw, size: int) -> Iterator[Case]:
     channels = HEADS * size
     inputs = {"x": draw(*HEADED, size), "weight": draw(channels, 1, 4) / 2, "bias": draw(channels)}
     yield Case("features", "", size, inputs, {"activation": "silu", "norm": "l2"})
+    one = {"q": draw(ROWS, 1, HEADS, size), "v": draw(ROWS, 1, HEADS, 2 * size)}
+    weights = {"q_weight": draw(channels, 1, 4) / 2, "v_weight": draw(2 * channels, 1, 4) / 2}
+    yield Case("features_together", "one token", size, one | weights, call=_decoded)
     inputs = {"a": draw(ROWS, LENGTH, HEADS), "A_log": draw(HEADS), "dt_bias": draw(HEADS)}
     yield Case("discretise", "", size, inputs, kept=("A_log", "dt_bias"))
     inputs = {"x": draw(ROWS, LENGTH, channels), "bias": draw(channels), "odds": draw(channels)}
     yield Case("forget_gate", "", size, inputs, kept=("bias", "odds"))
+
+
+@torch.no_grad()  # as in decoding, where one launch serves all streams
+def _decoded(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor) -> tuple[Tensor, ...]:
+    streams = [
+        kernels.FeatureStream(x, weight, activation="silu", norm=norm, return_history=True)
+        for x, weight, norm in ((q, q_weight, "l2"), (v, v_weight, "none"))
+    ]
+    return tuple(y for y, _ in kernels.features_together(streams))
 
 
 def _norms(draw: Draw, size: int) -> Iterator[Case]:
