@@ -1,8 +1,9 @@
-"""Which implementation runs: ``auto``, ``triton``, ``torch`` (chunkwise PyTorch) or ``reference`` (fp32 loops).
+"""Which implementation runs: ``auto``, ``triton``, ``torch`` (chunks), ``reference`` (fp32 loops) or ``flashqla``.
 
 ``auto`` picks the fastest implementation for the tensor's device. Where the Triton kernels cannot take the arguments,
 it runs PyTorch on the GPU and logs a warning. An explicit choice that an op cannot honour is an error, never a
-fallback. Each op lists its implementations in a dict and calls :func:`choose`.
+fallback. Each op lists its implementations in a dict and calls :func:`choose`. ``flashqla``, an optional package, is of
+one op alone, the delta rule; under it other ops, and single tokens, run as under ``auto``.
 
 The scope of a choice:
 
@@ -36,7 +37,8 @@ from .errors import UserError
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "triton", "torch", "reference")
+BACKENDS = ("auto", "triton", "torch", "reference", "flashqla")
+PARTIAL = ("flashqla",)  # of some ops only, which check themselves what they are given
 _default = os.environ.get("ZOO_BACKEND", "auto")
 _chosen: ContextVar[str] = ContextVar("backend", default=_default)
 _noted: ContextVar[dict[str, set[str]] | None] = ContextVar("implementations", default=None)
@@ -47,7 +49,7 @@ def backend(name: str) -> Iterator[None]:
     """Run the ops inside the ``with`` block on the named backend.
 
     Raises:
-        UserError: The name is not one of ``auto``, ``triton``, ``torch``, ``reference``.
+        UserError: The name is not one of `BACKENDS`.
     """
     if name not in BACKENDS:
         raise UserError(f"backend: {name!r} is not one of {', '.join(BACKENDS)}")
@@ -117,7 +119,7 @@ def choose(
     name = _name(op, tuple(implementations), x.device.type, fp64, limits)
     if x.is_cuda and name == "torch" and "triton" in implementations and not torch.compiler.is_compiling():
         reason = _no_triton("cuda", fp64, limits)
-        if reason and _chosen.get() == "auto":
+        if reason and _chosen.get() in ("auto", *PARTIAL):
             _say(op, x.shape[-1], reason)
     return implementations[name]
 
@@ -139,13 +141,15 @@ def _allowed(op: str, known: tuple[str, ...], device: str, fp64: bool, limits: s
     name = _chosen.get()
     if name not in BACKENDS:
         raise UserError(f"ZOO_BACKEND: {name!r} is not one of {', '.join(BACKENDS)}")
+    if name in PARTIAL and name in known:
+        return name
     reason = _no_triton(device, fp64, limits)
-    if name == "auto":
+    if name in ("auto", *PARTIAL):
         return "triton" if "triton" in known and device == "cuda" and not reason else "torch"
+    others = ", ".join(other for other in known if other not in (name, *PARTIAL))
     if name not in known:
-        raise UserError(f"backend: {op} has no {name!r} implementation; choose one of {', '.join(known)} or auto")
+        raise UserError(f"backend: {op} has no {name!r} implementation; choose one of {others} or auto")
     if name == "triton" and reason:
-        others = ", ".join(other for other in known if other != name)
         raise UserError(f"backend: {op} cannot run on 'triton', {reason}; choose one of {others} or auto")
     return name
 

@@ -14,7 +14,14 @@ def triton(a: Recurrences) -> tuple[Tensor, Tensor]:
     return triton_op.forward(a)
 
 
-IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": reference.forward}
+def flashqla(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """FlashQLA's implementation, imported on first use: it is an optional package."""
+    from . import flashqla_op
+
+    return flashqla_op.forward(a)
+
+
+IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": reference.forward, "flashqla": flashqla}
 LARGEST = 256  # a program holds the state of all keys, for a block of values, in registers
 LIMITS = f"which takes keys of at most {LARGEST} channels"
 
@@ -64,8 +71,11 @@ def delta_rule(
     a = check(*given, per_channel=False, consume_state=consume_state)
     if a.beta is None:
         raise ValueError("beta: the delta rule needs it")
-    run = choose("delta_rule", IMPLEMENTATIONS, q, None if q.shape[3] <= LARGEST else LIMITS)
-    if run is chunk.forward and v.shape[1] == 1 and cu_seqlens is None:
+    one = v.shape[1] == 1 and cu_seqlens is None
+    # FlashQLA has no kernel for one token
+    known = {name: run for name, run in IMPLEMENTATIONS.items() if not one or run is not flashqla}
+    run = choose("delta_rule", known, q, None if q.shape[3] <= LARGEST else LIMITS)
+    if run is chunk.forward and one:
         run = step.forward
     o, state = run(a)
     return o, state if return_state else None

@@ -16,7 +16,7 @@ from zoo.files.atomic import atomic_write
 
 # suffix in a row → column: time of a call, and of its kernels alone when a CUDA graph launches them
 TIMES = {"": "called ms", "_graph": "as graph ms"}
-PATH = "path: the implementations that ran, triton, torch or reference"
+PATH = "path: the implementations that ran, triton, torch, reference or flashqla"
 
 
 @dataclass

@@ -36,6 +36,7 @@ EXAMPLES = {
 ALL = "all"  # the topic of everything
 PURPOSES = {  # of keys that are not the arguments of one class of this project
     "seed_everything": "Seed of all random numbers",
+    "backend": "Backend of the kernels in training",
     "compile": "Whether to compile the blocks for the training steps",
     "activation_checkpointing": "Recompute every N-th block in the backward pass, to save memory",
     "context_parallel": "Number of neighbouring processes that share each sequence",

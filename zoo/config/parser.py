@@ -12,7 +12,7 @@ import pydoc
 from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import yaml
@@ -21,7 +21,7 @@ from lightning.fabric.utilities.seed import max_seed_value
 from lightning.pytorch.cli import LightningArgumentParser
 
 import mixers
-from kernels import UserError
+from kernels import BACKENDS, UserError
 from zoo.config.explain import explain
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, as_arguments, load_config, load_items
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 CALLBACKS: dict[str, type[RunCallback]] = {cls.key: cls for cls in run_callbacks() if cls.key is not None}
 CLASSES: dict[str, Any] = {"model": LanguageModel, "optim": Optimisation, "trainer": L.Trainer, **CALLBACKS}
-KEYS = ("seed_everything", "compile", "activation_checkpointing", "context_parallel", "data", *CLASSES)
+KEYS = ("seed_everything", "backend", "compile", "activation_checkpointing", "context_parallel", "data", *CLASSES)
 
 # Between its own steps, jsonargparse writes components to YAML and reads them again. Its dumper writes the text "1e5"
 # without quotes, and its loader reads that as a number.
@@ -155,6 +155,11 @@ def add_arguments(parser: LightningArgumentParser) -> None:
         type=bool | int,
         default=0,
         help="Seed of all random numbers: true draws a seed, false sets none.",
+    )
+    parser.add_argument(
+        "--backend",
+        type=Literal[BACKENDS] | None,
+        help="Backend of the kernels in training; null for ZOO_BACKEND, or auto.",
     )
     parser.add_argument(
         "--compile",

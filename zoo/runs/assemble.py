@@ -24,6 +24,7 @@ from zoo.runs.loggers import for_run, missing_package
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
+from zoo.train.callbacks.kernel_backend import KernelBackend
 from zoo.train.callbacks.model_summary import Summary
 from zoo.train.callbacks.progress_bar import Progress
 from zoo.train.callbacks.run_callback import run_callbacks
@@ -221,6 +222,8 @@ def _run_callbacks(config: Namespace) -> list[Callback]:
     built: list[Any] = [
         configs.instantiate(cls.key, config) if cls.key is not None else cls() for cls in run_callbacks()
     ]
+    if config.backend is not None:
+        built.append(KernelBackend(config.backend))
     if config.compile:
         built.append(CompiledBlocks())
     if (interval := config.activation_checkpointing) is not None:

@@ -1,0 +1,56 @@
+"""`backend`: the implementations of a training run, and nothing after it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels
+import zoo
+from tests.commands import Command
+
+pytest_plugins = "tests.desk"
+SMALL = (
+    "gla.yaml",
+    "tiny.yaml",
+    "model.num_layers=1",
+    "model.hidden_size=16",
+    "model.num_heads=1",
+    "samples.prompts=[]",
+)
+
+
+def ran(*overrides: str) -> dict[str, set[str]]:
+    with kernels.implementations() as found:
+        zoo.fit(*SMALL, *overrides)
+    return found
+
+
+def here() -> str:
+    x = torch.ones(1, 2, 1, 4)
+    with kernels.implementations() as found:
+        kernels.linear_recurrence(x, x, x)
+    (name,) = found["linear_recurrence"]
+    return name
+
+
+def test_a_run_has_its_backend(desk: Path):
+    assert ran("backend=reference")["linear_recurrence"] == {"reference"}
+    assert here() == "torch"
+    assert ran()["linear_recurrence"] == {"torch"}
+
+
+def test_a_backend_that_cannot_run_is_a_sentence_and_is_left(desk: Path):
+    with pytest.raises(kernels.UserError, match=r"^backend: .* cannot run on 'triton', which needs a GPU"):
+        ran("backend=triton")
+    assert here() == "torch"
+
+
+def test_from_the_command_line(command: Command, desk: Path):
+    done = command("fit", "--config", "gla.yaml", "--config", "tiny.yaml", "--backend=tritn")
+    assert done.code == 2
+    assert "error: backend: 'tritn' is not one of auto, triton, torch, reference, flashqla" in done.err
+    done = command("fit", "--config", "gated_deltanet.yaml", "--config", "tiny.yaml", "--config", "train/flashqla.yaml")
+    assert done.code == 2
+    assert "error: backend: delta_rule cannot run on 'flashqla', which takes keys and values of 128" in done.err
+    assert "Traceback" not in done.err

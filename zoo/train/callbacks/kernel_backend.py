@@ -1,0 +1,34 @@
+"""`backend`: which implementations of the ops a training run uses."""
+
+from contextlib import ExitStack
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+
+import kernels
+
+
+class KernelBackend(Callback):
+    """Runs the ops of a run on one backend, from its first validation to its last; checkpoints do not depend on it.
+
+    Args:
+        name: One of `kernels.BACKENDS`.
+    """
+
+    order = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._entered = ExitStack()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Choose the backend."""
+        self._entered.enter_context(kernels.backend(self.name))
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Return to the backend of before."""
+        self._entered.close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Return to the backend of before."""
+        self._entered.close()
