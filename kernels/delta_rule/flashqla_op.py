@@ -14,6 +14,7 @@ from torch import Tensor
 from ..arguments import Recurrences, at_least_fp32
 from ..documents import Documents
 from ..errors import UserError
+from ..recompute import remake
 
 SIZE = 128  # of keys and values
 DTYPES = (torch.bfloat16, torch.float16)
@@ -41,9 +42,14 @@ def filled(documents: Documents) -> tuple[Tensor, Tensor]:
     return torch.tensor(full, device=documents.device), torch.tensor(bounds, dtype=torch.int32, device=documents.device)
 
 
-def per_recurrence(x: Tensor, a: Recurrences) -> Tensor:
-    """Queries or keys [B,T,G·E,K] for every recurrence [B,T,H·E,K]."""
-    return x.unflatten(2, (a.groups, 1, a.subheads)).expand(-1, -1, -1, a.repeats, -1, -1).flatten(2, 4)
+def repeated(x: Tensor, groups: int, times: int) -> Tensor:
+    """Each of the groups of heads of x [B,T,groups·n,D] `times` times in a row."""
+    return x.unflatten(2, (groups, 1, -1)).expand(-1, -1, -1, times, -1, -1).flatten(2, 4)
+
+
+def spread(x: Tensor, groups: int, times: int) -> Tensor:
+    """The same, and what is longer than x need not be kept for the gradients."""
+    return x if times == 1 else remake(repeated(x, groups, times), repeated, x, groups, times)
 
 
 def decays(a: Recurrences) -> Tensor:
@@ -68,7 +74,8 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         )
     q, k, v = a.q, a.k, a.v
     if a.subheads > 1:
-        q, k, v = per_recurrence(q, a), per_recurrence(k, a), v.repeat_interleave(a.subheads, 2)
+        q, k = (spread(x, a.groups, a.repeats) for x in (q, k))
+        v = spread(v, v.shape[2], a.subheads)
     first = None if a.initial_state is None else at_least_fp32(a.initial_state)
     rows, bounds = (None, None) if a.documents is None else a.documents.once(filled)
     if first is not None and rows is not None:

@@ -50,6 +50,46 @@ def test_calls_in_its_terms(options: dict[str, int], gate: str, documents: list[
     assert_same(found, results(kernels.delta_rule, a, backend="reference", subheads=options["E"]))
 
 
+class Keeping(torch.autograd.Function):
+    """The identity, which keeps its argument for the gradient, as FlashQLA keeps q, k and v."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        assert ctx.saved_tensors[0].shape == dy.shape
+        return dy
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("R", "longer"), [(1, 1), (2, 3)])
+def test_repeated_heads_are_repeated_again_for_the_gradients(R: int, longer: int, monkeypatch: pytest.MonkeyPatch):
+    from kernels.delta_rule import flashqla_op
+
+    def keeping(*streams: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        return stand_in(*map(Keeping.apply, streams[:3]), *streams[3:], **options)
+
+    made, repeat = [], flashqla_op.repeated
+    monkeypatch.setattr(flashqla_op, "repeated", lambda *given: made.append(given[0].shape) or repeat(*given))
+    monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(chunk_gated_delta_rule=keeping))
+    a = inputs(70, R=R, E=3, state=False, dtype=torch.float32)
+    leaves = [a[name].requires_grad_() for name in "qkv"]
+
+    def gradients() -> tuple[Tensor, ...]:
+        with kernels.backend("flashqla"):
+            o, _ = kernels.delta_rule(**a, subheads=3)
+        return torch.autograd.grad(o.square().sum(), leaves)
+
+    expected, once = gradients(), len(made)
+    with kernels.recomputing():
+        found = gradients()
+    assert (once, len(made)) == (longer, 3 * longer)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("state", [True, False])
 def test_single_tokens_and_other_ops_run_as_ever(state: bool):
