@@ -11,7 +11,7 @@ from .stages import ACTIVATIONS, NORMS
 
 @dataclass  # not frozen: that takes five times as long to construct
 class FeatureStream:
-    """The arguments of `features`, which has what they are, for `features_together`.
+    """The arguments of one call of `features`, where they are explained, for `features_together`.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.

@@ -40,7 +40,8 @@ def test_a_run_has_its_backend(desk: Path):
     assert ran()["linear_recurrence"] == {"torch"}
 
 
-def test_a_backend_that_cannot_run_is_a_sentence_and_is_left(desk: Path):
+def test_a_backend_that_cannot_run_is_a_sentence_and_is_left(desk: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # as the tests of kernels set it
     with pytest.raises(kernels.UserError, match=r"^backend: .* cannot run on 'triton', which needs a GPU"):
         ran("backend=triton")
     assert here() == "torch"
