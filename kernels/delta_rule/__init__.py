@@ -72,8 +72,9 @@ def delta_rule(
     if a.beta is None:
         raise ValueError("beta: the delta rule needs it")
     one = v.shape[1] == 1 and cu_seqlens is None
-    # FlashQLA has no kernel for one token
-    known = {name: run for name, run in IMPLEMENTATIONS.items() if not one or run is not flashqla}
+    known = dict(IMPLEMENTATIONS)
+    if one:
+        known.pop("flashqla")  # which has no kernel for one token
     run = choose("delta_rule", known, q, None if q.shape[3] <= LARGEST else LIMITS)
     if run is chunk.forward and one:
         run = step.forward

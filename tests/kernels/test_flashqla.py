@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.delta_rule import flashqla_op
 
 from .recurrences import DECAYS, assert_same, inputs, results
 
@@ -31,8 +32,6 @@ def stand_in(q, k, v, g, beta, *, scale, initial_state, cu_seqlens, output_final
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashQLA, for tensors of any size on any device."""
-    from kernels.delta_rule import flashqla_op
-
     monkeypatch.setattr(flashqla_op, "refusal", lambda a: None)
     monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(chunk_gated_delta_rule=stand_in))
 
@@ -67,8 +66,6 @@ class Keeping(torch.autograd.Function):
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("R", "longer"), [(1, 1), (2, 3)])
 def test_repeated_heads_are_repeated_again_for_the_gradients(R: int, longer: int, monkeypatch: pytest.MonkeyPatch):
-    from kernels.delta_rule import flashqla_op
-
     def keeping(*streams: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         return stand_in(*map(Keeping.apply, streams[:3]), *streams[3:], **options)
 
@@ -135,8 +132,6 @@ def test_what_it_cannot_serve_is_a_sentence(options: dict[str, int], dtype: torc
 def test_gpus_and_packages_that_are_missing(capability: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch):
     """On a GPU that is made up."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from kernels.delta_rule import flashqla_op
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")

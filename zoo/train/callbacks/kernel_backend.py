@@ -9,7 +9,7 @@ import kernels
 
 
 class KernelBackend(Callback):
-    """Runs the ops of a run on one backend, from its first validation to its last; checkpoints do not depend on it.
+    """Runs the ops of a whole training run on one backend; its checkpoints do not depend on it.
 
     Args:
         name: One of `kernels.BACKENDS`.
