@@ -9,6 +9,7 @@ from .arguments import at_least_fp32
 from .backend import BACKENDS, backend, implementations, same_backend
 from .columns import split_columns
 from .complement import complement
+from .delta_gates import delta_gates
 from .delta_rule import delta_rule
 from .discretise import discretise
 from .documents import documents
@@ -40,6 +41,7 @@ __all__ = [
     "attention_flops",
     "backend",
     "complement",
+    "delta_gates",
     "delta_rule",
     "discretise",
     "documents",

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from kernels.delta_gates import strength
 
 from .precision import KeepsFp32
 
@@ -96,9 +97,18 @@ class Strength(KeepsFp32):
 
     def forward(self, b: Tensor) -> Tensor:
         """b [...,size] → β, the same shape, at least fp32."""
-        b = kernels.at_least_fp32(b)
-        beta = (b if self.bias is None else b + self.bias).sigmoid()
-        return beta if self.most == 1 else self.most * beta
+        return strength(b, self.bias, self.most)
+
+
+def delta_gates(
+    decay: Discretisation | None, a: Tensor | None, beta: Strength, b: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """log_decay (None without a decay) and β of their inputs; together where the decay has no formula of its own."""
+    if decay is None or a is None:
+        return None, beta(b)
+    if type(decay).forward is not Discretisation.forward:
+        return decay(a)[0], beta(b)
+    return kernels.delta_gates(a, decay.A_log, decay.dt_bias, b, beta.bias, largest=beta.most)
 
 
 class ConstantDecay(nn.Module):

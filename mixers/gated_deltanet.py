@@ -7,7 +7,7 @@ from torch import Tensor
 import kernels
 
 from .base import LinearMixer, Site, Streams
-from .decay import Discretisation, Strength
+from .decay import Discretisation, Strength, delta_gates
 from .features import Features
 from .norm import GatedRMSNorm, Output
 from .projection import OutputProjection, Projection, split_heads
@@ -91,8 +91,8 @@ class GatedDeltaNet(LinearMixer):
 
     def gates(self, s: Streams) -> Streams:
         assert s.beta is not None
-        log_decay = None if self.decay is None or s.log_decay is None else self.decay(s.log_decay)[0]
-        return s.replace(log_decay=log_decay, beta=self.beta(s.beta))
+        log_decay, beta = delta_gates(self.decay, s.log_decay, self.beta, s.beta)
+        return s.replace(log_decay=log_decay, beta=beta)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

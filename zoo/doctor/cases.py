@@ -149,6 +149,8 @@ def _streams(draw: Draw, size: int) -> Iterator[Case]:
     yield Case("features_together", "one token", size, one | weights, call=_decoded)
     inputs = {"a": draw(ROWS, LENGTH, HEADS), "A_log": draw(HEADS), "dt_bias": draw(HEADS)}
     yield Case("discretise", "", size, inputs, kept=("A_log", "dt_bias"))
+    both = inputs | {"b": draw(ROWS, LENGTH, HEADS), "bias": draw(HEADS)}
+    yield Case("delta_gates", "", size, both, {"largest": 2.0}, kept=("A_log", "dt_bias", "bias"))
     inputs = {"x": draw(ROWS, LENGTH, channels), "bias": draw(channels), "odds": draw(channels)}
     yield Case("forget_gate", "", size, inputs, kept=("bias", "odds"))
 

@@ -1,0 +1,69 @@
+"""Both gates of the gated delta rule: the log decay as `discretise` has it, and β = largest · σ(b + bias)."""
+
+import torch
+from torch import Tensor
+
+from .. import discretise
+from ..arguments import at_least_fp32
+from ..backend import choose
+
+
+def triton(
+    a: Tensor, A_log: Tensor, dt_bias: Tensor, b: Tensor, bias: Tensor | None, largest: float
+) -> tuple[Tensor, Tensor]:
+    """The Triton implementation, imported on first use: not every platform has Triton."""
+    from . import triton_op
+
+    return triton_op.forward(a, A_log, dt_bias, b, bias, largest)
+
+
+def composed(
+    a: Tensor, A_log: Tensor, dt_bias: Tensor, b: Tensor, bias: Tensor | None, largest: float
+) -> tuple[Tensor, Tensor]:
+    """The formulas in PyTorch."""
+    return discretise.composed(a, A_log, dt_bias)[0], strength(b, bias, largest)
+
+
+def reference(
+    a: Tensor, A_log: Tensor, dt_bias: Tensor, b: Tensor, bias: Tensor | None, largest: float
+) -> tuple[Tensor, Tensor]:
+    """The formulas, with softplus by its definition and σ(x) = (1 + tanh(x/2)) / 2."""
+    x = at_least_fp32(b) if bias is None else at_least_fp32(b) + at_least_fp32(bias)
+    return discretise.reference(a, A_log, dt_bias)[0], largest * (1 + torch.tanh(x / 2)) / 2
+
+
+IMPLEMENTATIONS = {"triton": triton, "torch": composed, "reference": reference}
+
+
+def strength(b: Tensor, bias: Tensor | None = None, largest: float = 1.0) -> Tensor:
+    """β = largest · σ(b + bias) […,M], in at least fp32."""
+    b = at_least_fp32(b)
+    beta = (b if bias is None else b + at_least_fp32(bias)).sigmoid()
+    return beta if largest == 1 else largest * beta
+
+
+def delta_gates(
+    a: Tensor, A_log: Tensor, dt_bias: Tensor, b: Tensor, bias: Tensor | None = None, *, largest: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """log_decay = −exp(A_log) · softplus(a + dt_bias) and β = largest · σ(b + bias) (arXiv 2412.06464), in one launch.
+
+    Args:
+        a: Inputs of the decays […,M], one for each of M recurrences.
+        A_log: Log of the decay rates [M].
+        dt_bias: Bias of these inputs [M].
+        b: Inputs of β, in the shape of a.
+        bias: Bias of these inputs [M]; None for none.
+        largest: What β stays below.
+
+    Returns:
+        log_decay and β, both in the shape of a and at least fp32.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("bias", bias)):
+        if x is not None and x.shape != a.shape[-1:]:
+            raise ValueError(f"{name}: expected [{a.shape[-1]}], got shape {tuple(x.shape)}")
+    if b.shape != a.shape:
+        raise ValueError(f"b: expected the shape of a {tuple(a.shape)}, got {tuple(b.shape)}")
+    return choose("delta_gates", IMPLEMENTATIONS, a)(a, A_log, dt_bias, b, bias, largest)

@@ -1,0 +1,127 @@
+"""Decay and β of the gated delta rule: by the formulas, and in Triton."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+
+from .test_discretise import assert_close
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote must not be read."""
+    module = pytest.importorskip("kernels.delta_gates.triton_op")
+    allocate = module.new
+    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float32, bias: bool = True) -> dict[str, Tensor]:
+    made = {name: 5 * torch.randn(shape, dtype=dtype) for name in ("a", "b")}
+    for x in made.values():
+        x.view(-1)[:3] = torch.tensor([100.0, -100.0, 0.0])[: x.numel()]  # exponentials would overflow
+    names = ("A_log", "dt_bias", "bias") if bias else ("A_log", "dt_bias")
+    return {name: x.to(DEVICE) for name, x in (made | {name: torch.randn(shape[-1]) for name in names}).items()}
+
+
+def results(a: dict[str, Tensor], backend: str, through: str = "both", largest: float = 1.0) -> dict[str, Tensor]:
+    """Both results and all gradients."""
+    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
+    with kernels.backend(backend):
+        log_decay, beta = kernels.delta_gates(**leaves, largest=largest)
+    outputs = {"both": [log_decay, beta], "log_decay": [log_decay], "beta": [beta]}[through]
+    generator = torch.Generator().manual_seed(0)
+    arriving = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving, materialize_grads=True)
+    return {"log_decay": log_decay.detach(), "beta": beta.detach(), **dict(zip(a, gradients, strict=True))}
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_by_the_formulas(bias: bool, backend: str):
+    a = inputs(3, 4, 5, bias=bias)
+    with kernels.backend(backend):
+        log_decay, beta = kernels.delta_gates(**a, largest=2)
+    torch.testing.assert_close(log_decay, -a["A_log"].exp() * F.softplus(a["a"] + a["dt_bias"]))
+    torch.testing.assert_close(beta, 2 * torch.sigmoid(a["b"] + a.get("bias", 0)))
+    wide = {name: x.double() if name in "ab" else x for name, x in a.items()}
+    assert [x.dtype for x in kernels.delta_gates(**wide)] == [torch.float64, torch.float64]
+
+
+@pytest.mark.parametrize("through", ["both", "log_decay", "beta"])
+def test_gradients_in_pytorch(through: str):
+    a = inputs(2, 70, 5)
+    assert_close(results(a, "torch", through, 2.0), results(a, "reference", through, 2.0), 1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("through", ["both", "log_decay", "beta"])
+@pytest.mark.parametrize(
+    ("shape", "bias"), [((1, 1), True), ((2, 70, 5), False), ((3, 400, 8), True), ((9, 100), True)]
+)
+def test_triton(shape: tuple[int, ...], bias: bool, through: str):
+    a = inputs(*shape, bias=bias)
+    assert_close(results(a, "triton", through, 2.0), results(a, "reference", through, 2.0), 1e-5)
+
+
+@interpreted
+def test_columns_of_a_projection_in_half_precision():
+    fused = torch.randn(2, 30, 20).bfloat16()
+    a = inputs(8) | {"a": fused[..., 3:11], "b": fused[..., 11:19]}
+    found, expected = results(a, "triton"), results(a, "reference")
+    assert [x.dtype for x in found.values()] == [x.dtype for x in expected.values()]
+    assert_close(found, expected, 1e-2)
+
+
+@interpreted
+@pytest.mark.parametrize("low", ["A_log", "dt_bias", "bias"])
+def test_parameters_of_different_precision(low: str):
+    a = inputs(2, 70, 8)
+    a[low] = a[low].bfloat16()
+    found, expected = results(a, "triton"), results(a, "reference")
+    assert found[low].dtype == torch.bfloat16
+    del found[low], expected[low]
+    assert_close(found, expected, 1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_op_is_registered_properly(bias: bool, monkeypatch: pytest.MonkeyPatch):
+    a = inputs(3, 4, bias=bias)
+    results(a, "triton")
+    monkeypatch.undo()
+    given = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("A_log", r"A_log: expected \[3\], got shape \(2,\)"), ("bias", r"bias: expected \[3\], got shape \(2,\)")],
+)
+def test_parameters_that_do_not_fit(name: str, said: str):
+    a = inputs(4, 3) | {name: torch.zeros(2)}
+    with pytest.raises(ValueError, match=f"^{said}"):
+        kernels.delta_gates(**a)
+
+
+def test_inputs_of_two_shapes():
+    a = inputs(4, 3) | {"b": torch.zeros(5, 3)}
+    with pytest.raises(ValueError, match=r"^b: expected the shape of a \(4, 3\), got \(5, 3\)"):
+        kernels.delta_gates(**a)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "bias"), [((1, 1), False), ((64, 1), True), ((4, 4097), True), ((4, 4097), False)])
+def test_on_device(rows: tuple[int, ...], bias: bool, dtype: torch.dtype):
+    a = inputs(*rows, 48, dtype=dtype, bias=bias)
+    exact = {name: x.float() for name, x in a.items()}
+    found, expected = results(a, "triton"), results(exact, "reference")
+    assert_close(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+    again = results(a, "triton")
+    assert all(torch.equal(found[name], again[name]) for name in found)
