@@ -2,7 +2,7 @@
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import entry_points
@@ -93,7 +93,7 @@ def get(name: str) -> type[TokenMixer]:
     return mixer
 
 
-def did_you_mean(name: str, known: list[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """'; did you mean …?' if a known name is similar, otherwise an empty string."""
     lower = {other.lower(): other for other in known}
     close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)

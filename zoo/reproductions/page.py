@@ -72,6 +72,8 @@ def _measured(paper: Paper, item: str, row: Row) -> Iterator[str]:
     if row.printed:
         yield from (f"**Paper.** {_numbers(row)}.", "")
     yield from (f"**Ours** ({ours.date}, {ours.machine}, {seeds}, {ours.size}). {ours.result} From {sources}.", "")
+    if ours.measured is not None:
+        yield from (*ours.measured.table(FOLDER.parent), "")
     if row.note is not None:
         yield from (row.note, "")
     yield from ("```bash", ours.command, "```", "")

@@ -5,6 +5,7 @@ from datetime import date
 from typing import Literal
 
 from kernels import UserError
+from zoo.reproductions.measured import Measured
 
 Status = Literal["contradicted", "partly", "reproduced", "not run"]
 
@@ -31,7 +32,7 @@ class Ours:
     """What we measured.
 
     Args:
-        result: What came out, with its numbers.
+        result: What came out, in words.
         date: When, as YYYY-MM-DD.
         machine: On what.
         seeds: How many seeds; null where nothing is drawn at random.
@@ -39,6 +40,7 @@ class Ours:
         command: What measured it: `python cli.py …` or `python tutorials/…`, or `pytest …` where a test holds it.
         sources: Files of this repository that hold the numbers, or tests that hold the result.
         spread_hides_effect: Whether the seeds differ by more than what they are to show.
+        measured: The numbers, as a file has them; null where `result` or a test holds them.
     """
 
     result: str
@@ -49,6 +51,7 @@ class Ours:
     command: str
     sources: list[str]
     spread_hides_effect: bool = False
+    measured: Measured | None = None
 
 
 @dataclass(frozen=True)

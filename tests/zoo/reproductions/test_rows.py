@@ -3,12 +3,14 @@
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kernels import UserError
 from tests.commands import ROOT
 from zoo.reproductions import Paper, read_papers
+from zoo.reproductions.measured import Measured
 from zoo.reproductions.page import page
 from zoo.reproductions.read import FOLDER
 
@@ -98,6 +100,46 @@ def test_a_mistake_in_a_row_is_told_in_a_sentence(folder: Path, old: str, new: s
     with pytest.raises(UserError, match=message) as error:
         read_papers(folder)
     assert "\n" not in str(error.value)
+
+
+CSV = "model,seed,learning.rate,val_loss\nsmall,1,.1,2.5\nsmall,0,.1,2\nlarge,0,.1,1\nlarge,0,.2,3\nlarge,1,.1,1.25\n"
+
+
+def measured(folder: Path, **given: Any) -> Measured:
+    (folder / "sweep.csv").write_text(CSV)
+    return Measured(**{"file": "sweep.csv", "by": ["model"], "metric": "val_loss"} | given)
+
+
+def test_numbers_come_from_their_file(tmp_path: Path):
+    found = measured(tmp_path, where={"learning.rate": ".1"})
+    assert found.seeds(tmp_path) == {("small",): [2.0, 2.5], ("large",): [1.0, 1.25]}
+    assert [*found.table(tmp_path)] == [
+        "| model | val loss, rate .1: median | all seeds |",
+        "|---|---|---|",
+        "| small | 2.250 | 2.000 2.500 |",
+        "| large | 1.125 | 1.000 1.250 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, r"sweep.csv has seed 0 twice; `where` can choose"),
+        ({"metric": "val_los"}, r"sweep.csv has no column 'val_los'; did you mean 'val_loss'\?"),
+        ({"where": {"model": "none"}}, r"ours.measured.where: no line of sweep.csv is chosen"),
+        ({"file": "none.csv"}, r"ours.measured.file: there is no none.csv"),
+    ],
+)
+def test_numbers_that_are_not_in_their_file(given: dict[str, Any], message: str, tmp_path: Path):
+    with pytest.raises(UserError, match=message):
+        measured(tmp_path, **given).seeds(tmp_path)
+
+
+def test_as_many_seeds_as_the_row_says(papers: list[Paper]):
+    for row in (row for paper in papers for row in paper.rows.values()):
+        if row.ours is not None and row.ours.measured is not None:
+            counts = {len(values) for values in row.ours.measured.seeds(ROOT).values()}
+            assert counts == {row.ours.seeds}, row.claim
 
 
 def test_nothing_measured_and_no_command_need_a_reason(folder: Path):
