@@ -7,7 +7,7 @@ from zoo.config import KEYS
 from zoo.config.command_line import Keys, arguments_of
 
 HELP = """\
-usage: python cli.py bench kernels|training|decode|scaling|expansion …
+usage: python cli.py bench kernels|training|decode|scaling|expansion|length …
 
   kernels    forward and backward times of the ops:
              python cli.py bench kernels --ops=delta_rule,window_attention [--peers]
@@ -19,6 +19,8 @@ usage: python cli.py bench kernels|training|decode|scaling|expansion …
              python cli.py bench scaling --config gated_deltanet.yaml --config size/400m.yaml --devices=[1,2,4]
   expansion  what a larger state costs in training: E = 1, 2, 4 …, with subheads and with one long head:
              python cli.py bench expansion --mixers=[gated_deltanet,gla] --sizes=[400m]
+  length     training speed over the length of sequences, of recurrent models, attention and hybrids:
+             python cli.py bench length --mixers=[gated_deltanet,mamba2,transformer,h1] --lengths=[2048,4096,8192,16384]
 
 python cli.py bench KIND --help lists the options of each.
 """

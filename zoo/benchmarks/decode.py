@@ -65,7 +65,7 @@ def bench_decode(
         for size in sizes:
             models.check_sizes(**{argument: size})
     parsed = models.read(config)
-    name = Path(str(next((item for item in config if "=" not in item), "model"))).stem
+    name = models.name(config)
     about = {
         **described(where),
         "model": configs.to_dict(parsed)["model"],

@@ -1,22 +1,19 @@
 """`bench expansion`: what a larger state costs in training, beside the same model with its own state."""
 
-import gc
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from kernels import UserError
 from mixers import did_you_mean
-from zoo import config as configs
 from zoo.benchmarks import model as models
+from zoo.benchmarks.alone import Settings, checked, trained
 from zoo.benchmarks.device import described, pick_backend
 from zoo.benchmarks.report import Report
-from zoo.benchmarks.training import WARM_UP, Learner, timed, warmed
-from zoo.train.callbacks.throughput import TRAINING_FLOPS
+from zoo.benchmarks.training import WARM_UP
 from zoo.train.cpu import use_processor
 from zoo.train.devices import pick_device
 from zoo.train.module import best_precision
@@ -37,17 +34,6 @@ PAPER = {
     "kernel_tflops": {"attention": 213, "gla": 21, "gated_deltanet": 25},
 }
 CHECKED_LAYERS = 2  # all layers are alike
-
-
-class Settings(NamedTuple):
-    """What all models have in common."""
-
-    precision: str
-    backend: str
-    device: torch.device
-    batch_size: int
-    length: int
-    steps: int
 
 
 class Case(NamedTuple):
@@ -109,7 +95,7 @@ def bench_expansion(
     models.check_sizes(batch_size=batch_size, length=length, steps=steps)
     if config and (mixers is not None or sizes is not None):
         raise UserError("mixers, sizes: choose between them and --config, which names one model")
-    given = {_name(config): list[str](config)} if config else dict(_built_in(mixers, sizes))
+    given = {models.name(config): list[str](config)} if config else dict(_built_in(mixers, sizes))
     factors = [2, 4, 8, 16] if factors is None else list(dict.fromkeys(factors))
     if wrong := [factor for factor in factors if factor < 1]:
         raise UserError(f"factors: {wrong[0]} must be at least 1")
@@ -121,20 +107,16 @@ def bench_expansion(
     forms = ["subheads", *(["long head"] if long_head else [])]
     cases = [case for name, items in given.items() for case in _cases(name, items, factors, forms)]
     parsed = [models.read(case.config) for case in cases]  # all of them before the first runs
-    settings = Settings(precision, backend, where, batch_size, length, steps)
+    settings = Settings(precision, backend, where, steps)
     about = {**described(where), "batch_size": batch_size, "length": length, "precision": precision, "paper": PAPER}
     report, each = Report("expansion", Path(folder), about), 1 + WARM_UP + steps
     with tqdm(total=len(cases) * each, desc="expansion", unit=" steps", dynamic_ncols=True) as bar:
         for number, (case, one) in enumerate(zip(cases, parsed, strict=True), start=1):
             bar.set_postfix_str(case.name)
-            report.rows.append(_row(case, one, settings, bar))
+            report.rows.append(_row(case, one, settings, length, batch_size, bar))
             bar.update(number * each - bar.n)  # also where it did not fit
     _compare(report.rows)
     return report
-
-
-def _name(config: Sequence[str]) -> str:
-    return Path(str(next((item for item in config if "=" not in item), "model"))).stem
 
 
 def _built_in(mixers: list[str] | None, sizes: list[str] | None) -> Iterator[tuple[str, list[str]]]:
@@ -163,35 +145,12 @@ def _cases(name: str, items: list[str], factors: Sequence[int], forms: Sequence[
     yield one._replace(config=[*one.config])
 
 
-def _row(case: Case, parsed: Any, to: Settings, bar: Any) -> dict[str, Any]:
+def _row(case: Case, parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -> dict[str, Any]:
     """The measurements of one model."""
     row: dict[str, Any] = {"model": case.model, "factor": case.factor, "form": case.form}
-    few = models.read([*case.config, f"model.num_layers={min(parsed.model.num_layers, CHECKED_LAYERS)}"])
-    checked = models.conditioned(models.build(few, to.precision, to.device))
-    gate = models.compared(checked, to.precision, to.backend, models.learning)
+    gate = checked(case.config, parsed, to, CHECKED_LAYERS)
     row["gate"] = gate.record()
-    if not gate.passed:
-        return row | {"note": gate.says}
-    try:
-        return row | _timed(parsed, to, bar)
-    finally:  # the next model starts with free memory
-        gc.collect()
-        if to.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _timed(parsed: Any, to: Settings, bar: Any) -> dict[str, Any]:
-    """Sizes and times of a model in training."""
-    model = models.build(parsed, to.precision, to.device)
-    tokens = torch.randint(parsed.model.vocab_size, (to.batch_size, to.length + 1), device=to.device)
-    optim = configs.instantiate("optim", parsed)
-    learner = Learner(model, optim, to.precision, to.backend, lambda: models.mean_loss(model, tokens))
-    row: dict[str, Any] = {"parameters": model.num_parameters(), "state_size": model.state_size(to.length)}
-    if warmed(row, learner, bar):
-        timed([(row, learner)], to.steps, bar)
-        row |= learner.measured(to.batch_size * to.length)
-        row["tflops"] = TRAINING_FLOPS * model.flops(to.length) / to.length * row["tokens_per_second"] / 1e12
-    return row
+    return row | (trained(parsed, to, length, batch_size, bar) if gate.passed else {"note": gate.says})
 
 
 def _compare(rows: Sequence[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,10 +39,15 @@ def read(config: Sequence[str]) -> Any:
     return parsed
 
 
-def check_precision(name: str) -> None:
+def name(config: Sequence[str]) -> str:
+    """What to call a model: its first config."""
+    return Path(str(next((item for item in config if "=" not in item), "model"))).stem
+
+
+def check_precision(given: str) -> None:
     """Raise a UserError for an unknown precision."""
-    if name not in PRECISIONS:
-        raise UserError(f"precision: {name!r} is not one of {', '.join(PRECISIONS)}{did_you_mean(name, [*PRECISIONS])}")
+    if given not in PRECISIONS:
+        raise UserError(f"precision: {given!r} is not one of {', '.join(PRECISIONS)}{did_you_mean(given, PRECISIONS)}")
 
 
 def check_sizes(**sizes: int) -> None:

@@ -24,7 +24,7 @@ class Report:
     """The rows of one benchmark.
 
     Args:
-        benchmark: kernels, training, decode, scaling or expansion.
+        benchmark: kernels, training, decode, scaling, expansion or length.
         folder: The folder to write to.
         about: Device, versions and settings.
         rows: One row per measurement.
@@ -250,6 +250,50 @@ def expansion_figure(report: Report) -> Figure | None:
     return picture
 
 
+def length_table(report: Report) -> Table:
+    """A row for each model and length."""
+    table = _table(report, ["model", "length", "batch", "params", "tok/s", "step ms", "GiB", "TFLOP/s", "path"])
+    remarks = [f"{report.about['tokens']} tokens in each step", PATH]
+    for row in report.rows:
+        head = [row["model"], str(row["length"]), str(row["batch_size"])]
+        if "step_ms" not in row:
+            _without(table, remarks, head, row)
+            continue
+        table.add_row(
+            *head,
+            f"{row['parameters'] / 1e6:.1f} M",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['step_ms']:.1f}",
+            _formatted(row["peak_gib"], "{:.1f}"),
+            f"{row['tflops']:.3g}",
+            _path(row, remarks),
+        )
+    return _captioned(table, remarks)
+
+
+def length_figure(report: Report) -> Figure | None:
+    """A plot of tokens per second over the length of sequences, a line for each model; None for a single length."""
+    rows = [row for row in report.rows if "step_ms" in row]
+    lengths = sorted({row["length"] for row in rows})
+    if len(lengths) < 2:
+        return None
+    about = report.about
+    picture = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    FigureCanvasAgg(picture)
+    axes = picture.add_subplot(xlabel="tokens in a sequence", ylabel="tokens/s in training", xscale="log")
+    axes.set_title(f"{about['device']}, {about['precision']}, {about['tokens']} tokens in a step", fontsize=10)
+    for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        line = [(row["length"], row["tokens_per_second"]) for row in rows if row["model"] == model]
+        axes.plot(*zip(*line, strict=True), color=f"C{number}", marker="o", markersize=4, label=model)
+    axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    picture.legend(loc="outside right center", fontsize="small")
+    return picture
+
+
 def figure(report: Report) -> Figure | None:
     """A plot of forward and backward time over length, one line per op; None without measurements over lengths."""
     rows = [row for row in report.rows if row.get("in_curve") and "fwd_bwd_ms" in row]
@@ -351,9 +395,11 @@ TABLES: dict[str, Callable[[Report], Table]] = {
     "decode": decode_table,
     "scaling": scaling_table,
     "expansion": expansion_table,
+    "length": length_table,
 }
 PICTURES: dict[str, Callable[[Report], Figure | None]] = {
     "kernels": figure,
     "scaling": scaling_figure,
     "expansion": expansion_figure,
+    "length": length_figure,
 }

@@ -11,6 +11,7 @@ from mixers import did_you_mean
 from zoo.benchmarks.decode import bench_decode
 from zoo.benchmarks.expansion import bench_expansion
 from zoo.benchmarks.kernel import bench_kernels
+from zoo.benchmarks.length import bench_length
 from zoo.benchmarks.report import Report
 from zoo.benchmarks.scaling import bench_scaling
 from zoo.benchmarks.training import bench_training
@@ -22,6 +23,7 @@ KINDS: dict[str, Callable[..., Report]] = {
     "decode": bench_decode,
     "scaling": bench_scaling,
     "expansion": bench_expansion,
+    "length": bench_length,
 }
 
 
@@ -29,8 +31,8 @@ def bench(kind: str, *configs_and_overrides: Item, **options: Any) -> Report:
     """Run a benchmark, print a table, and write `bench.json`.
 
     Args:
-        kind: The benchmark: `kernels`, `training`, `decode`, `scaling` or `expansion`.
-        configs_and_overrides: The model; none for `kernels`, and optional for `expansion`.
+        kind: The benchmark: `kernels`, `training`, `decode`, `scaling`, `expansion` or `length`.
+        configs_and_overrides: The model; none for `kernels`, and optional for `expansion` and `length`.
         options: The arguments of `bench_kernels`, `bench_training` and so on; unknown ones are errors.
 
     Returns:

@@ -72,7 +72,7 @@ def bench_training(
     backend = pick_backend(backend)
     models.check_precision(precision)
     models.check_sizes(batch_size=batch_size, length=length, steps=steps)
-    name = Path(str(next((item for item in config if "=" not in item), "model"))).stem
+    name = models.name(config)
     about = {
         **described(where),
         "model": configs.to_dict(parsed)["model"],

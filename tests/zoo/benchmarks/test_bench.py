@@ -22,6 +22,8 @@ from zoo.benchmarks.decode import bench_decode, grows, state_at
 from zoo.benchmarks.expansion import bench_expansion
 from zoo.benchmarks.gate import Gate, relative_error
 from zoo.benchmarks.kernel import bench_kernels, measured
+from zoo.benchmarks.length import CHECKED_LAYERS, bench_length
+from zoo.benchmarks.length import MODELS as LENGTH_MODELS
 from zoo.benchmarks.peers import language_model
 from zoo.benchmarks.report import Report, figure
 from zoo.benchmarks.timing import medians, process_age
@@ -369,3 +371,48 @@ def test_expansion_beside_the_same_model(command, desk):
 def test_what_expansion_refuses(given, message):
     with pytest.raises(UserError, match=message):
         bench_expansion(**given)
+
+
+def test_length_at_the_same_tokens_in_a_step(command, desk):
+    given = [*SMALL, "--lengths=[40,20,8]", "--tokens=40", "--steps=2", "--folder=found"]
+    done = command("bench", "length", "--config", "gated_deltanet.yaml", *given)
+    assert done.code == 0, done.err
+    rows = record(desk / "found")["rows"]
+    assert [(row["length"], row["batch_size"]) for row in rows] == [(8, 5), (20, 2), (40, 1)]
+    assert all(row["model"] == "gated_deltanet" and row["gate"]["passed"] and row["tflops"] > 0 for row in rows)
+    assert all(row["tokens_per_second"] == pytest.approx(40e3 / row["step_ms"]) for row in rows)
+    assert "40 tokens in each step" in done.out
+    assert (desk / "found/bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_result_has_no_speed(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(models.FP32, "cpu", 0.0)
+    report = bench_length(["gated_deltanet.yaml", *PLAIN], lengths=[8, 16], tokens=16, folder=str(tmp_path))
+    assert report.failed
+    assert [row["length"] for row in report.rows] == [8, 16]
+    assert all("step_ms" not in row and row["note"] for row in report.rows)
+
+
+@pytest.mark.parametrize("size", ["0.4b", "1.3b"])
+@pytest.mark.parametrize("mixer", LENGTH_MODELS)
+def test_models_over_length_have_configs(mixer: str, size: str):
+    base, overlay = LENGTH_MODELS[mixer]
+    parsed = models.read([*base, f"gated_delta_networks/{overlay}-{size}.yaml"])
+    assert parsed.model.vocab_size == 32000
+    assert parsed.model.num_layers >= CHECKED_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mixers": ["h3"]}, "mixers: 'h3' is not one of .*did you mean 'h2'"),
+        ({"size": "13b"}, "size: '13b' is not one of 0.4b, 1.3b"),
+        ({"lengths": [300]}, "lengths: 300 does not divide the 32768 tokens of a step"),
+        ({"lengths": [0]}, "lengths: 0 does not divide"),
+        ({"config": ["gla.yaml"], "mixers": ["h1"]}, "choose between them and --config"),
+        ({"device": "cpu"}, "device: on a CPU the built-in models take hours"),
+    ],
+)
+def test_what_length_refuses(given, message):
+    with pytest.raises(UserError, match=message):
+        bench_length(**given)

@@ -1,0 +1,63 @@
+"""Training steps of models that are measured one after the other, each alone on the device."""
+
+import gc
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zoo import config as configs
+from zoo.benchmarks import model as models
+from zoo.benchmarks.gate import Gate
+from zoo.benchmarks.training import Learner, timed, warmed
+from zoo.train.callbacks.throughput import TRAINING_FLOPS
+
+
+class Settings(NamedTuple):
+    """What all models have in common."""
+
+    precision: str
+    backend: str
+    device: torch.device
+    steps: int
+
+
+def checked(config: Sequence[str], parsed: Any, to: Settings, layers: int) -> Gate:
+    """Whether loss and gradients are right, in the first few layers of the model.
+
+    Args:
+        config: Its configs and overrides.
+        parsed: The same, parsed.
+        to: Precision, backend and device.
+        layers: As many as have one of each kind.
+    """
+    few = models.read([*config, "model.nominal_size=null", f"model.num_layers={min(parsed.model.num_layers, layers)}"])
+    model = models.conditioned(models.build(few, to.precision, to.device))
+    return models.compared(model, to.precision, to.backend, models.learning)
+
+
+def trained(parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -> dict[str, Any]:
+    """Sizes, times and memory of a model in training; a note in place of times if it does not fit.
+
+    Args:
+        parsed: The config.
+        to: Precision, backend, device and number of steps.
+        length: Tokens in a sequence.
+        batch_size: Sequences in a step.
+        bar: A progress bar of steps.
+    """
+    try:
+        model = models.build(parsed, to.precision, to.device)
+        tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=to.device)
+        optim = configs.instantiate("optim", parsed)
+        learner = Learner(model, optim, to.precision, to.backend, lambda: models.mean_loss(model, tokens))
+        row: dict[str, Any] = {"parameters": model.num_parameters(), "state_size": model.state_size(length)}
+        if warmed(row, learner, bar):
+            timed([(row, learner)], to.steps, bar)
+            row |= learner.measured(batch_size * length)
+            row["tflops"] = TRAINING_FLOPS * model.flops(length) / length * row["tokens_per_second"] / 1e12
+        return row
+    finally:  # the next model starts with free memory
+        gc.collect()
+        if to.device.type == "cuda":
+            torch.cuda.empty_cache()

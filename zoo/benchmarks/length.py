@@ -1,0 +1,112 @@
+"""`bench length`: training speed over the length of sequences, at the same number of tokens in a step."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo.benchmarks import model as models
+from zoo.benchmarks.alone import Settings, checked, trained
+from zoo.benchmarks.device import described, pick_backend
+from zoo.benchmarks.report import Report
+from zoo.benchmarks.training import WARM_UP
+from zoo.train.cpu import use_processor
+from zoo.train.devices import pick_device
+from zoo.train.module import best_precision
+
+# the models of Figure 3 of "Gated Delta Networks" (arXiv 2412.06464): configs, and what their sizes are called
+_PAPER, _RECIPE = "gated_delta_networks", "gated_delta_networks/recipe.yaml"
+MODELS = {
+    "transformer": (["transformer.yaml", _RECIPE], "transformer"),
+    "deltanet": (["deltanet.yaml", _RECIPE], "transformer"),
+    "gated_deltanet": ([f"{_PAPER}/gdn.yaml"], "gdn"),
+    "mamba1": (["mamba1.yaml", _RECIPE], "mamba"),
+    "mamba2": (["mamba2.yaml", _RECIPE], "mamba"),
+    "samba": (["samba.yaml", _RECIPE], "samba"),
+    "h1": ([f"{_PAPER}/h1.yaml"], "h1"),
+    "h2": ([f"{_PAPER}/h2_mamba2_gdn_swa.yaml", _RECIPE], "h2_mamba2_gdn_swa"),
+}
+SIZES = ("0.4b", "1.3b")
+CHECKED_LAYERS = 6  # each kind of layer of all hybrids
+LENGTHS = [2048, 4096, 8192, 16384]
+
+
+def bench_length(
+    config: Sequence[str] = (),
+    mixers: list[str] | None = None,
+    size: str = "0.4b",
+    lengths: list[int] | None = None,
+    tokens: int = 32768,
+    steps: int = 8,
+    precision: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    folder: str = "runs/bench-length",
+) -> Report:
+    """Time training steps of models at several lengths of their sequences.
+
+    A step has the same number of tokens at each length. Each model is measured alone, after its loss and gradients are
+    checked in its first layers.
+
+    Args:
+        config: One model, as configs and `key=value` overrides, in place of `mixers` and `size`.
+        mixers: Models, of transformer, deltanet, gated_deltanet, mamba1, mamba2, samba, h1, h2; null for all of them.
+        size: Their size, 0.4b or 1.3b.
+        lengths: Tokens in a sequence; null for 2048, 4096, 8192 and 16384.
+        tokens: Tokens in a step, a multiple of each length.
+        steps: Number of steps to time, after a few to warm up.
+        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a CPU.
+        backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
+        device: cpu or cuda; null for the GPU if available.
+        folder: The folder of bench.json and bench.png.
+
+    Raises:
+        UserError: An argument is invalid.
+    """
+    where = pick_device(device)
+    if where.type == "cpu":
+        use_processor()
+    precision = precision or ("bf16-true" if where.type == "cuda" else best_precision("cpu"))
+    backend = pick_backend(backend)
+    models.check_precision(precision)
+    models.check_sizes(tokens=tokens, steps=steps)
+    lengths = LENGTHS if lengths is None else sorted(set(lengths))
+    if wrong := [length for length in lengths if length < 1 or tokens % length]:
+        raise UserError(f"lengths: {wrong[0]} does not divide the {tokens} tokens of a step (--tokens)")
+    if config and (mixers is not None or size != SIZES[0]):
+        raise UserError("mixers, size: choose between them and --config, which names one model")
+    given = {models.name(config): list[str](config)} if config else dict(_built_in(mixers, size))
+    if where.type == "cpu" and not config:
+        raise UserError(
+            "device: on a CPU the built-in models take hours; name a small one, such as "
+            "--config gated_deltanet.yaml --tokens=512 --lengths=[256,512]"
+        )
+    parsed = {name: models.read(items) for name, items in given.items()}  # all of them before the first runs
+    settings = Settings(precision, backend, where, steps)
+    about = {**described(where), "tokens": tokens, "precision": precision}
+    report, each = Report("length", Path(folder), about), 1 + WARM_UP + steps
+    with tqdm(total=len(given) * len(lengths) * each, desc="length", unit=" steps", dynamic_ncols=True) as bar:
+        for name, items in given.items():
+            gate = checked(items, parsed[name], settings, CHECKED_LAYERS)
+            for length in lengths:
+                bar.set_postfix_str(f"{name} {length}")
+                row = {"model": name, "length": length, "batch_size": tokens // length, "gate": gate.record()}
+                if gate.passed:
+                    row |= trained(parsed[name], settings, length, tokens // length, bar)
+                else:
+                    row["note"] = gate.says
+                report.rows.append(row)
+                bar.update(len(report.rows) * each - bar.n)  # also where it did not fit
+    return report
+
+
+def _built_in(mixers: list[str] | None, size: str) -> Iterator[tuple[str, list[str]]]:
+    """The configs of each model, by name."""
+    for key, values, known in (("mixers", mixers or [], list(MODELS)), ("size", [size], list(SIZES))):
+        if wrong := [value for value in values if value not in known]:
+            raise UserError(f"{key}: {wrong[0]!r} is not one of {', '.join(known)}{did_you_mean(wrong[0], known)}")
+    for mixer in dict.fromkeys(MODELS if mixers is None else mixers):
+        base, overlay = MODELS[mixer]
+        yield mixer, [*base, f"{_PAPER}/{overlay}-{size}.yaml"]
