@@ -1,4 +1,6 @@
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -74,6 +76,30 @@ def test_gates_are_made_in_fp32():
 
 def test_gates_do_not_decay():
     assert set(mixers.Discretisation.no_weight_decay) == {"A_log", "dt_bias"}
+
+
+class Halved(mixers.Discretisation):
+    """Decays by another formula."""
+
+    def forward(self, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_decay, dt = super().forward(a)
+        return log_decay / 2, dt
+
+
+class OtherGates(GatedDeltaNet):
+    def gates(self, s: Streams) -> Streams:
+        s = super().gates(s)
+        return s.replace(log_decay=s.log_decay / 2)
+
+
+@pytest.mark.parametrize("make", [OtherGates, partial(GatedDeltaNet, decay=Halved)], ids=["gates", "decay"])
+def test_gates_of_a_subclass_are_used(make: Callable[[Site], GatedDeltaNet]):
+    plain, changed, x = GatedDeltaNet(SITE), make(SITE), torch.randn(2, 9, 64)
+    changed.load_state_dict(plain.state_dict())
+    assert not torch.allclose(changed(x)[0], plain(x)[0], atol=1e-4)
+    with torch.no_grad():
+        plain.decay.A_log -= math.log(2)
+    torch.testing.assert_close(changed(x)[0], plain(x)[0])
 
 
 def test_queries_and_keys_have_length_one():

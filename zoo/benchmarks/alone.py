@@ -47,17 +47,22 @@ def trained(parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -
         bar: A progress bar of steps.
     """
     try:
-        model = models.build(parsed, to.precision, to.device)
-        tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=to.device)
-        optim = configs.instantiate("optim", parsed)
-        learner = Learner(model, optim, to.precision, to.backend, lambda: models.mean_loss(model, tokens))
-        row: dict[str, Any] = {"parameters": model.num_parameters(), "state_size": model.state_size(length)}
-        if warmed(row, learner, bar):
-            timed([(row, learner)], to.steps, bar)
-            row |= learner.measured(batch_size * length)
-            row["tflops"] = TRAINING_FLOPS * model.flops(length) / length * row["tokens_per_second"] / 1e12
-        return row
+        return _steps(parsed, to, length, batch_size, bar)
     finally:  # the next model starts with free memory
         gc.collect()
         if to.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _steps(parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -> dict[str, Any]:
+    """The same, in a frame that holds the model no longer when it is left."""
+    model = models.build(parsed, to.precision, to.device)
+    tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=to.device)
+    optim = configs.instantiate("optim", parsed)
+    learner = Learner(model, optim, to.precision, to.backend, lambda: models.mean_loss(model, tokens))
+    row: dict[str, Any] = {"parameters": model.num_parameters(), "state_size": model.state_size(length)}
+    if warmed(row, learner, bar):
+        timed([(row, learner)], to.steps, bar)
+        row |= learner.measured(batch_size * length)
+        row["tflops"] = TRAINING_FLOPS * model.flops(length) / length * row["tokens_per_second"] / 1e12
+    return row
