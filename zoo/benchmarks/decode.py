@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
@@ -14,13 +15,33 @@ from zoo import config as configs
 from zoo.benchmarks import model as models
 from zoo.benchmarks import peers as others
 from zoo.benchmarks.device import described, pick_backend
-from zoo.benchmarks.report import Report
+from zoo.benchmarks.report import Report, captioned, formatted, without
 from zoo.benchmarks.timing import medians
 from zoo.generation.decoder import Decoder
 from zoo.lm.model import LanguageModel
 from zoo.train.devices import pick_device
 
 PEER_POSITION = 1024  # largest prefill of a peer; more is not needed, since its state has constant size, too
+
+
+class DecodeReport(Report):
+    """Times of tokens."""
+
+    benchmark = "decode"
+
+    def table(self) -> Table:
+        """A row for each batch size and position."""
+        table = self.new_table(["model", "batch", "position", "how", "ms/token", "tok/s", "state MB"])
+        remarks: list[str] = []
+        for row in self.rows:
+            head = [row["model"], str(row["batch_size"]), str(row["position"]), row["how"]]
+            if "ms" not in row:
+                without(table, remarks, head, row)
+                continue
+            state = None if row["state_bytes"] is None else row["state_bytes"] / 1e6
+            table.add_row(*head, f"{row['ms']:.3f}", f"{row['tokens_per_second']:,.0f}", formatted(state, "{:.1f}"))
+            remarks += [row["note"]] if "note" in row else []
+        return captioned(table, remarks)
 
 
 def bench_decode(
@@ -72,7 +93,7 @@ def bench_decode(
         "precision": precision,
         "peers": peers,
     }
-    report = Report("decode", Path(folder), about)
+    report = DecodeReport(Path(folder), about)
     model = models.build(parsed, precision, where).eval()
     gate = models.compared(model, precision, backend, models.continuing, models.at_once)
     peer = others.language_model(model, about["model"], where) if peers else None

@@ -5,6 +5,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
@@ -12,7 +16,7 @@ from mixers import did_you_mean
 from zoo.benchmarks import model as models
 from zoo.benchmarks.alone import Settings, checked, trained
 from zoo.benchmarks.device import described, pick_backend
-from zoo.benchmarks.report import Report
+from zoo.benchmarks.report import PATH, Report, captioned, formatted, path_of, without
 from zoo.benchmarks.training import WARM_UP
 from zoo.train.cpu import use_processor
 from zoo.train.devices import pick_device
@@ -48,6 +52,87 @@ class Case(NamedTuple):
     def name(self) -> str:
         """What to call it in a remark."""
         return f"{self.model} E{self.factor}{f' {self.form}' if self.form else ''}"
+
+
+class ExpansionReport(Report):
+    """Training with expanded states."""
+
+    benchmark = "expansion"
+
+    def table(self) -> Table:
+        """A row for each model, factor and form."""
+        about = self.about
+        columns = ["model", "E", "form", "params", "state", "tok/s", "of E=1", "paper", "of long", "paper"]
+        columns += ["GiB", "of E=1", "TFLOP/s", "path"]
+        table = self.new_table(columns)
+        remarks = [
+            f"batch {about['batch_size']} × {about['length']} tokens",
+            "of E=1: tokens/s and memory relative to the same model's; E = 1 is measured first and last, and averaged",
+            "of long: tokens/s relative to one long head of the same state",
+            "paper: the same ratios in Liu et al., Tables 9 and 2",
+            PATH,
+        ]
+        for row in self.rows:
+            head = [row["model"], str(row["factor"]), row["form"]]
+            if "step_ms" not in row:
+                without(table, remarks, head, row)
+                continue
+            papers = [about["paper"][key].get(str(row["factor"])) for key in ("of_one", "subheads_of_long_head")]
+            papers = [None, None] if row["form"] == "long head" else papers
+            table.add_row(
+                *head,
+                f"{row['parameters'] / 1e6:.1f} M",
+                EngFormatter(places=1, sep="")(row["state_size"]),
+                f"{row['tokens_per_second']:,.0f}",
+                formatted(row.get("of_one"), "{:.2f}"),
+                formatted(papers[0], "{:.2f}"),
+                formatted(row.get("of_long_head"), "{:.2f}"),
+                formatted(papers[1], "{:.2f}"),
+                formatted(row["peak_gib"], "{:.1f}"),
+                formatted(row.get("gib_of_one"), "{:.2f}"),
+                f"{row['tflops']:.3g}",
+                path_of(row, remarks),
+            )
+        return captioned(table, remarks)
+
+    def picture(self) -> Figure | None:
+        """Plots over E of speed and memory relative to E = 1, and of TFLOP/s, a line for each model and form."""
+        rows = [row for row in self.rows if "of_one" in row]
+        factors = sorted({row["factor"] for row in rows})
+        if len(factors) < 2:
+            return None
+        panels = {"of_one": "tokens/s relative to E = 1"}
+        panels |= {"gib_of_one": "memory relative to E = 1"} if any("gib_of_one" in row for row in rows) else {}
+        panels |= {"tflops": "TFLOP/s of training"}
+        picture = Figure(figsize=(1.5 + 4.2 * len(panels), 4.2), dpi=110, layout="constrained")
+        FigureCanvasAgg(picture)
+        for place, (key, label) in enumerate(panels.items(), start=1):
+            axes = picture.add_subplot(1, len(panels), place, xlabel="E", ylabel=label, xscale="log")
+            for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+                for form, style in (("subheads", "-"), ("long head", ":")):
+                    line = [row for row in rows if row["model"] == model and row["form"] in (form, "") and key in row]
+                    line = sorted({row["factor"]: row for row in line}.values(), key=lambda row: row["factor"])
+                    if len(line) > 1:
+                        points = [row["factor"] for row in line], [row[key] for row in line]
+                        axes.plot(
+                            *points, style, color=f"C{number}", marker="o", markersize=4, label=f"{model}, {form}"
+                        )
+            if key == "of_one":
+                paper = self.about["paper"][key]
+                axes.plot(
+                    [*map(int, paper)], [*paper.values()], "--", color="gray", marker="x", label="Liu et al., Table 9"
+                )
+            axes.set_xticks(factors, [str(factor) for factor in factors])
+            axes.set_ylim(bottom=0)
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+        handles, labels = picture.axes[0].get_legend_handles_labels()
+        picture.legend(handles, labels, loc="outside right center", fontsize="small")
+        about = self.about
+        picture.suptitle(
+            f"{about['device']}, {about['precision']}, {about['batch_size']} × {about['length']}", fontsize=10
+        )
+        return picture
 
 
 def bench_expansion(
@@ -109,7 +194,7 @@ def bench_expansion(
     parsed = [models.read(case.config) for case in cases]  # all of them before the first runs
     settings = Settings(precision, backend, where, steps)
     about = {**described(where), "batch_size": batch_size, "length": length, "precision": precision, "paper": PAPER}
-    report, each = Report("expansion", Path(folder), about), 1 + WARM_UP + steps
+    report, each = ExpansionReport(Path(folder), about), 1 + WARM_UP + steps
     with tqdm(total=len(cases) * each, desc="expansion", unit=" steps", dynamic_ncols=True) as bar:
         for number, (case, one) in enumerate(zip(cases, parsed, strict=True), start=1):
             bar.set_postfix_str(case.name)

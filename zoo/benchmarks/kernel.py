@@ -1,9 +1,14 @@
 """`bench kernels`: forward and backward times of the ops, compared with the device's limits and other libraries."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
@@ -12,7 +17,7 @@ from zoo.benchmarks import peers as others
 from zoo.benchmarks.cases import OPS, Case, Shape, Tensors
 from zoo.benchmarks.device import described, pick_backend, pick_dtype, roofline_ms
 from zoo.benchmarks.gate import relative_error
-from zoo.benchmarks.report import Report
+from zoo.benchmarks.report import PATH, Report, captioned, pair, without
 from zoo.benchmarks.timing import TimedCall, as_graph, medians
 from zoo.train.devices import pick_device
 
@@ -22,6 +27,83 @@ ON_CPU = [(1, 4, 1024, 64)]
 LENGTHS_ON_GPU = [1 << n for n in (10, 12, 14, 16)]
 LENGTHS_ON_CPU = [256, 512, 1024, 2048]
 OURS = "ours"
+
+
+# suffix in a row → column: time of a call, and of its kernels alone when a CUDA graph launches them
+TIMES = {"": "called ms", "_graph": "as graph ms"}
+
+
+class KernelReport(Report):
+    """Times of ops."""
+
+    benchmark = "kernels"
+
+    def table(self) -> Table:
+        """A row for each op and shape, with the peers' times and their ratios to ours below."""
+        suffixes = [suffix for suffix in TIMES if any(f"fwd{suffix}_ms" in row for row in self.rows)]
+        columns = ["op", "B×H×T×D", "path", *(TIMES[suffix] for suffix in suffixes), "TFLOP/s", "of limit"]
+        if self.about["peers"]:
+            columns += [f"peer ÷ ours {TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
+        table = self.new_table(columns)
+        remarks = [
+            "all: forward / forward and backward; TFLOP/s and fraction of the roofline are for the last time column"
+        ]
+        remarks.append(PATH)
+        for row in self.rows:
+            head = [row["op"], "×".join(map(str, row["shape"].values()))]
+            if "fwd_ms" not in row:
+                without(table, remarks, head, row)
+            elif row["in_table"]:
+                table.add_row(
+                    *head,
+                    row["implementation"],
+                    *_times(row, suffixes),
+                    f"{row['fwd_tflops']:.3g} / {row['fwd_bwd_tflops']:.3g}",
+                    pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
+                )
+                remarks += [f"{row['op']}: no graph, {row['graph_note']}"] if "graph_note" in row else []
+                for name, peer in row["peers"].items():
+                    if "note" in peer:
+                        remarks.append(f"{name}: {peer['note']}")
+                        continue
+                    remarks += [f"{name}: no graph, {peer['graph_note']}"] if "graph_note" in peer else []
+                    ratios = [
+                        pair(peer.get(f"fwd{s}_ratio"), peer.get(f"fwd_bwd{s}_ratio"), "{:.2f}×") for s in suffixes
+                    ]
+                    table.add_row(f"  {name}", "", "", *_times(peer, suffixes), "", "", *ratios)
+        return captioned(table, remarks)
+
+    def picture(self) -> Figure | None:
+        """A plot of forward and backward time over length, one line per op; None without measurements over lengths."""
+        rows = [row for row in self.rows if row.get("in_curve") and "fwd_bwd_ms" in row]
+        if not rows:
+            return None
+        picture = Figure(figsize=(7, 4.5), dpi=110, layout="constrained")
+        FigureCanvasAgg(picture)
+        B, H, _, D = rows[0]["shape"].values()
+        axes = picture.add_subplot(
+            xlabel="tokens",
+            ylabel="forward + backward, ms",
+            xscale="log",
+            yscale="log",
+            title=f"B = {B}, H = {H}, D = {D}, {self.about['dtype']}, {self.about['device']}",
+        )
+        lengths = sorted({row["shape"]["T"] for row in rows})
+        for op in dict.fromkeys(row["op"] for row in rows):
+            line = sorted((row["shape"]["T"], row["fwd_bwd_ms"]) for row in rows if row["op"] == op)
+            axes.plot([T for T, _ in line], [ms for _, ms in line], marker=".", label=op)
+        axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+        axes.title.set_fontsize("small")
+        return picture
+
+
+def _times(row: dict[str, Any], suffixes: Iterable[str]) -> list[str]:
+    return [pair(row.get(f"fwd{suffix}_ms"), row.get(f"fwd_bwd{suffix}_ms"), "{:.3f}") for suffix in suffixes]
 
 
 def bench_kernels(
@@ -79,7 +161,7 @@ def bench_kernels(
 
     for name in names:  # reports a missing backend before any measurement
         Case(name, Shape(1, 1, 1, base.D), precision, where, backend, window)
-    report = Report("kernels", Path(folder), {**described(where), "dtype": precision, "peers": peers})
+    report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": peers})
     measurements = list(dict.fromkeys([*table, *curve]))
     for name, shape in (bar := tqdm(measurements, desc="kernels", unit=" calls", dynamic_ncols=True)):
         bar.set_postfix_str(f"{name} {'×'.join(map(str, shape))}")

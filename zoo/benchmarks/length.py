@@ -3,6 +3,10 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
@@ -10,7 +14,7 @@ from mixers import did_you_mean
 from zoo.benchmarks import model as models
 from zoo.benchmarks.alone import Settings, checked, trained
 from zoo.benchmarks.device import described, pick_backend
-from zoo.benchmarks.report import Report
+from zoo.benchmarks.report import PATH, Report, captioned, formatted, path_of, without
 from zoo.benchmarks.training import WARM_UP
 from zoo.train.cpu import use_processor
 from zoo.train.devices import pick_device
@@ -31,6 +35,54 @@ MODELS = {
 SIZES = ("0.4b", "1.3b")
 CHECKED_LAYERS = 6  # each kind of layer of all hybrids
 LENGTHS = [2048, 4096, 8192, 16384]
+
+
+class LengthReport(Report):
+    """Training over the length of sequences."""
+
+    benchmark = "length"
+
+    def table(self) -> Table:
+        """A row for each model and length."""
+        table = self.new_table(["model", "length", "batch", "params", "tok/s", "step ms", "GiB", "TFLOP/s", "path"])
+        remarks = [f"{self.about['tokens']} tokens in each step", PATH]
+        for row in self.rows:
+            head = [row["model"], str(row["length"]), str(row["batch_size"])]
+            if "step_ms" not in row:
+                without(table, remarks, head, row)
+                continue
+            table.add_row(
+                *head,
+                f"{row['parameters'] / 1e6:.1f} M",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['step_ms']:.1f}",
+                formatted(row["peak_gib"], "{:.1f}"),
+                f"{row['tflops']:.3g}",
+                path_of(row, remarks),
+            )
+        return captioned(table, remarks)
+
+    def picture(self) -> Figure | None:
+        """A plot of tokens per second over the length of sequences, a line for each model; None for a single length."""
+        rows = [row for row in self.rows if "step_ms" in row]
+        lengths = sorted({row["length"] for row in rows})
+        if len(lengths) < 2:
+            return None
+        about = self.about
+        picture = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+        FigureCanvasAgg(picture)
+        axes = picture.add_subplot(xlabel="tokens in a sequence", ylabel="tokens/s in training", xscale="log")
+        axes.set_title(f"{about['device']}, {about['precision']}, {about['tokens']} tokens in a step", fontsize=10)
+        for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+            line = [(row["length"], row["tokens_per_second"]) for row in rows if row["model"] == model]
+            axes.plot(*zip(*line, strict=True), color=f"C{number}", marker="o", markersize=4, label=model)
+        axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        picture.legend(loc="outside right center", fontsize="small")
+        return picture
 
 
 def bench_length(
@@ -86,7 +138,7 @@ def bench_length(
     parsed = {name: models.read(items) for name, items in given.items()}  # all of them before the first runs
     settings = Settings(precision, backend, where, steps)
     about = {**described(where), "tokens": tokens, "precision": precision}
-    report, each = Report("length", Path(folder), about), 1 + WARM_UP + steps
+    report, each = LengthReport(Path(folder), about), 1 + WARM_UP + steps
     with tqdm(total=len(given) * len(lengths) * each, desc="length", unit=" steps", dynamic_ncols=True) as bar:
         for name, items in given.items():
             gate = checked(items, parsed[name], settings, CHECKED_LAYERS)

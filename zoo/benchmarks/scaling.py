@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
@@ -19,7 +23,7 @@ from zoo.benchmarks import model as models
 from zoo.benchmarks.device import described
 from zoo.benchmarks.fits import Outcome, Unsaved, outcome, run
 from zoo.benchmarks.gate import Gate
-from zoo.benchmarks.report import Report
+from zoo.benchmarks.report import Report, captioned, formatted, is_wrong, without
 from zoo.train.module import best_precision
 from zoo.train.signals import sigterm_raises
 
@@ -50,6 +54,77 @@ class Fit(NamedTuple):
     way: str | None  # strategy in the table; None for a reference, which is not in the table
     devices: int  # for a reference, the number of devices that it stands for
     reference: str | None  # the run on one device whose losses it must match
+
+
+class ScalingReport(Report):
+    """Training on several devices."""
+
+    benchmark = "scaling"
+
+    def table(self) -> Table:
+        """A row for each strategy and number of devices."""
+        about = self.about
+        parts = list(next((row["parts_ms"] for row in self.rows if "parts_ms" in row), ()))
+        optional = {"communication_ms": ("waits", "{:.1f}"), "peak_gib": ("GiB", "{:.1f}")}  # not measured everywhere
+        optional = {
+            key: column for key, column in optional.items() if any(row.get(key) is not None for row in self.rows)
+        }
+        names = [name for name, _ in optional.values()]
+        table = self.new_table(["way", "devices", "tok/s", "efficiency", "step ms", *parts, *names, "loss differs"])
+        remarks = [
+            f"batch {about['batch_size']} × {about['length']} tokens per device, or per group that shares sequences",
+            "efficiency: tokens/s relative to those of one device times the number of devices",
+            *([f"{', '.join((*parts, *names))}: of the first device; parts of a step in ms"] if parts else []),
+            *(["waits: the end of backward, waiting for gradients of other devices"] if "waits" in names else []),
+            "loss differs: largest relative difference from one device on the same samples",
+        ]
+        for row in self.rows:
+            head = [row["way"], str(row["devices"])]
+            if "step_ms" not in row or is_wrong(row):
+                without(table, remarks, head, row)
+                continue
+            table.add_row(
+                *head,
+                f"{row['tokens_per_second']:,.0f}",
+                formatted(row["efficiency"], "{:.0%}"),
+                *(f"{value:.1f}" for value in (row["step_ms"], *row["parts_ms"].values())),
+                *(formatted(row[key], form) for key, (_, form) in optional.items()),
+                formatted(row["loss_difference"], "{:.0e}"),
+            )
+            remarks += [f"{' '.join(head)}: {row['note']}"] if "note" in row else []
+        return captioned(table, remarks)
+
+    def picture(self) -> Figure | None:
+        """Plots of tokens per second and of GPU memory over the number of devices, one line per strategy."""
+        rows = [row for row in self.rows if "step_ms" in row and not is_wrong(row)]
+        base = next((row for row in rows if row["devices"] == 1), None)
+        devices = sorted({row["devices"] for row in rows})
+        if len(devices) < 2:
+            return None
+        with_memory = any(row["peak_gib"] is not None for row in rows)
+        picture = Figure(figsize=(10 if with_memory else 6, 4.2), dpi=110, layout="constrained")
+        FigureCanvasAgg(picture)
+        panels = {"tokens_per_second": "tokens/s, all devices together"}
+        panels |= {"peak_gib": "GiB of the first device"} if with_memory else {}
+        for place, (key, label) in enumerate(panels.items(), start=1):
+            axes = picture.add_subplot(1, len(panels), place, xlabel="devices", ylabel=label)
+            if base is not None and key == "tokens_per_second":
+                ideal = [n * base[key] for n in devices]
+                axes.plot(devices, ideal, color="gray", linestyle="--", linewidth=1, label="ideal")
+            for way in dict.fromkeys(row["way"] for row in rows if row is not base):
+                line = [row for row in rows if row is base or row["way"] == way]
+                axes.plot([row["devices"] for row in line], [row[key] for row in line], marker="o", label=way)
+            axes.set_xticks(devices, [str(n) for n in devices])
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+        picture.axes[0].legend(fontsize="small")
+        about = self.about
+        picture.suptitle(
+            f"{about['device']}, {about['precision']}, {about['batch_size']} × {about['length']}", fontsize=10
+        )
+        return picture
 
 
 def bench_scaling(
@@ -119,7 +194,7 @@ def bench_scaling(
     about |= {"device": f"cpu, threads of a process: {threads}"} if accelerator == "cpu" else {}
     about |= {"config": list(config), "batch_size": batch_size, "length": length, "precision": precision}
     about |= {"steps": steps, "references": []}
-    report = Report("scaling", Path(folder), about)
+    report = ScalingReport(Path(folder), about)
     runs = _emptied(report)
     outcomes: dict[str, Outcome] = {}
     with tqdm(total=len(plan), desc="scaling", unit=" runs", dynamic_ncols=True) as bar, sigterm_raises():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -16,7 +17,7 @@ from zoo import config as configs
 from zoo.benchmarks import model as models
 from zoo.benchmarks import peers as others
 from zoo.benchmarks.device import described, pick_backend
-from zoo.benchmarks.report import Report
+from zoo.benchmarks.report import PATH, Report, captioned, formatted, path_of, without
 from zoo.benchmarks.timing import Clock, process_age, synchronize
 from zoo.lm.model import LanguageModel
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
@@ -27,6 +28,40 @@ from zoo.train.module import best_precision
 from zoo.train.optim import Optimisation, build_optimizer
 
 WARM_UP = 2  # steps after the first
+
+
+class TrainingReport(Report):
+    """Times of training steps."""
+
+    benchmark = "training"
+
+    def table(self) -> Table:
+        """A row for each model."""
+        about = self.about
+        milliseconds = ("step_ms", "forward_ms", "backward_ms", "optimiser_ms")
+        columns = ["model", "params", "path", "tok/s", "step ms", "fwd", "bwd", "optim", "GiB", "MFU", "first", "ready"]
+        table = self.new_table(columns)
+        remarks = [
+            f"batch {about['batch_size']} × {about['length']} tokens{', compiled' if about['compiled'] else ''}",
+            "first: seconds of the first step; ready: from the start of the process to its end",
+            PATH,
+        ]
+        for row in self.rows:
+            if "step_ms" not in row:
+                without(table, remarks, [row["model"]], row)
+                continue
+            table.add_row(
+                row["model"],
+                f"{row['parameters'] / 1e6:.1f} M",
+                path_of(row, remarks),
+                f"{row['tokens_per_second']:,.0f}",
+                *(f"{row[key]:.1f}" for key in milliseconds),
+                formatted(row["peak_gib"], "{:.1f}"),
+                formatted(row["mfu"], "{:.1%}"),
+                f"{row['first_step_s']:.1f}",
+                formatted(row["ready_s"], "{:.1f}"),
+            )
+        return captioned(table, remarks)
 
 
 def bench_training(
@@ -82,7 +117,7 @@ def bench_training(
         "compiled": compile,
         "peers": peers,
     }
-    report = Report("training", Path(folder), about)
+    report = TrainingReport(Path(folder), about)
     tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=where)
     optim = configs.instantiate("optim", parsed)
 

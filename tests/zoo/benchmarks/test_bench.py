@@ -25,9 +25,8 @@ from zoo.benchmarks.kernel import bench_kernels, measured
 from zoo.benchmarks.length import CHECKED_LAYERS, bench_length
 from zoo.benchmarks.length import MODELS as LENGTH_MODELS
 from zoo.benchmarks.peers import language_model
-from zoo.benchmarks.report import Report, figure
 from zoo.benchmarks.timing import medians, process_age
-from zoo.benchmarks.training import bench_training
+from zoo.benchmarks.training import TrainingReport, bench_training
 
 pytest_plugins = "tests.desk"
 
@@ -72,7 +71,7 @@ def test_rows_of_kernels(tmp_path):
     path = next(column for column in report.table().columns if column.header == "path")
     assert set(path.cells) == {"torch"}
     assert record(tmp_path)["device"].startswith("cpu")
-    assert len(figure(report).axes[0].lines) == len(OPS)
+    assert len(report.picture().axes[0].lines) == len(OPS)
     assert (tmp_path / "bench.png").stat().st_size > 5000
 
 
@@ -103,7 +102,7 @@ def test_a_model_on_several_paths_names_the_rarer_ones():
     row |= dict.fromkeys(("step_ms", "forward_ms", "backward_ms", "optimiser_ms", "first_step_s", "parameters"), 1.0)
     row |= {"tokens_per_second": 1.0, "peak_gib": None, "mfu": None, "ready_s": None}
     about = {"batch_size": 1, "length": 8, "compiled": False, "device": "gpu", "torch": "", "triton": "", "dtype": ""}
-    table = Report("training", Path(), {**about, "precision": "bf16-true"}, [row]).table()
+    table = TrainingReport(Path(), {**about, "precision": "bf16-true"}, [row]).table()
     (path,) = next(column for column in table.columns if column.header == "path").cells
     assert path.startswith("triton + ")
     assert "h2: torch: window_attention" in table.caption
@@ -125,7 +124,7 @@ def test_the_widest_table_is_whole_at_100_columns():
     }
     console = Console(width=100)
     with console.capture() as shown:
-        console.print(Report("training", Path(), {**about, "precision": "bf16-true"}, [row]).table())
+        console.print(TrainingReport(Path(), {**about, "precision": "bf16-true"}, [row]).table())
     assert "…" not in shown.get()
 
 

@@ -14,8 +14,8 @@ import torch
 
 from tests.commands import CLI, Command, sitting_at
 from zoo.benchmarks import fits
-from zoo.benchmarks.report import Report, scaling_figure
-from zoo.benchmarks.scaling import bench_scaling, largest_difference
+from zoo.benchmarks.report import Report
+from zoo.benchmarks.scaling import ScalingReport, bench_scaling, largest_difference
 from zoo.train.callbacks.step_times import PARTS
 
 pytest_plugins = "tests.desk"
@@ -139,7 +139,7 @@ def test_speed_is_of_the_steps_after_the_first(fake: Path, command: Command):
     batches = [row["command"].partition("--data.batch_size=")[2].split()[0] for row in found["rows"]]
     assert batches == ["8", "16", "32"]  # the config has 8
     assert [row["devices"] for row in found["references"]] == [2, 4]
-    assert len(scaling_figure(Report("scaling", fake, found, found["rows"])).axes[0].lines) == 2
+    assert len(ScalingReport(fake, found, found["rows"]).picture().axes[0].lines) == 2
     assert [row["communication_ms"] for row in found["rows"]] == [None, pytest.approx(20), pytest.approx(20)]
     assert "waits" in done.out
     assert "GiB" not in done.out
@@ -164,7 +164,7 @@ def test_gpus_have_memory(fake: Path, command: Command, monkeypatch: pytest.Monk
     assert [row["devices"] for row in found["rows"]] == [1, 2, 2, 4, 4]
     assert all(row["peak_gib"] == 3.0 for row in found["rows"])
     assert all("--trainer.accelerator=gpu" in row["command"] for row in found["rows"])
-    assert len(scaling_figure(Report("scaling", fake, found, found["rows"])).axes) == 2
+    assert len(ScalingReport(fake, found, found["rows"]).picture().axes) == 2
     assert "GiB" in done.out
     assert "devices: 8 is more than the GPUs of this machine, 5" in command(*options, "--devices=[8]").err
 
