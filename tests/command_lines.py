@@ -27,7 +27,7 @@ SHELLS = ("bash", "sh", "shell", "console")
 FENCED = re.compile(r"^[ ]*```(\w*).*?\n(.*?)^[ ]*```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = ("python", "python3", "pytest", "pip")
 INLINE = re.compile(r"(?<!`)`([^`]+)`")
-ON_GPUS = (["bench", "training"], ["bench", "scaling"], ["bench", "expansion"])  # for minutes, as peers do
+ON_GPUS = tuple(["bench", kind] for kind in ("training", "scaling", "expansion", "length"))  # for minutes, as peers do
 # verbs that take no config: their functions, and the option that plain arguments set
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "evaluate": (zoo.evaluate, None),
