@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from .. import discretise
 from ..arguments import at_least_fp32
 from ..backend import choose
+from ..discretise import composed as decay
+from ..discretise import reference as exact_decay
 
 
 def triton(
@@ -21,7 +22,7 @@ def composed(
     a: Tensor, A_log: Tensor, dt_bias: Tensor, b: Tensor, bias: Tensor | None, largest: float
 ) -> tuple[Tensor, Tensor]:
     """The formulas in PyTorch."""
-    return discretise.composed(a, A_log, dt_bias)[0], strength(b, bias, largest)
+    return decay(a, A_log, dt_bias)[0], strength(b, bias, largest)
 
 
 def reference(
@@ -29,7 +30,7 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """The formulas, with softplus by its definition and σ(x) = (1 + tanh(x/2)) / 2."""
     x = at_least_fp32(b) if bias is None else at_least_fp32(b) + at_least_fp32(bias)
-    return discretise.reference(a, A_log, dt_bias)[0], largest * (1 + torch.tanh(x / 2)) / 2
+    return exact_decay(a, A_log, dt_bias)[0], largest * (1 + torch.tanh(x / 2)) / 2
 
 
 IMPLEMENTATIONS = {"triton": triton, "torch": composed, "reference": reference}

@@ -146,7 +146,7 @@ def differentiate(
     enqueue(
         gates_backward, (programs,), a, A_log, dt_bias, b, bias, *arriving, da, db, parts, *strides, largest, **sizes
     )
-    dA_log, ddt_bias, dbias = add_parts(parts, torch.promote_types(A_log.dtype, dt_bias.dtype))
+    dA_log, ddt_bias, dbias = add_parts(parts, torch.float32)  # each parameter has a dtype of its own
     return [
         found[0],
         dA_log.to(A_log.dtype),

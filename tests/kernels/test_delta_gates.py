@@ -79,13 +79,13 @@ def test_columns_of_a_projection_in_half_precision():
 
 
 @interpreted
-@pytest.mark.parametrize("low", ["A_log", "dt_bias", "bias"])
-def test_parameters_of_different_precision(low: str):
+@pytest.mark.parametrize("low", [("A_log",), ("dt_bias",), ("bias",), ("A_log", "dt_bias")], ids=str)
+def test_parameters_of_different_precision(low: tuple[str, ...]):
     a = inputs(2, 70, 8)
-    a[low] = a[low].bfloat16()
+    a |= {name: a[name].bfloat16() for name in low}
     found, expected = results(a, "triton"), results(a, "reference")
-    assert found[low].dtype == torch.bfloat16
-    del found[low], expected[low]
+    for name in low:
+        assert found.pop(name).dtype == expected.pop(name).dtype == torch.bfloat16
     assert_close(found, expected, 1e-5)
 
 

@@ -12,7 +12,6 @@ from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
-from mixers import did_you_mean
 from zoo.benchmarks import model as models
 from zoo.benchmarks.alone import Settings, checked, trained
 from zoo.benchmarks.device import described, pick_backend
@@ -207,9 +206,8 @@ def bench_expansion(
 def _built_in(mixers: list[str] | None, sizes: list[str] | None) -> Iterator[tuple[str, list[str]]]:
     """The configs of each model of each size, by name."""
     sizes = ["400m"] if sizes is None else sizes
-    for key, values, known in (("mixers", mixers or [], list(MODELS)), ("sizes", sizes, list(SIZES))):
-        if wrong := [value for value in values if value not in known]:
-            raise UserError(f"{key}: {wrong[0]!r} is not one of {', '.join(known)}{did_you_mean(wrong[0], known)}")
+    models.check_names("mixers", mixers or [], MODELS)
+    models.check_names("sizes", sizes, SIZES)
     for size in dict.fromkeys(sizes):
         for mixer in dict.fromkeys(MODELS if mixers is None else mixers):
             base, overlay = MODELS[mixer]

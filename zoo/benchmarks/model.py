@@ -1,7 +1,7 @@
 """The model of a benchmark: building it from configs, and checking it against an fp32 reference."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,10 +44,16 @@ def name(config: Sequence[str]) -> str:
     return Path(str(next((item for item in config if "=" not in item), "model"))).stem
 
 
+def check_names(argument: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a UserError for the first name that is not known."""
+    known = list(known)
+    if wrong := [value for value in given if value not in known]:
+        raise UserError(f"{argument}: {wrong[0]!r} is not one of {', '.join(known)}{did_you_mean(wrong[0], known)}")
+
+
 def check_precision(given: str) -> None:
     """Raise a UserError for an unknown precision."""
-    if given not in PRECISIONS:
-        raise UserError(f"precision: {given!r} is not one of {', '.join(PRECISIONS)}{did_you_mean(given, PRECISIONS)}")
+    check_names("precision", [given], PRECISIONS)
 
 
 def check_sizes(**sizes: int) -> None:
