@@ -19,6 +19,7 @@ from .flops import attention_flops, recurrence_flops
 from .forget_gate import forget_gate
 from .gated_linear import gated_linear
 from .head_linear import head_linear
+from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_recurrence import linear_recurrence
 from .norm import add_rms_norm, gated_rms_norm, rms_norm
@@ -52,6 +53,7 @@ __all__ = [
     "gated_rms_norm",
     "head_linear",
     "implementations",
+    "linear",
     "linear_cross_entropy",
     "linear_recurrence",
     "linear_token_losses",

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .. import op
 from ..allocation import new
+from ..linear import few_rows
+from ..linear import triton_op as few
 from ..triton.enqueue import cdiv, enqueue
 
 BLOCK, WARPS = 1024, 4
@@ -101,6 +103,8 @@ gated_linear = op.register("gated_linear", compute, differentiate, fake, results
 
 def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """[…,O]; see `gated_linear`."""
+    if few_rows(gate_up, weight, weight.shape[1]):
+        return few.forward(gate_up, weight, None, activation)
     if torch.is_autocast_enabled(gate_up.device.type):
         gate_up = gate_up.to(torch.get_autocast_dtype(gate_up.device.type))
     (y,) = gated_linear(gate_up.contiguous(), weight, activation)

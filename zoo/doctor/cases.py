@@ -180,6 +180,8 @@ def _norms(draw: Draw, size: int) -> Iterator[Case]:
 def _products(draw: Draw, size: int) -> Iterator[Case]:
     inputs = {"gate_up": draw(ROWS, LENGTH, 4 * size), "weight": draw(size, 2 * size) / 8}
     yield Case("gated_linear", "", size, inputs)
+    inputs = {"x": draw(ROWS, 1, 4 * size), "weight": draw(3 * size, 4 * size) / 8, "bias": draw(3 * size)}
+    yield Case("linear", "few rows", size, inputs, call=torch.no_grad()(kernels.linear))
     for op in ("linear_cross_entropy", "linear_token_losses"):
         labels = torch.arange(LENGTH) % 100
         labels[::7] = -100  # no loss

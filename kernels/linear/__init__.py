@@ -1,0 +1,58 @@
+"""A linear map; where few rows meet it, as in decoding, the weight is read at the speed of the memory."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..backend import choose
+
+MOST_ROWS, MOST_INPUTS = 4, 16384  # of the Triton kernel, which holds a part of each row in registers
+
+
+def triton(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The Triton implementation, imported on first use: not every platform has Triton."""
+    from . import triton_op
+
+    return triton_op.forward(x, weight, bias)
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """One output after the other, in at least fp32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = torch.stack([(x.to(wide) * row.to(wide)).sum(-1) for row in weight], -1)
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"triton": triton, "torch": F.linear, "reference": reference}
+
+
+def few_rows(x: Tensor, weight: Tensor, inputs: int) -> bool:
+    """Whether the Triton kernel is made for a call: x [...,C] of few rows, weight [O,inputs], no gradients, no casts."""
+    differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    small = x.numel() <= MOST_ROWS * x.shape[-1] and inputs <= MOST_INPUTS
+    return small and not differentiated and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + bias, which is PyTorch's but for a few rows without gradients.
+
+    Args:
+        x: Inputs […,I].
+        weight: W [O,I].
+        bias: [O], or None.
+
+    Returns:
+        y […,O].
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight: expected [O,{x.shape[-1]}], got shape {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
+    if not few_rows(x, weight, weight.shape[1]):
+        return F.linear(x, weight, bias)
+    return choose("linear", IMPLEMENTATIONS, x)(x, weight, bias)

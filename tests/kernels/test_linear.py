@@ -1,0 +1,120 @@
+"""A linear map of few rows: its Triton kernel beside the plain product, and where it runs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+
+from .places import PLACES
+
+SHAPES = [(1, 1, 1), (1, 70, 33), (2, 64, 100), (3, 1025, 5), (4, 300, 129)]  # rows, inputs, outputs
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote must not be read."""
+    module = pytest.importorskip("kernels.linear.triton_op")
+    allocate = module.new
+    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+
+
+def inputs(rows: int, I: int, O: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (rows, 1, I), (O, I), (O,)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_triton_and_the_loop(shape: tuple[int, int, int], bias: bool, dtype: torch.dtype, device: str):
+    x, weight, added = inputs(*shape, dtype, device)
+    expected = F.linear(x.double(), weight.double(), added.double() if bias else None)
+    for backend in ("triton", "reference"):
+        with kernels.backend(backend), kernels.implementations() as ran:
+            y = kernels.linear(x, weight, added if bias else None)
+        assert ran == {"linear": {backend}}
+        assert (y.shape, y.dtype) == (expected.shape, dtype)
+        assert error(y, expected) <= (
+            8e-3 if dtype == torch.bfloat16 else 1e-6
+        )  # the interpreter does not round to nearest
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("activation", ["silu", "identity"])
+@pytest.mark.parametrize("rows", [1, 3])
+@torch.no_grad()
+def test_the_gated_product_in_the_same_launch(rows: int, activation: str, device: str):
+    gate_up, weight, _ = inputs(rows, 2 * 150, 37, torch.bfloat16, device)
+    weight = weight[:, :150].contiguous()
+    found = {}
+    for backend in ("triton", "reference"):
+        with kernels.backend(backend):
+            found[backend] = kernels.gated_linear(gate_up, weight, activation=activation)
+    assert error(found["triton"], found["reference"]) <= 1e-2
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_rows_that_are_cut_out(device: str):
+    x, weight, _ = inputs(2, 60, 7, device=device)
+    wide = torch.cat([x, x], -1)[..., 30:90]
+    with torch.no_grad(), kernels.backend("triton"):
+        found = kernels.linear(wide, weight[:, :60])
+    assert error(found, F.linear(wide, weight)) <= 1e-6
+
+
+def test_the_op_is_registered_properly():
+    x, weight, bias = inputs(2, 20, 7)
+    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_few, (x, weight, bias, "none"), test_utils="test_schema")
+    with torch.no_grad(), kernels.backend("triton"):
+        compiled = torch.compile(kernels.linear, backend="aot_eager", fullgraph=True)(x, weight, bias)
+        assert torch.equal(compiled, kernels.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "gradients"), [(5, torch.float32, False), (1, torch.bfloat16, False), (1, torch.float32, True)]
+)
+def test_everything_else_is_pytorchs(rows: int, kind: torch.dtype, gradients: bool):
+    """Many rows, gradients, and under autocast."""
+    x, weight, bias = inputs(rows, 20, 7)
+    weight.requires_grad_(gradients)
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=kind == torch.bfloat16)
+    with torch.set_grad_enabled(gradients), mixed, kernels.backend("triton"), kernels.implementations() as ran:
+        y = kernels.linear(x, weight, bias)
+    assert ran == {}
+    assert (y.dtype, y.requires_grad) == (kind, gradients)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        ([(1, 3), (4, 5), (4,)], r"weight: expected \[O,3\], got shape \(4, 5\)"),
+        ([(1, 3), (4, 3), (3,)], r"bias: expected \[4\], got shape \(3,\)"),
+    ],
+)
+def test_misfits(shapes: list[tuple[int, ...]], said: str):
+    with pytest.raises(ValueError, match=f"^{said}"):
+        kernels.linear(*map(torch.zeros, shapes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("I", "O"), [(1024, 4112), (1024, 1024), (2816, 1024), (1000, 5632), (16384, 512), (999, 77)])
+@torch.no_grad()
+def test_on_device(rows: int, I: int, O: int):
+    x, weight, bias = inputs(rows, I, O, torch.bfloat16, "cuda")
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    with kernels.backend("triton"):
+        found = kernels.linear(x, weight, bias)
+        assert error(found, expected) <= 4e-3
+        assert all(torch.equal(kernels.linear(x, weight, bias), found) for _ in range(5))
+        gated = kernels.gated_linear(torch.cat([x, x], -1), weight)
+    assert error(gated, kernels.gated_linear(torch.cat([x, x], -1).float(), weight.float())) <= 6e-3
