@@ -108,6 +108,7 @@ class FeaturePath(nn.Module):
             history=history,
             return_history=return_history,
             cu_seqlens=cu_seqlens,
+            consume_history=True,  # it is part of a state
         )
 
 

@@ -25,6 +25,7 @@ class FeatureStream:
     history: Tensor | None = None  # [N,W−1,C]; N = B without cu_seqlens
     return_history: bool = False
     cu_seqlens: Tensor | None = None  # [N+1]
+    consume_history: bool = False  # whether a single token may write the next history into `history`
 
     def __post_init__(self) -> None:
         x, weight, bias = self.x, self.weight, self.bias

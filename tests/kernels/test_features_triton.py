@@ -224,6 +224,20 @@ def test_one_token_of_several_streams_is_one_launch(chosen: tuple[int, ...], mon
 
 
 @interpreted
+def test_histories_that_may_be_written_are():
+    given = streams([THREE[0], THREE[1], THREE[0]], 1, B=2)
+    given[1]["history"] = given[1]["history"].transpose(0, 1).contiguous().transpose(0, 1)  # cannot be used as it lies
+    with torch.no_grad():
+        expected = together(given, "reference")
+        own = [{**a, "history": a["history"].clone() if i == 0 else a["history"]} for i, a in enumerate(given)]
+        kept = [a["history"].clone() for a in own]
+        found = together([{**a, "consume_history": i < 2} for i, a in enumerate(own)], "triton")
+    torch.testing.assert_close(found, expected)
+    assert found[0][1] is own[0]["history"]
+    assert all(torch.equal(a["history"], before) for a, before in zip(own[1:], kept[1:], strict=True))
+
+
+@interpreted
 @pytest.mark.parametrize("case", ["two tokens", "a gradient", "four streams", "no convolution", "no history"])
 def test_other_streams_are_launched_one_by_one(case: str):
     given = streams([*THREE, THREE[0]] if case == "four streams" else THREE, 2 if case == "two tokens" else 1)
