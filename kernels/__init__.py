@@ -9,12 +9,12 @@ from .arguments import at_least_fp32
 from .backend import BACKENDS, backend, implementations, same_backend
 from .columns import split_columns
 from .complement import complement
-from .delta_gates import delta_gates
+from .delta_gates import GateInputs, delta_gates
 from .delta_rule import delta_rule
 from .discretise import discretise
 from .documents import documents
 from .errors import UserError
-from .features import ACTIVATIONS, NORMS, FeatureStream, features, features_together
+from .features import ACTIVATIONS, NORMS, FeatureStream, features, features_and_gates, features_together
 from .flops import attention_flops, recurrence_flops
 from .forget_gate import forget_gate
 from .gated_linear import gated_linear
@@ -36,6 +36,7 @@ __all__ = [
     "BACKENDS",
     "NORMS",
     "FeatureStream",
+    "GateInputs",
     "UserError",
     "add_rms_norm",
     "at_least_fp32",
@@ -47,6 +48,7 @@ __all__ = [
     "discretise",
     "documents",
     "features",
+    "features_and_gates",
     "features_together",
     "forget_gate",
     "gated_linear",

@@ -214,8 +214,12 @@ class LinearMixer(TokenMixer):
         """All projections of x, gates as raw pre-activations. Afterwards only expansions see x."""
         raise NotImplementedError
 
+    def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
+        """What the delta rule's gates are computed from, beside the features, which saves launches; None: not so."""
+        return None
+
     def gates(self, s: Streams) -> Streams:
-        """Compute the final log_decay and beta; any stream may be replaced."""
+        """Compute the final log_decay and beta; any stream may be replaced. `gate_inputs` take its place."""
         return s
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
@@ -231,7 +235,6 @@ class LinearMixer(TokenMixer):
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, LinearState | None]:
         s, histories, position = self._featurise(self.project(x), x, state, cu_seqlens, context_parallel)
-        s = self.gates(s)
         o, matrix = run_recurrence(
             self.recurrence,
             s.q,
@@ -257,7 +260,7 @@ class LinearMixer(TokenMixer):
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
     ) -> tuple[Streams, tuple[Tensor, ...], Tensor]:
-        """Expand queries and keys, then apply the features of each stream: the one place to fuse them."""
+        """Expand queries and keys, apply the features of each stream, compute the gates: the one place to fuse them."""
         if self.q_expand is not None and self.k_expand is not None:
             cut = (self.subheads, self.subhead_size)
             # with parameters in fp32, under autocast, an expansion may make more of a stream than it was
@@ -267,10 +270,13 @@ class LinearMixer(TokenMixer):
         if self._needs_positions:
             where, following = positions(s.v, None if state is None else state.position, cu_seqlens, context_parallel)
         past = [None] * 3 if state is None else state.histories
-        made = together(self._features, s[:3], past, where, cu_seqlens, context_parallel)
+        given = self.gate_inputs(s)
+        made, gates = together(self._features, s[:3], past, where, cu_seqlens, context_parallel, given)
         done, histories = zip(*made, strict=True)
         q = done[0] if self.q_gain is None else self.q_gain(done[0])
-        return s.replace(q=q, k=done[1], v=done[2]), histories, following
+        s = s.replace(q=q, k=done[1], v=done[2])
+        s = self.gates(s) if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
+        return s, histories, following
 
     @property
     def _needs_positions(self) -> bool:

@@ -42,6 +42,11 @@ class Discretisation(KeepsFp32):
         """a [...,size] → log_decay and dt, the same shape."""
         return kernels.discretise(a, self.A_log, self.dt_bias)
 
+    @property
+    def has_own_formula(self) -> bool:
+        """Whether a subclass computes decays otherwise."""
+        return type(self).forward is not Discretisation.forward
+
 
 class Mamba2Discretisation(Discretisation):
     """The same with Mamba2's smallest initial A.
@@ -98,17 +103,6 @@ class Strength(KeepsFp32):
     def forward(self, b: Tensor) -> Tensor:
         """b [...,size] → β, the same shape, at least fp32."""
         return strength(b, self.bias, self.most)
-
-
-def delta_gates(
-    decay: Discretisation | None, a: Tensor | None, beta: Strength, b: Tensor
-) -> tuple[Tensor | None, Tensor]:
-    """log_decay (None without a decay) and β of their inputs; together where the decay has no formula of its own."""
-    if decay is None or a is None:
-        return None, beta(b)
-    if type(decay).forward is not Discretisation.forward:
-        return decay(a)[0], beta(b)
-    return kernels.delta_gates(a, decay.A_log, decay.dt_bias, b, beta.bias, largest=beta.most)
 
 
 class ConstantDecay(nn.Module):

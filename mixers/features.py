@@ -88,7 +88,7 @@ class FeaturePath(nn.Module):
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B,T,heads,size] → [B,T,heads,out_size], and the next history if one was given."""
-        (result,) = together([self], [x], [history], positions, cu_seqlens, context_parallel)
+        (result,), _ = together([self], [x], [history], positions, cu_seqlens, context_parallel)
         return result
 
     def stream(
@@ -119,16 +119,19 @@ def together(
     positions: Tensor,
     cu_seqlens: Tensor | None,
     context_parallel: ContextParallel | None = None,
-) -> list[tuple[Tensor, Tensor | None]]:
-    """What each path makes of its stream, computed together where that saves launches."""
+    gates: kernels.GateInputs | None = None,
+) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None]:
+    """What each path makes of its stream, and the gates if any, computed together where that saves launches."""
     given = [
         path.stream(x, history, cu_seqlens, context_parallel)
         for path, x, history in zip(paths, streams, histories, strict=True)
     ]
-    return [
+    made, done = (kernels.features_together(given), None) if gates is None else kernels.features_and_gates(given, gates)
+    mapped = [
         (y if path.map is None else path.map(y, positions).to(y.dtype), history)
-        for path, (y, history) in zip(paths, kernels.features_together(given), strict=True)
+        for path, (y, history) in zip(paths, made, strict=True)
     ]
+    return mapped, done
 
 
 class Rotary(FeatureMap):

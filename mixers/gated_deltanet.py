@@ -7,7 +7,7 @@ from torch import Tensor
 import kernels
 
 from .base import LinearMixer, Site, Streams
-from .decay import Discretisation, Strength, delta_gates
+from .decay import Discretisation, Strength
 from .features import Features
 from .norm import GatedRMSNorm, Output
 from .projection import OutputProjection, Projection, split_heads
@@ -89,10 +89,19 @@ class GatedDeltaNet(LinearMixer):
         gate = split_heads(parts["g"], H) if "g" in parts else None
         return Streams(q, k, v, parts.get("a"), parts["b"], gate)
 
+    def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
+        # a subclass may have gates of its own, and a decay another formula
+        if type(self).gates is not GatedDeltaNet.gates or self.decay is None or self.decay.has_own_formula:
+            return None
+        assert s.log_decay is not None
+        assert s.beta is not None
+        decay, beta = self.decay, self.beta
+        return kernels.GateInputs(s.log_decay, decay.A_log, decay.dt_bias, s.beta, beta.bias, beta.most)
+
     def gates(self, s: Streams) -> Streams:
         assert s.beta is not None
-        log_decay, beta = delta_gates(self.decay, s.log_decay, self.beta, s.beta)
-        return s.replace(log_decay=log_decay, beta=beta)
+        log_decay = None if self.decay is None or s.log_decay is None else self.decay(s.log_decay)[0]
+        return s.replace(log_decay=log_decay, beta=self.beta(s.beta))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

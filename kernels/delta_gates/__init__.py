@@ -1,5 +1,8 @@
 """Both gates of the gated delta rule: the log decay as `discretise` has it, and β = largest · σ(b + bias)."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -33,7 +36,11 @@ def reference(
     return exact_decay(a, A_log, dt_bias)[0], largest * (1 + torch.tanh(x / 2)) / 2
 
 
-IMPLEMENTATIONS = {"triton": triton, "torch": composed, "reference": reference}
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "triton": triton,
+    "torch": composed,
+    "reference": reference,
+}
 
 
 def strength(b: Tensor, bias: Tensor | None = None, largest: float = 1.0) -> Tensor:
@@ -41,6 +48,39 @@ def strength(b: Tensor, bias: Tensor | None = None, largest: float = 1.0) -> Ten
     b = at_least_fp32(b)
     beta = (b if bias is None else b + at_least_fp32(bias)).sigmoid()
     return beta if largest == 1 else largest * beta
+
+
+@dataclass  # not frozen: that takes five times as long to construct
+class GateInputs:
+    """The arguments of one call of `delta_gates`, where they are explained, for `features_and_gates`.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+
+    a: Tensor  # […,M]
+    A_log: Tensor  # [M]
+    dt_bias: Tensor  # [M]
+    b: Tensor  # […,M]
+    bias: Tensor | None = None  # [M]
+    largest: float = 1.0
+
+    def __post_init__(self) -> None:
+        a, b = self.a, self.b
+        for name, x in (("A_log", self.A_log), ("dt_bias", self.dt_bias), ("bias", self.bias)):
+            if x is not None and x.shape != a.shape[-1:]:
+                raise ValueError(f"{name}: expected [{a.shape[-1]}], got shape {tuple(x.shape)}")
+        if b.shape != a.shape:
+            raise ValueError(f"b: expected the shape of a {tuple(a.shape)}, got {tuple(b.shape)}")
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        return self.a, self.A_log, self.dt_bias, self.b, self.bias
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether a gradient is wanted."""
+        return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self.tensors)
 
 
 def delta_gates(
@@ -62,9 +102,9 @@ def delta_gates(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("bias", bias)):
-        if x is not None and x.shape != a.shape[-1:]:
-            raise ValueError(f"{name}: expected [{a.shape[-1]}], got shape {tuple(x.shape)}")
-    if b.shape != a.shape:
-        raise ValueError(f"b: expected the shape of a {tuple(a.shape)}, got {tuple(b.shape)}")
-    return choose("delta_gates", IMPLEMENTATIONS, a)(a, A_log, dt_bias, b, bias, largest)
+    return run(GateInputs(a, A_log, dt_bias, b, bias, largest))
+
+
+def run(gates: GateInputs) -> tuple[Tensor, Tensor]:
+    """`delta_gates` of checked arguments."""
+    return choose("delta_gates", IMPLEMENTATIONS, gates.a)(*gates.tensors, gates.largest)

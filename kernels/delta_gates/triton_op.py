@@ -27,6 +27,32 @@ def shifted(x, bias, at, inside, M: tl.constexpr, BLOCK: tl.constexpr):
     return wide
 
 
+@triton.jit
+def gates_tile(
+    a,
+    A_log,
+    dt_bias,
+    b,
+    bias,
+    log_decay,
+    beta,
+    program,
+    rows,
+    a_row,
+    b_row,
+    largest,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = program * ROWS
+    in_a, dense, inside = tile_of(first, rows, a_row, M, ROWS, BLOCK)
+    step = softplus(shifted(a, dt_bias, in_a, inside, M, BLOCK))
+    tl.store(log_decay + dense, -tl.exp(per_recurrence(A_log, M, BLOCK)) * step, mask=inside)
+    in_b = tile_of(first, rows, b_row, M, ROWS, BLOCK)[0]
+    tl.store(beta + dense, largest * tl.sigmoid(shifted(b, bias, in_b, inside, M, BLOCK)), mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def gates_forward(
     a,
@@ -44,12 +70,8 @@ def gates_forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first = tl.program_id(0) * ROWS
-    in_a, dense, inside = tile_of(first, rows, a_row, M, ROWS, BLOCK)
-    step = softplus(shifted(a, dt_bias, in_a, inside, M, BLOCK))
-    tl.store(log_decay + dense, -tl.exp(per_recurrence(A_log, M, BLOCK)) * step, mask=inside)
-    in_b = tile_of(first, rows, b_row, M, ROWS, BLOCK)[0]
-    tl.store(beta + dense, largest * tl.sigmoid(shifted(b, bias, in_b, inside, M, BLOCK)), mask=inside)
+    p = tl.program_id(0)
+    gates_tile(a, A_log, dt_bias, b, bias, log_decay, beta, p, rows, a_row, b_row, largest, M, ROWS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -6,11 +6,13 @@ from typing import Literal
 from torch import Tensor
 
 from ..backend import choose
+from ..delta_gates import GateInputs
+from ..delta_gates import run as delta_gates
 from . import composition, reference
 from .arguments import FeatureStream
 from .stages import ACTIVATIONS, NORMS
 
-__all__ = ["ACTIVATIONS", "NORMS", "FeatureStream", "features", "features_together"]
+__all__ = ["ACTIVATIONS", "NORMS", "FeatureStream", "features", "features_and_gates", "features_together"]
 
 
 def triton(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
@@ -20,11 +22,13 @@ def triton(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     return triton_op.forward(stream)
 
 
-def one_launch(streams: Sequence[FeatureStream]) -> list[tuple[Tensor, Tensor | None]] | None:
-    """One token of several streams in one launch; None if they need more."""
+def one_launch(
+    streams: Sequence[FeatureStream], gates: GateInputs | None
+) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None] | None:
+    """One token of several streams, and the gates, in one launch; None if they need more."""
     from . import triton_token
 
-    return triton_token.forward(streams) if triton_token.fits(streams) else None
+    return triton_token.forward(streams, gates) if triton_token.fits(streams, gates) else None
 
 
 IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": reference.forward}
@@ -78,10 +82,34 @@ def features_together(streams: Sequence[FeatureStream]) -> list[tuple[Tensor, Te
     Returns:
         y [B,T,heads,size] and the history of each stream, or None in its place.
     """
+    found, _ = together(streams, None)
+    return found
+
+
+def features_and_gates(
+    streams: Sequence[FeatureStream], gates: GateInputs
+) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor]]:
+    """What `features_together` and `delta_gates` return; in one launch where the first makes one.
+
+    Args:
+        streams: The arguments of each call of `features`.
+        gates: The arguments of `delta_gates`.
+
+    Returns:
+        y [B,T,heads,size] and the history of each stream, and log_decay and β.
+    """
+    found, both = together(streams, gates)
+    return found, delta_gates(gates) if both is None else (both[0], both[1])
+
+
+def together(
+    streams: Sequence[FeatureStream], gates: GateInputs | None
+) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
+    """y and the history of each stream, and both gates [2,…,M] if the same launch made them."""
     chosen = []
     for stream in streams:
         fits = stream.taps <= MOST_TAPS and (stream.norm == "none" or stream.x.shape[3] <= LARGEST)
         chosen.append(choose("features", IMPLEMENTATIONS, stream.x, None if fits else LIMITS))
-    if all(implementation is triton for implementation in chosen) and (done := one_launch(streams)) is not None:
+    if all(implementation is triton for implementation in chosen) and (done := one_launch(streams, gates)) is not None:
         return done
-    return [implementation(stream) for implementation, stream in zip(chosen, streams, strict=True)]
+    return [implementation(stream) for implementation, stream in zip(chosen, streams, strict=True)], None

@@ -1,4 +1,4 @@
-"""One token of two or three streams in one launch, as in decoding. It has no gradient."""
+"""One token of two or three streams, and of the delta rule's gates, in one launch, as in decoding. No gradients."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
 # ruff: noqa: RUF005
@@ -13,7 +13,10 @@ from torch import Tensor
 
 from .. import op
 from ..allocation import new
-from ..triton.enqueue import Prepared
+from ..delta_gates import GateInputs
+from ..delta_gates.triton_op import gates_tile
+from ..discretise.triton_op import rows_of, tile
+from ..triton.enqueue import Prepared, cdiv
 from ..triton.launches import multiprocessors
 from .arguments import FeatureStream
 from .stages import EPS
@@ -63,7 +66,7 @@ def token(
         tl.store(history + (row * (W - 1) + j) * C + c, window[j + 1].to(history.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first1", "first2"])
+@triton.jit(do_not_specialize=["first1", "first2", "first3", "rows"])
 def tokens(
     x0,
     weight0,
@@ -80,14 +83,27 @@ def tokens(
     bias2,
     history2,
     y2,
+    a,  # None without gates
+    A_log,
+    dt_bias,
+    b,
+    bias,
+    log_decay,
+    beta,
     first1,  # program of the second stream
     first2,
+    first3,  # and of the gates
     batch0,
     batch1,
     batch2,
+    rows,
+    a_row,
+    b_row,
+    largest,
     STREAM0: tl.constexpr,
     STREAM1: tl.constexpr,
     STREAM2: tl.constexpr,
+    GATES: tl.constexpr,  # M, ROWS, BLOCK
     EPS: tl.constexpr,
 ):
     p = tl.program_id(0)
@@ -95,36 +111,59 @@ def tokens(
         token(x0, weight0, bias0, history0, y0, p, batch0, STREAM0, EPS)
     elif p < first2:
         token(x1, weight1, bias1, history1, y1, p - first1, batch1, STREAM1, EPS)
-    elif x2 is not None:
-        token(x2, weight2, bias2, history2, y2, p - first2, batch2, STREAM2, EPS)
+    elif p < first3:
+        if x2 is not None:
+            token(x2, weight2, bias2, history2, y2, p - first2, batch2, STREAM2, EPS)
+    elif a is not None:
+        M: tl.constexpr = GATES[0]
+        ROWS: tl.constexpr = GATES[1]
+        BLOCK: tl.constexpr = GATES[2]
+        p -= first3
+        gates_tile(a, A_log, dt_bias, b, bias, log_decay, beta, p, rows, a_row, b_row, largest, M, ROWS, BLOCK)
 
 
 @lru_cache(maxsize=1024)
-def launch(pieces: tuple[Cut, ...], streams: tuple[tuple[int | str, ...], ...], strides: tuple[int, ...]) -> Prepared:
-    """The launch for streams of these shapes."""
+def launch(
+    pieces: tuple[Cut, ...],
+    streams: tuple[tuple[int | str, ...], ...],
+    strides: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    gates: tuple[int, int, int, float],
+) -> Prepared:
+    """The launch for streams of these shapes, and for gates of these sizes, rows, strides and largest β."""
     programs = [piece.programs for piece in pieces]
-    first = [programs[0], programs[0] + programs[1]]
+    first = [programs[0], programs[0] + programs[1], sum(programs)]
     third = streams[2] if len(streams) == MOST else streams[1]
-    numbers = (*first, *strides, *[0] * (MOST - len(strides)))
+    numbers = (*first, *strides, *[0] * (MOST - len(strides)), *gates)
     warps = max(piece.warps for piece in pieces)
-    about = {"STREAM0": streams[0], "STREAM1": streams[1], "STREAM2": third}
-    return Prepared(tokens, (sum(programs),), *numbers, EPS=EPS, num_warps=warps, **about)  # type: ignore[arg-type]
+    about = {"STREAM0": streams[0], "STREAM1": streams[1], "STREAM2": third, "GATES": sizes}
+    grid = (first[2] + cdiv(gates[0], sizes[1]),)
+    return Prepared(tokens, grid, *numbers, EPS=EPS, num_warps=warps, **about)  # type: ignore[arg-type]
 
 
-def compute(tensors: Sequence[Tensor | None], histories: Sequence[Tensor], activations: str, norms: str) -> Tensor:
-    """All y [B,1,heads,size] one after the other (a list cannot be compiled); histories become those of the next token.
+def compute(
+    tensors: Sequence[Tensor | None],
+    histories: Sequence[Tensor],
+    gates: Sequence[Tensor | None],
+    activations: str,
+    norms: str,
+    largest: float,
+) -> tuple[Tensor, Tensor]:
+    """All y [B,1,heads,size] one after the other, and both gates [2,…,M]. (Lists of results cannot be compiled.)
 
     Args:
         tensors: Of each stream x, taps and bias.
-        histories: The last W − 1 inputs [B,W−1,C] of each stream, contiguous.
+        histories: The last W − 1 inputs [B,W−1,C] of each stream, contiguous, which become those of the next token.
+        gates: The tensors of `GateInputs`; none for no gates.
         activations: Of all streams, with spaces between.
         norms: The same.
+        largest: That of `GateInputs`.
     """
     given: list[Tensor | None] = []
     pieces: list[Cut] = []
     about, strides = [], []
-    found = fake(tensors, histories, activations, norms)
-    parts = each(found, tensors)
+    y, both = fake(tensors, histories, gates, activations, norms, largest)
+    parts = each(y, tensors)
     for i, (activation, norm) in enumerate(zip(activations.split(), norms.split(), strict=True)):
         x, weight, bias = tensors[3 * i : 3 * i + 3]
         weight, bias, _ = parameters(weight, bias, None)
@@ -138,29 +177,51 @@ def compute(tensors: Sequence[Tensor | None], histories: Sequence[Tensor], activ
         about.append((C, W, piece.heads, piece.size, piece.block, activation, norm))
         strides.append(batch)
     given += [None] * (5 * MOST - len(given))
-    launch(tuple(pieces), tuple(about), tuple(strides))(*given)  # type: ignore[arg-type]
-    return found
+    sizes, numbers = (1, 1, 1), (0, 0, 0, largest)
+    if gates:
+        a, A_log, dt_bias, b, bias = gates
+        assert a is not None
+        assert b is not None
+        M, ROWS, BLOCK = tile(a.shape[-1]).values()
+        (a, rows, a_row), (b, _, b_row) = rows_of(a), rows_of(b)
+        given += [a, A_log, dt_bias, b, bias, *both]
+        sizes, numbers = (M, ROWS, BLOCK), (rows, a_row, b_row, largest)
+    else:
+        given += [None] * 7
+    launch(tuple(pieces), tuple(about), tuple(strides), sizes, numbers)(*given)  # type: ignore[arg-type]
+    return y, both
 
 
 def each(found: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """y of each stream in the result of `compute`."""
+    """y of each stream in the first result of `compute`."""
     streams = [x for x in tensors[::3] if x is not None]
     parts = found.split([x.numel() for x in streams])
     return [part.view(x.shape) for part, x in zip(parts, streams, strict=True)]
 
 
-def fake(tensors: Sequence[Tensor | None], histories: Sequence[Tensor], activations: str, norms: str) -> Tensor:
-    """An empty tensor of the shape and dtype that `compute` returns."""
+def fake(
+    tensors: Sequence[Tensor | None],
+    histories: Sequence[Tensor],
+    gates: Sequence[Tensor | None],
+    activations: str,
+    norms: str,
+    largest: float,
+) -> tuple[Tensor, Tensor]:
+    """Empty tensors of the shapes and dtypes that `compute` returns."""
     streams = [x for x in tensors[::3] if x is not None]
-    return new(streams[0], sum(x.numel() for x in streams))
+    shape = (0,) if not gates or gates[0] is None else gates[0].shape
+    y = new(streams[0], sum(x.numel() for x in streams))
+    return y, new(streams[0], 2, *shape, dtype=torch.float32)
 
 
 _op = torch.library.custom_op(f"{op.NAMESPACE}::features_token", compute, mutates_args=["histories"])
 _op.register_fake(fake)
 
 
-def fits(streams: Sequence[FeatureStream]) -> bool:
-    """Whether one launch can serve them all: one token of a few streams, with no gradients and a history to return."""
+def fits(streams: Sequence[FeatureStream], gates: GateInputs | None = None) -> bool:
+    """Whether one launch can serve all: one token of a few streams of a dtype, no gradients, a history to return."""
+    if gates is not None and (gates.differentiated or gates.a.dtype == torch.float64):
+        return False
     return 1 < len(streams) <= MOST and all(
         stream.x.shape[1] == 1
         and stream.weight is not None
@@ -180,10 +241,14 @@ def own_history(stream: FeatureStream) -> Tensor:
     return first.clone() if first is stream.history and not stream.consume_history else first
 
 
-def forward(streams: Sequence[FeatureStream]) -> list[tuple[Tensor, Tensor | None]]:
-    """y and the history for the next call of each stream."""
+def forward(
+    streams: Sequence[FeatureStream], gates: GateInputs | None = None
+) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
+    """y and the history for the next call of each stream, and both gates [2,…,M] if there are inputs of theirs."""
     tensors = [x for stream in streams for x in (stream.x, stream.weight, stream.bias)]
     histories = [own_history(stream) for stream in streams]
+    inputs = [] if gates is None else [x if x is None or x.dim() > 1 else x.contiguous() for x in gates.tensors]
     how = " ".join(stream.activation for stream in streams), " ".join(stream.norm for stream in streams)
-    found = (compute if op.plain([*tensors, *histories]) else _op)(tensors, histories, *how)
-    return [*zip(each(found, tensors), histories, strict=True)]
+    run = compute if op.plain([*tensors, *histories, *inputs]) else _op
+    y, both = run(tensors, histories, inputs, *how, 1.0 if gates is None else gates.largest)
+    return [*zip(each(y, tensors), histories, strict=True)], None if gates is None else both

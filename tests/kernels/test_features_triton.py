@@ -1,5 +1,6 @@
 """The Triton kernels of `features`: small cases in the interpreter, real sizes on a device."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -223,6 +224,51 @@ def test_one_token_of_several_streams_is_one_launch(chosen: tuple[int, ...], mon
     assert same(found, alone, compiled)
 
 
+def gates(B: int, M: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Inputs of gates as columns of a projection."""
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(B, 1, 2 * M + 3, generator=generator).to(dtype)
+    numbers = torch.randn(3, M, generator=generator)
+    return {
+        "a": wide[..., 1 : M + 1],
+        "b": wide[..., M + 2 : -1],
+        **dict(zip(("A_log", "dt_bias", "bias"), numbers, strict=True)),
+    }
+
+
+def with_gates(given: list[dict[str, Any]], inputs: dict[str, torch.Tensor]) -> list[Any]:
+    streams, both = kernels.features_and_gates(
+        [kernels.FeatureStream(**a) for a in given], kernels.GateInputs(**inputs, largest=2.0)
+    )
+    return [*streams, both]
+
+
+@interpreted
+@pytest.mark.parametrize("chosen", [(0, 1), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("M", [1, 5, 48])
+def test_the_gates_of_a_token_in_the_same_launch(M: int, chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    given, inputs = streams([THREE[i] for i in chosen], 1, B=3), gates(3, M)
+    with torch.no_grad():
+        with kernels.backend("reference"):
+            expected = with_gates(given, inputs)
+        monkeypatch.setattr(triton_op, "run", None)
+        monkeypatch.setattr(import_module("kernels.delta_gates.triton_op"), "delta_gates", None)
+        with kernels.backend("triton"):
+            found = with_gates(given, inputs)
+            compiled = torch.compile(with_gates, backend="aot_eager", fullgraph=True)(given, inputs)
+    torch.testing.assert_close(found, expected)
+    assert same(found, compiled)
+
+
+@interpreted
+def test_gates_beside_streams_that_are_launched_alone():
+    given, inputs = streams(THREE, 2), gates(1, 4)
+    with kernels.backend("triton"):
+        found = with_gates(given, inputs)
+    with kernels.backend("reference"):
+        torch.testing.assert_close(found, with_gates(given, inputs))
+
+
 @interpreted
 def test_histories_that_may_be_written_are():
     given = streams([THREE[0], THREE[1], THREE[0]], 1, B=2)
@@ -264,6 +310,11 @@ def test_one_token_on_a_device(B: int, size: int):
         with kernels.backend("triton"):
             compiled = torch.compile(every, fullgraph=True)(given)
     assert same(found, again, alone, compiled)
+    inputs = {name: x.cuda() for name, x in gates(B, heads, torch.bfloat16).items()}
+    with torch.no_grad(), kernels.backend("triton"):
+        beside, compiled = with_gates(given, inputs), torch.compile(with_gates, fullgraph=True)(given, inputs)
+        alone = kernels.delta_gates(**inputs, largest=2.0)
+    assert same(beside, [*found, alone], compiled)
 
 
 @interpreted

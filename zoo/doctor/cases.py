@@ -151,17 +151,29 @@ def _streams(draw: Draw, size: int) -> Iterator[Case]:
     yield Case("discretise", "", size, inputs, kept=("A_log", "dt_bias"))
     both = inputs | {"b": draw(ROWS, LENGTH, HEADS), "bias": draw(HEADS)}
     yield Case("delta_gates", "", size, both, {"largest": 2.0}, kept=("A_log", "dt_bias", "bias"))
+    both = {name: x[:, :1] if x.dim() > 1 else x for name, x in both.items()}
+    kept = ("A_log", "dt_bias", "bias")
+    yield Case("features_and_gates", "one token", size, one | weights | both, kept=kept, call=_decoded_with_gates)
     inputs = {"x": draw(ROWS, LENGTH, channels), "bias": draw(channels), "odds": draw(channels)}
     yield Case("forget_gate", "", size, inputs, kept=("bias", "odds"))
 
 
-@torch.no_grad()  # as in decoding, where one launch serves all streams
-def _decoded(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor) -> tuple[Tensor, ...]:
-    streams = [
+def _token(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor) -> list[kernels.FeatureStream]:
+    return [
         kernels.FeatureStream(x, weight, activation="silu", norm=norm, return_history=True)
         for x, weight, norm in ((q, q_weight, "l2"), (v, v_weight, "none"))
     ]
-    return tuple(y for y, _ in kernels.features_together(streams))
+
+
+@torch.no_grad()  # as in decoding, where one launch serves all streams
+def _decoded(*given: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
+    return tuple(y for y, _ in kernels.features_together(_token(*given, **named)))
+
+
+@torch.no_grad()
+def _decoded_with_gates(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor, **gates: Any) -> tuple[Tensor, ...]:
+    found, both = kernels.features_and_gates(_token(q, v, q_weight, v_weight), kernels.GateInputs(**gates))
+    return *(y for y, _ in found), *both
 
 
 def _norms(draw: Draw, size: int) -> Iterator[Case]:
