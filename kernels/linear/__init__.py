@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..backend import choose
 
-MOST_ROWS, MOST_INPUTS = 4, 16384  # of the Triton kernel, which holds a part of each row in registers
+MOST_ROWS, MOST_INPUTS = 64, 16384  # of the Triton kernels
+BY_ELEMENTS = 4  # of these rows, those that are not multiplied on tensor cores, which would round fp32
 
 
 def triton(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -28,10 +29,11 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"triton": triton, "torch": F.linear, "reference": reference}
 
 
-def few_rows(x: Tensor, weight: Tensor, inputs: int) -> bool:
-    """Whether the Triton kernel is made for a call: few rows, neither gradients nor casts."""
+def few_rows(x: Tensor, weight: Tensor, most: int = MOST_ROWS) -> bool:
+    """Whether the Triton kernels are made for a call: few rows, neither gradients nor casts."""
+    most = most if x.dtype.itemsize == 2 else BY_ELEMENTS
+    small = x.numel() <= most * x.shape[-1] and weight.shape[1] <= MOST_INPUTS
     differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    small = x.numel() <= MOST_ROWS * x.shape[-1] and inputs <= MOST_INPUTS
     return small and not differentiated and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
 
 
@@ -53,6 +55,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ValueError(f"weight: expected [O,{x.shape[-1]}], got shape {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
-    if not few_rows(x, weight, weight.shape[1]):
+    if not few_rows(x, weight):
         return F.linear(x, weight, bias)
     return choose("linear", IMPLEMENTATIONS, x)(x, weight, bias)

@@ -9,7 +9,15 @@ import kernels
 
 from .places import PLACES
 
-SHAPES = [(1, 1, 1), (1, 70, 33), (2, 64, 100), (3, 1025, 5), (4, 300, 129)]  # rows, inputs, outputs
+SHAPES = [
+    (1, 1, 1),
+    (1, 70, 33),
+    (2, 64, 100),
+    (3, 1025, 5),
+    (4, 300, 129),
+    (5, 150, 40),
+    (64, 64, 17),
+]  # rows, inputs, outputs
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +39,13 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no products of bfloat16
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
 def test_triton_and_the_loop(shape: tuple[int, int, int], bias: bool, dtype: torch.dtype, device: str):
+    if shape[0] > 4 and dtype == torch.float32:
+        pytest.skip("PyTorch's, as tensor cores would round it")
     x, weight, added = inputs(*shape, dtype, device)
     expected = F.linear(x.double(), weight.double(), added.double() if bias else None)
     for backend in ("triton", "reference"):
@@ -43,9 +53,7 @@ def test_triton_and_the_loop(shape: tuple[int, int, int], bias: bool, dtype: tor
             y = kernels.linear(x, weight, added if bias else None)
         assert ran == {"linear": {backend}}
         assert (y.shape, y.dtype) == (expected.shape, dtype)
-        assert error(y, expected) <= (
-            8e-3 if dtype == torch.bfloat16 else 1e-6
-        )  # the interpreter does not round to nearest
+        assert error(y, expected) <= (1e-3 if dtype == torch.float16 else 1e-6)
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -80,7 +88,8 @@ def test_the_op_is_registered_properly():
 
 
 @pytest.mark.parametrize(
-    ("rows", "kind", "gradients"), [(5, torch.float32, False), (1, torch.bfloat16, False), (1, torch.float32, True)]
+    ("rows", "kind", "gradients"),
+    [(5, torch.float32, False), (65, torch.bfloat16, False), (1, torch.bfloat16, False), (1, torch.float32, True)],
 )
 def test_everything_else_is_pytorchs(rows: int, kind: torch.dtype, gradients: bool):
     """Many rows, gradients, and under autocast."""
@@ -106,7 +115,7 @@ def test_misfits(shapes: list[tuple[int, ...]], said: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 33, 64])
 @pytest.mark.parametrize(("I", "O"), [(1024, 4112), (1024, 1024), (2816, 1024), (1000, 5632), (16384, 512), (999, 77)])
 @torch.no_grad()
 def test_on_device(rows: int, I: int, O: int):
@@ -117,4 +126,5 @@ def test_on_device(rows: int, I: int, O: int):
         assert error(found, expected) <= 4e-3
         assert all(torch.equal(kernels.linear(x, weight, bias), found) for _ in range(5))
         gated = kernels.gated_linear(torch.cat([x, x], -1), weight)
-    assert error(gated, kernels.gated_linear(torch.cat([x, x], -1).float(), weight.float())) <= 6e-3
+    with kernels.backend("reference"):
+        assert error(gated, kernels.gated_linear(torch.cat([x, x], -1).float(), weight.float())) <= 6e-3
