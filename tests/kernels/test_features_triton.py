@@ -377,8 +377,11 @@ def registered(a: Arguments) -> None:
     torch.library.opcheck(torch.ops.token_mixer_zoo.features, (*leaves, None, *how))
     torch.library.opcheck(torch.ops.token_mixer_zoo.features, (leaves[0], None, None, None, None, *how))
     torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, *how))
-    one = [a["x"][:, :1], *given[1:]]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.features_token, ([*one, *one], "silu relu", "l2 none"))
+    one, how = [a["x"][:, :1], *given[1:3]], ("silu relu", "l2 none")
+    histories = [a["history"].clone(), a["history"].clone()]
+    M = 3
+    for gates in ([], [torch.randn(*size) for size in ((2, 1, M), (M,), (M,), (2, 1, M), (M,))]):
+        torch.library.opcheck(torch.ops.token_mixer_zoo.features_token, ([*one, *one], histories, gates, *how, 2.0))
 
 
 @pytest.mark.slow
