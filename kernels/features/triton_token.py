@@ -24,6 +24,7 @@ from .triton_kernels import activate, channels, convolve, normalise, taps_of
 from .triton_op import LOAD, WARPS, Cut, cut, parameters, strided
 
 MOST = 3  # streams of a launch
+GATE_TILE = 128  # of a program: as many warps share them as the streams need, which may be one
 
 
 @triton.jit
@@ -182,10 +183,10 @@ def compute(
         a, A_log, dt_bias, b, bias = gates
         assert a is not None
         assert b is not None
-        M, ROWS, BLOCK = tile(a.shape[-1]).values()
+        M, _, BLOCK = tile(a.shape[-1]).values()
         (a, rows, a_row), (b, _, b_row) = rows_of(a), rows_of(b)
         given += [a, A_log, dt_bias, b, bias, *both]
-        sizes, numbers = (M, ROWS, BLOCK), (rows, a_row, b_row, largest)
+        sizes, numbers = (M, max(1, GATE_TILE // BLOCK), BLOCK), (rows, a_row, b_row, largest)
     else:
         given += [None] * 7
     launch(tuple(pieces), tuple(about), tuple(strides), sizes, numbers)(*given)  # type: ignore[arg-type]

@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .. import op
 from ..allocation import new
-from ..linear import BY_ELEMENTS, few_rows, linear
+from ..linear import few_rows
 from ..linear import triton_op as few
 from ..triton.enqueue import cdiv, enqueue
 
@@ -69,7 +70,7 @@ def compute(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
         h = new(gate_up, *outer, size)
         grid = (gate_up.numel() // max(both, 1) * cdiv(size, BLOCK),)
         enqueue(multiply, grid, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, num_warps=WARPS)
-        return (linear(h, weight.to(gate_up.dtype)),)
+        return (F.linear(h, weight.to(gate_up.dtype)),)
 
 
 def fake(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
@@ -102,7 +103,7 @@ gated_linear = op.register("gated_linear", compute, differentiate, fake, results
 
 def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """[…,O]; see `gated_linear`."""
-    if few_rows(gate_up, weight, BY_ELEMENTS):
+    if few_rows(gate_up, weight):
         return few.forward(gate_up, weight, None, activation)
     if torch.is_autocast_enabled(gate_up.device.type):
         gate_up = gate_up.to(torch.get_autocast_dtype(gate_up.device.type))

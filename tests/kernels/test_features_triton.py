@@ -380,7 +380,7 @@ def registered(a: Arguments) -> None:
     one, how = [a["x"][:, :1], *given[1:3]], ("silu relu", "l2 none")
     histories = [a["history"].clone(), a["history"].clone()]
     M = 3
-    for gates in ([], [torch.randn(*size) for size in ((2, 1, M), (M,), (M,), (2, 1, M), (M,))]):
+    for gates in ([], [a["x"].new_ones(size) for size in ((2, 1, M), (M,), (M,), (2, 1, M), (M,))]):
         torch.library.opcheck(torch.ops.token_mixer_zoo.features_token, ([*one, *one], histories, gates, *how, 2.0))
 
 

@@ -9,15 +9,7 @@ import kernels
 
 from .places import PLACES
 
-SHAPES = [
-    (1, 1, 1),
-    (1, 70, 33),
-    (2, 64, 100),
-    (3, 1025, 5),
-    (4, 300, 129),
-    (5, 150, 40),
-    (64, 64, 17),
-]  # rows, inputs, outputs
+SHAPES = [(1, 1, 1), (1, 70, 33), (2, 64, 100), (2, 1025, 5), (1, 2300, 129)]  # rows, inputs, outputs
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +31,11 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no products of bfloat16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
 def test_triton_and_the_loop(shape: tuple[int, int, int], bias: bool, dtype: torch.dtype, device: str):
-    if shape[0] > 4 and dtype == torch.float32:
-        pytest.skip("PyTorch's, as tensor cores would round it")
     x, weight, added = inputs(*shape, dtype, device)
     expected = F.linear(x.double(), weight.double(), added.double() if bias else None)
     for backend in ("triton", "reference"):
@@ -53,12 +43,12 @@ def test_triton_and_the_loop(shape: tuple[int, int, int], bias: bool, dtype: tor
             y = kernels.linear(x, weight, added if bias else None)
         assert ran == {"linear": {backend}}
         assert (y.shape, y.dtype) == (expected.shape, dtype)
-        assert error(y, expected) <= (1e-3 if dtype == torch.float16 else 1e-6)
+        assert error(y, expected) <= (1e-2 if dtype == torch.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("activation", ["silu", "identity"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2])
 @torch.no_grad()
 def test_the_gated_product_in_the_same_launch(rows: int, activation: str, device: str):
     gate_up, weight, _ = inputs(rows, 2 * 150, 37, torch.bfloat16, device)
@@ -89,7 +79,7 @@ def test_the_op_is_registered_properly():
 
 @pytest.mark.parametrize(
     ("rows", "kind", "gradients"),
-    [(5, torch.float32, False), (65, torch.bfloat16, False), (1, torch.bfloat16, False), (1, torch.float32, True)],
+    [(3, torch.float32, False), (3, torch.bfloat16, False), (1, torch.bfloat16, False), (1, torch.float32, True)],
 )
 def test_everything_else_is_pytorchs(rows: int, kind: torch.dtype, gradients: bool):
     """Many rows, gradients, and under autocast."""
@@ -115,7 +105,7 @@ def test_misfits(shapes: list[tuple[int, ...]], said: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 33, 64])
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("I", "O"), [(1024, 4112), (1024, 1024), (2816, 1024), (1000, 5632), (16384, 512), (999, 77)])
 @torch.no_grad()
 def test_on_device(rows: int, I: int, O: int):

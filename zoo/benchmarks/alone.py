@@ -9,7 +9,7 @@ import torch
 from zoo import config as configs
 from zoo.benchmarks import model as models
 from zoo.benchmarks.gate import Gate
-from zoo.benchmarks.training import Learner, timed, warmed
+from zoo.benchmarks.training import DOES_NOT_FIT, Learner, timed, warmed
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 
 
@@ -48,6 +48,8 @@ def trained(parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -
     """
     try:
         return _steps(parsed, to, length, batch_size, bar)
+    except torch.OutOfMemoryError:
+        return {"note": DOES_NOT_FIT}
     finally:  # the next model starts with free memory
         gc.collect()
         if to.device.type == "cuda":

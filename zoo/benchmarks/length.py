@@ -25,11 +25,11 @@ MODELS = {
     "transformer": (["transformer.yaml", _RECIPE], "transformer"),
     "deltanet": (["deltanet.yaml", _RECIPE], "transformer"),
     "gated_deltanet": ([f"{_PAPER}/gdn.yaml"], "gdn"),
-    "mamba1": (["mamba1.yaml", _RECIPE], "mamba"),
     "mamba2": (["mamba2.yaml", _RECIPE], "mamba"),
     "samba": (["samba.yaml", _RECIPE], "samba"),
     "h1": ([f"{_PAPER}/h1.yaml"], "h1"),
     "h2": ([f"{_PAPER}/h2_mamba2_gdn_swa.yaml", _RECIPE], "h2_mamba2_gdn_swa"),
+    "mamba1": (["mamba1.yaml", _RECIPE], "mamba"),
 }
 SIZES = ("0.4b", "1.3b")
 CHECKED_LAYERS = 6  # each kind of layer of all hybrids
@@ -103,7 +103,7 @@ def bench_length(
 
     Args:
         config: One model, as configs and `key=value` overrides, in place of `mixers` and `size`.
-        mixers: Models, of transformer, deltanet, gated_deltanet, mamba1, mamba2, samba, h1, h2; null for all of them.
+        mixers: Models, of transformer, deltanet, gated_deltanet, mamba2, samba, h1, h2, mamba1; null for all of them.
         size: Their size, 0.4b or 1.3b.
         lengths: Tokens in a sequence; null for 2048, 4096, 8192 and 16384.
         tokens: Tokens in a step, a multiple of each length.

@@ -27,6 +27,7 @@ from zoo.train.devices import peak_flops, pick_device
 from zoo.train.module import best_precision
 from zoo.train.optim import Optimisation, build_optimizer
 
+DOES_NOT_FIT = "does not fit into memory; fewer tokens in a step may"
 WARM_UP = 2  # steps after the first
 
 
@@ -226,7 +227,7 @@ def warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> 
             bar.update()
         learner.times()
     except torch.OutOfMemoryError:
-        row["note"] = "does not fit into memory; a smaller --batch_size or --length may"
+        row["note"] = DOES_NOT_FIT
         return False
     if on_gpu:
         learner.peak_gib = (torch.cuda.max_memory_allocated(learner.device) - before) / 2**30
