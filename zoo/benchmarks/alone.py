@@ -8,9 +8,10 @@ import torch
 
 from zoo import config as configs
 from zoo.benchmarks import model as models
-from zoo.benchmarks.gate import Gate
 from zoo.benchmarks.training import DOES_NOT_FIT, Learner, timed, warmed
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
+
+MOST_LEFT = 1  # GiB
 
 
 class Settings(NamedTuple):
@@ -22,8 +23,8 @@ class Settings(NamedTuple):
     steps: int
 
 
-def checked(config: Sequence[str], parsed: Any, to: Settings, layers: int) -> Gate:
-    """Whether loss and gradients are right, in the first few layers of the model.
+def checked(config: Sequence[str], parsed: Any, to: Settings, layers: int) -> dict[str, Any]:
+    """The gate of a row: whether loss and gradients are right in the first few layers. A note if they are not.
 
     Args:
         config: Its configs and overrides.
@@ -31,9 +32,28 @@ def checked(config: Sequence[str], parsed: Any, to: Settings, layers: int) -> Ga
         to: Precision, backend and device.
         layers: As many as have one of each kind.
     """
+    if note := occupied(to.device):
+        return {"note": note}
     few = models.read([*config, "model.nominal_size=null", f"model.num_layers={min(parsed.model.num_layers, layers)}"])
     model = models.conditioned(models.build(few, to.precision, to.device))
-    return models.compared(model, to.precision, to.backend, models.learning)
+    gate = models.compared(model, to.precision, to.backend, models.learning)
+    return {"gate": gate.record()} | ({} if gate.passed else {"note": gate.says})
+
+
+def allocated(device: torch.device) -> float:
+    """GiB in use, of a GPU."""
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+
+
+def occupied(device: torch.device) -> str | None:
+    """Why a model cannot be measured alone: what one that did not fit has left in memory, or None.
+
+    Not all that PyTorch had allocated when it ran out of memory is always free again.
+    """
+    left = allocated(device)
+    if left < MOST_LEFT:
+        return None
+    return f"not measured: {left:.0f} GiB are still allocated since a model did not fit; name this one alone"
 
 
 def trained(parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -> dict[str, Any]:
@@ -46,6 +66,8 @@ def trained(parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -
         batch_size: Sequences in a step.
         bar: A progress bar of steps.
     """
+    if note := occupied(to.device):
+        return {"note": note}
     try:
         return _steps(parsed, to, length, batch_size, bar)
     except torch.OutOfMemoryError:

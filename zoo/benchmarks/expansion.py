@@ -230,10 +230,9 @@ def _cases(name: str, items: list[str], factors: Sequence[int], forms: Sequence[
 
 def _row(case: Case, parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -> dict[str, Any]:
     """The measurements of one model."""
-    row: dict[str, Any] = {"model": case.model, "factor": case.factor, "form": case.form}
-    gate = checked(case.config, parsed, to, CHECKED_LAYERS)
-    row["gate"] = gate.record()
-    return row | (trained(parsed, to, length, batch_size, bar) if gate.passed else {"note": gate.says})
+    row = {"model": case.model, "factor": case.factor, "form": case.form}
+    row |= checked(case.config, parsed, to, CHECKED_LAYERS)
+    return row if "note" in row else row | trained(parsed, to, length, batch_size, bar)
 
 
 def _compare(rows: Sequence[dict[str, Any]]) -> None:

@@ -143,11 +143,9 @@ def bench_length(
             gate = checked(items, parsed[name], settings, CHECKED_LAYERS)
             for length in lengths:
                 bar.set_postfix_str(f"{name} {length}")
-                row = {"model": name, "length": length, "batch_size": tokens // length, "gate": gate.record()}
-                if gate.passed:
+                row = {"model": name, "length": length, "batch_size": tokens // length, **gate}
+                if "note" not in gate:
                     row |= trained(parsed[name], settings, length, tokens // length, bar)
-                else:
-                    row["note"] = gate.says
                 report.rows.append(row)
                 bar.update(len(report.rows) * each - bar.n)  # also where it did not fit
     return report

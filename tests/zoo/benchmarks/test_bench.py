@@ -392,6 +392,27 @@ def test_a_wrong_result_has_no_speed(tmp_path, monkeypatch: pytest.MonkeyPatch):
     assert all("step_ms" not in row and row["note"] for row in report.rows)
 
 
+def test_a_model_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The others are measured, unless its memory is not free again."""
+
+    def full(*given: object) -> None:
+        raise torch.OutOfMemoryError("made up")
+
+    def run() -> list[str | None]:
+        options = {"lengths": [8, 16], "tokens": 16, "steps": 1}
+        report = bench_length(["gated_deltanet.yaml", *PLAIN], folder=str(tmp_path), **options)
+        report.write()
+        assert not report.failed
+        return [row.get("note") for row in report.rows]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("zoo.benchmarks.alone._steps", full)
+        assert run() == ["does not fit into memory; fewer tokens in a step may"] * 2
+    monkeypatch.setattr("zoo.benchmarks.alone.allocated", lambda device: 5.0)
+    left = "not measured: 5 GiB are still allocated since a model did not fit; name this one alone"
+    assert run() == [left] * 2
+
+
 @pytest.mark.parametrize("size", ["0.4b", "1.3b"])
 @pytest.mark.parametrize("mixer", LENGTH_MODELS)
 def test_models_over_length_have_configs(mixer: str, size: str):
