@@ -1,10 +1,12 @@
 """The numbers that we measured, read from the file that a command wrote: no row repeats them by hand."""
 
 import csv
+import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kernels import UserError
 from mixers import did_you_mean
@@ -12,56 +14,90 @@ from mixers import did_you_mean
 
 @dataclass(frozen=True)
 class Measured:
-    """Which numbers of a file a row shows: the median and all seeds of each combination of values.
+    """Which numbers of a file a row shows, for each combination of values: the median and all seeds.
 
     Args:
-        file: A CSV file of this repository with a line for each run or evaluation, such as the `sweep.csv` of a sweep.
+        file: A CSV file of this repository with a line for each run or evaluation, such as the `sweep.csv` of a sweep,
+            or the `bench.json` of a benchmark, which has no seeds.
         by: The columns that tell the combinations apart.
         metric: The column of the numbers.
         where: The lines to read, by the values of columns; null: all.
+        across: Another such column, whose values become the columns of the table, which then has medians alone.
     """
 
     file: str
     by: list[str]
     metric: str
     where: dict[str, str] | None = None
+    across: str | None = None
 
-    def seeds(self, root: Path) -> dict[tuple[str, ...], list[float]]:
-        """The numbers of each combination, in the order of the seeds.
+    def numbers(self, root: Path) -> dict[tuple[str, ...], list[float]]:
+        """The numbers of each combination, in the order of the seeds; none where a benchmark has no result.
 
         Args:
             root: The folder of the repository.
 
         Raises:
-            UserError: The file or a column is missing, no line is to be read, or a line is there twice.
+            UserError: The file or a column is missing, no line is to be read, or a seed is there twice.
         """
-        path, chosen = root / self.file, self.where or {}
-        if not path.is_file():
-            raise UserError(f"ours.measured.file: there is no {self.file}")
-        with path.open(encoding="utf-8", newline="") as stream:
-            lines = list(csv.DictReader(stream))
-        for column in (*self.by, self.metric, *chosen, "seed"):
+        chosen, lines = self.where or {}, self._lines(root)
+        columns = [*self.by, *([self.across] if self.across else [])]
+        seeded = not self.file.endswith(".json")
+        for column in (*columns, self.metric, *chosen, *(["seed"] if seeded else [])):
             if lines and column not in lines[0]:
                 raise UserError(f"ours.measured: {self.file} has no column {column!r}{did_you_mean(column, lines[0])}")
         found: dict[tuple[str, ...], dict[int, float]] = {}
         for line in lines:
-            if all(line[column] == value for column, value in chosen.items()):
-                values = found.setdefault(tuple(line[column] for column in self.by), {})
-                if int(line["seed"]) in values:
-                    raise UserError(f"ours.measured: {self.file} has seed {line['seed']} twice; `where` can choose")
-                values[int(line["seed"])] = float(line[self.metric])
+            if all(str(line[column]) == value for column, value in chosen.items()):
+                values = found.setdefault(tuple(str(line[column]) for column in columns), {})
+                seed = int(line["seed"]) if seeded else len(values)
+                if seed in values:
+                    raise UserError(f"ours.measured: {self.file} has seed {seed} twice; `where` can choose")
+                if line.get(self.metric) is not None:
+                    values[seed] = float(line[self.metric])
         if not found:
             raise UserError(f"ours.measured.where: no line of {self.file} is chosen")
         return {labels: [values[seed] for seed in sorted(values)] for labels, values in found.items()}
 
     def table(self, root: Path) -> Iterator[str]:
         """The same as a table in Markdown, line by line."""
+        found = self.numbers(root)
         only = "".join(f", {_short(column)} {value}" for column, value in (self.where or {}).items() if value)
-        yield f"| {' | '.join(map(_short, self.by))} | {_short(self.metric)}{only}: median | all seeds |"
-        yield f"|{'---|' * len(self.by)}---|---|"
-        for labels, values in self.seeds(root).items():
-            each = " ".join(f"{value:.3f}" for value in values)
-            yield f"| {' | '.join(labels)} | {statistics.median(values):.3f} | {each} |"
+        by, metric = list(map(_short, self.by)), f"{_short(self.metric)}{only}"
+        if self.across is None:
+            yield _row([*by, f"{metric}: median", "all seeds"])
+            yield _row(["---"] * (len(by) + 2), "")
+            for labels, values in found.items():
+                yield _row([*labels, _middle(values), " ".join(map(_figure, values))])
+            return
+        yield from (f"{metric[0].upper()}{metric[1:]}:", "")
+        across = list(dict.fromkeys(labels[-1] for labels in found))
+        yield _row([*by, *(f"{_short(self.across)} {value}" for value in across)])
+        yield _row(["---"] * (len(by) + len(across)), "")
+        for labels in dict.fromkeys(labels[:-1] for labels in found):
+            yield _row([*labels, *(_middle(found.get((*labels, value), [])) for value in across)])
+
+    def _lines(self, root: Path) -> list[dict[str, Any]]:
+        """The lines of the file."""
+        path = root / self.file
+        if not path.is_file():
+            raise UserError(f"ours.measured.file: there is no {self.file}")
+        with path.open(encoding="utf-8", newline="") as stream:
+            return json.load(stream)["rows"] if path.suffix == ".json" else list(csv.DictReader(stream))
+
+
+def _row(cells: list[str], around: str = " ") -> str:
+    """A line of a table in Markdown."""
+    return "|" + "".join(f"{around}{cell}{around}|" for cell in cells)
+
+
+def _middle(values: list[float]) -> str:
+    """The median; a dash if there are none."""
+    return _figure(statistics.median(values)) if values else "–"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
 
 
 def _short(column: str) -> str:
