@@ -97,7 +97,7 @@ def _middle(values: list[float]) -> str:
 
 
 def _figure(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
 
 
 def _short(column: str) -> str:
