@@ -215,11 +215,11 @@ class LinearMixer(TokenMixer):
         raise NotImplementedError
 
     def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
-        """What the delta rule's gates are computed from, beside the features, which saves launches; None: not so."""
+        """What the delta rule's gates are computed from, to compute them with the features; None to call `gates`."""
         return None
 
     def gates(self, s: Streams) -> Streams:
-        """Compute the final log_decay and beta; any stream may be replaced. `gate_inputs` take its place."""
+        """Compute the final log_decay and beta; any stream may be replaced. Not called if there are `gate_inputs`."""
         return s
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:

@@ -1,4 +1,4 @@
-"""A linear map; where few rows meet it, as in decoding, the weight is read at the speed of the memory."""
+"""A linear map; for one or two rows, as in decoding, a kernel that reads the weight at the speed of the memory."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..arguments import at_least_fp32
 from ..backend import choose
 
 MOST_ROWS, MOST_INPUTS = 2, 16384  # of the Triton kernel; with more rows, cuBLAS is as fast
@@ -19,10 +20,9 @@ def triton(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One output after the other, in at least fp32."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = torch.stack([(x.to(wide) * row.to(wide)).sum(-1) for row in weight], -1)
-    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+    """The sum of its definition, in at least fp32."""
+    y = (at_least_fp32(x).unsqueeze(-2) * at_least_fp32(weight)).sum(-1)
+    return (y if bias is None else y + at_least_fp32(bias)).to(x.dtype)
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"triton": triton, "torch": F.linear, "reference": reference}
@@ -36,7 +36,7 @@ def few_rows(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + bias, which is PyTorch's but for a few rows without gradients.
+    """x Wᵀ + bias: PyTorch's product, except for one or two rows without gradients.
 
     Args:
         x: Inputs […,I].

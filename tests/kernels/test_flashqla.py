@@ -153,7 +153,7 @@ def on_device(T: int, **options: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"T": 1, "B": 16},  # a gradient of one number per head may be close to 0
+        {"T": 1},
         {"T": 63},
         {"T": 1000, "B": 2, "R": 3},
         {"T": 1000, "R": 2, "E": 4},
@@ -169,14 +169,8 @@ def test_real_calls(options: dict[str, Any], gate: str):
     a, subheads = on_device(**options, gate=gate), options.get("E", 1)
     found = results(kernels.delta_rule, a, backend="flashqla", subheads=subheads)
     exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
-    expected = results(kernels.delta_rule, exact, backend="torch", subheads=subheads)
-    sizes = {name: float(x.double().norm()) for name, x in expected.items()}
-    if gate == "constant":  # what the tokens add to its gradient may cancel
-        exact["log_decay"] = exact["log_decay"].expand(a["beta"].shape).contiguous()
-        each = results(kernels.delta_rule, exact, backend="torch", subheads=subheads)["gradient of log_decay"]
-        sizes["gradient of log_decay"] = float(each.abs().sum((0, 1)).norm())
-    for name, x in expected.items():
-        error = float((found[name].double() - x.double()).norm()) / max(sizes[name], 1e-12)  # less is no gradient
+    for name, x in results(kernels.delta_rule, exact, backend="torch", subheads=subheads).items():
+        error = float((found[name].double() - x.double()).norm() / x.double().norm().clamp(min=1e-30))
         assert error <= (5e-3 if name in ("o", "state") else 1e-2), f"{name}: {error:.2g}"
     for _ in range(5):
         again = results(kernels.delta_rule, a, backend="flashqla", subheads=subheads)

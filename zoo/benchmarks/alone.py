@@ -8,6 +8,7 @@ import torch
 
 from zoo import config as configs
 from zoo.benchmarks import model as models
+from zoo.benchmarks.gate import Gate
 from zoo.benchmarks.training import DOES_NOT_FIT, Learner, timed, warmed
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 
@@ -34,10 +35,18 @@ def checked(config: Sequence[str], parsed: Any, to: Settings, layers: int) -> di
     """
     if note := occupied(to.device):
         return {"note": note}
+    try:
+        gate = _gate(config, parsed, to, layers)
+    except torch.OutOfMemoryError:
+        return {"note": DOES_NOT_FIT}
+    return {"gate": gate.record()} | ({} if gate.passed else {"note": gate.says})
+
+
+def _gate(config: Sequence[str], parsed: Any, to: Settings, layers: int) -> Gate:
+    """The comparison of `checked`."""
     few = models.read([*config, "model.nominal_size=null", f"model.num_layers={min(parsed.model.num_layers, layers)}"])
     model = models.conditioned(models.build(few, to.precision, to.device))
-    gate = models.compared(model, to.precision, to.backend, models.learning)
-    return {"gate": gate.record()} | ({} if gate.passed else {"note": gate.says})
+    return models.compared(model, to.precision, to.backend, models.learning)
 
 
 def allocated(device: torch.device) -> float:

@@ -166,8 +166,8 @@ def _token(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor) -> list[ker
 
 
 @torch.no_grad()  # as in decoding, where one launch serves all streams
-def _decoded(*given: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
-    return tuple(y for y, _ in kernels.features_together(_token(*given, **named)))
+def _decoded(**given: Tensor) -> tuple[Tensor, ...]:
+    return tuple(y for y, _ in kernels.features_together(_token(**given)))
 
 
 @torch.no_grad()

@@ -43,9 +43,10 @@ class Measured:
         chosen, lines = self.where or {}, self._lines(root)
         columns = [*self.by, *([self.across] if self.across else [])]
         seeded = not self.file.endswith(".json")
+        known = dict.fromkeys(key for line in lines for key in line)  # a benchmark's lines differ if one has no result
         for column in (*columns, self.metric, *chosen, *(["seed"] if seeded else [])):
-            if lines and column not in lines[0]:
-                raise UserError(f"ours.measured: {self.file} has no column {column!r}{did_you_mean(column, lines[0])}")
+            if lines and column not in known:
+                raise UserError(f"ours.measured: {self.file} has no column {column!r}{did_you_mean(column, known)}")
         found: dict[tuple[str, ...], dict[int, float]] = {}
         for line in lines:
             if all(str(line[column]) == value for column, value in chosen.items()):

@@ -405,9 +405,10 @@ def test_a_model_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert not report.failed
         return [row.get("note") for row in report.rows]
 
-    with monkeypatch.context() as patch:
-        patch.setattr("zoo.benchmarks.alone._steps", full)
-        assert run() == ["does not fit into memory; fewer tokens in a step may"] * 2
+    for part in ("_steps", "_gate"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"zoo.benchmarks.alone.{part}", full)
+            assert run() == ["does not fit into memory; fewer tokens in a step may"] * 2
     monkeypatch.setattr("zoo.benchmarks.alone.allocated", lambda device: 5.0)
     left = "not measured: 5 GiB are still allocated since a model did not fit; name this one alone"
     assert run() == [left] * 2

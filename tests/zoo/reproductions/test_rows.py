@@ -123,18 +123,18 @@ def test_numbers_come_from_their_file(tmp_path: Path):
 
 
 def test_numbers_of_a_benchmark(tmp_path: Path):
-    rows = [{"model": "a", "length": 8, "speed": 2000.4}, {"model": "a", "length": 16, "speed": 9.5}]
-    rows += [{"model": "b", "length": 8, "note": "does not fit"}, {"model": "a", "length": 16, "speed": 10.5}]
+    rows = [{"model": "b", "length": 8, "note": "does not fit"}, {"model": "a", "length": 8, "speed": 2000.4}]
+    rows += [{"model": "a", "length": 16, "speed": 9.5}, {"model": "a", "length": 16, "speed": 10.5}]
     (tmp_path / "bench.json").write_text(json.dumps({"kind": "length", "rows": rows}))
     found = Measured("bench.json", ["model"], "speed", across="length")
-    assert found.numbers(tmp_path) == {("a", "8"): [2000.4], ("a", "16"): [9.5, 10.5], ("b", "8"): []}
+    assert found.numbers(tmp_path) == {("b", "8"): [], ("a", "8"): [2000.4], ("a", "16"): [9.5, 10.5]}
     assert [*found.table(tmp_path)] == [
         "Speed:",
         "",
         "| model | length 8 | length 16 |",
         "|---|---|---|",
-        "| a | 2,000 | 10.000 |",
         "| b | – | – |",
+        "| a | 2,000 | 10.000 |",
     ]
 
 
