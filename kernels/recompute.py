@@ -88,7 +88,8 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
     def pack(x: Tensor) -> Any:
         kept = _later(x, notes)
         if kept is None:
-            return x
+            # without its history: a result that an op saves for itself would hold that op, and the op the result
+            return x.detach()
         kept.note.used()
         return kept
 

@@ -1,6 +1,7 @@
 """Norms that are computed again: the same gradients from fewer saved numbers."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -77,6 +78,16 @@ def test_what_was_changed_since_is_kept():
         y = run()
     for a, b in zip(gradients(y, [x, weight]), expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_without_a_backward_pass_nothing_is_left():
+    """Not even what an op saves of its own result, as exp does."""
+    x = torch.ones(4, requires_grad=True)
+    with kernels.recomputing():
+        y = x.exp()
+    left = weakref.ref(y)
+    del y
+    assert left() is None
 
 
 def test_nothing_is_noted_outside_or_without_gradients():
