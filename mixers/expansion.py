@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import kernels
 
 from .base import LinearMixer, Site
-from .features import ACTIVATIONS, Activation
+from .features import Activation
 from .precision import KeepsFp32
 
 
@@ -35,6 +35,11 @@ class Expansion(nn.Module):
         raise NotImplementedError
 
 
+def activated(stream: Tensor, activation: Activation) -> Tensor:
+    """The activation alone; the gradient of a part of a projection is written to where it belongs."""
+    return kernels.features(stream, activation=activation)[0]
+
+
 class HeadWise(Expansion):
     """SiLU(q_i) W_i with W_i [K, E·K] for each head i (equation 8, with the activation of section 4.3).
 
@@ -55,7 +60,7 @@ class HeadWise(Expansion):
         nn.init.normal_(self.weight, std=self.size**-0.5)
 
     def forward(self, stream: Tensor, x: Tensor) -> Tensor:
-        return kernels.head_linear(ACTIVATIONS[self.activation](stream), self.weight)
+        return kernels.head_linear(activated(stream, self.activation), self.weight)
 
 
 class LowRank(Expansion):
@@ -93,7 +98,7 @@ class LowRank(Expansion):
             nn.init.normal_(weight, std=len(weight) ** -0.5)
 
     def forward(self, stream: Tensor, x: Tensor) -> Tensor:
-        y = ACTIVATIONS[self.activation](stream).flatten(2) @ self.down @ self.up
+        y = activated(stream, self.activation).flatten(2) @ self.down @ self.up
         return y.unflatten(-1, (self.heads, self.factor * self.size))
 
 

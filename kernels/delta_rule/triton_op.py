@@ -48,11 +48,20 @@ def cuts(to: DeltaRule, transition: Tensor, local: Tensor, end: Tensor | None, *
 
 
 def run_forward(
-    to: DeltaRule, q: Tensor, k: Tensor, v: Tensor, chunks: tuple[Tensor, ...], initial: Tensor | None, *, save: bool
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """o of every recurrence [B,T,H·E,V], the final states, and what the gradients need.
+    to: DeltaRule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunks: tuple[Tensor, ...],
+    initial: Tensor | None,
+    o: Tensor | None,
+    *,
+    save: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """The final states, and what the gradients need; writes the outputs of every recurrence to o [B,T,H·E,V], if given.
 
-    That is, with `save`, U and the states before all chunks, and in any case the transition of every segment.
+    What the gradients need are, with `save`, U and the states before all chunks, and in any case the transition of
+    every segment.
     """
     table = to.layout.segments
     initial = None if initial is None else initial.contiguous()
@@ -63,11 +72,11 @@ def run_forward(
         to.forward(to.cut, to.V)(q, k, v, *chunks, *nothing, local, table)
         to.forward(to.cut, to.K)(q, k, None, *chunks, *nothing, transition, table)
         initial = cuts(to, transition, local, initial, reverse=False)
-    o, final = to.new(to.B, to.T, to.M, to.V), to.states()
+    final = to.states()
     kept = [to.new(*shape, dtype=dtype) for shape, dtype in to.kept[3:5]] if save else []
     u, states = kept or (None, None)
     to.forward(len(table), to.V)(q, k, v, *chunks, initial, o, u, states, final, table)
-    return o, final.index_select(0, to.ends[1]) if to.cut else final, [*kept, transition]
+    return final.index_select(0, to.ends[1]) if to.cut else final, [*kept, transition]
 
 
 def run_backward(
@@ -107,7 +116,8 @@ def compute(
     to = plan(q, v, subheads, scale, cu_seqlens)
     q, k, v, beta = q.contiguous(), k.contiguous(), v.contiguous(), beta.contiguous()
     chunks = prepared(to, q, k, beta, log_decay)
-    o, final, along = run_forward(to, q, k, v, chunks, initial_state, save=keep == ALL)
+    o = to.new(to.B, to.T, to.M, to.V)
+    final, along = run_forward(to, q, k, v, chunks, initial_state, o, save=keep == ALL)
     whole = (*chunks, *along)[: KEPT[keep]]
     nothing = (to.new(0, dtype=dtype) for _, dtype in to.kept[len(whole) :])
     inverse, scores, gates, u, states, transition = *whole, *nothing
@@ -136,7 +146,7 @@ def differentiate(
     q, k, beta = q.contiguous(), k.contiguous(), beta.contiguous()
     if keep != ALL:
         chunks = tuple(kept[:3]) if keep == CHUNKS else prepared(to, q, k, beta, log_decay)
-        kept = (*chunks, *run_forward(to, q, k, v.contiguous(), chunks, initial_state, save=True)[2])
+        kept = (*chunks, *run_forward(to, q, k, v.contiguous(), chunks, initial_state, None, save=True)[1])
     inverse, scores, gates, u, states, transition = kept
     do, dfinal = (None if x is None else x.contiguous() for x in gradients)
     do = to.new(*v.shape).zero_() if do is None else do
