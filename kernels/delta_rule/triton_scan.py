@@ -11,8 +11,8 @@ S = 0, the transition from S = I and no values; `combine` then computes the stat
 the same with the transition transposed.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM102
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+# ruff: noqa: RUF005, SIM102
 
 import triton
 import triton.language as tl
@@ -38,7 +38,7 @@ def store_blocks(x, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, 
 
 @triton.jit
 def load_tokens_again(x, token, stop, stride, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """`load_tokens`, with another hint: the compiler would keep what it knows to be the same, for which there is no room."""
+    """`load_tokens` with another hint: what it knows to be the same, the compiler would keep, without room for it."""
     at, mask = tokens_at(x, token, stop, stride, column, WIDTH, BLOCK)
     return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(DTYPE)
 

@@ -19,12 +19,13 @@ from .arguments import FeatureStream
 from .convolution import continued
 from .stages import EPS
 
-LOAD = 512  # bytes that a warp reads at once: 16 per thread
+LOAD = 256  # bytes that a warp reads at once, 8 per thread: with 16, too few warps have room
 # warps that run side by side on a multiprocessor; in the backward pass, which loads gradients too, each has twice the
 # registers
-WARPS, WARPS_BACKWARD = 16, 8
-TOKENS = 4  # per iteration
+WARPS, WARPS_BACKWARD = 32, 16
+TOKENS, TOKENS_BACKWARD = 4, 2  # per iteration
 SHORTEST = 16  # tokens of a run: the W − 1 before or after it are read as well
+MOST_WAVES = 4  # of programs, one after the other on the same multiprocessors
 
 
 class Cut(NamedTuple):
@@ -37,13 +38,25 @@ class Cut(NamedTuple):
     runs: int
     programs: int
     warps: int  # per program
+    tokens: int  # per iteration
+
+
+def number_of_runs(T: int, columns: int, room: int) -> int:
+    """Into how many runs to cut T tokens, each of which takes `columns` warps, where `room` warps run side by side.
+
+    A last wave that fills little of the device takes as long as any other.
+    """
+    runs = [max(1, waves * room // columns) for waves in range(1, MOST_WAVES + 1)]
+    return min(runs, key=lambda n: cdiv(n * columns, room) * (cdiv(T, n) + SHORTEST))
 
 
 @cache
-def cut(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: int, beyond: int = 0) -> Cut:
+def cut(
+    B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: int, tokens: int, beyond: int = 0
+) -> Cut:
     """Cut x [B,T,heads,size] for `warps` warps of `channels` channels each, if there is enough work.
 
-    A run together with the `beyond` tokens that are read after it takes a whole number of iterations.
+    A run together with the `beyond` tokens that are read after it takes a whole number of iterations of `tokens`.
     """
     C = heads * size
     if norm == "none":  # then heads do not matter
@@ -52,10 +65,10 @@ def cut(B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: 
         together = max(1, min(channels // next_power_of_2(size), next_power_of_2(heads)))
     block, blocks = next_power_of_2(size), cdiv(C, together * size)
     each = max(1, together * block // channels)
-    runs = cdiv(warps, B * blocks * each)
-    length = cdiv(max(SHORTEST, cdiv(T, runs)) + beyond, TOKENS) * TOKENS - beyond
+    runs = number_of_runs(T, B * blocks * each, warps)
+    length = cdiv(max(SHORTEST, cdiv(T, runs)) + beyond, tokens) * tokens - beyond
     runs = cdiv(T, length)
-    return Cut(together, size, block, length, runs, B * runs * blocks, each)
+    return Cut(together, size, block, length, runs, B * runs * blocks, each, tokens)
 
 
 def strided(x: Tensor) -> tuple[Tensor, int, int]:
@@ -92,7 +105,7 @@ def launch(
         HEADS=pieces.heads,
         SIZE=pieces.size,
         BLOCK=pieces.block,
-        TOKENS=TOKENS,
+        TOKENS=pieces.tokens,
         ACTIVATION=activation,
         NORM=norm,
         EPS=EPS,
@@ -121,7 +134,7 @@ def run(
     """y, shaped as x [B,T,heads,size]; writes the last W − 1 inputs into `tail` [B,W−1,C]."""
     weight, bias, history = parameters(weight, bias, history)
     x, *strides = strided(x)
-    pieces = cut(*x.shape, norm, LOAD // x.element_size(), WARPS * multiprocessors(x.device))
+    pieces = cut(*x.shape, norm, LOAD // x.element_size(), WARPS * multiprocessors(x.device), TOKENS)
     y = new(x)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tensors = (weight, bias, history, cu_seqlens)
@@ -175,7 +188,8 @@ def differentiate(
     dx, *dx_strides = strided(gradient_for(x, new))
     (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
     B, C, W = x.shape[0], x.shape[2] * x.shape[3], 1 if weight is None else weight.shape[2]
-    pieces = cut(*x.shape, norm, LOAD // x.element_size(), WARPS_BACKWARD * multiprocessors(x.device), W - 1)
+    room = WARPS_BACKWARD * multiprocessors(x.device)
+    pieces = cut(*x.shape, norm, LOAD // x.element_size(), room, TOKENS_BACKWARD, W - 1)
     dtaps = dhistory = None
     if weight is not None:
         dtaps = new(x, B * pieces.runs, W + (bias is not None), C, dtype=torch.float32)

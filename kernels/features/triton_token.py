@@ -17,13 +17,13 @@ from ..delta_gates import GateInputs
 from ..delta_gates.triton_op import gates_tile
 from ..discretise.triton_op import rows_of, tile
 from ..triton.enqueue import Prepared, cdiv
-from ..triton.launches import multiprocessors
 from .arguments import FeatureStream
 from .stages import EPS
 from .triton_kernels import activate, channels, convolve, normalise, taps_of
-from .triton_op import LOAD, WARPS, Cut, cut, parameters, strided
+from .triton_op import Cut, cut, parameters, strided
 
 MOST = 3  # streams of a launch
+LOAD = 512  # bytes that a warp reads at once
 GATE_TILE = 128  # of a program: as many warps share them as the streams need, which may be one
 
 
@@ -172,7 +172,7 @@ def compute(
         assert weight is not None
         x, batch, _ = strided(x)
         C, _, W = weight.shape
-        piece = cut(*x.shape, norm, LOAD // x.element_size(), WARPS * multiprocessors(x.device))
+        piece = cut(*x.shape, norm, LOAD // x.element_size(), warps=1, tokens=1)
         given += [x, weight, bias, histories[i], parts[i]]
         pieces.append(piece)
         about.append((C, W, piece.heads, piece.size, piece.block, activation, norm))

@@ -401,7 +401,9 @@ def test_on_device_the_ops_are_registered_properly_and_compile():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("subheads", "K", "V"), [(1, 128, 128), (4, 128, 128), (1, 200, 400), (1, 64, 1024), (1, 1000, 128)])
+@pytest.mark.parametrize(
+    ("subheads", "K", "V"), [(1, 128, 128), (4, 128, 128), (1, 200, 400), (1, 64, 1024), (1, 1000, 128)]
+)
 def test_decoding_on_device(subheads: int, K: int, V: int):
     a = on_device(1, B=8, G=4, E=subheads, K=K, V=V)
     with torch.no_grad():
