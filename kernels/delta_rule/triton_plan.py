@@ -13,11 +13,11 @@ from ..triton.enqueue import Prepared, cdiv, next_power_of_2
 from ..triton.launches import Launch, launch, multiprocessors, optional
 from ..triton.layout import CHUNK, layout
 from ..triton.plan import Plan, prepared
+from . import LARGEST
 from .triton_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
 from .triton_prepare import prepare
 from .triton_scan import combine, scan_backward, scan_forward
 
-WHOLE, PART = 256, 64  # most keys of a state that is one block, and the keys of a block where it is not
 THIRD = 168  # registers per thread at which three programs of four warps fit on a multiprocessor
 FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
@@ -52,7 +52,7 @@ class DeltaRule(Plan):
         self.G = heads // subheads
         self.R, self.M = self.H // self.G, self.H * subheads
         # what launches are chosen by; no program holds more than a block of values, however many there are
-        self.size = max(self.K, min(self.V, WHOLE))
+        self.size = max(self.K, min(self.V, LARGEST))
         self.scale = scale
         chunks = -(-self.T // CHUNK)
         if documents is None:
@@ -62,7 +62,7 @@ class DeltaRule(Plan):
             together = self.slots
         # If sequences are cut: chunks per segment, and the largest possible number of segments.
         rows = self.B if documents is None else 1
-        count = segments(self.entry("forward"), rows * self.M, self.V, together, device) if self.K <= WHOLE else 1
+        count = segments(self.entry("forward"), rows * self.M, self.V, together, device)
         self.segment = -(-together // count)
         self.most = 0 if count == 1 else rows * count if documents is None else 2 * count
 
@@ -144,8 +144,7 @@ class DeltaRule(Plan):
     def _along_time(self, kernel: Any, entry: Launch, segments: int, V: int) -> Prepared:
         """One program per segment, recurrence and block of values."""
         BV = min(entry.values, block(V))
-        BK = key_block(self.K) if self.K <= WHOLE else PART
-        sizes = {"V": V, "BK": BK, "STAGES": entry.stages, "BV": BV}
+        sizes = {"V": V, "BK": key_block(self.K), "STAGES": entry.stages, "BV": BV}
         return self._prepared(kernel, entry, segments * self.M * cdiv(V, BV), **sizes)
 
     @prepared

@@ -11,36 +11,13 @@ S = 0, the transition from S = I and no values; `combine` then computes the stat
 the same with the transition transposed.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
-# ruff: noqa: RUF005, SIM102
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: SIM102
 
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens, tokens_at
-
-
-@triton.jit
-def rounded(blocks, DTYPE: tl.constexpr):
-    """The blocks of a state in another dtype."""
-    result = ()
-    for part in tl.static_range(len(blocks)):
-        result = result + (blocks[part].to(DTYPE),)
-    return result
-
-
-@triton.jit
-def store_blocks(x, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, blocks):
-    """Store the blocks of a state, one below the other."""
-    for part in tl.static_range(len(blocks)):
-        store_state(x, part * BK, column, K, V, BK, BV, blocks[part])
-
-
-@triton.jit
-def load_tokens_again(x, token, stop, stride, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """`load_tokens` with another hint: what it knows to be the same, the compiler would keep, without room for it."""
-    at, mask = tokens_at(x, token, stop, stride, column, WIDTH, BLOCK)
-    return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(DTYPE)
+from ..triton.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens
 
 
 @triton.jit
@@ -88,20 +65,17 @@ def scan_forward(
     r = tl.arange(0, CHUNK)
 
     state = recurrence.to(tl.int64) * (K * V)
-    S = ()
-    for row in tl.static_range(0, K, BK):
-        if initial is not None:
-            block = load_state(initial + state, row, column, K, V, BK, BV, tl.float32)
-        elif v is None:
-            block = tl.where((row + tl.arange(0, BK))[:, None] == (column + tl.arange(0, BV))[None, :], 1.0, 0.0)
-        else:
-            block = tl.zeros([BK, BV], tl.float32)
-        S = S + (block,)
+    if initial is not None:
+        S = load_state(initial + state, 0, column, K, V, BK, BV, tl.float32)
+    elif v is None:
+        S = tl.where(tl.arange(0, BK)[:, None] == (column + tl.arange(0, BV))[None, :], 1.0, 0.0)
+    else:
+        S = tl.zeros([BK, BV], tl.float32)
     chunks = tl.cdiv(stop - start, CHUNK)
-    before = rounded(S, DTYPE)
+    before = S.to(DTYPE)
     if states is not None:
         if chunks > 0:
-            store_blocks(states + (first.to(tl.int64) * M + m) * (K * V), column, K, V, BK, BV, before)
+            store_state(states + (first.to(tl.int64) * M + m) * (K * V), 0, column, K, V, BK, BV, before)
     # Three stages are short of registers, and spills would make them slower than two. So what a chunk leaves in memory
     # is stored at its end, when few values are live, and head counts are constants, so that addresses take few.
     for c in tl.range(0, chunks, num_stages=STAGES):
@@ -111,11 +85,7 @@ def scan_forward(
         shrink, keep, total = tl.load(at + r), tl.load(at + CHUNK + r), tl.load(at + (CHUNK - 1))
         keys_here = load_tokens(k, token, stop, keys * K, 0, K, BK, DTYPE)
         solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
-        update = tl.dot(keys_here, before[0], input_precision=PRECISION)
-        for part in tl.static_range(1, len(before)):
-            keys_here = load_tokens(k, token, stop, keys * K, part * BK, K, BK, DTYPE)
-            update = tl.dot(keys_here, before[part], update, input_precision=PRECISION)
-        update *= -shrink[:, None]
+        update = tl.dot(keys_here, before, input_precision=PRECISION) * -shrink[:, None]
         if v is not None:
             update += load_tokens(v, token, stop, values * V, column, V, BV, DTYPE).to(tl.float32)
         W = update.to(DTYPE)
@@ -123,26 +93,18 @@ def scan_forward(
         if o is not None:
             queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
             weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
-            O = tl.dot(queries, before[0], input_precision=PRECISION)
-            for part in tl.static_range(1, len(before)):
-                queries = load_tokens(q, token, stop, keys * K, part * BK, K, BK, DTYPE)
-                O = tl.dot(queries, before[part], O, input_precision=PRECISION)
-            O = tl.dot(weights, W, O * (shrink * scale)[:, None], input_precision=PRECISION)
-        kept = (U * keep[:, None]).to(DTYPE)
-        last, S = S, ()
-        for part in tl.static_range(len(last)):
-            if len(last) > 1:
-                keys_here = load_tokens_again(k, token, stop, keys * K, part * BK, K, BK, DTYPE)
-            S = S + (tl.dot(tl.trans(keys_here), kept, last[part] * total, input_precision=PRECISION),)
-        before = rounded(S, DTYPE)
+            O = tl.dot(queries, before, input_precision=PRECISION) * (shrink * scale)[:, None]
+            O = tl.dot(weights, W, O, input_precision=PRECISION)
+        S = tl.dot(tl.trans(keys_here), (U * keep[:, None]).to(DTYPE), S * total, input_precision=PRECISION)
+        before = S.to(DTYPE)
         if u is not None:
             store_tokens(u, token, stop, M * V, column, V, BV, U)
         if o is not None:
             store_tokens(o, token, stop, M * V, column, V, BV, O)
         if states is not None:
             if c + 1 < chunks:
-                store_blocks(states + (tile + M) * (K * V), column, K, V, BK, BV, before)
-    store_blocks(final + state, column, K, V, BK, BV, S)
+                store_state(states + (tile + M) * (K * V), 0, column, K, V, BK, BV, before)
+    store_state(final + state, 0, column, K, V, BK, BV, S)
 
 
 @triton.jit
@@ -186,13 +148,10 @@ def scan_backward(
     r = tl.arange(0, CHUNK)
 
     state = recurrence.to(tl.int64) * (K * V)
-    dS = ()
-    for row in tl.static_range(0, K, BK):
-        if dfinal is not None:
-            block = load_state(dfinal + state, row, column, K, V, BK, BV, tl.float32)
-        else:
-            block = tl.zeros([BK, BV], tl.float32)
-        dS = dS + (block,)
+    if dfinal is not None:
+        dS = load_state(dfinal + state, 0, column, K, V, BK, BV, tl.float32)
+    else:
+        dS = tl.zeros([BK, BV], tl.float32)
     chunks = tl.cdiv(stop - start, CHUNK)
     for i in tl.range(0, chunks, num_stages=STAGES):
         c = chunks - 1 - i
@@ -205,31 +164,19 @@ def scan_backward(
         dO = load_tokens(do, token, stop, values * V, column, V, BV, DTYPE)
         solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
         queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
-        after = rounded(dS, DTYPE)
+        after = dS.to(DTYPE)
         if dstates is not None:
-            store_blocks(dstates + tile * (K * V), column, K, V, BK, BV, after)
-        dU = tl.dot(keys_here, after[0], input_precision=PRECISION)
-        for part in tl.static_range(1, len(after)):
-            keys_here = load_tokens(k, token, stop, keys * K, part * BK, K, BK, DTYPE)
-            dU = tl.dot(keys_here, after[part], dU, input_precision=PRECISION)
-        dU *= keep[:, None]
+            store_state(dstates + tile * (K * V), 0, column, K, V, BK, BV, after)
+        dU = tl.dot(keys_here, after, input_precision=PRECISION) * keep[:, None]
         dV = tl.dot(tl.trans(weights), dO, input_precision=PRECISION)
         dV = tl.dot(tl.trans(solve), dU.to(DTYPE), dV, input_precision=PRECISION)
         if dv is not None:
             store_tokens(dv, token, stop, M * V, column, V, BV, dV)
         read = (dO.to(tl.float32) * (shrink * scale)[:, None]).to(DTYPE)
-        last, dS = dS, ()
-        for part in tl.static_range(len(last)):
-            if part > 0:
-                queries = load_tokens(q, token, stop, keys * K, part * BK, K, BK, DTYPE)
-            dS = dS + (tl.dot(tl.trans(queries), read, last[part] * total, input_precision=PRECISION),)
+        dS = tl.dot(tl.trans(queries), read, dS * total, input_precision=PRECISION)
         seen = (dV * -shrink[:, None]).to(DTYPE)
-        last, dS = dS, ()
-        for part in tl.static_range(len(last)):
-            if len(last) > 1:
-                keys_here = load_tokens_again(k, token, stop, keys * K, part * BK, K, BK, DTYPE)
-            dS = dS + (tl.dot(tl.trans(keys_here), seen, last[part], input_precision=PRECISION),)
-    store_blocks(dinitial + state, column, K, V, BK, BV, dS)
+        dS = tl.dot(tl.trans(keys_here), seen, dS, input_precision=PRECISION)
+    store_state(dinitial + state, 0, column, K, V, BK, BV, dS)
 
 
 @triton.jit(do_not_specialize=["M"])

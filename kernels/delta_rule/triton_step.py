@@ -11,8 +11,7 @@ from ..arguments import Recurrences
 from ..op import NAMESPACE
 from ..triton.enqueue import cdiv, enqueue, next_power_of_2
 
-VALUES = 32  # columns of the blocks in which the state streams through registers, fewer if these are of many keys
-NUMBERS = 8192  # of a block, at most
+VALUES = 32  # columns of the blocks in which the state streams through registers
 
 
 @triton.jit(do_not_specialize=["q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "H", "E", "R"])
@@ -77,10 +76,8 @@ def step(
     gates = (beta.contiguous(), None if log_decay is None else log_decay.contiguous())
     strides = (x.stride(axis) for x in (q, k, v) for axis in (0, 2))
     sizes = (H, subheads, H // (heads // subheads))
-    keys = next_power_of_2(K)
-    values = min(VALUES, NUMBERS // keys)
-    constants = (K, V, keys, values, gate)
-    enqueue(advance, (B * H * cdiv(V, values),), q, k, v, *gates, state, o, scale, *strides, *sizes, *constants)
+    constants = (K, V, next_power_of_2(K), VALUES, gate)
+    enqueue(advance, (B * H * cdiv(V, VALUES),), q, k, v, *gates, state, o, scale, *strides, *sizes, *constants)
     return o
 
 

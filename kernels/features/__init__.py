@@ -32,7 +32,7 @@ def one_launch(
 
 
 IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": reference.forward}
-LARGEST, MOST_TAPS = 1024, 8  # heads and their last inputs have to fit in the registers of four warps, or eight in fp32
+LARGEST, MOST_TAPS = 1024, 8  # heads and their last inputs have to fit in the registers of eight warps, or 16 in fp32
 LIMITS = f"which takes at most {MOST_TAPS} taps, and norms of heads of at most {LARGEST} channels"
 
 

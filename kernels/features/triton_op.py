@@ -21,8 +21,8 @@ from .stages import EPS
 
 LOAD = 256  # bytes that a warp reads at once, 8 per thread: with 16, too few warps have room
 # warps that run side by side on a multiprocessor; in the backward pass, which loads gradients too, each has twice the
-# registers
-WARPS, WARPS_BACKWARD = 32, 16
+# registers. Forward there is room for 32, but runs as long as a power of two keep to the same channels of memory.
+WARPS, WARPS_BACKWARD = 28, 16
 TOKENS, TOKENS_BACKWARD = 4, 2  # per iteration
 SHORTEST = 16  # tokens of a run: the W − 1 before or after it are read as well
 MOST_WAVES = 4  # of programs, one after the other on the same multiprocessors

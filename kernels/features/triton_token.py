@@ -20,10 +20,9 @@ from ..triton.enqueue import Prepared, cdiv
 from .arguments import FeatureStream
 from .stages import EPS
 from .triton_kernels import activate, channels, convolve, normalise, taps_of
-from .triton_op import Cut, cut, parameters, strided
+from .triton_op import LOAD, Cut, cut, parameters, strided
 
 MOST = 3  # streams of a launch
-LOAD = 512  # bytes that a warp reads at once
 GATE_TILE = 128  # of a program: as many warps share them as the streams need, which may be one
 
 

@@ -130,12 +130,6 @@ def test_sizes(K: int, V: int):
 
 
 @interpreted
-@pytest.mark.parametrize(("length", "K", "V", "documents"), [(66, 272, 40, None), (130, 300, 16, PACKED)])
-def test_keys_in_several_blocks(length: int, K: int, V: int, documents: list[int] | None):
-    agree(small(length, K=K, V=V, E=2, documents=documents), subheads=2)
-
-
-@interpreted
 @pytest.mark.parametrize(("K", "V"), [(200, 48), (16, 272)])
 def test_long_values_need_no_other_implementation(K: int, V: int):
     # of packed documents, with subheads: blocks of keys and of values must not be mixed up with either
@@ -152,7 +146,6 @@ def test_longer_values_take_the_same_launch():
     assert blocks(128, 128) == (128, 64)
     assert blocks(192, 384) == blocks(200, 400) == blocks(256, 512) == blocks(256, 256) == (256, 32)
     assert blocks(64, 1024) == blocks(64, 512) == blocks(64, 256) == (64, 32)
-    assert blocks(512, 512) == blocks(1024, 128) == (64, 16)  # the state in several blocks
 
 
 @interpreted
@@ -275,7 +268,7 @@ def test_arguments_stay_as_they_were():
 
 
 @interpreted
-@pytest.mark.parametrize(("change", "reason"), [({"dtype": torch.float64}, "fp64"), ({"K": 1025}, "at most 1024")])
+@pytest.mark.parametrize(("change", "reason"), [({"dtype": torch.float64}, "fp64"), ({"K": 257}, "at most 256")])
 def test_what_the_kernels_cannot_take(change: dict[str, Any], reason: str):
     a = small(3, **change)
     kernels.delta_rule(**a)
@@ -365,8 +358,8 @@ def test_real_sizes(options: dict[str, Any], gate: str):
     agree_on_device(a, torch.bfloat16, subheads=options.get("E", 1))
 
 
-# neither powers of two nor short: Gated DeltaNet 1.3B and H1 1.3B, long values, and states of several blocks
-LONG = [(200, 400), (192, 384), (256, 512), (128, 512), (64, 1024), (144, 80), (512, 128), (600, 48), (1024, 64)]
+# neither powers of two nor short: Gated DeltaNet 1.3B and H1 1.3B, and long values
+LONG = [(200, 400), (192, 384), (256, 512), (128, 512), (64, 1024), (144, 80)]
 
 
 @pytest.mark.gpu
@@ -401,9 +394,7 @@ def test_on_device_the_ops_are_registered_properly_and_compile():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("subheads", "K", "V"), [(1, 128, 128), (4, 128, 128), (1, 200, 400), (1, 64, 1024), (1, 1000, 128)]
-)
+@pytest.mark.parametrize(("subheads", "K", "V"), [(1, 128, 128), (4, 128, 128), (1, 200, 400), (1, 64, 1024)])
 def test_decoding_on_device(subheads: int, K: int, V: int):
     a = on_device(1, B=8, G=4, E=subheads, K=K, V=V)
     with torch.no_grad():
