@@ -416,6 +416,14 @@ def on_device(T: int, dtype: torch.dtype = torch.bfloat16, *, view: bool = True,
     return {name: x.to(dtype) if name in ("x", "history") else x for name, x in a.items()}
 
 
+def test_programs_fill_whole_waves():
+    """A last wave of a few programs would take as long as any other."""
+    room = 132 * 16
+    for B, T, heads in ((8, 4096, 64), (8, 4096, 8), (1, 65536, 8), (32, 2048, 64), (4, 4096, 12)):
+        programs = triton_op.cut(B, T, heads, 128, "l2", 128, room, 2, 3).programs
+        assert 0.9 < programs / room / -(-programs // room) <= 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
