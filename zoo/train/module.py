@@ -1,5 +1,6 @@
 """Pretraining as a LightningModule: the loss, the metrics, and the contents of a checkpoint."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, get_args
 
@@ -24,6 +25,8 @@ from zoo.lm.classifier import Classifier
 from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
 from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, freeze_others
 from zoo.train.trainer import write_whole
+
+log = logging.getLogger(__name__)
 
 # settings that are part of the optimiser's state
 OF_OPTIMISER = ("optimizer", "train_only", "learning_rate", "weight_decay", "betas", "eps")
@@ -105,6 +108,7 @@ class Pretraining(L.LightningModule):
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: sum and count
         self._tokens_before_step = 0
+        self._unlabelled = False  # whether a batch had no labels, of which the first is told
 
     def setup(self, stage: str) -> None:
         """Set up context parallelism, load the initial weights and freeze, before a strategy shards or copies.
@@ -172,6 +176,11 @@ class Pretraining(L.LightningModule):
         batch = as_batch(batch)
         if getattr(self.model, "head", None) is None and (vocab_size := getattr(self.model, "vocab_size", None)):
             check_tokens(batch, vocab_size)
+        # on a GPU already, the answer would have to be waited for
+        if self.trainer.training and not self._unlabelled and batch.labels.device.type == "cpu":
+            self._unlabelled = not (batch.labels != NO_LOSS).any()
+            if self._unlabelled:
+                log.warning("data: a batch has no label but %d, so that nothing is learned from it", NO_LOSS)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

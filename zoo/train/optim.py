@@ -1,8 +1,10 @@
 """The optimiser and its learning-rate schedule: parameter groups, and the rate as a pure function of the step."""
 
+import copy
 import inspect
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,6 +22,7 @@ log = logging.getLogger(__name__)
 
 Schedule = Literal["cosine", "constant", "wsd", "inverse_sqrt"]
 DEFAULT_WARMUP = 100  # steps
+REHEARSED = 10_000  # steps of a schedule that is a class, before the run: a fraction of a second
 NEED_WHOLE_TENSORS = (Muon, torch.optim.Muon, torch.optim.Adafactor)  # their updates are not elementwise
 
 
@@ -266,10 +269,10 @@ def build_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) ->
         max_steps: The length of the run in optimiser steps; -1 if unknown.
 
     Raises:
-        UserError: The schedule needs the length and it is unknown, or refuses an argument.
+        UserError: The schedule needs the length and it is unknown, refuses an argument, or fails at a step of the run.
     """
     if not isinstance(optim.schedule, str):
-        return _named_schedule(optimizer, optim)
+        return _named_schedule(optimizer, optim, max_steps)
     if max_steps < 0 and optim.schedule in ("cosine", "wsd"):
         raise UserError(
             f"optim.schedule is {optim.schedule}, which needs the length of the run: "
@@ -285,14 +288,23 @@ def build_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) ->
     return LambdaLR(optimizer, lambda step: optim.factor(step, max_steps))
 
 
-def _named_schedule(optimizer: Optimizer, optim: Optimisation) -> LRScheduler:
+def _named_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) -> LRScheduler:
     assert not isinstance(optim.schedule, str)
+    rehearsal = copy.copy(optimizer)  # of the same parameters, with settings of its own
+    rehearsal.param_groups = [dict(group) for group in optimizer.param_groups]
     try:
-        schedule = optim.schedule(optimizer)
+        schedule = optim.schedule(rehearsal)
     except (ValueError, TypeError) as error:
         raise UserError(f"optim.schedule: {_one_line(error)}") from None
+    name = type(schedule).__name__
     if isinstance(schedule, ReduceLROnPlateau):
         raise UserError("optim.schedule is ReduceLROnPlateau, which follows a loss; it must be a function of the step.")
+    with warnings.catch_warnings(action="ignore"):  # no optimiser is stepped
+        for step in range(1, 1 + (REHEARSED if max_steps < 0 else min(max_steps, REHEARSED))):
+            try:
+                schedule.step()
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+                raise UserError(f"optim.schedule: {name} fails after step {step}: {_one_line(error)}") from None
     if optim.warmup_steps or optim.warmup_fraction:
-        log.warning("optim.schedule is %s, so that there is no warm-up but its own", type(schedule).__name__)
-    return schedule
+        log.warning("optim.schedule is %s, so that there is no warm-up but its own", name)
+    return optim.schedule(optimizer)

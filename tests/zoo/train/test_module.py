@@ -115,11 +115,14 @@ def test_training_and_validation_loss_ignore_what_has_no_label(tmp_path):
     assert len(module.loss_by_position) == 8
 
 
-def test_a_batch_without_any_label_does_not_break_the_run(tmp_path):
+def test_a_batch_without_any_label_does_not_break_the_run(tmp_path, caplog):
     empty = batch(0)._replace(labels=torch.full((4, 16), -100))
-    run = trainer(tmp_path, [log := LossLog()], max_steps=2)
-    run.fit(module := pretraining(), Batches(batch(0), empty), validation_loader())
+    run = trainer(tmp_path, [log := LossLog()], max_steps=3)
+    run.fit(module := pretraining(), Batches(batch(0), empty, empty), validation_loader())
     assert log.losses[2] == 0
+    assert [record.message for record in caplog.records if "no label" in record.message] == [
+        "data: a batch has no label but -100, so that nothing is learned from it"
+    ]
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.optim import lr_scheduler
 
 from kernels.errors import UserError
 from tests.zoo.tiny import ResumableLoader, TinyModel, pretraining, trainer, validation_loader
@@ -137,6 +138,25 @@ def test_values_out_of_range(field, value):
 def test_a_schedule_without_a_length(tmp_path):
     with pytest.raises(UserError, match=r"optim\.schedule is cosine, which needs the length of the run"):
         trainer(tmp_path, max_steps=-1, max_epochs=-1).fit(pretraining(), ResumableLoader(4), validation_loader())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (lambda optimizer: lr_scheduler.StepLR(optimizer, 0), "StepLR fails after step 1: integer modulo by zero"),
+        (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-3, 5), "OneCycleLR fails after step 6: Tried to step"),
+    ],
+)
+def test_a_schedule_that_would_fail_in_the_run_fails_before_it(schedule, message):
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(UserError, match=f"^optim.schedule: {message}"):
+        build_schedule(optimizer, Optimisation(schedule=schedule), 8)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (1.0, (0.9, 0.999))
+
+
+def test_a_schedule_of_a_class_starts_at_its_beginning():
+    optim = Optimisation(schedule=lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
+    assert factors(optim, 6) == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
 
 
 def test_a_warmup_longer_than_the_run(tmp_path, caplog):
