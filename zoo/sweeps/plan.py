@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jsonargparse import Namespace
+from tqdm import tqdm
 
 import mixers
 from kernels import UserError
@@ -20,6 +21,7 @@ from zoo.sweeps.capacity import LEVELS
 from zoo.sweeps.gates import Gate
 from zoo.train.results import COLUMNS
 
+SOON = 2  # seconds until a bar is worth showing
 CONTROL = "control"  # stands for an axis in the cells of controls
 NUMBERS = (*COLUMNS, *LEVELS)  # numbers, or groups of numbers, that runs can be compared by
 
@@ -32,6 +34,7 @@ class Run(NamedTuple):
     cell: tuple[tuple[str, str], ...] = ()  # axis → label
     learning_rate: float | None = None
     seed: int | None = None
+    parsed: Namespace | None = None  # the config of its cell, whose runs differ in seed and learning rate
 
     def read(self) -> Namespace:
         """The parsed config.
@@ -41,17 +44,19 @@ class Run(NamedTuple):
         """
         return read(*self.sources)
 
-    def check(self) -> None:
-        """Build everything but the trainer, without allocating memory for the model.
+    def check(self) -> Namespace:
+        """The parsed config, of which everything but the trainer was built, without allocating memory for the model.
 
         Raises:
             UserError: A constructor rejects a value.
         """
-        config = self.read()
+        parsed = self.read()
+        config = parsed.clone()
         for key in ("data", "optim", "checkpoints"):
             instantiate(key, config)
         config.model.vocab_size = config.model.vocab_size or 1024  # any value, as the tokenizer may not be trained yet
         from_config(config, device="meta")
+        return parsed
 
     def arguments(self) -> list[str]:
         """The run's config as command-line arguments."""
@@ -143,16 +148,16 @@ class Sweep:
         grid = [dict(zip(axes, points, strict=True)) for points in itertools.product(*axes.values())]
         grid += [{CONTROL: Point(label, _overlays(f"controls.{label}", o))} for label, o in self.controls.items()]
         runs = []
-        for points in grid:
+        for points in tqdm(grid, desc="configs", unit=" cells", delay=SOON, leave=False, dynamic_ncols=True):
             cell = tuple((name, point.label) for name, point in points.items())
             sources = base + tuple(source for point in points.values() for source in point.sources)
-            Run("cell", sources + overrides, cell).check()
+            parsed = Run("cell", sources + overrides, cell).check()
             for rate, seed in itertools.product(self.learning_rates or [None], self.seeds):  # type: ignore[list-item]
                 settings = [f"seed_everything={seed}"] + ([] if rate is None else [f"optim.learning_rate={rate}"])
                 place = [(short.get(name, name), label) for name, label in cell]
                 place += ([] if rate is None else [("lr", f"{rate:g}")]) + [("seed", str(seed))]
                 name = ",".join(f"{_slug(key)}={_slug(value)}" for key, value in place)
-                runs.append(Run(name, (*sources, *settings, *overrides), cell, rate, seed))
+                runs.append(Run(name, (*sources, *settings, *overrides), cell, rate, seed, parsed))
         if len({run.name for run in runs}) < len(runs):
             raise UserError("axes: two values have the same name; label them: {name: {label: overlay, …}}")
         for rate in self.learning_rates:

@@ -276,7 +276,7 @@ def preview(runs: Sequence[Run], folder: Path) -> Table:
     vocabularies: dict[str, int | None] = {}  # of data, for which all its files are looked at
     for run in runs:
         if run.cell not in sizes:
-            config = run.read()
+            config = run.read() if run.parsed is None else run.parsed.clone()
             data = instantiate("data", config)
             if config.model.vocab_size is None:
                 of = repr((config.data, config.model.inputs, config.model.head))

@@ -48,7 +48,7 @@ def test_values_reach_the_config():
     config = run.read()
     assert config.model.stack.init_args.mixer.init_args.factor == 8
     assert (config.seed_everything, config.optim.learning_rate) == (3, 0.02)
-    assert run == Run("factor=8,lr=0.02,seed=3", run.sources, ((FACTOR, "8"),), 0.02, 3)
+    assert run == Run("factor=8,lr=0.02,seed=3", run.sources, ((FACTOR, "8"),), 0.02, 3, run.parsed)
 
 
 @pytest.mark.slow
