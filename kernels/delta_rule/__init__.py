@@ -1,5 +1,6 @@
 """S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ, o_t = scale · S_tᵀ q_t."""
 
+import torch
 from torch import Tensor
 
 from ..arguments import Recurrences, check
@@ -22,8 +23,24 @@ def flashqla(a: Recurrences) -> tuple[Tensor, Tensor]:
 
 
 IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": reference.forward, "flashqla": flashqla}
-LARGEST = 256  # a program holds the state of all keys, for a block of values, in registers
-LIMITS = f"which takes keys of at most {LARGEST} channels"
+WHOLE, LONGEST = 256, 2048  # channels of a key: whose state fits into registers, and of any
+
+
+def learned_constant(a: Recurrences) -> bool:
+    """Whether the gradient of a constant decay is needed."""
+    g = a.log_decay
+    return g is not None and g.dim() == 1 and g.requires_grad and torch.is_grad_enabled()
+
+
+def limits(a: Recurrences) -> str | None:
+    """Why the Triton kernels cannot serve a call, as a relative clause; None if they can."""
+    (T, K), dtype = (a.q.shape[1], a.q.shape[3]), a.q.dtype
+    if K <= WHOLE or (T > 1 and K <= LONGEST and dtype == torch.bfloat16 and not learned_constant(a)):
+        return None
+    return (
+        f"which takes keys of at most {WHOLE} channels, or of {LONGEST} in bfloat16, with more than one token and "
+        "without a constant decay that is learned"
+    )
 
 
 def delta_rule(
@@ -75,7 +92,7 @@ def delta_rule(
     known = dict(IMPLEMENTATIONS)
     if one:
         known.pop("flashqla")  # which has no kernel for one token
-    run = choose("delta_rule", known, q, None if q.shape[3] <= LARGEST else LIMITS)
+    run = choose("delta_rule", known, q, limits(a))
     if run is chunk.forward and one:
         run = step.forward
     o, state = run(a)

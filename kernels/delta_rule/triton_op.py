@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import op
 from ..arguments import Recurrences
 from ..triton.layout import CHUNK
-from . import triton_step
+from . import learned_constant, triton_step
 from .triton_plan import DeltaRule
 
 SHORT = 16  # up to this key size, everything is computed in fp32
@@ -224,8 +224,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     # fp16 lacks the range for a state, and for what a small β multiplies. Two more cases would exceed the error that
     # bf16 is allowed: a chunk of far more tokens than its keys can tell apart, and the gradient of a constant decay, a
     # sum of contributions of either sign from all steps.
-    learned_constant = wanted and a.log_decay is not None and a.log_decay.dim() == 1 and a.log_decay.requires_grad
-    exact = a.q.dtype == torch.float16 or a.q.shape[3] <= SHORT or learned_constant
+    exact = a.q.dtype == torch.float16 or a.q.shape[3] <= SHORT or learned_constant(a)
     q, k, v = (x.float() if exact else x for x in (a.q, a.k, a.v))
     o, final = delta_rule(q, k, v, a.beta, a.log_decay, a.initial_state, a.cu_seqlens, a.subheads, a.scale, keep)
     return o.to(a.v.dtype), final

@@ -13,8 +13,9 @@ from ..triton.enqueue import Prepared, cdiv, next_power_of_2
 from ..triton.launches import Launch, launch, multiprocessors, optional
 from ..triton.layout import CHUNK, layout
 from ..triton.plan import Plan, prepared
-from . import LARGEST
+from . import WHOLE
 from .triton_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
+from .triton_long import long_backward, long_forward
 from .triton_prepare import prepare
 from .triton_scan import combine, scan_backward, scan_forward
 
@@ -52,7 +53,8 @@ class DeltaRule(Plan):
         self.G = heads // subheads
         self.R, self.M = self.H // self.G, self.H * subheads
         # what launches are chosen by; no program holds more than a block of values, however many there are
-        self.size = max(self.K, min(self.V, LARGEST))
+        self.size = max(self.K, min(self.V, WHOLE))
+        self.long = self.K > WHOLE
         self.scale = scale
         chunks = -(-self.T // CHUNK)
         if documents is None:
@@ -62,7 +64,7 @@ class DeltaRule(Plan):
             together = self.slots
         # If sequences are cut: chunks per segment, and the largest possible number of segments.
         rows = self.B if documents is None else 1
-        count = segments(self.entry("forward"), rows * self.M, self.V, together, device)
+        count = 1 if self.long else segments(self.entry("forward"), rows * self.M, self.V, together, device)
         self.segment = -(-together // count)
         self.most = 0 if count == 1 else rows * count if documents is None else 2 * count
 
@@ -103,6 +105,8 @@ class DeltaRule(Plan):
 
     def pass_entry(self, kernel: str) -> Launch:
         """The launch configuration of a pass along time."""
+        if self.long:
+            return self.entry("long")
         wide = self.entry(kernel)
         narrow = optional("delta_rule.narrow", self.size, self.dtype, self.device)
         return wide if self.cut else whole(wide, narrow, self.N * self.M, self.V, self.device)
@@ -144,18 +148,21 @@ class DeltaRule(Plan):
     def _along_time(self, kernel: Any, entry: Launch, segments: int, V: int) -> Prepared:
         """One program per segment, recurrence and block of values."""
         BV = min(entry.values, block(V))
-        sizes = {"V": V, "BK": key_block(self.K), "STAGES": entry.stages, "BV": BV}
+        BK = entry.keys if self.long else key_block(self.K)
+        sizes = {"V": V, "BK": BK, "STAGES": entry.stages, "BV": BV}
         return self._prepared(kernel, entry, segments * self.M * cdiv(V, BV), **sizes)
 
     @prepared
     def forward(self, segments: int, columns: int) -> Prepared:
         """The pass along time over the first `segments` segments, with states [K,columns]."""
-        return self._along_time(scan_forward, self.pass_entry("forward"), segments, columns)
+        kernel = long_forward if self.long else scan_forward
+        return self._along_time(kernel, self.pass_entry("forward"), segments, columns)
 
     @prepared
     def backward(self, segments: int) -> Prepared:
         """The same pass for the gradients, in reverse."""
-        return self._along_time(scan_backward, self.pass_entry("backward"), segments, self.V)
+        kernel = long_backward if self.long else scan_backward
+        return self._along_time(kernel, self.pass_entry("backward"), segments, self.V)
 
     @prepared
     def combine(self, reverse: bool) -> Prepared:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 VARIABLE = "ZOO_LAUNCH"
 NAMES = {
     "linear_recurrence": ("carry", "local", "head_scores", "channel_scores", "channel_grads", "step"),
-    "delta_rule": ("prepare", "forward", "backward", "dq", "dk", "narrow"),
+    "delta_rule": ("prepare", "forward", "backward", "dq", "dk", "long", "narrow"),
 }
 NUMBERS = {
     "linear_recurrence": ("block", "warps", "stages"),

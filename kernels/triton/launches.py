@@ -4,8 +4,9 @@ They come from a table, not from autotuning: the first call costs one compilatio
 Every entry was compiled ahead of time without large spills, and is tested on a device in outputs *and* gradients. Some
 that look harmless compute nonsense on Hopper with Triton 3.6. In the linear recurrence, blocks of 32 with 4 warps and 1
 stage are silently wrong, and with 8 warps they access memory illegally. In the delta rule, 32 values with 4 warps and 1
-stage are wrong, and so are 16 values with 3 stages. Slices of 32 channels that are masked or whose rows are not
-aligned are wrong there, too (`linear_recurrence/triton_op.py`). Entries of a file take precedence (`launch_file.py`).
+stage are wrong, and so are 16 values with 3 stages; where the state stays in memory, so are 32 values with 2 stages.
+Slices of 32 channels that are masked or whose rows are not aligned are wrong there, too
+(`linear_recurrence/triton_op.py`). Entries of a file take precedence (`launch_file.py`).
 """
 
 import logging
@@ -77,7 +78,7 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     "delta_rule.prepare": {
         (HOPPER, 64, HALF): Launch(4, 2, keys=64),
         (HOPPER, 128, HALF): Launch(4, 2, keys=128),
-        (HOPPER, 256, HALF): Launch(4, 2, keys=128),
+        (HOPPER, 2048, HALF): Launch(4, 2, keys=128),
         (HOPPER, 64, SINGLE): Launch(4, 2, keys=64),
         (HOPPER, 128, SINGLE): Launch(4, 2, keys=64),
         (HOPPER, 256, SINGLE): Launch(4, 2, keys=64),
@@ -107,7 +108,7 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     "delta_rule.dq": {
         (HOPPER, 64, HALF): Launch(4, 2, keys=64, values=64),
         (HOPPER, 128, HALF): Launch(4, 2, keys=128, values=64),
-        (HOPPER, 256, HALF): Launch(4, 2, keys=128, values=64),
+        (HOPPER, 2048, HALF): Launch(4, 2, keys=128, values=64),
         (HOPPER, 64, SINGLE): Launch(4, 2, keys=64, values=32),
         (HOPPER, 128, SINGLE): Launch(4, 2, keys=64, values=32),
         (HOPPER, 256, SINGLE): Launch(4, 2, keys=64, values=32),
@@ -117,12 +118,16 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     "delta_rule.dk": {
         (HOPPER, 64, HALF): Launch(4, 2, keys=64, values=64),
         (HOPPER, 128, HALF): Launch(4, 3, keys=64, values=32),
-        (HOPPER, 256, HALF): Launch(4, 2, keys=64, values=64),
+        (HOPPER, 2048, HALF): Launch(4, 2, keys=64, values=64),
         (HOPPER, 64, SINGLE): Launch(4, 2, keys=32, values=32),
         (HOPPER, 128, SINGLE): Launch(4, 2, keys=32, values=32),
         (HOPPER, 256, SINGLE): Launch(4, 2, keys=32, values=32),
         (OTHER, ANY, HALF): Launch(4, 2, keys=32, values=32),
         (OTHER, ANY, SINGLE): Launch(4, 2, keys=32, values=32),
+    },
+    "delta_rule.long": {  # instead of both where the state stays in memory
+        (HOPPER, 2048, HALF): Launch(4, 3, keys=64, values=64),
+        (OTHER, ANY, HALF): Launch(4, 1, keys=64, values=64),
     },
     "delta_rule.narrow": {  # instead of `forward` and `backward` where these would leave most of the device idle
         (HOPPER, 64, HALF): Launch(4, 3, values=32),

@@ -17,7 +17,12 @@ from kernels.triton.launches import TABLE
 
 GATES = ("none", "constant", "head")
 PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
-ENTRIES = [(size, itemsize) for gpu, size, itemsize in TABLE["delta_rule.forward"] if gpu == 9]
+ENTRIES = [
+    (size, itemsize)
+    for kernel in ("forward", "long")
+    for gpu, size, itemsize in TABLE[f"delta_rule.{kernel}"]
+    if gpu == 9
+]
 
 # what is small and quick there would be a compilation each on a device
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
@@ -129,6 +134,19 @@ def test_sizes(K: int, V: int):
     agree(small(66, K=K, V=V))
 
 
+def rounded(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Gates and states stay in fp32, as mixers make them."""
+    return {name: x.to(dtype) if name in "qkv" else x for name, x in a.items()}
+
+
+@interpreted
+@pytest.mark.parametrize(("gate", "state"), [("head", True), ("none", False)])
+@pytest.mark.parametrize(("length", "K", "V", "documents"), [(66, 272, 70, None), (130, 300, 16, PACKED)])
+def test_a_state_that_stays_in_memory(length: int, K: int, V: int, documents: list[int] | None, gate: str, state: bool):
+    a = rounded(small(length, K=K, V=V, E=2, documents=documents, gate=gate, state=state), torch.bfloat16)
+    agree(a, tolerance=3e-2, subheads=2)
+
+
 @interpreted
 @pytest.mark.parametrize(("K", "V"), [(200, 48), (16, 272)])
 def test_long_values_need_no_other_implementation(K: int, V: int):
@@ -146,6 +164,7 @@ def test_longer_values_take_the_same_launch():
     assert blocks(128, 128) == (128, 64)
     assert blocks(192, 384) == blocks(200, 400) == blocks(256, 512) == blocks(256, 256) == (256, 32)
     assert blocks(64, 1024) == blocks(64, 512) == blocks(64, 256) == (64, 32)
+    assert blocks(512, 512) == blocks(2048, 128) == (64, 64)  # the state in memory
 
 
 @interpreted
@@ -159,9 +178,8 @@ def test_gradient_through_one_result(through: str):
 @interpreted
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 1e-3)])
 def test_half_precision(dtype: torch.dtype, tolerance: float):
-    # Gates and states stay in fp32, as mixers make them. The interpreter cuts bf16 off, where a device rounds.
-    a = small(66, E=2)
-    a.update({name: a[name].to(dtype) for name in "qkv"})
+    # the interpreter cuts bf16 off, where a device rounds
+    a = rounded(small(66, E=2), dtype)
     assert agree(a, tolerance, subheads=2)["o"].dtype == dtype
 
 
@@ -267,10 +285,22 @@ def test_arguments_stay_as_they_were():
     assert all(torch.equal(a[name], before[name]) for name in a)
 
 
+LIMITS = "which takes keys of at most 256 channels, or of 2048 in bfloat16, with more than one token"
+REFUSED = [
+    ({"dtype": torch.float64}, "fp64"),
+    ({"K": 257}, LIMITS),
+    ({"K": 2049, "dtype": torch.bfloat16}, LIMITS),
+    ({"K": 257, "dtype": torch.bfloat16, "T": 1}, LIMITS),
+    ({"K": 257, "dtype": torch.bfloat16, "gate": "constant", "learned": True}, LIMITS),
+]
+
+
 @interpreted
-@pytest.mark.parametrize(("change", "reason"), [({"dtype": torch.float64}, "fp64"), ({"K": 257}, "at most 256")])
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
 def test_what_the_kernels_cannot_take(change: dict[str, Any], reason: str):
-    a = small(3, **change)
+    learned, options = change.get("learned", False), {name: change[name] for name in change if name != "learned"}
+    a = small(**{"T": 3, **options})
+    a["log_decay"].requires_grad_(learned)
     kernels.delta_rule(**a)
     with kernels.backend("triton"), pytest.raises(kernels.UserError, match=reason):
         kernels.delta_rule(**a)
@@ -303,8 +333,7 @@ def test_compiles_as_one_graph(documents: list[int] | None):
 
 def on_device(T: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> dict[str, Tensor]:
     """As mixers make them: gates and states in fp32."""
-    a = {name: x.cuda() for name, x in small(T, **options).items()}
-    return {name: x.to(dtype) if name in "qkv" else x for name, x in a.items()}
+    return rounded({name: x.cuda() for name, x in small(T, **options).items()}, dtype)
 
 
 def agree_on_device(a: dict[str, Tensor], dtype: torch.dtype, **options: Any) -> None:
@@ -358,13 +387,17 @@ def test_real_sizes(options: dict[str, Any], gate: str):
     agree_on_device(a, torch.bfloat16, subheads=options.get("E", 1))
 
 
-# neither powers of two nor short: Gated DeltaNet 1.3B and H1 1.3B, and long values
+# neither powers of two nor short: Gated DeltaNet 1.3B and H1 1.3B, long values, and long heads
 LONG = [(200, 400), (192, 384), (256, 512), (128, 512), (64, 1024), (144, 80)]
+IN_MEMORY = [(512, 128), (600, 48), (1024, 64), (2048, 128)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("K", "V"), LONG)
+@pytest.mark.parametrize(
+    ("K", "V", "dtype"),
+    [(*sizes, dtype) for sizes in LONG for dtype in (torch.bfloat16, torch.float32)]
+    + [(*sizes, torch.bfloat16) for sizes in IN_MEMORY],
+)
 def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype):
     for options in ({"B": 2, "G": 3, "R": 2}, {"G": 2, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"}):
         a = on_device(1000, dtype, K=K, V=V, correlated=True, **options)
@@ -376,7 +409,7 @@ def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("K", "V"), LONG)
+@pytest.mark.parametrize(("K", "V"), LONG + IN_MEMORY)
 def test_long_keys_and_values_in_subheads_and_segments(K: int, V: int, monkeypatch: pytest.MonkeyPatch):
     agree_on_device(on_device(500, G=2, E=4, K=K, V=V), torch.bfloat16, subheads=4)  # states are recomputed
     monkeypatch.setattr(triton_plan, "segments", lambda *given: 3)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kernels.delta_rule import WHOLE
 from kernels.triton import launches
 from kernels.triton.launch_file import KERNELS, launch_file
 from zoo.benchmarks.cases import Case, Shape, Tensors
@@ -47,6 +48,8 @@ class Target(NamedTuple):
 
 def present(target: Target, device: torch.device) -> Entry | None:
     """The entry in use for a target or, if its heads are cut into pieces, for the pieces; None without one."""
+    if target.kernel == "delta_rule.long" and target.size <= WHOLE:
+        return None  # such heads do not run on it
     dtype, op = DTYPES[target.dtype], target.kernel.partition(".")[0]
     size = target.size if op == "delta_rule" else min(target.size, launches.largest(op, dtype, device))
     entry = launches.optional(target.kernel, size, dtype, device)
