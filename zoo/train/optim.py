@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 Schedule = Literal["cosine", "constant", "wsd", "inverse_sqrt"]
 DEFAULT_WARMUP = 100  # steps
-REHEARSED = 10_000  # steps of a schedule that is a class, before the run: a fraction of a second
+REHEARSED, FIRST = 10_000, 2  # steps of a schedule that is a class, before the run: at most, and of an unknown length
 NEED_WHOLE_TENSORS = (Muon, torch.optim.Muon, torch.optim.Adafactor)  # their updates are not elementwise
 
 
@@ -300,7 +300,7 @@ def _named_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) -
     if isinstance(schedule, ReduceLROnPlateau):
         raise UserError("optim.schedule is ReduceLROnPlateau, which follows a loss; it must be a function of the step.")
     with warnings.catch_warnings(action="ignore"):  # no optimiser is stepped
-        for step in range(1, 1 + (REHEARSED if max_steps < 0 else min(max_steps, REHEARSED))):
+        for step in range(1, 1 + (FIRST if max_steps < 0 else min(max_steps, REHEARSED))):
             try:
                 schedule.step()
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:

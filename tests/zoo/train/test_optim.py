@@ -154,6 +154,12 @@ def test_a_schedule_that_would_fail_in_the_run_fails_before_it(schedule, message
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (1.0, (0.9, 0.999))
 
 
+def test_a_schedule_may_be_shorter_than_a_run_of_unknown_length():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    optim = Optimisation(schedule=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-3, 5, cycle_momentum=False))
+    assert build_schedule(optimizer, optim, -1).last_epoch == 0
+
+
 def test_a_schedule_of_a_class_starts_at_its_beginning():
     optim = Optimisation(schedule=lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
     assert factors(optim, 6) == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
