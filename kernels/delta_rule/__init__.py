@@ -26,6 +26,12 @@ IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": refere
 WHOLE, LONGEST = 256, 2048  # channels of a key: whose state fits into registers, and of any
 
 
+def differentiated(a: Recurrences) -> bool:
+    """Whether a gradient is needed."""
+    given = (a.q, a.k, a.v, a.beta, a.log_decay, a.initial_state)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+
+
 def learned_constant(a: Recurrences) -> bool:
     """Whether the gradient of a constant decay is needed."""
     g = a.log_decay
@@ -33,13 +39,17 @@ def learned_constant(a: Recurrences) -> bool:
 
 
 def limits(a: Recurrences) -> str | None:
-    """Why the Triton kernels cannot serve a call, as a relative clause; None if they can."""
+    """Why the Triton kernels cannot serve a call, as a relative clause; None if they can.
+
+    Beyond `WHOLE` it is what was run on a device.
+    """
     (T, K), dtype = (a.q.shape[1], a.q.shape[3]), a.q.dtype
-    if K <= WHOLE or (T > 1 and K <= LONGEST and dtype == torch.bfloat16 and not learned_constant(a)):
+    plain = T > 1 and a.subheads == 1 and a.initial_state is None and not learned_constant(a)
+    if K <= WHOLE or (K <= LONGEST and plain and dtype == torch.bfloat16 and differentiated(a)):
         return None
     return (
-        f"which takes keys of at most {WHOLE} channels, or of {LONGEST} in bfloat16, with more than one token and "
-        "without a constant decay that is learned"
+        f"which takes keys of at most {WHOLE} channels, or in training, in bfloat16, of {LONGEST} without subheads, an "
+        "initial state or a constant decay that is learned"
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import op
 from ..arguments import Recurrences
 from ..triton.layout import CHUNK
-from . import learned_constant, triton_step
+from . import differentiated, learned_constant, triton_step
 from .triton_plan import DeltaRule
 
 SHORT = 16  # up to this key size, everything is computed in fp32
@@ -214,8 +214,7 @@ delta_rule = op.register("delta_rule", compute, differentiate, fake, results=2, 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     assert a.beta is not None
-    given = (a.q, a.k, a.v, a.beta, a.log_decay, a.initial_state)
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    wanted = differentiated(a)
     if a.v.shape[1] == 1 and a.documents is None and not wanted:
         return triton_step.forward(a)
     # With subheads everything takes E times the memory. What goes first are U and the states, which take three times as

@@ -1,5 +1,6 @@
 """The Triton kernels of the delta rule: small cases in the interpreter, real sizes on a device."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -134,6 +135,12 @@ def test_sizes(K: int, V: int):
     agree(small(66, K=K, V=V))
 
 
+@pytest.fixture
+def any_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also calls with long keys that are not chosen yet, until they have passed on a device."""
+    monkeypatch.setattr(import_module("kernels.delta_rule"), "limits", lambda a: None)
+
+
 def rounded(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Gates and states stay in fp32, as mixers make them."""
     return {name: x.to(dtype) if name in "qkv" else x for name, x in a.items()}
@@ -142,9 +149,21 @@ def rounded(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 @interpreted
 @pytest.mark.parametrize(("gate", "state"), [("head", True), ("none", False)])
 @pytest.mark.parametrize(("length", "K", "V", "documents"), [(66, 272, 70, None), (130, 300, 16, PACKED)])
-def test_a_state_that_stays_in_memory(length: int, K: int, V: int, documents: list[int] | None, gate: str, state: bool):
+def test_a_state_that_stays_in_memory(
+    length: int, K: int, V: int, documents: list[int] | None, gate: str, state: bool, any_call: None
+):
     a = rounded(small(length, K=K, V=V, E=2, documents=documents, gate=gate, state=state), torch.bfloat16)
-    agree(a, tolerance=3e-2, subheads=2)
+    found = agree(a, tolerance=3e-2, subheads=2)
+    with torch.no_grad(), kernels.backend("triton"):
+        o, end = kernels.delta_rule(**a, subheads=2, return_state=True)
+    assert torch.equal(o, found["o"])
+    assert torch.equal(end, found["state"])
+
+
+@interpreted
+def test_one_long_head_in_training():
+    a = rounded(small(66, K=272, state=False), torch.bfloat16)
+    agree(a, tolerance=3e-2)
 
 
 @interpreted
@@ -285,13 +304,16 @@ def test_arguments_stay_as_they_were():
     assert all(torch.equal(a[name], before[name]) for name in a)
 
 
-LIMITS = "which takes keys of at most 256 channels, or of 2048 in bfloat16, with more than one token"
+LIMITS = "which takes keys of at most 256 channels, or in training, in bfloat16, of 2048 without subheads"
+BF16 = {"K": 257, "dtype": torch.bfloat16, "state": False}
 REFUSED = [
     ({"dtype": torch.float64}, "fp64"),
     ({"K": 257}, LIMITS),
-    ({"K": 2049, "dtype": torch.bfloat16}, LIMITS),
-    ({"K": 257, "dtype": torch.bfloat16, "T": 1}, LIMITS),
-    ({"K": 257, "dtype": torch.bfloat16, "gate": "constant", "learned": True}, LIMITS),
+    (BF16, LIMITS),  # without a gradient
+    ({**BF16, "state": True, "learned": True}, LIMITS),
+    ({**BF16, "K": 2049, "learned": True}, LIMITS),
+    ({**BF16, "T": 1, "learned": True}, LIMITS),
+    ({**BF16, "gate": "constant", "learned": True}, LIMITS),
 ]
 
 
@@ -349,7 +371,7 @@ def agree_on_device(a: dict[str, Tensor], dtype: torch.dtype, **options: Any) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("passes", ["wide", "narrow", "cut"])
 @pytest.mark.parametrize(("size", "itemsize"), ENTRIES)
-def test_every_launch(size: int, itemsize: int, passes: str, monkeypatch: pytest.MonkeyPatch):
+def test_every_launch(size: int, itemsize: int, passes: str, any_call: None, monkeypatch: pytest.MonkeyPatch):
     narrow = TABLE["delta_rule.narrow"].get((9, size, itemsize))
     if passes == "narrow" and narrow is None:
         pytest.skip("there is no narrow launch")
@@ -398,7 +420,7 @@ IN_MEMORY = [(512, 128), (600, 48), (1024, 64), (2048, 128)]
     [(*sizes, dtype) for sizes in LONG for dtype in (torch.bfloat16, torch.float32)]
     + [(*sizes, torch.bfloat16) for sizes in IN_MEMORY],
 )
-def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype):
+def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype, any_call: None):
     for options in ({"B": 2, "G": 3, "R": 2}, {"G": 2, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"}):
         a = on_device(1000, dtype, K=K, V=V, correlated=True, **options)
         agree_on_device(a, dtype)
@@ -410,7 +432,7 @@ def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("K", "V"), LONG + IN_MEMORY)
-def test_long_keys_and_values_in_subheads_and_segments(K: int, V: int, monkeypatch: pytest.MonkeyPatch):
+def test_long_keys_and_values_in_subheads_and_segments(K: int, V: int, any_call: None, monkeypatch: pytest.MonkeyPatch):
     agree_on_device(on_device(500, G=2, E=4, K=K, V=V), torch.bfloat16, subheads=4)  # states are recomputed
     monkeypatch.setattr(triton_plan, "segments", lambda *given: 3)
     agree_on_device(on_device(1000, G=2, K=K, V=V, decay="mixed"), torch.bfloat16)
