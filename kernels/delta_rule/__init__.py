@@ -43,13 +43,12 @@ def limits(a: Recurrences) -> str | None:
 
     Beyond `WHOLE` it is what was run on a device.
     """
-    (T, K), dtype = (a.q.shape[1], a.q.shape[3]), a.q.dtype
-    plain = T > 1 and a.subheads == 1 and a.initial_state is None and not learned_constant(a)
-    if K <= WHOLE or (K <= LONGEST and plain and dtype == torch.bfloat16 and differentiated(a)):
+    T, K = a.q.shape[1], a.q.shape[3]
+    if K <= WHOLE or (K <= LONGEST and T > 1 and a.q.dtype == torch.bfloat16 and not learned_constant(a)):
         return None
     return (
-        f"which takes keys of at most {WHOLE} channels, or in training, in bfloat16, of {LONGEST} without subheads, an "
-        "initial state or a constant decay that is learned"
+        f"which takes keys of at most {WHOLE} channels, or in bfloat16 of {LONGEST} if there is more than one token "
+        "and no constant decay that is learned"
     )
 
 

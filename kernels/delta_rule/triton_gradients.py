@@ -176,15 +176,16 @@ def gradient_of_keys(
 
 @triton.jit(do_not_specialize=["M"])
 def gradient_of_log_decay(
+    dlog_decay,
     from_queries,
     from_keys,
     before_t,
-    across,
-    dlog_decay,
+    across,  # [chunks, M, KEY_PARTS, WAYS]
     chunks,
     M,
     QUERY_PARTS: tl.constexpr,
     KEY_PARTS: tl.constexpr,
+    WAYS: tl.constexpr,
 ):
     tile = tl.program_id(0).to(tl.int64)
     chunk, m = tl.program_id(0) // M, tl.program_id(0) % M
@@ -197,6 +198,6 @@ def gradient_of_log_decay(
         at = (tile * KEY_PARTS + part) * CHUNK + r
         later += tl.load(from_keys + at)
         earlier += tl.load(before_t + at)
-        way += tl.load(across + tile * KEY_PARTS + part)
+        way += tl.sum(tl.load(across + (tile * KEY_PARTS + part) * WAYS + tl.arange(0, WAYS)), 0)
     sums = tl.sum(tl.where(r[None, :] >= r[:, None], later[None, :], earlier[None, :]), 1) + way
     tl.store(dlog_decay + token.to(tl.int64) * M + r * M + m, sums, mask=r < stop - token)

@@ -1,9 +1,10 @@
 """The (gated) delta rule in Triton, forward and backward: which kernels run, in which order, on which tensors.
 
 Forward: `prepare` for all chunks at once, then `scan_forward` along time. Backward: `scan_backward` along time, then
-the gradients of all chunks at once. Each of the H·E recurrences is computed separately: subheads read the values of
-their head, and value heads the keys of their group, without copies. Contributions of several recurrences to one tensor
-are summed afterwards, in a fixed order: equal inputs give equal bits.
+the gradients of all chunks at once; or all of it in one pass along time (`gluon_gradients.py`). Each of the H·E
+recurrences is computed separately: subheads read the values of their head, and value heads the keys of their group,
+without copies. Contributions of several recurrences to one tensor are summed afterwards, in a fixed order: equal inputs
+give equal bits.
 """
 
 from collections.abc import Sequence
@@ -15,13 +16,14 @@ from torch import Tensor
 from .. import op
 from ..arguments import Recurrences
 from ..triton.layout import CHUNK
+from ..triton.parts import add_heads
 from . import differentiated, learned_constant, triton_step
 from .triton_plan import DeltaRule
 
 SHORT = 16  # up to this key size, everything is computed in fp32
 NOTHING, CHUNKS, ALL = range(3)  # what is kept for the gradients; chunks are inverse, scores and gates
 KEPT = (0, 3, 6)  # how many tensors that is
-MOST = {ALL: 4, CHUNKS: 8, NOTHING: float("inf")}  # up to how many subheads
+MOST = {ALL: 512, CHUNKS: 1024, NOTHING: float("inf")}  # up to how many channels of a head's keys, in all subheads
 GATES = {1: "constant", 3: "per step"}  # by the number of axes of the log decay
 
 
@@ -79,7 +81,7 @@ def run_forward(
     return final.index_select(0, to.ends[1]) if to.cut else final, [*kept, transition]
 
 
-def run_backward(
+def gradients_of_ends(
     to: DeltaRule,
     q: Tensor,
     k: Tensor,
@@ -87,17 +89,74 @@ def run_backward(
     chunks: tuple[Tensor, ...],
     transition: Tensor,
     dfinal: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of v for every recurrence [B,T,H·E,V], of the states after all chunks, and of the initial states."""
-    table = to.layout.segments
-    if to.cut:
-        local = to.new(to.cut, to.M, to.K, to.V, dtype=torch.float32)
-        to.backward(to.cut)(q, k, do, *chunks, None, None, None, local, table)
-        dfinal = cuts(to, transition, local, dfinal, reverse=True)
-    dv, dinitial = to.new(to.B, to.T, to.M, to.V), to.states()
-    dstates = to.new(len(to.layout.chunks), to.M, to.K, to.V)
-    to.backward(len(table))(q, k, do, *chunks, dfinal, dv, dstates, dinitial, table)
-    return dv, dstates, dinitial.index_select(0, to.ends[0]) if to.cut else dinitial
+) -> Tensor | None:
+    """The gradients of the states after all segments; None if all are zero."""
+    if not to.cut:
+        return dfinal
+    local = to.new(to.cut, to.M, to.K, to.V, dtype=torch.float32)
+    to.backward(to.cut)(q, k, do, *chunks, None, None, None, local, to.layout.segments)
+    return cuts(to, transition, local, dfinal, reverse=True)
+
+
+def at_once(
+    to: DeltaRule,
+    q: Tensor,
+    k: Tensor,
+    do: Tensor,
+    beta: Tensor,
+    kept: Sequence[Tensor],
+    dends: Tensor | None,
+    *,
+    gated: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """Gradients of q, k, v, β and the first states, and what that of the log decay is made of, in one pass."""
+    inverse, scores, gates, u, states, _ = kept
+    B, T, M, slots = to.B, to.T, to.M, len(to.layout.chunks)
+    dq, dk, dv = to.new(B, T, M, to.K), to.new(B, T, M, to.K), to.new(B, T, M, to.V)
+    dbeta, dinitial = to.new(B, T, M, dtype=torch.float32), to.states()
+    sums: tuple[Tensor | None, ...] = (None,) * 4
+    if gated:
+        sums = tuple(to.new(slots, M, parts, CHUNK, dtype=torch.float32) for parts in (4, 2, 2, 2))
+    # it copies 16 bytes at a time
+    q, k, do = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, do))
+    given = (q, k, u, do, beta, inverse, scores, gates, states, dends)
+    to.one_pass()(*given, dq, dk, dv, dbeta, *sums, dinitial, to.layout.segments)
+    return dq, dk, dv, dbeta, dinitial, sums
+
+
+def in_three_passes(
+    to: DeltaRule,
+    q: Tensor,
+    k: Tensor,
+    do: Tensor,
+    beta: Tensor,
+    kept: Sequence[Tensor],
+    dends: Tensor | None,
+    *,
+    gated: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """The same, along time, then of queries and of keys in all chunks at once."""
+    inverse, scores, gates, u, states, _ = kept
+    B, T, M, K, table, slots = to.B, to.T, to.M, to.K, to.layout.chunks, len(to.layout.chunks)
+    dv, dinitial, dstates = to.new(B, T, M, to.V), to.states(), to.new(slots, M, K, to.V)
+    segments = to.layout.segments
+    to.backward(len(segments))(q, k, do, inverse, scores, gates, dends, dv, dstates, dinitial, segments)
+
+    from_queries = from_keys = before_t = across = None
+    if gated:
+        parts, parts_k = to.blocks("dq")[2], to.blocks("dk")[2]
+        from_queries, from_keys, before_t = (
+            to.new(slots, M, n, CHUNK, dtype=torch.float32) for n in (parts, parts_k, parts_k)
+        )
+        across = to.new(slots, M, parts_k, 1, dtype=torch.float32)
+    reads, writes = to.new(*inverse.shape), to.new(*inverse.shape)
+    diagonal = to.new(slots, M, CHUNK, dtype=torch.float32)
+    dq, dk, dbeta = to.new(B, T, M, K), to.new(B, T, M, K), to.new(B, T, M, dtype=torch.float32)
+    given: tuple[Any, ...] = (q, k, u, do, dv, beta, gates, states, dq, dbeta, reads, writes, diagonal, from_queries)
+    to.gradient_of_queries()(*given, table)
+    given = (q, k, u, dv, gates, states, dstates, reads, writes, diagonal, dk, from_keys, before_t, across)
+    to.gradient_of_keys()(*given, table)
+    return dq, dk, dv, dbeta, dinitial, (from_queries, from_keys, before_t, across)
 
 
 def compute(
@@ -122,7 +181,7 @@ def compute(
     nothing = (to.new(0, dtype=dtype) for _, dtype in to.kept[len(whole) :])
     inverse, scores, gates, u, states, transition = *whole, *nothing
     if subheads > 1:
-        o = o.unflatten(2, (to.H, subheads)).sum(3, dtype=o.dtype)
+        o = add_heads(o, subheads)
     return o, final, inverse, scores, gates, u, states, transition
 
 
@@ -147,39 +206,24 @@ def differentiate(
     if keep != ALL:
         chunks = tuple(kept[:3]) if keep == CHUNKS else prepared(to, q, k, beta, log_decay)
         kept = (*chunks, *run_forward(to, q, k, v.contiguous(), chunks, initial_state, None, save=True)[1])
-    inverse, scores, gates, u, states, transition = kept
     do, dfinal = (None if x is None else x.contiguous() for x in gradients)
     do = to.new(*v.shape).zero_() if do is None else do
-    dv, dstates, dinitial = run_backward(to, q, k, do, (inverse, scores, gates), transition, dfinal)
-
-    B, T, M, K, table = to.B, to.T, to.M, to.K, to.layout.chunks
-    from_queries = from_keys = before_t = across = None
-    if log_decay is not None:
-        parts, parts_k = to.blocks("dq")[2], to.blocks("dk")[2]
-        from_queries, from_keys, before_t = (
-            to.new(len(table), M, n, CHUNK, dtype=torch.float32) for n in (parts, parts_k, parts_k)
-        )
-        across = to.new(len(table), M, parts_k, dtype=torch.float32)
-    reads, writes = to.new(*inverse.shape), to.new(*inverse.shape)
-    diagonal = to.new(len(table), M, CHUNK, dtype=torch.float32)
-    dq, dk, dbeta = to.new(B, T, M, K), to.new(B, T, M, K), to.new(B, T, M, dtype=torch.float32)
-    given: tuple[Any, ...] = (q, k, u, do, dv, beta, gates, states, dq, dbeta, reads, writes, diagonal, from_queries)
-    to.gradient_of_queries()(*given, table)
-    given = (q, k, u, dv, gates, states, dstates, reads, writes, diagonal, dk, from_keys, before_t, across)
-    to.gradient_of_keys()(*given, table)
+    dends = gradients_of_ends(to, q, k, do, tuple(kept[:3]), kept[-1], dfinal)
+    run = at_once if to.at_once else in_three_passes
+    dq, dk, dv, dbeta, dinitial, sums = run(to, q, k, do, beta, kept, dends, gated=log_decay is not None)
 
     dlog_decay = None
-    if log_decay is not None and from_queries is not None:
-        dlog_decay = to.new(B, T, M, dtype=torch.float32)
-        to.gradient_of_log_decay()(from_queries, from_keys, before_t, across, dlog_decay, table)
+    if log_decay is not None:
+        dlog_decay = to.new(to.B, to.T, to.M, dtype=torch.float32)
+        to.gradient_of_log_decay()(dlog_decay, *sums, to.layout.chunks)
         if log_decay.dim() == 1:
             dlog_decay = dlog_decay.sum((0, 1))
         dlog_decay = dlog_decay.to(log_decay.dtype)
     if to.R > 1:
-        shape = (to.G, to.R, subheads)
-        dq, dk = (x.unflatten(2, shape).sum(3, dtype=x.dtype).flatten(2, 3) for x in (dq, dk))
+        dq, dk = (add_heads(x, to.R, wide=subheads) for x in (dq, dk))
     if subheads > 1:
-        dv = dv.unflatten(2, (to.H, subheads)).sum(3, dtype=dv.dtype)
+        dv = add_heads(dv, subheads)
+    dinitial = dinitial.index_select(0, to.ends[0]) if to.cut else dinitial
     first = None if initial_state is None else dinitial.to(initial_state.dtype).contiguous()
     return [dq, dk, dv, dbeta.to(beta.dtype), dlog_decay, first, None]
 
@@ -217,9 +261,10 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     wanted = differentiated(a)
     if a.v.shape[1] == 1 and a.documents is None and not wanted:
         return triton_step.forward(a)
-    # With subheads everything takes E times the memory. What goes first are U and the states, which take three times as
-    # much as the rest.
-    keep = NOTHING if not wanted else next(level for level, most in MOST.items() if a.subheads <= most)
+    # With subheads everything takes E times the memory, with a long head the states do. What goes first are U and the
+    # states, which take three times as much as the rest.
+    channels = a.subheads * a.q.shape[3]
+    keep = NOTHING if not wanted else next(level for level, most in MOST.items() if channels <= most)
     # fp16 lacks the range for a state, and for what a small β multiplies. Two more cases would exceed the error that
     # bf16 is allowed: a chunk of far more tokens than its keys can tell apart, and the gradient of a constant decay, a
     # sum of contributions of either sign from all steps.

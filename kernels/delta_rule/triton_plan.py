@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..documents import Documents
-from ..triton.enqueue import Prepared, cdiv, next_power_of_2
-from ..triton.launches import Launch, launch, multiprocessors, optional
+from ..triton.enqueue import DIRECT, Prepared, cdiv, next_power_of_2
+from ..triton.launches import HOPPER, Launch, capability, launch, multiprocessors, optional
 from ..triton.layout import CHUNK, layout
 from ..triton.plan import Plan, prepared
 from . import WHOLE
@@ -19,6 +19,8 @@ from .triton_long import long_backward, long_forward
 from .triton_prepare import prepare
 from .triton_scan import combine, scan_backward, scan_forward
 
+AT_ONCE = 128  # channels of keys and of values for which one pass can compute all gradients
+FULL = 0.6  # share of the device that its programs must fill: with half of it, three passes are as fast
 THIRD = 168  # registers per thread at which three programs of four warps fit on a multiprocessor
 FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
@@ -94,6 +96,17 @@ class DeltaRule(Plan):
             ((self.N, self.M, self.K, self.V), torch.float32),
         ]
         return [*results, *self.kept[:whole], *(((0,), dtype) for _, dtype in self.kept[whole:])]
+
+    @cached_property
+    def at_once(self) -> bool:
+        """Whether one pass computes all gradients: where it can, and its programs fill the device.
+
+        A program of it needs a whole multiprocessor, and its waves take as long as their number, however full they are.
+        """
+        if not (DIRECT and self.K == self.V == AT_ONCE and self.dtype == torch.bfloat16 and hopper(self.device)):
+            return False
+        programs, places = len(self.layout.segments) * self.M, multiprocessors(self.device)
+        return programs >= FULL * cdiv(programs, places) * places
 
     def states(self) -> Tensor:
         """One uninitialised state per segment."""
@@ -178,6 +191,14 @@ class DeltaRule(Plan):
         }
         return Prepared(combine, (self.N * self.M * cdiv(self.V, BV),), self.M, **constants, num_warps=4)
 
+    @prepared
+    def one_pass(self) -> Prepared:
+        """All gradients but that of the log decay: one program per segment and recurrence."""
+        from .gluon_gradients import gradients  # the interpreter and other devices do without Gluon
+
+        programs = len(self.layout.segments) * self.M
+        return Prepared(gradients, (programs,), self.scale, M=self.M, E=self.E, R=self.R, num_warps=8)
+
     def _over_chunks(self, kernel: Any, name: str, **constants: Any) -> Prepared:
         """One program per chunk, recurrence and block of keys."""
         entry, (keys, values, parts) = self.entry(name), self.blocks(name)
@@ -197,9 +218,16 @@ class DeltaRule(Plan):
     @prepared
     def gradient_of_log_decay(self) -> Prepared:
         """The gradient of the log decay: one program per chunk and recurrence."""
-        parts: dict[str, Any] = {"QUERY_PARTS": self.blocks("dq")[2], "KEY_PARTS": self.blocks("dk")[2]}
+        parts: dict[str, Any] = {"QUERY_PARTS": self.blocks("dq")[2], "KEY_PARTS": self.blocks("dk")[2], "WAYS": 1}
+        if self.at_once:
+            parts = {"QUERY_PARTS": 4, "KEY_PARTS": 2, "WAYS": CHUNK}
         programs = self.layout.chunks.shape[0] * self.M
         return Prepared(gradient_of_log_decay, (programs,), self.M, **parts, num_warps=1)
+
+
+def hopper(device: torch.device) -> bool:
+    """Whether this is a Hopper GPU."""
+    return device.type == "cuda" and capability(device) == HOPPER
 
 
 def segments(wide: Launch, recurrences: int, V: int, chunks: int, device: torch.device) -> int:

@@ -1,6 +1,7 @@
 """The Triton kernels of the delta rule: small cases in the interpreter, real sizes on a device."""
 
-from importlib import import_module
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_lengths(length: int, gate: str):
 def test_what_is_kept_for_the_gradients_changes_only_memory(monkeypatch: pytest.MonkeyPatch):
     a, found, saved = small(130, gate="head", E=2), [], []
     for level in (triton_op.ALL, triton_op.CHUNKS, triton_op.NOTHING):
-        monkeypatch.setattr(triton_op, "MOST", {level: 2})
+        monkeypatch.setattr(triton_op, "MOST", {level: 32})
         numbers: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, n=numbers: n.append(x.numel()) or x, lambda x: x):
             found.append(agree(a, subheads=2))
@@ -135,12 +136,6 @@ def test_sizes(K: int, V: int):
     agree(small(66, K=K, V=V))
 
 
-@pytest.fixture
-def any_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also calls with long keys that are not chosen yet, until they have passed on a device."""
-    monkeypatch.setattr(import_module("kernels.delta_rule"), "limits", lambda a: None)
-
-
 def rounded(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Gates and states stay in fp32, as mixers make them."""
     return {name: x.to(dtype) if name in "qkv" else x for name, x in a.items()}
@@ -149,21 +144,13 @@ def rounded(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 @interpreted
 @pytest.mark.parametrize(("gate", "state"), [("head", True), ("none", False)])
 @pytest.mark.parametrize(("length", "K", "V", "documents"), [(66, 272, 70, None), (130, 300, 16, PACKED)])
-def test_a_state_that_stays_in_memory(
-    length: int, K: int, V: int, documents: list[int] | None, gate: str, state: bool, any_call: None
-):
+def test_a_state_that_stays_in_memory(length: int, K: int, V: int, documents: list[int] | None, gate: str, state: bool):
     a = rounded(small(length, K=K, V=V, E=2, documents=documents, gate=gate, state=state), torch.bfloat16)
     found = agree(a, tolerance=3e-2, subheads=2)
     with torch.no_grad(), kernels.backend("triton"):
         o, end = kernels.delta_rule(**a, subheads=2, return_state=True)
     assert torch.equal(o, found["o"])
     assert torch.equal(end, found["state"])
-
-
-@interpreted
-def test_one_long_head_in_training():
-    a = rounded(small(66, K=272, state=False), torch.bfloat16)
-    agree(a, tolerance=3e-2)
 
 
 @interpreted
@@ -304,15 +291,13 @@ def test_arguments_stay_as_they_were():
     assert all(torch.equal(a[name], before[name]) for name in a)
 
 
-LIMITS = "which takes keys of at most 256 channels, or in training, in bfloat16, of 2048 without subheads"
-BF16 = {"K": 257, "dtype": torch.bfloat16, "state": False}
+LIMITS = "which takes keys of at most 256 channels, or in bfloat16 of 2048"
+BF16 = {"K": 257, "dtype": torch.bfloat16}
 REFUSED = [
     ({"dtype": torch.float64}, "fp64"),
     ({"K": 257}, LIMITS),
-    (BF16, LIMITS),  # without a gradient
-    ({**BF16, "state": True, "learned": True}, LIMITS),
-    ({**BF16, "K": 2049, "learned": True}, LIMITS),
-    ({**BF16, "T": 1, "learned": True}, LIMITS),
+    ({**BF16, "K": 2049}, LIMITS),
+    ({**BF16, "T": 1}, LIMITS),
     ({**BF16, "gate": "constant", "learned": True}, LIMITS),
 ]
 
@@ -371,7 +356,7 @@ def agree_on_device(a: dict[str, Tensor], dtype: torch.dtype, **options: Any) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("passes", ["wide", "narrow", "cut"])
 @pytest.mark.parametrize(("size", "itemsize"), ENTRIES)
-def test_every_launch(size: int, itemsize: int, passes: str, any_call: None, monkeypatch: pytest.MonkeyPatch):
+def test_every_launch(size: int, itemsize: int, passes: str, monkeypatch: pytest.MonkeyPatch):
     narrow = TABLE["delta_rule.narrow"].get((9, size, itemsize))
     if passes == "narrow" and narrow is None:
         pytest.skip("there is no narrow launch")
@@ -409,6 +394,66 @@ def test_real_sizes(options: dict[str, Any], gate: str):
     agree_on_device(a, torch.bfloat16, subheads=options.get("E", 1))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["none", "head"])
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"T": T, "G": 2} for T in (1, 63, 64, 65, 1000)),
+        {"T": 700, "B": 2, "G": 2, "R": 3},
+        {"T": 700, "G": 2, "R": 2, "E": 4},
+        {"T": 1500, "G": 2, "documents": [0, 0, 5, 6, 700, 700, 1500]},
+        *({"T": 1000, "G": 4, "decay": decay, "correlated": True} for decay in ("zero", "mixed", "strong")),
+        {"T": 1000, "G": 4, "beta": 2},
+        {"T": 1000, "G": 2, "state": False},
+    ],
+)
+def test_all_gradients_in_one_pass(options: dict[str, Any], cut: bool, gate: str, monkeypatch: pytest.MonkeyPatch):
+    # as exact as three passes, which have limits of their own, and equal bits in each run
+    if cut:
+        monkeypatch.setattr(triton_plan, "segments", lambda *given: 3)
+    a, E = on_device(**options, K=128, V=128, gate=gate), options.get("E", 1)
+    found = []
+    for full in (2, *[0] * 20):
+        plan.of_rows.cache_clear()
+        monkeypatch.setattr(triton_plan, "FULL", full)
+        again = {name: x.clone() for name, x in a.items()}  # plans of documents are cached with their boundaries
+        found.append(results(kernels.delta_rule, again, backend="triton", subheads=E))
+    three, one, *others = found
+    assert all(torch.equal(each[name], one[name]) for each in others for name in one)
+    exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
+    for name, x in results(kernels.delta_rule, exact, backend="torch", subheads=E).items():
+        error, of_three = (float((y[name].double() - x.double()).norm()) for y in (one, three))
+        assert error <= max(1e-2 * float(x.double().norm()), 1.2 * of_three), name
+
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from kernels.delta_rule.gluon_gradients import gradients
+
+names = [p.name for p in gradients.params]
+fixed = {"M": 8, "E": 2, "R": 1, "dfinal": None} | dict.fromkeys(sys.argv[1:])
+types = dict.fromkeys(names, "*bf16") | {"scale": "fp32", "segments": "*i32"}
+types |= dict.fromkeys(("gates", "dbeta", "from_columns", "from_t", "before_t", "across", "dinitial"), "*fp32")
+types |= dict.fromkeys(fixed, "constexpr")
+aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if types[name][0] == "*"}
+source = GluonASTSource(gradients, types, {(names.index(name),): x for name, x in fixed.items()}, aligned)
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).metadata.shared)
+"""
+
+
+@pytest.mark.parametrize("missing", [(), ("from_columns", "from_t", "before_t", "across")])
+def test_the_one_pass_compiles_for_hopper(missing: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = subprocess.run([sys.executable, "-c", COMPILE, *missing], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 227 * 1024  # what a program may have of a multiprocessor's memory
+
+
 # neither powers of two nor short: Gated DeltaNet 1.3B and H1 1.3B, long values, and long heads
 LONG = [(200, 400), (192, 384), (256, 512), (128, 512), (64, 1024), (144, 80)]
 IN_MEMORY = [(512, 128), (600, 48), (1024, 64), (2048, 128)]
@@ -420,7 +465,7 @@ IN_MEMORY = [(512, 128), (600, 48), (1024, 64), (2048, 128)]
     [(*sizes, dtype) for sizes in LONG for dtype in (torch.bfloat16, torch.float32)]
     + [(*sizes, torch.bfloat16) for sizes in IN_MEMORY],
 )
-def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype, any_call: None):
+def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype):
     for options in ({"B": 2, "G": 3, "R": 2}, {"G": 2, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"}):
         a = on_device(1000, dtype, K=K, V=V, correlated=True, **options)
         agree_on_device(a, dtype)
@@ -432,7 +477,7 @@ def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype, any_call: None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("K", "V"), LONG + IN_MEMORY)
-def test_long_keys_and_values_in_subheads_and_segments(K: int, V: int, any_call: None, monkeypatch: pytest.MonkeyPatch):
+def test_long_keys_and_values_in_subheads_and_segments(K: int, V: int, monkeypatch: pytest.MonkeyPatch):
     agree_on_device(on_device(500, G=2, E=4, K=K, V=V), torch.bfloat16, subheads=4)  # states are recomputed
     monkeypatch.setattr(triton_plan, "segments", lambda *given: 3)
     agree_on_device(on_device(1000, G=2, K=K, V=V, decay="mixed"), torch.bfloat16)
