@@ -19,52 +19,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6 and 3.7
+from ..triton.gluon_tiles import (
+    COPY,
+    FLAT,
+    OF_COLUMNS,
+    OF_ROWS,
+    OF_TOKENS,
+    PAIRS,
+    ROWS,
+    SHARED,
+    STATE,
+    at_tile,
+    barrier,
+    copy_state,
+    copy_tokens,
+    store_rows,
+)
+
 LEAST_BETA = gl.constexpr(2.0**-50)
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 bytes a thread, rows of 128
 COPY_PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # rows of 64
 COPY_GATES = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
-ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # tokens × channels
-PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # tokens × tokens
-STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
-# As `ROWS`, but 8 neighbours to a thread; sums of its halves of columns.
-QUADS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0], [0, 64]],
-        [],
-        [64, 128],
-    )
-)
+# sums of halves of the columns of `QUADS`
 HALVES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [0, 1]], [], [64, 2]
     )
 )
-SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-OF_ROWS, OF_COLUMNS = gl.constexpr(gl.SliceLayout(1, PAIRS)), gl.constexpr(gl.SliceLayout(0, PAIRS))
-OF_TOKENS = gl.constexpr(gl.SliceLayout(1, ROWS))
-FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def at_tile(x, start, column, stride: gl.constexpr, LAYOUT: gl.constexpr, R: gl.constexpr, C: gl.constexpr):
-    """Addresses of the tile [R, C] that begins at a row and a column.
-
-    All of the offset is one number, so that no part of it is kept from chunk to chunk in registers that are short.
-    """
-    r = gl.expand_dims(gl.arange(0, R, gl.SliceLayout(1, LAYOUT)), 1)
-    c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, LAYOUT)), 0)
-    return x + ((start + r).to(gl.int64) * stride + (column + c))
-
-
-@gluon.jit
-def copy_tokens(to, x, token, column, stop, stride: gl.constexpr):
-    """Start to copy a tile [64, 128]; zeros from token `stop` on."""
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY)), 1)
-    at = at_tile(x, token, column, stride, COPY, 64, 128)
-    async_copy.async_copy_global_to_shared(to, at, mask=r < stop - token)
 
 
 @gluon.jit
@@ -74,27 +54,13 @@ def copy_pairs(to, x, tile):
 
 
 @gluon.jit
-def copy_state(to, x, tile):
-    """Start to copy a state [128, 128]."""
-    async_copy.async_copy_global_to_shared(to, at_tile(x, tile * 128, 0, 128, COPY, 128, 128))
-
-
-@gluon.jit
 def copy_gates(to, x, tile):
     async_copy.async_copy_global_to_shared(to, x + (tile * 256 + gl.arange(0, 256, COPY_GATES)))
 
 
 @gluon.jit
-def store_rows(x, token, column, stop, stride: gl.constexpr, value):
-    """Store a tile [64, 128] in bf16, 16 bytes a thread; each thread gets them from the other three of its quad."""
-    tile = gl.convert_layout(value.to(gl.bfloat16), QUADS)
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, QUADS)), 1)
-    gl.store(at_tile(x, token, column, stride, QUADS, 64, 128), tile, mask=r < stop - token)
-
-
-@gluon.jit
 def write_rows(x, token, column, stop, stride: gl.constexpr, tile):
-    """The same from shared memory."""
+    """Store a tile [64, 128] that is in shared memory."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY)), 1)
     gl.store(at_tile(x, token, column, stride, COPY, 64, 128), tile.load(COPY), mask=r < stop - token)
 
@@ -186,7 +152,7 @@ def gradients(
         async_copy.commit_group()
         copy_tokens(u_s, u, token, of_m, stop, M * 128)
         copy_tokens(queries_s, q, token, of_keys, stop, keys * 128)
-        copy_state(state_s, states, tile)
+        copy_state(state_s, states, tile, True)
         async_copy.commit_group()
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
     r = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1)
@@ -289,7 +255,7 @@ def gradients(
         if more:
             copy_tokens(u_s, u, token - 64, of_m, stop, M * 128)
             copy_tokens(queries_s, q, token - 64, of_keys, stop, keys * 128)
-            copy_state(state_s, states, tile - M)
+            copy_state(state_s, states, tile - M, True)
         async_copy.commit_group()
         dU *= keep
         dK = warpgroup_mma(solve, keys_here, dK + dU, is_async=True)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..triton.layout import CHUNK
-from .triton_plan import GATES, PASSES, LinearRecurrence
+from .triton_plan import PASSES, LinearRecurrence, gate_of
 
 FP32 = torch.float32
 
@@ -40,16 +40,20 @@ class Call:
     ):
         self.log_decay, self.beta = log_decay, beta
         sizes = q.shape, q.stride(), k.stride(), v.shape, v.stride(), q.dtype, q.device
-        gate = "none" if log_decay is None else GATES[log_decay.dim()]
-        how = gate, beta is not None, scale, subheads, grad is not None, gates
+        how = gate_of(log_decay), beta is not None, scale, subheads, grad is not None, gates
         self.plan = to = LinearRecurrence.of(cu_seqlens, q.shape[1], *sizes, *how)
         if any(to.copied):
             q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), to.copied, strict=True))
+        if to.in_gluon:  # it copies 16 bytes at a time
+            q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
+            grad = grad if grad is None or grad.data_ptr() % 16 == 0 else grad.clone()
         self.streams = {"q": q, "k": k, "v": v, "queries": q, "keys": k}
         if grad is not None:
             self.streams["grad"] = grad
         self.scores: Tensor | None = None
         self.score_grads: Tensor | None = None
+        if to.one_pass:
+            return
         if to.constant:
             self.gates = log_decay
         elif to.inside:
@@ -94,9 +98,89 @@ class Call:
             return first
         local = to.new(to.segments, to.heads, to.K, to.V, dtype=FP32)
         shrunk = to.new(to.segments, to.heads, to.K if to.channel else 1, dtype=FP32)
-        self.carry(mode, last=local, shrunk=shrunk)
+        if to.one_pass:
+            self._channel_states(mode == "dv", last=local, shrunk=shrunk)
+        else:
+            self.carry(mode, last=local, shrunk=shrunk)
         to.scan(mode == "dv")(local, shrunk, first, last, to.layout.sequences)
         return local
+
+    def outputs(self, o: Tensor, first: Tensor | None, last: Tensor) -> None:
+        """Fill o, and if sequences are not cut the last states as well."""
+        to = self.plan
+        if not to.one_pass:
+            self.carry("o", o, first, last)
+            return
+        q, k, v = (self.streams[name] for name in "qkv")
+        ends, last_or_none = to.ends(), None if to.segmented else last
+        beta = () if to.in_gluon else (self.beta,)
+        to.channel_forward()(q, k, v, self.log_decay, *beta, o, ends, first, last_or_none, to.layout.segments)
+        to.steep_forward()(q, k, v, self.log_decay, self.beta, o, ends, to.layout.chunks)
+
+    def gradients(
+        self,
+        first: Tensor | None,
+        last: Tensor | None,
+        first_grad: Tensor | None,
+        decay_grad: bool,
+        beta_grad: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The gradients of q, k and v per recurrence, and of log_decay and beta.
+
+        Args:
+            first: The states that segments start from.
+            last: The gradients of the states that they end with.
+            first_grad: Where to put the gradient of the initial states, if sequences are not cut.
+            decay_grad: Whether log_decay needs a gradient.
+            beta_grad: Whether beta needs one.
+        """
+        to = self.plan
+        dq, dk, dv = (self.per_token(size) for size in (to.K, to.K, to.V))
+        if to.one_pass:
+            dg, dbeta = self._channel_backward(dq, dk, dv, first, last, first_grad, decay_grad, beta_grad)
+            return dq, dk, dv, dg, dbeta
+        self.carry("dv", dv, last, first_grad)
+        finish = self.channel_grads if to.channel else self.head_grads
+        return dq, dk, dv, *finish(dq, dk, first, last, decay_grad, beta_grad)
+
+    def _channel_states(
+        self,
+        reverse: bool,
+        states: Tensor | None = None,
+        ends: Tensor | None = None,
+        first: Tensor | None = None,
+        last: Tensor | None = None,
+        shrunk: Tensor | None = None,
+    ) -> None:
+        """The states before all chunks, or the last one of each segment, in reverse their gradients."""
+        x, y = ("q", "grad") if reverse else ("k", "v")
+        given = (self.streams[x], self.streams[y], self.log_decay, None if reverse else self.beta)
+        self.plan.channel_states(reverse)(*given, states, ends, first, last, shrunk, self.plan.layout.segments)
+
+    def _channel_backward(
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        first: Tensor | None,
+        last: Tensor | None,
+        first_grad: Tensor | None,
+        decay_grad: bool,
+        beta_grad: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        to, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
+        states = to.new(to.chunks, to.heads, to.K, to.V)
+        ends = to.ends()
+        self._channel_states(False, states, ends, first)
+        dg = to.new(to.B, to.T, to.heads, to.K, dtype=FP32) if decay_grad else None
+        dbeta = to.new(to.B, to.T, to.heads, dtype=FP32) if beta_grad else None
+        beta, more = ((), ()) if to.in_gluon else ((self.beta,), (dbeta,))
+        first_grad = None if to.segmented else first_grad
+        segments, table = to.layout.segments, to.layout.chunks
+        given = (k, v, grad, self.log_decay, *beta, states, ends, dq, dk, dv, dg, *more, last, first_grad, segments)
+        to.channel_backward()(q, *given)
+        to.steep_backward()(q, k, v, grad, self.log_decay, self.beta, ends, dq, dk, dv, dg, dbeta, table)
+        return dg, dbeta
 
     def carry(
         self,

@@ -38,7 +38,7 @@ def _forward(
     call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads)
     o, final = call.per_token(call.plan.V), call.states()
     first = call.starts("o", initial_state, final)
-    call.carry("o", o, first, final)
+    call.outputs(o, first, final)
     if first is None or cu_seqlens is not None or not call.plan.segmented:
         first = call.plan.new(0, *final.shape[1:], dtype=torch.float32)
     return call.per_head(o), final, first
@@ -57,7 +57,7 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (sequences, v.shape[2] * subheads, q.shape[3], v.shape[3])
-    kept = (0, *state[1:]) if cu_seqlens is not None else kept_states(q, v, subheads)
+    kept = (0, *state[1:]) if cu_seqlens is not None else kept_states(q, v, log_decay, beta, subheads)
     return v.new_empty(v.shape), v.new_empty(state, dtype=torch.float32), v.new_empty(kept, dtype=torch.float32)
 
 
@@ -84,10 +84,7 @@ def _backward(
     (kept,) = residuals
     first = kept if kept.numel() else call.starts("o", initial_state, None)
     last = call.starts("dv", state_grad, first_grad)
-    dq, dk, dv = (call.per_token(size) for size in (call.plan.K, call.plan.K, call.plan.V))
-    call.carry("dv", dv, last, first_grad)
-    finish = call.channel_grads if call.plan.channel else call.head_grads
-    dg, dbeta = finish(dq, dk, first, last, decay_grad, beta_grad)
+    dq, dk, dv, dg, dbeta = call.gradients(first, last, first_grad, decay_grad, beta_grad)
     return call.per_key_head(dq), call.per_key_head(dk), call.per_head(dv), dg, dbeta, first_grad, None
 
 

@@ -8,12 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..documents import Documents
-from ..triton.enqueue import Prepared, next_power_of_2
-from ..triton.launches import Launch, launch, multiprocessors
+from ..triton.enqueue import DIRECT, Prepared, next_power_of_2
+from ..triton.launches import HOPPER, Launch, capability, launch, multiprocessors
 from ..triton.layout import CHUNK, layout
 from ..triton.plan import Plan, prepared
 from .triton_carry import COLUMNS, REST_OF_SUMS, TOTAL, carry, scan
 from .triton_channel import channel_grads, channel_score_grads, channel_scores
+from .triton_channel_pass import GROUP, channel_backward, channel_forward, channel_states, steep_backward, steep_forward
 from .triton_head import head_gate_grads, head_gates, head_scores
 
 BLOCK = 512  # tokens between two anchors of the gradients of the gates; segments are whole blocks
@@ -21,6 +22,8 @@ SCAN_BLOCK = 1024
 LARGEST = 1 << 31  # elements of a segment, which are indexed with 32 bits
 RESIDENT = 2  # programs of the sequential pass that run at once on one multiprocessor
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
+AT_ONCE = 128  # channels of keys and of values for which a decay per channel takes one pass on Hopper
+ALIGNED = 8  # elements that are copied at a time there
 FEW = 2  # slices: up to this many, each computes the scores of a chunk for itself, where nothing else needs them
 # x, y and z of the sequential passes (`triton_carry.py`), and `other`, for the gradients of the gates
 PASSES = {
@@ -85,28 +88,41 @@ class LinearRecurrence(Plan):
         self.wide = dtype == torch.float32  # decays are summed in fp64
         self.inside = not self.channel and not gates and self.slices(max(self.K, self.V), self.entry("carry"))[1] <= FEW
         self.constant = self.inside and gate in ("none", "constant")
+        self.one_pass = at_once(gate, beta, self.K, self.V, dtype, device)
         self.parts = int(REST_OF_SUMS if self.inside else COLUMNS if gates else TOTAL) + 1
         self.given = ((q_shape, q_stride), (q_shape, k_stride), (v_shape, v_stride))
 
     def place(self, packed: Documents | None) -> None:
         """Cut the sequences into segments, and choose how to read q, k and v within them."""
         (shape, _), _, (v_shape, _) = self.given
-        segment = 1 if packed else segment_length(shape, v_shape, self.subheads, self.dtype, self.device)
+        room = filling(self.heads, self.K, self.V, self.dtype, self.device, self.one_pass)
+        segment = 1 if packed else segment_length(shape, v_shape, self.subheads, room)
         streams = [stream(*of, min(segment, self.T)) for of in self.given]
+        if self.in_gluon:
+            streams = [x if x and x.token % ALIGNED == x.head % ALIGNED == 0 else None for x in streams]
         self.copied = [x is None for x in streams]
         q, k, v = (x or dense(*shape[2:]) for x, (shape, _) in zip(streams, self.given, strict=True))
         self.streams = {"q": q, "k": k, "v": v, "grad": dense(self.H, self.V), "queries": q, "keys": k}
-        if self.channel:  # these then contain their decays
+        if self.channel and not self.one_pass:  # these then contain their decays
             self.streams["queries"] = self.streams["keys"] = dense(self.heads, self.K)
         if packed:
             widest = max(self.heads * max(self.K, self.V, CHUNK), q.token, k.token, v.token)
             blocks = sum(-(-(stop - start) // BLOCK) for start, stop in packed.spans)
-            wanted = -(-blocks // filling(self.heads, self.K, self.V, self.dtype, self.device))
+            wanted = -(-blocks // room)
             segment = BLOCK * max(1, min(LARGEST // widest // BLOCK, wanted))
         self.layout = layout(packed, self.B, self.T, CHUNK, BLOCK, segment, self.device)
         self.segmented = self.layout.cut > 0
         self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
         self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
+
+    @property
+    def in_gluon(self) -> bool:
+        """Whether the one pass is that of Hopper; its twin in Triton is for the interpreter."""
+        return self.one_pass and self.device.type == "cuda"
+
+    def ends(self) -> Tensor:
+        """Uninitialised sums of the log decays over each half of all chunks."""
+        return self.new(self.heads, self.chunks, 2, self.K, dtype=torch.float64 if self.wide else torch.float32)
 
     def entry(self, kernel: str) -> Launch:
         """The launch configuration of a kernel."""
@@ -186,6 +202,72 @@ class LinearRecurrence(Plan):
             **self.sums,
             **self.options(entry),
         )
+
+    def _one_pass(self, kernel: Any, name: str, streams: Mapping[str, str], **constants: Any) -> Prepared:
+        """A kernel for decays per channel: one program per segment and recurrence, or for steep channels per chunk."""
+        heads, tokens = self.strides(**streams)
+        entry = launch(f"channel_decay.{name}", max(self.K, self.V), self.dtype, self.device)
+        of_chunks = name == "steep"
+        return Prepared(
+            kernel,
+            (-(-self.chunks // GROUP.value), self.heads) if of_chunks else (self.segments * self.heads,),
+            self.scale,
+            *heads,
+            self.chunks,
+            self.groups,
+            **tokens,
+            heads=self.heads,
+            SUBHEADS=self.subheads,
+            K=self.K,
+            V=self.V,
+            BK=padded(self.K),
+            BV=padded(self.V),
+            **constants if of_chunks else {**constants, "STAGES": entry.stages},
+            **self.sums,
+            **self.options(entry),
+        )
+
+    def _in_gluon(self, kernel: Any, streams: Mapping[str, str]) -> Prepared:
+        heads, tokens = self.strides(**streams)
+        numbers = (self.scale, *heads, self.chunks, self.groups)
+        sizes: dict[str, Any] = {**tokens, "heads": self.heads, "SUBHEADS": self.subheads}
+        return Prepared(kernel, (self.segments * self.heads,), *numbers, **sizes, num_warps=8, checked=True)
+
+    @prepared
+    def channel_forward(self) -> Prepared:
+        """Outputs and last states."""
+        streams = {"q": "q", "k": "k", "v": "v"}
+        if self.in_gluon:
+            from .gluon_channel import outputs  # the interpreter and other devices do without Gluon
+
+            return self._in_gluon(outputs, streams)
+        return self._one_pass(channel_forward, "forward", streams)
+
+    @prepared
+    def channel_states(self, reverse: bool) -> Prepared:
+        """The states alone, or in reverse their gradients."""
+        streams = {"x": "q", "y": "grad"} if reverse else {"x": "k", "y": "v"}
+        return self._one_pass(channel_states, "states", streams, REVERSE=reverse)
+
+    @prepared
+    def channel_backward(self) -> Prepared:
+        """All gradients."""
+        streams = {"q": "q", "k": "k", "v": "v", "grad": "grad"}
+        if self.in_gluon:
+            from .gluon_channel import gradients
+
+            return self._in_gluon(gradients, streams)
+        return self._one_pass(channel_backward, "backward", streams)
+
+    @prepared
+    def steep_forward(self) -> Prepared:
+        """What steep channels add to outputs."""
+        return self._one_pass(steep_forward, "steep", {"q": "q", "k": "k", "v": "v"})
+
+    @prepared
+    def steep_backward(self) -> Prepared:
+        """What they add to gradients."""
+        return self._one_pass(steep_backward, "steep", {"q": "q", "k": "k", "v": "v", "grad": "grad"})
 
     @prepared
     def carry(self, mode: str, output: bool, gates: bool, plain: bool) -> Prepared:
@@ -295,28 +377,41 @@ class LinearRecurrence(Plan):
         )
 
 
-def filling(heads: int, K: int, V: int, dtype: torch.dtype, device: torch.device) -> int:
+def at_once(gate: str, beta: bool, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a decay per channel takes one pass forward and one backward."""
+    fits = gate == "channel" and not beta and K == V == AT_ONCE and dtype == torch.bfloat16
+    return fits and DIRECT and device.type == "cuda" and capability(device) == HOPPER
+
+
+def filling(heads: int, K: int, V: int, dtype: torch.dtype, device: torch.device, one_pass: bool) -> int:
     """How many segments, over all sequences, fill the device."""
+    if one_pass:  # each program needs a whole multiprocessor
+        return max(1, multiprocessors(device) // heads)
     slices = -(-V // launch("linear_recurrence.carry", max(K, V), dtype, device).block)
     return max(1, RESIDENT * multiprocessors(device) // (slices * heads))
 
 
-def segment_length(
-    q_shape: Sequence[int], v_shape: Sequence[int], subheads: int, dtype: torch.dtype, device: torch.device
-) -> int:
-    """Tokens of the segments that the rows of a batch are cut into, known from the shapes alone."""
+def segment_length(q_shape: Sequence[int], v_shape: Sequence[int], subheads: int, room: int) -> int:
+    """Tokens of the segments that the rows of a batch are cut into, if `room` of them fill the device."""
     (B, T, _, K), V = q_shape, v_shape[3]
     heads = v_shape[2] * subheads
     most = LARGEST // (heads * max(K, V, CHUNK))
-    wanted = -(-B * -(-T // BLOCK) // filling(heads, K, V, dtype, device))
+    wanted = -(-B * -(-T // BLOCK) // room)
     return BLOCK * max(1, min(most // BLOCK, wanted))
 
 
-def kept_states(q: Tensor, v: Tensor, subheads: int) -> tuple[int, int, int, int]:
+def kept_states(q: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, subheads: int) -> Sequence[int]:
     """Shape [segments,H·E,K,V] of the states that segments start from; no segments if rows are not cut."""
     (B, T, _, K), (H, V) = q.shape, v.shape[2:]
-    segments = B * -(-T // segment_length(q.shape, v.shape, subheads, v.dtype, v.device))
+    one_pass = at_once(gate_of(log_decay), beta is not None, K, V, v.dtype, v.device)
+    room = filling(H * subheads, K, V, v.dtype, v.device, one_pass)
+    segments = B * -(-T // segment_length(q.shape, v.shape, subheads, room))
     return segments if segments > B else 0, H * subheads, K, V
+
+
+def gate_of(log_decay: Tensor | None) -> str:
+    """The form of the decays."""
+    return "none" if log_decay is None else GATES[log_decay.dim()]
 
 
 def stream(shape: Sequence[int], stride: Sequence[int], segment: int) -> Stream | None:

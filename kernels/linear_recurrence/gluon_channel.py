@@ -1,0 +1,376 @@
+"""Decays per key channel in one pass, on Hopper, in Gluon: outputs, or all gradients.
+
+The equations and their names are those of `triton_channel_pass.py`. One program has a whole state, in the registers of
+eight warps. Sums of decays from the start of a chunk are products with the lower triangle of ones, in two parts of 8
+bits. In the gradient pass, the loads of a chunk are issued as soon as the chunk before has read a buffer for the last
+time.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ..triton.gluon_tiles import (
+    FLAT,
+    OF_CHANNELS,
+    OF_COLUMNS,
+    OF_ROWS,
+    OF_TOKENS,
+    PAIRS,
+    ROWS,
+    SHARED,
+    STATE,
+    at_tile,
+    barrier,
+    copy_state,
+    copy_tokens,
+    store_rows,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LEAST = gl.constexpr(-100.0)  # as in `triton_carry.py`
+SAFE = gl.constexpr(115.0)  # as in `triton_channel.py`
+COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
+COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
+DECAYS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+OF_STATE = gl.constexpr(gl.SliceLayout(1, STATE))
+
+
+@gluon.jit
+def copy_decays(to, x, token, column, stop, stride: gl.constexpr):
+    """Start to copy a tile [64, 128] in fp32; zeros from token `stop` on."""
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY_DECAYS)), 1)
+    at = at_tile(x, token, column, stride, COPY_DECAYS, 64, 128)
+    async_copy.async_copy_global_to_shared(to, at, mask=r < stop - token)
+
+
+@gluon.jit
+def copy_ends(to, x, place, wanted):
+    """Start to copy the sums of both halves of a chunk, 256 numbers; each thread one."""
+    at = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
+    async_copy.async_copy_global_to_shared(to, x + (place * 256 + at), mask=(at >= 0) & wanted)
+
+
+@gluon.jit
+def in_log2(g):
+    return gl.maximum(g * LOG2E, LEAST)
+
+
+@gluon.jit
+def split(to, g):
+    """Store g as the sum of two tiles in bf16, for `from_start`."""
+    high = g.to(gl.bfloat16)
+    to.index(0).store(high)
+    to.index(1).store((g - high.to(gl.float32)).to(gl.bfloat16))
+
+
+@gluon.jit
+def from_start(lower, parts, zeros):
+    """Start to compute the sums of decays from the start of a chunk."""
+    b = warpgroup_mma(lower, parts.index(0), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(lower, parts.index(1), b, is_async=True)
+
+
+@gluon.jit
+def points(ends, LAYOUT: gl.constexpr):
+    """The reference points r and s of a chunk, and its last sum."""
+    early, late = ends.slice(0, 128).load(LAYOUT), ends.slice(128, 128).load(LAYOUT)
+    steep = gl.maximum(-early, -late) > SAFE
+    return gl.where(steep, 0.0, early), gl.where(steep, early + late, early), early + late
+
+
+@gluon.jit
+def lower_triangle(to):
+    """Store ones on and below the diagonal."""
+    r = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1)
+    to.store((r >= gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)).to(gl.bfloat16))
+
+
+@gluon.jit(do_not_specialize=["chunks", "groups"])
+def outputs(
+    q,
+    k,
+    v,
+    log_decay,
+    out,
+    ends,
+    first,
+    last,
+    segments,
+    scale,
+    q_head,
+    k_head,
+    v_head,
+    chunks,
+    groups,
+    q_token: gl.constexpr,
+    k_token: gl.constexpr,
+    v_token: gl.constexpr,
+    heads: gl.constexpr,
+    SUBHEADS: gl.constexpr,
+):
+    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
+    start = gl.load(segments + segment * 5)
+    stop = start + gl.load(segments + segment * 5 + 1)
+    place = n.to(gl.int64) * chunks + gl.load(segments + segment * 5 + 2)
+    state = gl.load(segments + segment * 5 + 4)
+    value_head = n // SUBHEADS
+    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    q += key_head.to(gl.int64) * q_head
+    k += key_head.to(gl.int64) * k_head
+    v += value_head.to(gl.int64) * v_head
+    count = gl.cdiv(stop - start, 64)
+
+    queries_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    values_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, 128], DECAYS)
+    state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
+    scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+
+    row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
+    whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    whole += (state.to(gl.int64) * heads + n) * (128 * 128)
+    S = gl.zeros([128, 128], gl.float32, STATE)
+    if first is not None:
+        S = gl.load(first + whole)
+    lower_triangle(lower_s)
+    rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
+    lower = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1) >= gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
+    if count > 0:
+        copy_decays(decays_s.index(0), log_decay, start, n * 128, stop, heads * 128)
+        copy_tokens(queries_s.index(0), q, start, 0, stop, q_token)
+        copy_tokens(keys_s.index(0), k, start, 0, stop, k_token)
+        copy_tokens(values_s.index(0), v, start, 0, stop, v_token)
+    async_copy.commit_group()
+    for i in range(count):
+        token = start + i * 64
+        queries, keys, values = queries_s.index(i % 2), keys_s.index(i % 2), values_s.index(i % 2)
+        decays = decays_s.index(i % 2)
+        async_copy.wait_group(0)
+        barrier()
+        if i + 1 < count:
+            copy_decays(decays_s.index((i + 1) % 2), log_decay, token + 64, n * 128, stop, heads * 128)
+            copy_tokens(queries_s.index((i + 1) % 2), q, token + 64, 0, stop, q_token)
+            copy_tokens(keys_s.index((i + 1) % 2), k, token + 64, 0, stop, k_token)
+            copy_tokens(values_s.index((i + 1) % 2), v, token + 64, 0, stop, v_token)
+        async_copy.commit_group()
+        halves = gl.sum(gl.reshape(in_log2(decays.load(COLUMNS)), [2, 32, 128]), 1)
+        OUT: gl.constexpr = halves.type.layout
+        half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, OUT)) * 128, 1)
+        at_half = half + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, OUT)), 0)
+        gl.store(ends + (place + i) * 256 + at_half, halves)
+        ends_s.store(gl.reshape(halves, [256]))
+        g = in_log2(decays.load(ROWS))
+        barrier()
+        parts = decays._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
+        split(parts, g)
+        fence_async_shared()
+        barrier()
+        b = from_start(lower_s, parts, rows)
+        enter, leave, total = points(ends_s, OF_STATE)
+        S *= gl.expand_dims(gl.exp2(enter), 1)
+        state_s.store(S.to(gl.bfloat16))
+        S *= gl.expand_dims(gl.exp2(leave - enter), 1)
+        rest = gl.exp2(total - leave)
+        enter, leave, _ = points(ends_s, OF_CHANNELS)
+        b = warpgroup_mma_wait(0, deps=[b])
+        up, down = gl.exp2(b - gl.expand_dims(enter, 0)), gl.exp2(gl.expand_dims(leave, 0) - b)
+        queries.store((queries.load(ROWS).to(gl.float32) * (up * scale)).to(gl.bfloat16))
+        keys.store((keys.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        A = warpgroup_mma(queries, keys.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        O = warpgroup_mma(queries, state_s, rows, use_acc=False, is_async=True)
+        S = warpgroup_mma(keys.permute((1, 0)), values, S, is_async=True)
+        A = warpgroup_mma_wait(2, deps=[A])
+        scores_s.store(gl.where(lower, A, 0.0).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        O = warpgroup_mma(scores_s, values, O, is_async=True)
+        S = warpgroup_mma_wait(1, deps=[S])
+        S *= gl.expand_dims(rest, 1)
+        O = warpgroup_mma_wait(0, deps=[O])
+        store_rows(out, token, n * 128, stop, heads * 128, O)
+    if last is not None:
+        gl.store(last + whole, S)
+
+
+@gluon.jit(do_not_specialize=["chunks", "groups"])
+def gradients(
+    q,
+    k,
+    v,
+    grad,
+    log_decay,
+    states,
+    ends,
+    q_grad,
+    k_grad,
+    v_grad,
+    log_decay_grad,
+    last,
+    first,
+    segments,
+    scale,
+    q_head,
+    k_head,
+    v_head,
+    grad_head,
+    chunks,
+    groups,
+    q_token: gl.constexpr,
+    k_token: gl.constexpr,
+    v_token: gl.constexpr,
+    grad_token: gl.constexpr,
+    heads: gl.constexpr,
+    SUBHEADS: gl.constexpr,
+):
+    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
+    start = gl.load(segments + segment * 5)
+    stop = start + gl.load(segments + segment * 5 + 1)
+    first_chunk = gl.load(segments + segment * 5 + 2)
+    place = n.to(gl.int64) * chunks + first_chunk
+    state = gl.load(segments + segment * 5 + 4)
+    value_head = n // SUBHEADS
+    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    q += key_head.to(gl.int64) * q_head
+    k += key_head.to(gl.int64) * k_head
+    v += value_head.to(gl.int64) * v_head
+    grad += value_head.to(gl.int64) * grad_head
+    count = gl.cdiv(stop - start, 64)
+
+    queries_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)  # then what goes into the gradient of b
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)  # likewise
+    values_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    grad_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.float32, [64, 128], DECAYS)
+    before_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
+    after_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
+    enter_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    leave_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    pairs_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    ends_s = gl.allocate_shared_memory(gl.float32, [2, 256], FLAT)
+
+    row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
+    whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    whole += (state.to(gl.int64) * heads + n) * (128 * 128)
+    dS = gl.zeros([128, 128], gl.float32, STATE)
+    if last is not None:
+        dS = gl.load(last + whole)
+    lower_triangle(lower_s)
+    rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
+    r = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1)
+    distance = r - gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
+    if count > 0:
+        token, c = start + (count - 1) * 64, count - 1
+        copy_decays(decays_s, log_decay, token, n * 128, stop, heads * 128)
+        copy_ends(ends_s.index(0), ends, place + c, True)
+        async_copy.commit_group()
+        copy_tokens(values_s, v, token, 0, stop, v_token)
+        copy_state(before_s, states, (first_chunk + c).to(gl.int64) * heads + n, True)
+        copy_tokens(queries_s, q, token, 0, stop, q_token)
+        copy_tokens(keys_s, k, token, 0, stop, k_token)
+        copy_tokens(grad_s, grad, token, 0, stop, grad_token)
+        async_copy.commit_group()
+    for i in range(count):
+        c = count - 1 - i
+        token = start + c * 64
+        here = ends_s.index(i % 2)
+        async_copy.wait_group(1)
+        barrier()
+        if i > 0:  # everything of the chunk before has been read
+            copy_tokens(grad_s, grad, token, 0, stop, grad_token)
+        async_copy.commit_group()
+        enter, leave, total = points(here, OF_STATE)
+        dS *= gl.expand_dims(gl.exp2(total - leave), 1)
+        after_s.store(dS.to(gl.bfloat16))
+        g = in_log2(decays_s.load(ROWS))
+        barrier()
+        parts = decays_s._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
+        split(parts, g)
+        fence_async_shared()
+        barrier()
+        b = from_start(lower_s, parts, rows)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        D = warpgroup_mma(grad_s, values_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
+        if log_decay_grad is not None:
+            through = gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(leave - enter)
+        dS *= gl.expand_dims(gl.exp2(leave - enter), 1)
+        scale_after = gl.exp2(enter)
+        enter, leave, _ = points(here, OF_CHANNELS)
+        b = warpgroup_mma_wait(2, deps=[b])
+        up, down = gl.exp2(b - gl.expand_dims(enter, 0)) * scale, gl.exp2(gl.expand_dims(leave, 0) - b)
+        enter_s.store((queries_s.load(ROWS).to(gl.float32) * up).to(gl.bfloat16))
+        leave_s.store((keys_s.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
+        D = warpgroup_mma_wait(1, deps=[D])
+        # a token paired with itself does not decay: these pairs stay out of the terms that have to cancel
+        itself = gl.sum(gl.where(distance == 0, D, 0.0), 1) * scale
+        pairs_s.store(gl.where(distance > 0, D, 0.0).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        dQ = warpgroup_mma(grad_s, before_s.permute((1, 0)), rows, use_acc=False, is_async=True)
+        dQ = warpgroup_mma(pairs_s, leave_s, dQ, is_async=True)
+        dK = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, rows, use_acc=False, is_async=True)
+        # The chunk before; masked rather than skipped, since a branch among products that run would make them wait.
+        end = gl.where(c > 0, stop, token - 64)
+        copy_decays(decays_s, log_decay, token - 64, n * 128, end, heads * 128)
+        copy_ends(ends_s.index((i + 1) % 2), ends, place + c - 1, c > 0)
+        async_copy.commit_group()
+        itself = gl.expand_dims(gl.convert_layout(itself, OF_TOKENS), 1)
+        # the same factors again, which do not fit into registers meanwhile
+        enter, leave, _ = points(here, OF_CHANNELS)
+        T = warpgroup_mma_wait(3, deps=[T])
+        down = gl.exp2(gl.expand_dims(leave, 0) - b)
+        T *= down
+        dQ = warpgroup_mma_wait(1, deps=[dQ])
+        dQ *= gl.exp2(b - gl.expand_dims(enter, 0)) * scale
+        dK = warpgroup_mma_wait(0, deps=[dK])
+        dK *= down
+        Q, K = queries_s.load(ROWS).to(gl.float32), keys_s.load(ROWS).to(gl.float32)
+        store_rows(q_grad, token, n * 128, stop, heads * 128, dQ + itself * K)
+        store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T + itself * Q)
+        if log_decay_grad is not None:
+            # later tokens reach back past this one, earlier ones forward: sums of one sign, not differences
+            queries_s.store((Q * dQ - K * dK).to(gl.bfloat16))
+            earlier = (K * T).to(gl.bfloat16)
+            keys_s.store(earlier)
+        fence_async_shared()
+        barrier()
+        A = warpgroup_mma(enter_s, leave_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        if log_decay_grad is not None:
+            dg = warpgroup_mma(lower_s, keys_s, rows, use_acc=False, is_async=True)
+            dg = warpgroup_mma(lower_s.permute((1, 0)), queries_s, dg, is_async=True)
+        dV = warpgroup_mma(leave_s, after_s, rows, use_acc=False, is_async=True)
+        dS = warpgroup_mma(enter_s.permute((1, 0)), grad_s, dS, is_async=True)
+        copy_tokens(values_s, v, token - 64, 0, end, v_token)
+        copy_state(before_s, states, (first_chunk + c - 1).to(gl.int64) * heads + n, c > 0)
+        A = warpgroup_mma_wait(4 if log_decay_grad is not None else 2, deps=[A])
+        pairs_s.store(gl.where(distance >= 0, A, 0.0).to(gl.bfloat16))
+        if log_decay_grad is not None:
+            dg = warpgroup_mma_wait(2, deps=[dg])
+            dg += gl.expand_dims(gl.convert_layout(through, OF_CHANNELS), 0) - earlier.to(gl.float32)
+            at = at_tile(log_decay_grad, token, n * 128, heads * 128, ROWS, 64, 128)
+            valid = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1) < stop - token
+            gl.store(at, dg, mask=valid)
+        fence_async_shared()
+        barrier()
+        dV = warpgroup_mma(pairs_s.permute((1, 0)), grad_s, dV, is_async=True)
+        copy_tokens(queries_s, q, token - 64, 0, end, q_token)
+        copy_tokens(keys_s, k, token - 64, 0, end, k_token)
+        async_copy.commit_group()
+        dS = warpgroup_mma_wait(1, deps=[dS])
+        dS *= gl.expand_dims(scale_after, 1)
+        dV = warpgroup_mma_wait(0, deps=[dV])
+        store_rows(v_grad, token, n * 128, stop, heads * 128, dV)
+    if first is not None:
+        gl.store(first + whole, dS)

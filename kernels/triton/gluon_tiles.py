@@ -1,0 +1,61 @@
+"""Building blocks of the kernels in Gluon, for Hopper and eight warps: layouts, tiles of 64 tokens and 128 channels."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6 and 3.7
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 bytes a thread, rows of 128
+ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # tokens × channels
+PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # tokens × tokens
+STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
+# As `ROWS`, but 8 neighbours to a thread.
+QUADS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0], [0, 64]],
+        [],
+        [64, 128],
+    )
+)
+SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+OF_ROWS, OF_COLUMNS = gl.constexpr(gl.SliceLayout(1, PAIRS)), gl.constexpr(gl.SliceLayout(0, PAIRS))
+OF_TOKENS, OF_CHANNELS = gl.constexpr(gl.SliceLayout(1, ROWS)), gl.constexpr(gl.SliceLayout(0, ROWS))
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def at_tile(x, start, column, stride: gl.constexpr, LAYOUT: gl.constexpr, R: gl.constexpr, C: gl.constexpr):
+    """Addresses of the tile [R, C] that begins at a row and a column.
+
+    All of the offset is one number, so that no part of it is kept from chunk to chunk in registers that are short.
+    """
+    r = gl.expand_dims(gl.arange(0, R, gl.SliceLayout(1, LAYOUT)), 1)
+    c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, LAYOUT)), 0)
+    return x + ((start + r).to(gl.int64) * stride + (column + c))
+
+
+@gluon.jit
+def copy_tokens(to, x, token, column, stop, stride: gl.constexpr):
+    """Start to copy a tile [64, 128]; zeros from token `stop` on."""
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY)), 1)
+    at = at_tile(x, token, column, stride, COPY, 64, 128)
+    async_copy.async_copy_global_to_shared(to, at, mask=r < stop - token)
+
+
+@gluon.jit
+def copy_state(to, x, tile, wanted):
+    """Start to copy a state [128, 128], if it is wanted."""
+    r = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, COPY)), 1)
+    async_copy.async_copy_global_to_shared(to, at_tile(x, tile * 128, 0, 128, COPY, 128, 128), mask=(r >= 0) & wanted)
+
+
+@gluon.jit
+def store_rows(x, token, column, stop, stride: gl.constexpr, value):
+    """Store a tile [64, 128] in bf16, 16 bytes a thread; each thread gets them from the other three of its quad."""
+    tile = gl.convert_layout(value.to(gl.bfloat16), QUADS)
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, QUADS)), 1)
+    gl.store(at_tile(x, token, column, stride, QUADS, 64, 128), tile, mask=r < stop - token)
