@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..triton.gluon_tiles import (
+    COPY,
     FLAT,
     OF_CHANNELS,
     OF_COLUMNS,
@@ -80,6 +81,17 @@ def points(ends, LAYOUT: gl.constexpr):
     early, late = ends.slice(0, 128).load(LAYOUT), ends.slice(128, 128).load(LAYOUT)
     steep = gl.maximum(-early, -late) > SAFE
     return gl.where(steep, 0.0, early), gl.where(steep, early + late, early), early + late
+
+
+@gluon.jit
+def sums_of_halves(to, decays, out):
+    """Sum the decays of a chunk over each half of its tokens, into shared memory and, if wanted, to `out`."""
+    halves = gl.sum(gl.reshape(in_log2(decays.load(COLUMNS)), [2, 32, 128]), 1)
+    OUT: gl.constexpr = halves.type.layout
+    if out is not None:
+        half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, OUT)) * 128, 1)
+        gl.store(out + (half + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, OUT)), 0)), halves)
+    to.store(gl.reshape(halves, [256]))
 
 
 @gluon.jit
@@ -160,12 +172,7 @@ def outputs(
             copy_tokens(keys_s.index((i + 1) % 2), k, token + 64, 0, stop, k_token)
             copy_tokens(values_s.index((i + 1) % 2), v, token + 64, 0, stop, v_token)
         async_copy.commit_group()
-        halves = gl.sum(gl.reshape(in_log2(decays.load(COLUMNS)), [2, 32, 128]), 1)
-        OUT: gl.constexpr = halves.type.layout
-        half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, OUT)) * 128, 1)
-        at_half = half + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, OUT)), 0)
-        gl.store(ends + (place + i) * 256 + at_half, halves)
-        ends_s.store(gl.reshape(halves, [256]))
+        sums_of_halves(ends_s, decays, ends + (place + i) * 256)
         g = in_log2(decays.load(ROWS))
         barrier()
         parts = decays._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
@@ -199,6 +206,106 @@ def outputs(
         store_rows(out, token, n * 128, stop, heads * 128, O)
     if last is not None:
         gl.store(last + whole, S)
+
+
+@gluon.jit(do_not_specialize=["chunks", "groups"])
+def states(
+    x,
+    y,
+    log_decay,
+    into,
+    ends,
+    first,
+    last,
+    shrunk,
+    segments,
+    scale,
+    x_head,
+    y_head,
+    chunks,
+    groups,
+    x_token: gl.constexpr,
+    y_token: gl.constexpr,
+    heads: gl.constexpr,
+    SUBHEADS: gl.constexpr,
+    REVERSE: gl.constexpr,
+):
+    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
+    start = gl.load(segments + segment * 5)
+    stop = start + gl.load(segments + segment * 5 + 1)
+    first_chunk = gl.load(segments + segment * 5 + 2)
+    place = n.to(gl.int64) * chunks + first_chunk
+    state = gl.load(segments + segment * 5 + 4)
+    value_head = n // SUBHEADS
+    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    x += key_head.to(gl.int64) * x_head
+    y += value_head.to(gl.int64) * y_head
+    count = gl.cdiv(stop - start, 64)
+
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    y_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, 128], DECAYS)
+    state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
+    lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+
+    row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
+    whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    whole += (state.to(gl.int64) * heads + n) * (128 * 128)
+    S = gl.zeros([128, 128], gl.float32, STATE)
+    if first is not None:
+        S = gl.load(first + whole)
+    survives = gl.zeros([128], gl.float32, OF_STATE)
+    lower_triangle(lower_s)
+    rows = gl.zeros([64, 128], gl.float32, ROWS)
+    if count > 0:
+        token = start + (count - 1) * 64 if REVERSE else start
+        copy_decays(decays_s.index(0), log_decay, token, n * 128, stop, heads * 128)
+        copy_tokens(x_s.index(0), x, token, 0, stop, x_token)
+        copy_tokens(y_s.index(0), y, token, 0, stop, y_token)
+    async_copy.commit_group()
+    for i in range(count):
+        c = count - 1 - i if REVERSE else i
+        token = start + (c - 1 if REVERSE else c + 1) * 64  # of the chunk after this one, in either direction
+        xs, ys, decays = x_s.index(i % 2), y_s.index(i % 2), decays_s.index(i % 2)
+        async_copy.wait_group(0)
+        barrier()
+        end = gl.where(i + 1 < count, stop, token)
+        copy_decays(decays_s.index((i + 1) % 2), log_decay, token, n * 128, end, heads * 128)
+        copy_tokens(x_s.index((i + 1) % 2), x, token, 0, end, x_token)
+        copy_tokens(y_s.index((i + 1) % 2), y, token, 0, end, y_token)
+        async_copy.commit_group()
+        sums_of_halves(ends_s, decays, None if into is None else ends + (place + c) * 256)
+        g = in_log2(decays.load(ROWS))
+        barrier()
+        parts = decays._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
+        split(parts, g)
+        fence_async_shared()
+        barrier()
+        b = from_start(lower_s, parts, rows)
+        enter, leave, total = points(ends_s, OF_STATE)
+        survives += total
+        S *= gl.expand_dims(gl.exp2(total - leave if REVERSE else enter), 1)
+        if into is not None:
+            state_s.store(S.to(gl.bfloat16))
+        S *= gl.expand_dims(gl.exp2(leave - enter), 1)
+        rest = gl.exp2(enter if REVERSE else total - leave)
+        enter, leave, _ = points(ends_s, OF_CHANNELS)
+        b = warpgroup_mma_wait(0, deps=[b])
+        factor = gl.exp2(b - gl.expand_dims(enter, 0)) * scale if REVERSE else gl.exp2(gl.expand_dims(leave, 0) - b)
+        xs.store((xs.load(ROWS).to(gl.float32) * factor).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        S = warpgroup_mma(xs.permute((1, 0)), ys, S, is_async=True)
+        if into is not None:
+            at = at_tile(into, ((first_chunk + c).to(gl.int64) * heads + n) * 128, 0, 128, COPY, 128, 128)
+            gl.store(at, state_s.load(COPY))
+        S = warpgroup_mma_wait(0, deps=[S])
+        S *= gl.expand_dims(rest, 1)
+    if last is not None:
+        gl.store(last + whole, S)
+    if shrunk is not None:
+        gl.store(shrunk + (segment.to(gl.int64) * heads + n) * 128 + row, gl.exp2(survives))
 
 
 @gluon.jit(do_not_specialize=["chunks", "groups"])
@@ -257,6 +364,7 @@ def gradients(
     pairs_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [2, 256], FLAT)
+    parts = decays_s._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
 
     row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
     whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
@@ -264,10 +372,11 @@ def gradients(
     dS = gl.zeros([128, 128], gl.float32, STATE)
     if last is not None:
         dS = gl.load(last + whole)
-    lower_triangle(lower_s)
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
     r = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1)
     distance = r - gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
+    b = rows
+    lower_triangle(lower_s)
     if count > 0:
         token, c = start + (count - 1) * 64, count - 1
         copy_decays(decays_s, log_decay, token, n * 128, stop, heads * 128)
@@ -275,101 +384,114 @@ def gradients(
         async_copy.commit_group()
         copy_tokens(values_s, v, token, 0, stop, v_token)
         copy_state(before_s, states, (first_chunk + c).to(gl.int64) * heads + n, True)
+        async_copy.commit_group()
         copy_tokens(queries_s, q, token, 0, stop, q_token)
         copy_tokens(keys_s, k, token, 0, stop, k_token)
-        copy_tokens(grad_s, grad, token, 0, stop, grad_token)
         async_copy.commit_group()
-    for i in range(count):
-        c = count - 1 - i
-        token = start + c * 64
-        here = ends_s.index(i % 2)
-        async_copy.wait_group(1)
+        async_copy.wait_group(2)
         barrier()
-        if i > 0:  # everything of the chunk before has been read
-            copy_tokens(grad_s, grad, token, 0, stop, grad_token)
-        async_copy.commit_group()
-        enter, leave, total = points(here, OF_STATE)
-        dS *= gl.expand_dims(gl.exp2(total - leave), 1)
-        after_s.store(dS.to(gl.bfloat16))
         g = in_log2(decays_s.load(ROWS))
         barrier()
-        parts = decays_s._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
         split(parts, g)
+        _, leave, total = points(ends_s.index(0), OF_STATE)
+        dS *= gl.expand_dims(gl.exp2(total - leave), 1)
+        after_s.store(dS.to(gl.bfloat16))
         fence_async_shared()
         barrier()
-        b = from_start(lower_s, parts, rows)
-        async_copy.wait_group(0)
-        fence_async_shared()
+        b = warpgroup_mma_wait(0, deps=[from_start(lower_s, parts, rows)])
+    for i in range(count):
+        # dS is already the dS' of this chunk, whose b is known
+        c = count - 1 - i
+        token = start + c * 64
+        here, after_here = ends_s.index(i % 2), ends_s.index((i + 1) % 2)
+        async_copy.wait_group(1)
         barrier()
-        D = warpgroup_mma(grad_s, values_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
-        T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
+        copy_tokens(grad_s, grad, token, 0, stop, grad_token)
+        async_copy.commit_group()
+        # The chunk before; masked rather than skipped, since a branch among products that run would make them wait.
+        end = gl.where(c > 0, stop, token - 64)
+        copy_decays(decays_s, log_decay, token - 64, n * 128, end, heads * 128)
+        copy_ends(after_here, ends, place + c - 1, c > 0)
+        async_copy.commit_group()
+        enter, leave, _ = points(here, OF_STATE)
         if log_decay_grad is not None:
             through = gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(leave - enter)
         dS *= gl.expand_dims(gl.exp2(leave - enter), 1)
-        scale_after = gl.exp2(enter)
+        async_copy.wait_group(2)
+        barrier()
         enter, leave, _ = points(here, OF_CHANNELS)
-        b = warpgroup_mma_wait(2, deps=[b])
         up, down = gl.exp2(b - gl.expand_dims(enter, 0)) * scale, gl.exp2(gl.expand_dims(leave, 0) - b)
         enter_s.store((queries_s.load(ROWS).to(gl.float32) * up).to(gl.bfloat16))
         leave_s.store((keys_s.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
+        async_copy.wait_group(1)
+        fence_async_shared()
+        barrier()
+        D = warpgroup_mma(grad_s, values_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        dQ = warpgroup_mma(grad_s, before_s.permute((1, 0)), rows, use_acc=False, is_async=True)
         D = warpgroup_mma_wait(1, deps=[D])
         # a token paired with itself does not decay: these pairs stay out of the terms that have to cancel
         itself = gl.sum(gl.where(distance == 0, D, 0.0), 1) * scale
         pairs_s.store(gl.where(distance > 0, D, 0.0).to(gl.bfloat16))
+        async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        dQ = warpgroup_mma(grad_s, before_s.permute((1, 0)), rows, use_acc=False, is_async=True)
         dQ = warpgroup_mma(pairs_s, leave_s, dQ, is_async=True)
         dK = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, rows, use_acc=False, is_async=True)
-        # The chunk before; masked rather than skipped, since a branch among products that run would make them wait.
-        end = gl.where(c > 0, stop, token - 64)
-        copy_decays(decays_s, log_decay, token - 64, n * 128, end, heads * 128)
-        copy_ends(ends_s.index((i + 1) % 2), ends, place + c - 1, c > 0)
-        async_copy.commit_group()
+        g = in_log2(decays_s.load(ROWS))
         itself = gl.expand_dims(gl.convert_layout(itself, OF_TOKENS), 1)
+        barrier()
+        split(parts, g)
         # the same factors again, which do not fit into registers meanwhile
         enter, leave, _ = points(here, OF_CHANNELS)
-        T = warpgroup_mma_wait(3, deps=[T])
-        down = gl.exp2(gl.expand_dims(leave, 0) - b)
-        T *= down
-        dQ = warpgroup_mma_wait(1, deps=[dQ])
+        T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
+        dQ = warpgroup_mma_wait(2, deps=[dQ])
         dQ *= gl.exp2(b - gl.expand_dims(enter, 0)) * scale
-        dK = warpgroup_mma_wait(0, deps=[dK])
+        down = gl.exp2(gl.expand_dims(leave, 0) - b)
+        dK = warpgroup_mma_wait(1, deps=[dK])
         dK *= down
         Q, K = queries_s.load(ROWS).to(gl.float32), keys_s.load(ROWS).to(gl.float32)
-        store_rows(q_grad, token, n * 128, stop, heads * 128, dQ + itself * K)
-        store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T + itself * Q)
         if log_decay_grad is not None:
             # later tokens reach back past this one, earlier ones forward: sums of one sign, not differences
             queries_s.store((Q * dQ - K * dK).to(gl.bfloat16))
+        store_rows(q_grad, token, n * 128, stop, heads * 128, dQ + itself * K)
+        dK += itself * Q
+        T = warpgroup_mma_wait(0, deps=[T])
+        T *= down
+        if log_decay_grad is not None:
             earlier = (K * T).to(gl.bfloat16)
             keys_s.store(earlier)
+        store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T)
         fence_async_shared()
         barrier()
         A = warpgroup_mma(enter_s, leave_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
         if log_decay_grad is not None:
             dg = warpgroup_mma(lower_s, keys_s, rows, use_acc=False, is_async=True)
             dg = warpgroup_mma(lower_s.permute((1, 0)), queries_s, dg, is_async=True)
-        dV = warpgroup_mma(leave_s, after_s, rows, use_acc=False, is_async=True)
         dS = warpgroup_mma(enter_s.permute((1, 0)), grad_s, dS, is_async=True)
+        dV = warpgroup_mma(leave_s, after_s, rows, use_acc=False, is_async=True)
+        b = from_start(lower_s, parts, rows)
         copy_tokens(values_s, v, token - 64, 0, end, v_token)
         copy_state(before_s, states, (first_chunk + c - 1).to(gl.int64) * heads + n, c > 0)
-        A = warpgroup_mma_wait(4 if log_decay_grad is not None else 2, deps=[A])
+        async_copy.commit_group()
+        A = warpgroup_mma_wait(6 if log_decay_grad is not None else 4, deps=[A])
         pairs_s.store(gl.where(distance >= 0, A, 0.0).to(gl.bfloat16))
         if log_decay_grad is not None:
-            dg = warpgroup_mma_wait(2, deps=[dg])
+            dg = warpgroup_mma_wait(4, deps=[dg])
             dg += gl.expand_dims(gl.convert_layout(through, OF_CHANNELS), 0) - earlier.to(gl.float32)
             at = at_tile(log_decay_grad, token, n * 128, heads * 128, ROWS, 64, 128)
             valid = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1) < stop - token
             gl.store(at, dg, mask=valid)
+        dS, b = warpgroup_mma_wait(0, deps=[dS, b])
         fence_async_shared()
         barrier()
         dV = warpgroup_mma(pairs_s.permute((1, 0)), grad_s, dV, is_async=True)
         copy_tokens(queries_s, q, token - 64, 0, end, q_token)
         copy_tokens(keys_s, k, token - 64, 0, end, k_token)
         async_copy.commit_group()
-        dS = warpgroup_mma_wait(1, deps=[dS])
-        dS *= gl.expand_dims(scale_after, 1)
+        dS *= gl.expand_dims(gl.exp2(points(here, OF_STATE)[0]), 1)
+        _, leave, total = points(after_here, OF_STATE)  # zeros where there is no chunk before
+        dS *= gl.expand_dims(gl.exp2(total - leave), 1)
+        after_s.store(dS.to(gl.bfloat16))
         dV = warpgroup_mma_wait(0, deps=[dV])
         store_rows(v_grad, token, n * 128, stop, heads * 128, dV)
     if first is not None:

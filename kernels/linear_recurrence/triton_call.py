@@ -154,8 +154,9 @@ class Call:
     ) -> None:
         """The states before all chunks, or the last one of each segment, in reverse their gradients."""
         x, y = ("q", "grad") if reverse else ("k", "v")
-        given = (self.streams[x], self.streams[y], self.log_decay, None if reverse else self.beta)
-        self.plan.channel_states(reverse)(*given, states, ends, first, last, shrunk, self.plan.layout.segments)
+        beta = () if self.plan.in_gluon else (None if reverse else self.beta,)
+        given = (self.streams[y], self.log_decay, *beta, states, ends, first, last, shrunk)
+        self.plan.channel_states(reverse)(self.streams[x], *given, self.plan.layout.segments)
 
     def _channel_backward(
         self,

@@ -227,10 +227,10 @@ class LinearRecurrence(Plan):
             **self.options(entry),
         )
 
-    def _in_gluon(self, kernel: Any, streams: Mapping[str, str]) -> Prepared:
+    def _in_gluon(self, kernel: Any, streams: Mapping[str, str], **constants: Any) -> Prepared:
         heads, tokens = self.strides(**streams)
         numbers = (self.scale, *heads, self.chunks, self.groups)
-        sizes: dict[str, Any] = {**tokens, "heads": self.heads, "SUBHEADS": self.subheads}
+        sizes: dict[str, Any] = {**tokens, "heads": self.heads, "SUBHEADS": self.subheads, **constants}
         return Prepared(kernel, (self.segments * self.heads,), *numbers, **sizes, num_warps=8, checked=True)
 
     @prepared
@@ -247,6 +247,10 @@ class LinearRecurrence(Plan):
     def channel_states(self, reverse: bool) -> Prepared:
         """The states alone, or in reverse their gradients."""
         streams = {"x": "q", "y": "grad"} if reverse else {"x": "k", "y": "v"}
+        if self.in_gluon:
+            from .gluon_channel import states
+
+            return self._in_gluon(states, streams, REVERSE=reverse)
         return self._one_pass(channel_states, "states", streams, REVERSE=reverse)
 
     @prepared
