@@ -16,7 +16,6 @@ from torch import Tensor
 from .. import op
 from ..arguments import Recurrences
 from ..triton.layout import CHUNK
-from ..triton.parts import add_heads
 from . import differentiated, learned_constant, triton_step
 from .triton_plan import DeltaRule
 
@@ -181,7 +180,7 @@ def compute(
     nothing = (to.new(0, dtype=dtype) for _, dtype in to.kept[len(whole) :])
     inverse, scores, gates, u, states, transition = *whole, *nothing
     if subheads > 1:
-        o = add_heads(o, subheads)
+        o = o.unflatten(2, (to.H, subheads)).sum(3, dtype=o.dtype)
     return o, final, inverse, scores, gates, u, states, transition
 
 
@@ -220,9 +219,10 @@ def differentiate(
             dlog_decay = dlog_decay.sum((0, 1))
         dlog_decay = dlog_decay.to(log_decay.dtype)
     if to.R > 1:
-        dq, dk = (add_heads(x, to.R, wide=subheads) for x in (dq, dk))
+        shape = (to.G, to.R, subheads)
+        dq, dk = (x.unflatten(2, shape).sum(3, dtype=x.dtype).flatten(2, 3) for x in (dq, dk))
     if subheads > 1:
-        dv = add_heads(dv, subheads)
+        dv = dv.unflatten(2, (to.H, subheads)).sum(3, dtype=dv.dtype)
     dinitial = dinitial.index_select(0, to.ends[0]) if to.cut else dinitial
     first = None if initial_state is None else dinitial.to(initial_state.dtype).contiguous()
     return [dq, dk, dv, dbeta.to(beta.dtype), dlog_decay, first, None]

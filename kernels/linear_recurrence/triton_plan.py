@@ -14,8 +14,9 @@ from ..triton.layout import CHUNK, layout
 from ..triton.plan import Plan, prepared
 from .triton_carry import COLUMNS, REST_OF_SUMS, TOTAL, carry, scan
 from .triton_channel import channel_grads, channel_score_grads, channel_scores
-from .triton_channel_pass import GROUP, channel_backward, channel_forward, channel_states, steep_backward, steep_forward
+from .triton_channel_pass import channel_backward, channel_forward, channel_states
 from .triton_head import head_gate_grads, head_gates, head_scores
+from .triton_steep import GROUP, steep_backward, steep_forward
 
 BLOCK = 512  # tokens between two anchors of the gradients of the gates; segments are whole blocks
 SCAN_BLOCK = 1024
@@ -24,6 +25,7 @@ RESIDENT = 2  # programs of the sequential pass that run at once on one multipro
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
 AT_ONCE = 128  # channels of keys and of values for which a decay per channel takes one pass on Hopper
 ALIGNED = 8  # elements that are copied at a time there
+ONE_PASS = Launch(8, 1)  # of its twin in Triton, and of steep channels
 FEW = 2  # slices: up to this many, each computes the scores of a chunk for itself, where nothing else needs them
 # x, y and z of the sequential passes (`triton_carry.py`), and `other`, for the gradients of the gates
 PASSES = {
@@ -203,14 +205,17 @@ class LinearRecurrence(Plan):
             **self.options(entry),
         )
 
-    def _one_pass(self, kernel: Any, name: str, streams: Mapping[str, str], **constants: Any) -> Prepared:
-        """A kernel for decays per channel: one program per segment and recurrence, or for steep channels per chunk."""
+    def _one_pass(self, kernel: Any, streams: Mapping[str, str], **constants: Any) -> Prepared:
+        """A kernel for decays per channel: one program per segment and recurrence."""
+        return self._for_channels(kernel, self.segments * self.heads, 1, streams, **constants, STAGES=ONE_PASS.stages)
+
+    def _for_channels(
+        self, kernel: Any, columns: int, rows: int, streams: Mapping[str, str], **constants: Any
+    ) -> Prepared:
         heads, tokens = self.strides(**streams)
-        entry = launch(f"channel_decay.{name}", max(self.K, self.V), self.dtype, self.device)
-        of_chunks = name == "steep"
         return Prepared(
             kernel,
-            (-(-self.chunks // GROUP.value), self.heads) if of_chunks else (self.segments * self.heads,),
+            (columns, rows),
             self.scale,
             *heads,
             self.chunks,
@@ -222,10 +227,14 @@ class LinearRecurrence(Plan):
             V=self.V,
             BK=padded(self.K),
             BV=padded(self.V),
-            **constants if of_chunks else {**constants, "STAGES": entry.stages},
+            **constants,
             **self.sums,
-            **self.options(entry),
+            **self.options(ONE_PASS),
         )
+
+    def _steep(self, kernel: Any, streams: Mapping[str, str]) -> Prepared:
+        """A kernel for steep channels: one program per recurrence and group of chunks."""
+        return self._for_channels(kernel, -(-self.chunks // GROUP.value), self.heads, streams)
 
     def _in_gluon(self, kernel: Any, streams: Mapping[str, str], **constants: Any) -> Prepared:
         heads, tokens = self.strides(**streams)
@@ -241,7 +250,7 @@ class LinearRecurrence(Plan):
             from .gluon_channel import outputs  # the interpreter and other devices do without Gluon
 
             return self._in_gluon(outputs, streams)
-        return self._one_pass(channel_forward, "forward", streams)
+        return self._one_pass(channel_forward, streams)
 
     @prepared
     def channel_states(self, reverse: bool) -> Prepared:
@@ -251,7 +260,7 @@ class LinearRecurrence(Plan):
             from .gluon_channel import states
 
             return self._in_gluon(states, streams, REVERSE=reverse)
-        return self._one_pass(channel_states, "states", streams, REVERSE=reverse)
+        return self._one_pass(channel_states, streams, REVERSE=reverse)
 
     @prepared
     def channel_backward(self) -> Prepared:
@@ -261,17 +270,17 @@ class LinearRecurrence(Plan):
             from .gluon_channel import gradients
 
             return self._in_gluon(gradients, streams)
-        return self._one_pass(channel_backward, "backward", streams)
+        return self._one_pass(channel_backward, streams)
 
     @prepared
     def steep_forward(self) -> Prepared:
         """What steep channels add to outputs."""
-        return self._one_pass(steep_forward, "steep", {"q": "q", "k": "k", "v": "v"})
+        return self._steep(steep_forward, {"q": "q", "k": "k", "v": "v"})
 
     @prepared
     def steep_backward(self) -> Prepared:
         """What they add to gradients."""
-        return self._one_pass(steep_backward, "steep", {"q": "q", "k": "k", "v": "v", "grad": "grad"})
+        return self._steep(steep_backward, {"q": "q", "k": "k", "v": "v", "grad": "grad"})
 
     @prepared
     def carry(self, mode: str, output: bool, gates: bool, plain: bool) -> Prepared:

@@ -75,22 +75,6 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
         (OTHER, ANY, HALF): Launch(4, 2, block=32),
         (OTHER, ANY, SINGLE): Launch(4, 2, block=32),
     },
-    "channel_decay.forward": {
-        (HOPPER, 128, HALF): Launch(8, 1),
-        (HOPPER, 128, SINGLE): Launch(8, 1),
-    },
-    "channel_decay.states": {
-        (HOPPER, 128, HALF): Launch(8, 2),
-        (HOPPER, 128, SINGLE): Launch(8, 1),
-    },
-    "channel_decay.backward": {
-        (HOPPER, 128, HALF): Launch(8, 1),
-        (HOPPER, 128, SINGLE): Launch(8, 1),
-    },
-    "channel_decay.steep": {
-        (HOPPER, 128, HALF): Launch(8, 1),
-        (HOPPER, 128, SINGLE): Launch(8, 1),
-    },
     "delta_rule.prepare": {
         (HOPPER, 64, HALF): Launch(4, 2, keys=64),
         (HOPPER, 128, HALF): Launch(4, 2, keys=128),

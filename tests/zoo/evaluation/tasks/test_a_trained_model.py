@@ -11,8 +11,9 @@ from zoo.data.text.needles import NOISE, PASSKEY, draw_needles
 
 pytest_plugins = "tests.desk"
 
-# DeltaNet forgets nothing by itself. It learns to copy the key after about 700 steps; before, it recalls nothing.
-MODEL = {"hidden_size": 64, "num_heads": 2, "num_layers": 2}
+# DeltaNet forgets nothing by itself. It recalls nothing until it has learned to copy the key. With four heads and 3,072
+# tokens a step, eleven seeds of eleven had learned it by step 700; with two heads or 2,048 tokens some needed longer.
+MODEL = {"hidden_size": 64, "num_heads": 4, "num_layers": 2}
 OPTIM = {"learning_rate": 0.01, "warmup_steps": 20, "schedule": "wsd"}
 
 
@@ -27,10 +28,10 @@ def document(number: int) -> str:
 
 @pytest.mark.slow
 def test_it_recalls_short_needles_and_loses_long_ones(desk: Path):
-    """Trained on sequences of 128 tokens, in 90 seconds; none of the evaluated pass keys was among them."""
+    """Trained on sequences of 96 tokens, in 90 seconds; none of the evaluated pass keys was among them."""
     (desk / "keys.jsonl").write_text("\n".join(json.dumps({"text": document(i)}) for i in range(30_000)))
-    data = {"path": "keys.jsonl", "vocab_size": 400, "sequence_length": 128, "batch_size": 16}
-    trainer = {"max_steps": 900, "val_check_interval": 900, "limit_val_batches": 4, "accelerator": "cpu"}
+    data = {"path": "keys.jsonl", "vocab_size": 400, "sequence_length": 96, "batch_size": 32}
+    trainer = {"max_steps": 700, "val_check_interval": 700, "limit_val_batches": 4, "accelerator": "cpu"}
     config = {"model": MODEL, "data": data, "optim": OPTIM, "trainer": trainer}
     run = zoo.fit("deltanet.yaml", config, run="keys").folder
     rows = zoo.evaluate(run, "passkey", lengths=[64, 128, 2048, 4096], samples=40, device="cpu")
