@@ -1,5 +1,6 @@
 """The Triton kernels of the delta rule: small cases in the interpreter, real sizes on a device."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 import kernels
 
+from . import gluon_interpreter
 from .hopper import MOST, shared_memory
 from .recurrences import assert_same, inputs, results
 
@@ -427,12 +429,28 @@ def test_all_gradients_in_one_pass(options: dict[str, Any], cut: bool, gate: str
         assert error <= max(1e-2 * float(x.double().norm()), 1.2 * of_three), name
 
 
+GLUON = "kernels.delta_rule.gluon_gradients"
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["none", "constant", "head"])
+@pytest.mark.parametrize(
+    "options",
+    [{"T": 1}, {"T": 130, "decay": "mixed"}, {"T": 70, "R": 2, "E": 2}, {"T": 150, "documents": [0, 0, 5, 100, 150]}],
+)
+def test_all_gradients_in_one_pass_step_by_step(options: dict[str, Any], gate: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, GLUON, gluon_interpreter.interpreted(GLUON, "gradients"))
+    monkeypatch.setattr(triton_plan.DeltaRule, "at_once", True)
+    a = inputs(**{"B": 1, "G": 1, "K": 128, "V": 128, **options}, gate=gate, dtype=torch.float32)
+    agree(a, 1e-4, subheads=options.get("E", 1))
+
+
 @pytest.mark.parametrize("missing", [(), ("from_columns", "from_t", "before_t", "across")])
 def test_the_one_pass_compiles_for_hopper(missing: tuple[str, ...]):
     fp32 = ("gates", "dbeta", "from_columns", "from_t", "before_t", "across", "dinitial")
     types = dict.fromkeys(fp32, "*fp32") | {"scale": "fp32", "segments": "*i32"}
     fixed = {"M": 8, "E": 2, "R": 1, "dfinal": None} | dict.fromkeys(missing)
-    assert shared_memory("kernels.delta_rule.gluon_gradients", "gradients", fixed, types) <= MOST
+    assert shared_memory(GLUON, "gradients", fixed, types) <= MOST
 
 
 # neither powers of two nor short: Gated DeltaNet 1.3B and H1 1.3B, long values, and long heads

@@ -1,5 +1,6 @@
 """Decays per channel in one pass: its twin in Triton under the interpreter, and on a GPU the kernels in Gluon."""
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -9,11 +10,12 @@ import torch
 
 import kernels
 
+from .gluon_interpreter import interpreted
 from .hopper import MOST, shared_memory
 from .recurrences import PACKED, inputs, results
 
 pytest.importorskip("triton")
-from kernels.linear_recurrence import triton_plan
+from kernels.linear_recurrence import triton_op, triton_plan
 from kernels.triton import plan
 
 from .test_linear_recurrence_triton import compare, poison, short_segments
@@ -79,6 +81,40 @@ def test_registered_as_it_should_be(length: int, one_pass: None, short_segments:
     torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1))
 
 
+GLUON = "kernels.linear_recurrence.gluon_channel"
+
+
+@pytest.fixture
+def gluon(one_pass: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for Hopper, step by step on the CPU."""
+    monkeypatch.setitem(sys.modules, GLUON, interpreted(GLUON, "outputs", "states", "gradients"))
+    monkeypatch.setattr(triton_plan.LinearRecurrence, "in_gluon", property(lambda self: self.one_pass))
+    monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 128)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"T": 1},
+        {"T": 130, "decay": "mixed"},
+        {"T": 70, "decay": "strong", "state": False},
+        {"T": 130, "B": 2, "R": 2, "E": 2},
+        {"T": 200, "documents": [0, 0, 5, 150, 200]},
+    ],
+)
+def test_gluon_step_by_step(options: dict[str, Any], gluon: None):
+    a = small(**{"B": 1, "G": 1, "K": 128, "V": 128, "beta": None, **options})
+    compare(a, tolerance=1e-4, subheads=options.get("E", 1))  # decays are summed in fp32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
+def test_gluon_in_segments_step_by_step(gluon: None, short_segments: None):
+    compare(small(320, B=1, G=1, K=128, V=128, beta=None))
+    a = small(200, B=1, G=1, K=128, V=128, beta=None)
+    compare({name: x for name, x in a.items() if name != "log_decay"}, log_decay=a["log_decay"])
+
+
 STRIDES = ("q_token", "k_token", "v_token", "grad_token", "x_token", "y_token")
 FP32 = ("log_decay", "ends", "first", "last", "shrunk", "log_decay_grad")
 NUMBERS = dict.fromkeys(("q_head", "k_head", "v_head", "grad_head", "x_head", "y_head", "chunks", "groups"), "i32")
@@ -97,7 +133,7 @@ NUMBERS = dict.fromkeys(("q_head", "k_head", "v_head", "grad_head", "x_head", "y
 def test_compiles_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any]):
     types = dict.fromkeys(FP32, "*fp32") | NUMBERS | {"scale": "fp32", "segments": "*i32"}
     given = {**dict.fromkeys(tokens, 1024), "heads": 8, "SUBHEADS": 2, **fixed}
-    assert shared_memory("kernels.linear_recurrence.gluon_channel", kernel, given, types) <= MOST
+    assert shared_memory(GLUON, kernel, given, types) <= MOST
 
 
 ON_DEVICE: list[dict[str, Any]] = [

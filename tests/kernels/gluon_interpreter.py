@@ -1,0 +1,198 @@
+"""Run kernels in Gluon on a CPU: what they compute, one program after the other, without layouts or time.
+
+Triton interprets its own language, but not Gluon. Here the source of a module runs once more, on stand-ins for what it
+imports of Gluon: tensors are PyTorch's, all of them in fp32, copies are made at once, and barriers do nothing. Races,
+layouts and rounding are left to the device.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+PROGRAM = [0]
+
+
+class Value(Tensor):
+    """A tensor that has a type, which has a layout."""
+
+    type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+
+
+def value(x: Any) -> Tensor:
+    """As a tensor of this kind."""
+    return torch.as_tensor(x).as_subclass(Value)
+
+
+class Pointer:
+    """Addresses of elements of a tensor."""
+
+    def __init__(self, memory: Tensor, at: Tensor):
+        self.memory, self.at = memory, at
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.memory, self.at + offset)
+
+    def load(self, mask: Tensor | None = None, other: float = 0.0) -> Tensor:
+        """What is there, `other` where the mask is False."""
+        wanted = torch.ones_like(self.at, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, self.at.shape)
+        assert bool(((self.at >= 0) & (self.at < self.memory.numel()))[wanted].all()), "outside of the tensor"
+        found = self.memory.view(-1)[torch.where(wanted, self.at, 0)]
+        return value(torch.where(wanted, found, torch.full_like(found, other)))
+
+    def store(self, x: Any, mask: Tensor | None = None) -> None:
+        """Put it there where the mask is True."""
+        wanted = torch.ones_like(self.at, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, self.at.shape)
+        assert bool(((self.at >= 0) & (self.at < self.memory.numel()))[wanted].all()), "outside of the tensor"
+        self.memory.view(-1)[self.at[wanted]] = torch.broadcast_to(x, self.at.shape)[wanted].to(self.memory.dtype)
+
+
+class Shared:
+    """A piece of shared memory, which holds NaN at first."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor, self.other = tensor, dict[tuple[int, ...], Shared]()
+
+    def load(self, layout: Any) -> Tensor:
+        """What it holds."""
+        return value(self.tensor.clone())
+
+    def store(self, x: Tensor) -> None:
+        """Put it there, of the same shape."""
+        assert (x.shape, x.dtype) == (self.tensor.shape, self.tensor.dtype)
+        self.tensor.copy_(x)
+
+    def index(self, i: Any) -> "Shared":
+        """One of its parts along the first axis."""
+        return Shared(self.tensor[int(i)])
+
+    def slice(self, start: int, length: int) -> "Shared":
+        """Some of its elements."""
+        return Shared(self.tensor[start : start + length])
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        """The same with its axes in another order."""
+        return Shared(self.tensor.permute(order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
+        """The same memory with other contents; here other memory, as all numbers have 32 bits."""
+        return self.other.setdefault(tuple(shape), allocate(dtype, shape, layout))
+
+
+def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    """New shared memory."""
+    return Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+
+def multiply(a: Shared, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    """A matrix product."""
+    product = value(a.tensor @ b.tensor)
+    return acc + product if use_acc else product
+
+
+def wait(pending: int, deps: list[Tensor]) -> Any:
+    """What was waited for."""
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def copy(to: Shared, source: Pointer, mask: Tensor | None = None) -> None:
+    """A copy to shared memory, zeros where the mask is False."""
+    to.tensor.copy_(source.load(mask))
+
+
+def of_values(f: Callable[..., Tensor]) -> Any:
+    """The same function of numbers as well."""
+    return staticmethod(lambda *given: f(*map(value, given)))
+
+
+def nothing(*given: Any, **options: Any) -> Any:
+    """A layout, a barrier, or part of the order of copies."""
+    return None
+
+
+class Language(ModuleType):
+    """`triton.experimental.gluon.language`; layouts are None."""
+
+    bfloat16 = float32 = torch.float32
+    int32, int64 = torch.int32, torch.int64
+    constexpr = staticmethod(lambda x: x)
+    program_id = staticmethod(lambda axis: value(PROGRAM[0]))
+    arange = staticmethod(lambda start, stop, layout: value(torch.arange(start, stop)))
+    zeros = staticmethod(lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)))
+    expand_dims = staticmethod(lambda x, axis: x.unsqueeze(axis))
+    load = staticmethod(lambda x, mask=None, other=0.0: x.load(mask, other))
+    store = staticmethod(lambda x, y, mask=None: x.store(y, mask))
+    sum = staticmethod(lambda x, axis: x.sum(axis))
+    reshape = staticmethod(lambda x, shape: x.reshape(shape))
+    convert_layout = staticmethod(lambda x, layout: x)
+    cdiv = staticmethod(lambda n, size: -(-n // size))
+    inline_asm_elementwise = staticmethod(lambda asm, constraints, given, **options: given[0])
+    allocate_shared_memory = staticmethod(allocate)
+    where, exp2, abs = of_values(torch.where), of_values(torch.exp2), of_values(torch.abs)
+    maximum, minimum = of_values(torch.maximum), of_values(torch.minimum)
+    thread_barrier = BlockedLayout = SliceLayout = NVMMADistributedLayout = staticmethod(nothing)
+    NVMMASharedLayout = SwizzledSharedLayout = DistributedLinearLayout = staticmethod(nothing)
+
+
+def jit(function: Any = None, **options: Any) -> Any:
+    """A function as it is."""
+    return function or (lambda f: f)
+
+
+@contextmanager
+def stand_ins() -> Iterator[None]:
+    """Imports of Gluon lead here."""
+    names = ["", ".language", ".language.nvidia", ".language.nvidia.ampere", ".language.nvidia.hopper"]
+    modules = {f"triton.experimental.gluon{name}": ModuleType(name) for name in names}
+    modules["triton.experimental.gluon.language"] = language = Language("language")
+    gluon, _, _, ampere, hopper = modules.values()
+    gluon.jit, gluon.language = jit, language  # type: ignore[attr-defined]
+    asynchronous = ModuleType("async_copy")
+    asynchronous.async_copy_global_to_shared = copy  # type: ignore[attr-defined]
+    asynchronous.commit_group = asynchronous.wait_group = nothing  # type: ignore[attr-defined]
+    ampere.async_copy = asynchronous  # type: ignore[attr-defined]
+    hopper.fence_async_shared, hopper.warpgroup_mma = nothing, multiply  # type: ignore[attr-defined]
+    hopper.warpgroup_mma_wait = wait  # type: ignore[attr-defined]
+    experimental = importlib.import_module("triton.experimental")
+    with patch.dict(sys.modules, modules), patch.object(experimental, "gluon", gluon, create=True):
+        yield
+
+
+class Kernel:
+    """A function that is launched as a kernel: `kernel[grid](…)`."""
+
+    def __init__(self, function: Callable[..., None]):
+        self.function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*given: Any, num_warps: int, **constants: Any) -> None:
+            pointers = [Pointer(x, value(0)) if isinstance(x, Tensor) else x for x in given]
+            for PROGRAM[0] in range(grid[0]):
+                self.function(*pointers, **constants)
+
+        return run
+
+
+def interpreted(name: str, *kernels: str) -> ModuleType:
+    """A module in Gluon with kernels that run here.
+
+    Args:
+        name: The module.
+        kernels: Its kernels.
+    """
+    with stand_ins(), patch.dict(sys.modules):
+        for each in ("kernels.triton.gluon_tiles", name):
+            spec = importlib.util.find_spec(each)
+            assert spec
+            assert spec.loader
+            sys.modules[each] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+    for kernel in kernels:
+        setattr(module, kernel, Kernel(getattr(module, kernel)))
+    return module
