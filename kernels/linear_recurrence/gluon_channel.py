@@ -1,9 +1,23 @@
-"""Decays per key channel in one pass, on Hopper, in Gluon: outputs, or all gradients.
+"""Decays per key channel in one pass over the chunks of a sequence, on Hopper: outputs, states, or all gradients.
 
-The equations and their names are those of `triton_channel_pass.py`. One program has a whole state, in the registers of
-eight warps. Sums of decays from the start of a chunk are products with the lower triangle of ones, in two parts of 8
-bits. In the gradient pass, the loads of a chunk are issued as soon as the chunk before has read a buffer for the last
-time.
+With b the log decays of a chunk summed from its start, and per channel two reference points r and s:
+
+    Q' = Q e^{b − r}     K' = K e^{s − b}     S' = e^r S     dS' = e^{b_C − s} dS
+
+    forward    O = Q' S' + lower(Q' K'ᵀ) V          S ← e^{b_C − s} (e^{s − r} S' + K'ᵀ V)
+    backward   D = lower(dO Vᵀ)                     dV = lower(Q' K'ᵀ)ᵀ dO + K' dS'
+               dQ = e^{b − r} ⊙ (dO S'ᵀ + D K')     dK = e^{s − b} ⊙ (V dS'ᵀ + Dᵀ Q')
+               dS ← e^r (e^{s − r} dS' + Q'ᵀ dO)
+
+Both reference points are b in the middle of the chunk, so that Q' K'ᵀ has the decays between its tokens. Where a decay
+from there to an end of the chunk is too strong for the exponent of a factor (a steep channel), r is 0 and s = b_C: no
+factor is above 1, what passes through the state is right, and what the channel adds to Q' K'ᵀ is e^{b_C} of the truth,
+which is nothing. Two kernels add the truth to the results afterwards (`triton_steep.py`).
+
+A program has a whole state, in the registers of eight warps. Sums of decays from the start of a chunk are products with
+the lower triangle of ones, in two parts of 8 bits. The states S' before all chunks, which the gradients need, are
+computed again. In the gradient pass, the loads of a chunk are issued as soon as the chunk before has read a buffer for
+the last time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

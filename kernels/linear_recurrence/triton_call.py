@@ -44,7 +44,7 @@ class Call:
         self.plan = to = LinearRecurrence.of(cu_seqlens, q.shape[1], *sizes, *how)
         if any(to.copied):
             q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), to.copied, strict=True))
-        if to.in_gluon:  # it copies 16 bytes at a time
+        if to.one_pass:  # it copies 16 bytes at a time
             q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
             grad = grad if grad is None or grad.data_ptr() % 16 == 0 else grad.clone()
         self.streams = {"q": q, "k": k, "v": v, "queries": q, "keys": k}
@@ -112,10 +112,9 @@ class Call:
             self.carry("o", o, first, last)
             return
         q, k, v = (self.streams[name] for name in "qkv")
-        ends, last_or_none = to.ends(), None if to.segmented else last
-        beta = () if to.in_gluon else (self.beta,)
-        to.channel_forward()(q, k, v, self.log_decay, *beta, o, ends, first, last_or_none, to.layout.segments)
-        to.steep_forward()(q, k, v, self.log_decay, self.beta, o, ends, to.layout.chunks)
+        given = (k, v, self.log_decay, o, to.new(to.heads, to.chunks, 2, to.K, dtype=FP32))
+        to.channel_forward()(q, *given, first, None if to.segmented else last, to.layout.segments)
+        to.steep_forward()(q, *given, to.layout.chunks)
 
     def gradients(
         self,
@@ -137,8 +136,7 @@ class Call:
         to = self.plan
         dq, dk, dv = (self.per_token(size) for size in (to.K, to.K, to.V))
         if to.one_pass:
-            dg, dbeta = self._channel_backward(dq, dk, dv, first, last, first_grad, decay_grad, beta_grad)
-            return dq, dk, dv, dg, dbeta
+            return dq, dk, dv, self._channel_backward(dq, dk, dv, first, last, first_grad, decay_grad), None
         self.carry("dv", dv, last, first_grad)
         finish = self.channel_grads if to.channel else self.head_grads
         return dq, dk, dv, *finish(dq, dk, first, last, decay_grad, beta_grad)
@@ -154,8 +152,7 @@ class Call:
     ) -> None:
         """The states before all chunks, or the last one of each segment, in reverse their gradients."""
         x, y = ("q", "grad") if reverse else ("k", "v")
-        beta = () if self.plan.in_gluon else (None if reverse else self.beta,)
-        given = (self.streams[y], self.log_decay, *beta, states, ends, first, last, shrunk)
+        given = (self.streams[y], self.log_decay, states, ends, first, last, shrunk)
         self.plan.channel_states(reverse)(self.streams[x], *given, self.plan.layout.segments)
 
     def _channel_backward(
@@ -167,21 +164,17 @@ class Call:
         last: Tensor | None,
         first_grad: Tensor | None,
         decay_grad: bool,
-        beta_grad: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> Tensor | None:
+        """Fill dq, dk and dv; return the gradient of log_decay, which is per channel."""
         to, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
-        states = to.new(to.chunks, to.heads, to.K, to.V)
-        ends = to.ends()
+        states, ends = to.new(to.chunks, to.heads, to.K, to.V), to.new(to.heads, to.chunks, 2, to.K, dtype=FP32)
         self._channel_states(False, states, ends, first)
         dg = to.new(to.B, to.T, to.heads, to.K, dtype=FP32) if decay_grad else None
-        dbeta = to.new(to.B, to.T, to.heads, dtype=FP32) if beta_grad else None
-        beta, more = ((), ()) if to.in_gluon else ((self.beta,), (dbeta,))
+        given, results = (k, v, grad, self.log_decay), (dq, dk, dv, dg)
         first_grad = None if to.segmented else first_grad
-        segments, table = to.layout.segments, to.layout.chunks
-        given = (k, v, grad, self.log_decay, *beta, states, ends, dq, dk, dv, dg, *more, last, first_grad, segments)
-        to.channel_backward()(q, *given)
-        to.steep_backward()(q, k, v, grad, self.log_decay, self.beta, ends, dq, dk, dv, dg, dbeta, table)
-        return dg, dbeta
+        to.channel_backward()(q, *given, states, ends, *results, last, first_grad, to.layout.segments)
+        to.steep_backward()(q, *given, ends, *results, to.layout.chunks)
+        return dg
 
     def carry(
         self,

@@ -14,7 +14,6 @@ from ..triton.layout import CHUNK, layout
 from ..triton.plan import Plan, prepared
 from .triton_carry import COLUMNS, REST_OF_SUMS, TOTAL, carry, scan
 from .triton_channel import channel_grads, channel_score_grads, channel_scores
-from .triton_channel_pass import channel_backward, channel_forward, channel_states
 from .triton_head import head_gate_grads, head_gates, head_scores
 from .triton_steep import GROUP, steep_backward, steep_forward
 
@@ -25,7 +24,6 @@ RESIDENT = 2  # programs of the sequential pass that run at once on one multipro
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
 AT_ONCE = 128  # channels of keys and of values for which a decay per channel takes one pass on Hopper
 ALIGNED = 8  # elements that are copied at a time there
-ONE_PASS = Launch(8, 1)  # of its twin in Triton, and of steep channels
 FEW = 2  # slices: up to this many, each computes the scores of a chunk for itself, where nothing else needs them
 # x, y and z of the sequential passes (`triton_carry.py`), and `other`, for the gradients of the gates
 PASSES = {
@@ -100,7 +98,7 @@ class LinearRecurrence(Plan):
         room = filling(self.heads, self.K, self.V, self.dtype, self.device, self.one_pass)
         segment = 1 if packed else segment_length(shape, v_shape, self.subheads, room)
         streams = [stream(*of, min(segment, self.T)) for of in self.given]
-        if self.in_gluon:
+        if self.one_pass:
             streams = [x if x and x.token % ALIGNED == x.head % ALIGNED == 0 else None for x in streams]
         self.copied = [x is None for x in streams]
         q, k, v = (x or dense(*shape[2:]) for x, (shape, _) in zip(streams, self.given, strict=True))
@@ -116,15 +114,6 @@ class LinearRecurrence(Plan):
         self.segmented = self.layout.cut > 0
         self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
         self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
-
-    @property
-    def in_gluon(self) -> bool:
-        """Whether the one pass is that of Hopper; its twin in Triton is for the interpreter."""
-        return self.one_pass and self.device.type == "cuda"
-
-    def ends(self) -> Tensor:
-        """Uninitialised sums of the log decays over each half of all chunks."""
-        return self.new(self.heads, self.chunks, 2, self.K, dtype=torch.float64 if self.wide else torch.float32)
 
     def entry(self, kernel: str) -> Launch:
         """The launch configuration of a kernel."""
@@ -205,17 +194,12 @@ class LinearRecurrence(Plan):
             **self.options(entry),
         )
 
-    def _one_pass(self, kernel: Any, streams: Mapping[str, str], **constants: Any) -> Prepared:
-        """A kernel for decays per channel: one program per segment and recurrence."""
-        return self._for_channels(kernel, self.segments * self.heads, 1, streams, **constants, STAGES=ONE_PASS.stages)
-
-    def _for_channels(
-        self, kernel: Any, columns: int, rows: int, streams: Mapping[str, str], **constants: Any
-    ) -> Prepared:
+    def _steep(self, kernel: Any, streams: Mapping[str, str]) -> Prepared:
+        """A kernel for steep channels: one program per recurrence and group of chunks."""
         heads, tokens = self.strides(**streams)
         return Prepared(
             kernel,
-            (columns, rows),
+            (-(-self.chunks // GROUP.value), self.heads),
             self.scale,
             *heads,
             self.chunks,
@@ -227,14 +211,9 @@ class LinearRecurrence(Plan):
             V=self.V,
             BK=padded(self.K),
             BV=padded(self.V),
-            **constants,
-            **self.sums,
-            **self.options(ONE_PASS),
+            DOT=self.sums["DOT"],
+            **self.options(Launch(8, 1)),
         )
-
-    def _steep(self, kernel: Any, streams: Mapping[str, str]) -> Prepared:
-        """A kernel for steep channels: one program per recurrence and group of chunks."""
-        return self._for_channels(kernel, -(-self.chunks // GROUP.value), self.heads, streams)
 
     def _in_gluon(self, kernel: Any, streams: Mapping[str, str], **constants: Any) -> Prepared:
         heads, tokens = self.strides(**streams)
@@ -245,32 +224,24 @@ class LinearRecurrence(Plan):
     @prepared
     def channel_forward(self) -> Prepared:
         """Outputs and last states."""
-        streams = {"q": "q", "k": "k", "v": "v"}
-        if self.in_gluon:
-            from .gluon_channel import outputs  # the interpreter and other devices do without Gluon
+        from .gluon_channel import outputs  # other devices do without Gluon
 
-            return self._in_gluon(outputs, streams)
-        return self._one_pass(channel_forward, streams)
+        return self._in_gluon(outputs, {"q": "q", "k": "k", "v": "v"})
 
     @prepared
     def channel_states(self, reverse: bool) -> Prepared:
         """The states alone, or in reverse their gradients."""
-        streams = {"x": "q", "y": "grad"} if reverse else {"x": "k", "y": "v"}
-        if self.in_gluon:
-            from .gluon_channel import states
+        from .gluon_channel import states
 
-            return self._in_gluon(states, streams, REVERSE=reverse)
-        return self._one_pass(channel_states, streams, REVERSE=reverse)
+        streams = {"x": "q", "y": "grad"} if reverse else {"x": "k", "y": "v"}
+        return self._in_gluon(states, streams, REVERSE=reverse)
 
     @prepared
     def channel_backward(self) -> Prepared:
         """All gradients."""
-        streams = {"q": "q", "k": "k", "v": "v", "grad": "grad"}
-        if self.in_gluon:
-            from .gluon_channel import gradients
+        from .gluon_channel import gradients
 
-            return self._in_gluon(gradients, streams)
-        return self._one_pass(channel_backward, streams)
+        return self._in_gluon(gradients, {"q": "q", "k": "k", "v": "v", "grad": "grad"})
 
     @prepared
     def steep_forward(self) -> Prepared:

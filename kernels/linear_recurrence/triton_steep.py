@@ -1,4 +1,4 @@
-"""What steep channels add to outputs and gradients of the passes for decays per channel (`triton_channel_pass.py`).
+"""What steep channels add to outputs and gradients of the one pass for decays per channel (`gluon_channel.py`).
 
 A program looks at the sums of decays of a few chunks. For those that have a steep channel, it computes what pairs of
 tokens inside the chunk contribute in such channels. Rows and columns are split into blocks of 16: between blocks the
@@ -12,22 +12,38 @@ import triton
 import triton.language as tl
 
 from ..triton.tiles import CHUNK, exp2, load_tile, store_tile
-from .triton_channel import BLOCK, decays, row
-from .triton_channel_pass import half_at, heads_of, input_gates, is_steep
+from .triton_channel import BLOCK, SAFE, decays, row
 
 GROUP = tl.constexpr(16)  # chunks that a program looks at
 
 
 @triton.jit
+def is_steep(early, late):
+    return tl.maximum(-early, -late) > SAFE
+
+
+@triton.jit
+def half_at(ends, place, ck, K: tl.constexpr):
+    """Where the sums over the first half of a chunk are; those over the second follow after K numbers."""
+    return ends + place * (2 * K) + ck
+
+
+@triton.jit
+def heads_of(n, groups, SUBHEADS: tl.constexpr):
+    """The key head and the value head of a recurrence."""
+    value_head = n // SUBHEADS
+    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    return key_head.to(tl.int64), value_head.to(tl.int64)
+
+
+@triton.jit
 def steep_scores(
-    Q, Kk, g, k, log_decay, beta, at_beta, length, k_token, heads,
-    K: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    Q, Kk, g, k, log_decay, length, k_token, heads,
+    K: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores without `scale`, below and on the diagonal."""
     r, ck = tl.arange(0, CHUNK), tl.arange(0, BK)
     distance = r[:, None] - r[None, :]
-    if WIDE:
-        g = g.to(tl.float64)
     b = tl.cumsum(g, 0)
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
     for j in range(0, CHUNK // BLOCK - 1):
@@ -42,7 +58,7 @@ def steep_scores(
         t = r - s
         inside = (r % BLOCK >= s) & (t < length)
         earlier = load_tile(k, t, k_token, ck, inside, K, BK).to(tl.float32)
-        pairs = tl.sum(Q * earlier * exp2(between), 1) * input_gates(beta, at_beta + t * heads, inside)
+        pairs = tl.sum(Q * earlier * exp2(between), 1)
         A += tl.where((distance == s) & inside[:, None], pairs[:, None], 0.0)
         between += decays(log_decay, t, heads * K, ck, inside, K, BK)
     return A
@@ -50,14 +66,12 @@ def steep_scores(
 
 @triton.jit
 def steep_gradients(
-    D, Q, Kk, g, q, k, log_decay, beta, at_beta, length, q_token, k_token, heads,
-    K: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    D, Q, Kk, g, q, k, log_decay, length, q_token, k_token, heads,
+    K: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What pairs of different tokens add to dQ and dK (without β), for D = dO Vᵀ below the diagonal."""
+    """What pairs of different tokens add to dQ and dK, for D = dO Vᵀ below the diagonal."""
     r, ck = tl.arange(0, CHUNK), tl.arange(0, BK)
     distance = r[:, None] - r[None, :]
-    if WIDE:
-        g = g.to(tl.float64)
     b = tl.cumsum(g, 0)
     dQ, dK = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([CHUNK, BK], tl.float32)
     for j in range(0, CHUNK // BLOCK - 1):
@@ -75,7 +89,7 @@ def steep_gradients(
         inside = (r % BLOCK >= s) & (t < length)
         between += decays(log_decay, t + 1, heads * K, ck, inside & (t + 1 < length), K, BK)
         earlier = load_tile(k, t, k_token, ck, inside, K, BK).to(tl.float32)
-        factor = tl.sum(tl.where(distance == s, D, 0.0), 1) * input_gates(beta, at_beta + t * heads, inside)
+        factor = tl.sum(tl.where(distance == s, D, 0.0), 1)
         dQ += factor[:, None] * earlier * exp2(between)
     between = tl.zeros([CHUNK, BK], tl.float32)
     for s in range(1, BLOCK):
@@ -110,7 +124,6 @@ def steep_forward(
     k,
     v,
     log_decay,
-    beta,
     out,  # gets what steep channels add
     ends,
     table,  # [chunks,2]: first token, tokens
@@ -129,7 +142,6 @@ def steep_forward(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    WIDE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -149,17 +161,13 @@ def steep_forward(
             length = tl.load(table + c * 2 + 1)
             k_here = k + start * k_token + key_head * k_head
             decay_here = log_decay + (start * heads + n) * K
-            at_beta = start * heads + n
             valid = r < length
             q_here = q + start * q_token + key_head * q_head
             Q = tl.where(steep[None, :], load_tile(q_here, r, q_token, ck, valid, K, BK).to(tl.float32), 0.0)
-            write = input_gates(beta, at_beta + r * heads, valid)[:, None]
-            gated = load_tile(k_here, r, k_token, ck, valid, K, BK).to(tl.float32) * write
+            Kk = load_tile(k_here, r, k_token, ck, valid, K, BK).to(tl.float32)
             Z = load_tile(v + start * v_token + value_head * v_head, r, v_token, cv, valid, V, BV)
             g = decays(decay_here, r, heads * K, ck, valid, K, BK)
-            A = steep_scores(
-                Q, gated, g, k_here, decay_here, beta, at_beta, length, k_token, heads, K, BK, WIDE, DOT, PRECISION
-            )
+            A = steep_scores(Q, Kk, g, k_here, decay_here, length, k_token, heads, K, BK, DOT, PRECISION)
             O = tl.dot((A * scale).to(Z.dtype), Z, input_precision=PRECISION)
             add_tile(out + (start * heads + n) * V, r, heads * V, cv, valid, O, V, BV)
 
@@ -171,13 +179,11 @@ def steep_backward(
     v,
     grad,
     log_decay,
-    beta,
     ends,
     q_grad,  # these get what steep channels add
     k_grad,
     v_grad,
     log_decay_grad,
-    beta_grad,
     table,
     scale,
     q_head,
@@ -196,7 +202,6 @@ def steep_backward(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    WIDE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -218,49 +223,24 @@ def steep_backward(
             k_here = k + start * k_token + key_head * k_head
             own = (start * heads + n) * K
             decay_here = log_decay + own
-            at_beta = start * heads + n
             valid = r < length
-            write = input_gates(beta, at_beta + r * heads, valid)
             Q = tl.where(steep[None, :], load_tile(q_here, r, q_token, ck, valid, K, BK).to(tl.float32), 0.0)
             Kk = tl.where(steep[None, :], load_tile(k_here, r, k_token, ck, valid, K, BK).to(tl.float32), 0.0)
             Z = load_tile(v + start * v_token + value_head * v_head, r, v_token, cv, valid, V, BV)
             dO = load_tile(grad + start * grad_token + value_head * grad_head, r, grad_token, cv, valid, V, BV)
             g = decays(decay_here, r, heads * K, ck, valid, K, BK)
-            gated = Kk * write[:, None]
-            A = steep_scores(
-                Q, gated, g, k_here, decay_here, beta, at_beta, length, k_token, heads, K, BK, WIDE, DOT, PRECISION
-            )
+            A = steep_scores(Q, Kk, g, k_here, decay_here, length, k_token, heads, K, BK, DOT, PRECISION)
             dV = tl.dot(tl.trans((A * scale).to(Z.dtype)), dO, input_precision=PRECISION)
             add_tile(v_grad + (start * heads + n) * V, r, heads * V, cv, valid, dV, V, BV)
             D = tl.dot(dO, tl.trans(Z), input_precision=PRECISION) * scale
             D = tl.where(r[:, None] > r[None, :], D, 0.0)
             dQ, dK = steep_gradients(
-                D,
-                Q,
-                gated,
-                g,
-                q_here,
-                k_here,
-                decay_here,
-                beta,
-                at_beta,
-                length,
-                q_token,
-                k_token,
-                heads,
-                K,
-                BK,
-                WIDE,
-                DOT,
-                PRECISION,
+                D, Q, Kk, g, q_here, k_here, decay_here, length, q_token, k_token, heads, K, BK, DOT, PRECISION
             )
             dQ, dK = tl.where(steep[None, :], dQ, 0.0), tl.where(steep[None, :], dK, 0.0)
             add_tile(q_grad + own, r, heads * K, ck, valid, dQ, K, BK)
-            add_tile(k_grad + own, r, heads * K, ck, valid, dK * write[:, None], K, BK)
+            add_tile(k_grad + own, r, heads * K, ck, valid, dK, K, BK)
             if log_decay_grad is not None:
-                after = Q * dQ - gated * dK
+                after = Q * dQ - Kk * dK
                 dg = tl.sum(after, 0)[None, :] - tl.cumsum(after, 0) + after
                 add_tile(log_decay_grad + own, r, heads * K, ck, valid, dg, K, BK)
-            if beta_grad is not None:
-                at = beta_grad + (start + r) * heads + n
-                tl.store(at, tl.load(at, mask=valid, other=0.0) + tl.sum(Kk * dK, 1), mask=valid)

@@ -1,7 +1,7 @@
 """Run kernels in Gluon on a CPU: what they compute, one program after the other, without layouts or time.
 
 Triton interprets its own language, but not Gluon. Here the source of a module runs once more, on stand-ins for what it
-imports of Gluon: tensors are PyTorch's, all of them in fp32, copies are made at once, and barriers do nothing. Races,
+imports of Gluon: tensors are PyTorch's, all numbers have fp64, copies are made at once, and barriers do nothing. Races,
 layouts and rounding are left to the device.
 """
 
@@ -15,8 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-
-PROGRAM = [0]
 
 
 class Value(Tensor):
@@ -81,7 +79,7 @@ class Shared:
         return Shared(self.tensor.permute(order))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
-        """The same memory with other contents; here other memory, as all numbers have 32 bits."""
+        """The same memory with other contents; here other memory, as all numbers have the same size."""
         return self.other.setdefault(tuple(shape), allocate(dtype, shape, layout))
 
 
@@ -119,10 +117,15 @@ def nothing(*given: Any, **options: Any) -> Any:
 class Language(ModuleType):
     """`triton.experimental.gluon.language`; layouts are None."""
 
-    bfloat16 = float32 = torch.float32
+    bfloat16 = float32 = torch.float64
     int32, int64 = torch.int32, torch.int64
+    program = 0
+
+    def program_id(self, axis: int) -> Tensor:
+        """Which program this is."""
+        return value(self.program)
+
     constexpr = staticmethod(lambda x: x)
-    program_id = staticmethod(lambda axis: value(PROGRAM[0]))
     arange = staticmethod(lambda start, stop, layout: value(torch.arange(start, stop)))
     zeros = staticmethod(lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)))
     expand_dims = staticmethod(lambda x, axis: x.unsqueeze(axis))
@@ -167,13 +170,13 @@ def stand_ins() -> Iterator[None]:
 class Kernel:
     """A function that is launched as a kernel: `kernel[grid](…)`."""
 
-    def __init__(self, function: Callable[..., None]):
-        self.function = function
+    def __init__(self, function: Callable[..., None], language: Language):
+        self.function, self.language = function, language
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*given: Any, num_warps: int, **constants: Any) -> None:
             pointers = [Pointer(x, value(0)) if isinstance(x, Tensor) else x for x in given]
-            for PROGRAM[0] in range(grid[0]):
+            for self.language.program in range(grid[0]):
                 self.function(*pointers, **constants)
 
         return run
@@ -194,5 +197,5 @@ def interpreted(name: str, *kernels: str) -> ModuleType:
             sys.modules[each] = module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
     for kernel in kernels:
-        setattr(module, kernel, Kernel(getattr(module, kernel)))
+        setattr(module, kernel, Kernel(getattr(module, kernel), module.gl))
     return module

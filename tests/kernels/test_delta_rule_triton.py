@@ -442,7 +442,7 @@ def test_all_gradients_in_one_pass_step_by_step(options: dict[str, Any], gate: s
     monkeypatch.setitem(sys.modules, GLUON, gluon_interpreter.interpreted(GLUON, "gradients"))
     monkeypatch.setattr(triton_plan.DeltaRule, "at_once", True)
     a = inputs(**{"B": 1, "G": 1, "K": 128, "V": 128, **options}, gate=gate, dtype=torch.float32)
-    agree(a, 1e-4, subheads=options.get("E", 1))
+    agree(a, subheads=options.get("E", 1))
 
 
 @pytest.mark.parametrize("missing", [(), ("from_columns", "from_t", "before_t", "across")])

@@ -1,4 +1,4 @@
-"""Decays per channel in one pass: its twin in Triton under the interpreter, and on a GPU the kernels in Gluon."""
+"""Decays per channel in one pass, in Gluon: step by step without a GPU, and as it is on one."""
 
 import sys
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import kernels
 
 from .gluon_interpreter import interpreted
 from .hopper import MOST, shared_memory
-from .recurrences import PACKED, inputs, results
+from .recurrences import inputs, results
 
 pytest.importorskip("triton")
 from kernels.linear_recurrence import triton_op, triton_plan
@@ -21,98 +21,79 @@ from kernels.triton import plan
 from .test_linear_recurrence_triton import compare, poison, short_segments
 
 __all__ = ["poison", "short_segments"]  # fixtures
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 run = partial(results, kernels.linear_recurrence)
-small = partial(inputs, gate="channel", dtype=torch.float32)
+GLUON = "kernels.linear_recurrence.gluon_channel"
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
+
+
+def small(T: int, **options: Any) -> dict[str, torch.Tensor]:
+    given = {"B": 1, "G": 1, "K": 128, "V": 128, "beta": None, "dtype": torch.float32, **options}
+    return inputs(T, gate="channel", **given)
 
 
 @pytest.fixture
-def one_pass(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever the device and the sizes."""
-    monkeypatch.setattr(triton_plan, "at_once", lambda gate, *sizes: gate == "channel")
+def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels for Hopper, step by step on the CPU."""
+    monkeypatch.setitem(sys.modules, GLUON, interpreted(GLUON, "outputs", "states", "gradients"))
+    monkeypatch.setattr(triton_plan, "at_once", lambda gate, beta, *sizes: gate == "channel" and not beta)
+    monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 128)
     plan.of_rows.cache_clear()
     yield
     plan.of_rows.cache_clear()
 
 
-@pytest.mark.parametrize(("length", "E"), [(1, 2), (63, 2), (65, 1), (130, 1)])
-def test_subheads_and_shared_keys(length: int, E: int, one_pass: None):
-    compare(small(length, decay="mixed", B=1, G=1, R=2, E=E, K=24, V=17), subheads=E)
+@without_a_gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"T": 1},
+        {"T": 64, "state": False},
+        {"T": 130, "decay": "mixed"},
+        {"T": 70, "decay": "strong"},
+        {"T": 70, "decay": "zero"},
+        {"T": 130, "B": 2, "R": 2, "E": 2},
+        {"T": 600, "documents": [0, 0, 5, 560, 600]},
+    ],
+)
+def test_step_by_step(options: dict[str, Any], gluon: None):
+    compare(small(**options), subheads=options.get("E", 1))
 
 
-@pytest.mark.parametrize("decay", ["mild", "zero", "strong"])
-def test_any_decay(decay: str, one_pass: None):
-    compare(small(70, decay=decay, B=1, G=1, K=48, V=16))
+@without_a_gpu
+@pytest.mark.parametrize("documents", [None, [0, 0, 5, 300, 320, 320]])
+def test_segments(documents: list[int] | None, gluon: None, short_segments: None):
+    compare(small(320, documents=documents))
 
 
+@without_a_gpu
+@pytest.mark.parametrize("through", ["o", "state"])
+def test_a_gradient_of_one_result_alone(through: str, gluon: None):
+    compare(small(70, state=False), through=(through,))
+
+
+@without_a_gpu
+def test_decays_without_gradients(gluon: None):
+    a = small(130)
+    compare({name: x for name, x in a.items() if name != "log_decay"}, log_decay=a["log_decay"])
+
+
+@without_a_gpu
 @pytest.mark.parametrize("steep", [-2.0, -2.6, -6.0, -50.0])
-def test_steep_channels_beside_others(steep: float, one_pass: None):
+def test_steep_channels_beside_others(steep: float, gluon: None):
     """On both sides of what factors around one reference point can hold, in some channels and some chunks."""
-    a = small(200, decay="mild", B=1, G=2, K=16, V=16)
+    a = small(200, G=2)
     a["log_decay"][:, 70:140, :, ::5] = steep
     a["log_decay"][:, 150:, 1, 3] = steep
     compare(a)
 
 
-@pytest.mark.parametrize("documents", [None, [0, 0, 5, 300, 320, 320]])
-def test_segments(documents: list[int] | None, one_pass: None, short_segments: None):
-    compare(small(320, B=1, G=1, K=16, V=16, documents=documents))
-
-
-def test_packed_documents(one_pass: None):
-    compare(small(200, decay="mixed", G=1, K=16, V=16, documents=PACKED))
-
-
-@pytest.mark.parametrize("through", ["o", "state"])
-@pytest.mark.parametrize("beta", [None, 0])
-def test_a_gradient_of_one_result_alone(beta: float | None, through: str, one_pass: None):
-    compare(small(20, beta=beta, state=False, B=1, G=1, K=16, V=16), through=(through,))
-
-
-def test_decays_without_gradients(one_pass: None):
-    a = small(70, beta=None, B=1, G=1, K=16, V=16)
-    compare({name: x for name, x in a.items() if name != "log_decay"}, log_decay=a["log_decay"])
-
-
+@without_a_gpu
 @pytest.mark.parametrize("length", [64, 320])
-def test_registered_as_it_should_be(length: int, one_pass: None, short_segments: None):
-    a = small(length, B=1, G=1, K=16, V=16)
-    tensors = [a[name].requires_grad_() for name in ("q", "k", "v", "log_decay", "beta", "initial_state")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1))
-
-
-GLUON = "kernels.linear_recurrence.gluon_channel"
-
-
-@pytest.fixture
-def gluon(one_pass: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels for Hopper, step by step on the CPU."""
-    monkeypatch.setitem(sys.modules, GLUON, interpreted(GLUON, "outputs", "states", "gradients"))
-    monkeypatch.setattr(triton_plan.LinearRecurrence, "in_gluon", property(lambda self: self.one_pass))
-    monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 128)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"T": 1},
-        {"T": 130, "decay": "mixed"},
-        {"T": 70, "decay": "strong", "state": False},
-        {"T": 130, "B": 2, "R": 2, "E": 2},
-        {"T": 200, "documents": [0, 0, 5, 150, 200]},
-    ],
-)
-def test_gluon_step_by_step(options: dict[str, Any], gluon: None):
-    a = small(**{"B": 1, "G": 1, "K": 128, "V": 128, "beta": None, **options})
-    compare(a, tolerance=1e-4, subheads=options.get("E", 1))  # decays are summed in fp32
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
-def test_gluon_in_segments_step_by_step(gluon: None, short_segments: None):
-    compare(small(320, B=1, G=1, K=128, V=128, beta=None))
-    a = small(200, B=1, G=1, K=128, V=128, beta=None)
-    compare({name: x for name, x in a.items() if name != "log_decay"}, log_decay=a["log_decay"])
+def test_registered_as_it_should_be(length: int, gluon: None, short_segments: None):
+    a = small(length)
+    tensors = [a[name].requires_grad_() for name in ("q", "k", "v", "log_decay")]
+    given = (*tensors, None, a["initial_state"].requires_grad_(), None, 0.25, 1)
+    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, given)
 
 
 STRIDES = ("q_token", "k_token", "v_token", "grad_token", "x_token", "y_token")
@@ -148,7 +129,7 @@ ON_DEVICE: list[dict[str, Any]] = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", ON_DEVICE)
 def test_device(options: dict[str, Any]):
-    a = small(**{"B": 1, "K": 128, "V": 128, "beta": None, **options})
+    a = small(**options)
     a = {name: x.bfloat16() if name in "qkv" else x for name, x in a.items()}
     E = options.get("E", 1)
     compare(a, tolerance=1e-2, reference="torch", subheads=E)
@@ -161,5 +142,5 @@ def test_device(options: dict[str, Any]):
 
 @pytest.mark.gpu
 def test_device_strong_decays():
-    a = small(1100, decay="strong", B=1, G=2, K=128, V=128, beta=None)
+    a = small(1100, decay="strong", G=2)
     compare({n: x.bfloat16() if n in "qkv" else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
