@@ -66,7 +66,8 @@ class DeltaRule(Plan):
             together = self.slots
         # If sequences are cut: chunks per segment, and the largest possible number of segments.
         rows = self.B if documents is None else 1
-        count = 1 if self.long else segments(self.entry("forward"), rows * self.M, self.V, together, device)
+        room = 1 if self.long else self._room(rows * self.M)
+        count = segments(room, together)
         self.segment = -(-together // count)
         self.most = 0 if count == 1 else rows * count if documents is None else 2 * count
 
@@ -103,10 +104,17 @@ class DeltaRule(Plan):
 
         A program of it needs a whole multiprocessor, and its waves take as long as their number, however full they are.
         """
-        if not (DIRECT and self.K == self.V == AT_ONCE and self.dtype == torch.bfloat16 and hopper(self.device)):
-            return False
         programs, places = len(self.layout.segments) * self.M, multiprocessors(self.device)
-        return programs >= FULL * cdiv(programs, places) * places
+        return self._fits_at_once and programs >= FULL * cdiv(programs, places) * places
+
+    @property
+    def _fits_at_once(self) -> bool:
+        return DIRECT and self.K == self.V == AT_ONCE and self.dtype == torch.bfloat16 and hopper(self.device)
+
+    def _room(self, recurrences: int) -> int:
+        """Into how many segments to cut the sequences, so that their programs fill the device."""
+        room = fitting(self.entry("forward"), recurrences, self.V, self.device)
+        return max(room, multiprocessors(self.device) // recurrences) if self._fits_at_once else room
 
     def states(self) -> Tensor:
         """One uninitialised state per segment."""
@@ -187,6 +195,7 @@ class DeltaRule(Plan):
             "BK": 64,
             "BV": BV,
             "REVERSE": reverse,
+            "STAGES": 2 if self.K <= AT_ONCE else 1,  # of longer keys, two do not fit
             "PRECISION": precision,
         }
         return Prepared(combine, (self.N * self.M * cdiv(self.V, BV),), self.M, **constants, num_warps=4)
@@ -230,22 +239,22 @@ def hopper(device: torch.device) -> bool:
     return device.type == "cuda" and capability(device) == HOPPER
 
 
-def segments(wide: Launch, recurrences: int, V: int, chunks: int, device: torch.device) -> int:
-    """How many segments the passes along time cut each sequence into, to keep the device busy.
+def segments(room: int, chunks: int) -> int:
+    """How many segments the passes along time cut each sequence into, if `room` of them fill the device.
 
     Segments cost two more passes, so that a few of them, or short ones, gain nothing.
     """
-    count = min(_room(wide, recurrences, V, device), chunks // FEWEST_CHUNKS)
+    count = min(room, chunks // FEWEST_CHUNKS)
     # every segment has a chunk
     return -(-chunks // -(-chunks // count)) if count >= FEWEST_SEGMENTS else 1
 
 
 def whole(wide: Launch, narrow: Launch | None, recurrences: int, V: int, device: torch.device) -> Launch:
     """The launch configuration of a pass over sequences that are not cut."""
-    return narrow if narrow and _room(wide, recurrences, V, device) > 1 else wide
+    return narrow if narrow and fitting(wide, recurrences, V, device) > 1 else wide
 
 
-def _room(wide: Launch, recurrences: int, V: int, device: torch.device) -> int:
+def fitting(wide: Launch, recurrences: int, V: int, device: torch.device) -> int:
     """How many times the programs of a pass fit on the device."""
     return multiprocessors(device) // (recurrences * -(-V // wide.values))
 

@@ -11,7 +11,8 @@ S = 0, the transition from S = I and no values; `combine` then computes the stat
 the same with the transition transposed.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+# ruff: noqa: RUF005
 # ruff: noqa: SIM102
 
 import triton
@@ -192,6 +193,7 @@ def combine(
     BK: tl.constexpr,
     BV: tl.constexpr,
     REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The states before all segments, or in reverse the gradients after them, from the one at that end."""
@@ -202,23 +204,26 @@ def combine(
     first = tl.load(sequences + n * 2)
     count = tl.load(sequences + n * 2 + 1)
     known_at = (first + (count - 1 if REVERSE else 0)).to(tl.int64) * M + m
+    S = ()  # in blocks of rows
     for row in tl.static_range(0, K, BK):
         if end is not None:
-            S = load_state(end + recurrence.to(tl.int64) * (K * V), row, column, K, V, BK, BV, tl.float32)
+            block = load_state(end + recurrence.to(tl.int64) * (K * V), row, column, K, V, BK, BV, tl.float32)
         else:
-            S = tl.zeros([BK, BV], tl.float32)
-        store_state(states + known_at * (K * V), row, column, K, V, BK, BV, S)
-    for i in tl.range(0, count - 1):
-        tl.debug_barrier()  # other threads wrote what is read next
+            block = tl.zeros([BK, BV], tl.float32)
+        store_state(states + known_at * (K * V), row, column, K, V, BK, BV, block)
+        S = S + (block,)
+    for i in tl.range(0, count - 1, num_stages=STAGES):
         here = (first + (count - 1 - i if REVERSE else i)).to(tl.int64) * M + m
         there = here - M if REVERSE else here + M
+        following = ()
         for row in tl.static_range(0, K, BK):
-            S = load_state(local + here * (K * V), row, column, K, V, BK, BV, tl.float32)
+            block = load_state(local + here * (K * V), row, column, K, V, BK, BV, tl.float32)
             for inner in tl.static_range(0, K, BK):
                 if REVERSE:
                     A = tl.trans(load_state(transition + here * (K * K), inner, row, K, K, BK, BK, tl.float32))
                 else:
                     A = load_state(transition + here * (K * K), row, inner, K, K, BK, BK, tl.float32)
-                known = load_state(states + here * (K * V), inner, column, K, V, BK, BV, tl.float32)
-                S = tl.dot(A, known, S, input_precision=PRECISION)
-            store_state(states + there * (K * V), row, column, K, V, BK, BV, S)
+                block = tl.dot(A, S[inner // BK], block, input_precision=PRECISION)
+            store_state(states + there * (K * V), row, column, K, V, BK, BV, block)
+            following = following + (block,)
+        S = following

@@ -211,7 +211,8 @@ def test_cases_reach_the_kernel_that_is_meant(processors: int, hopper: None, mon
             used, segments = set(), set()
             for timed in (True, False):
                 for _, (B, H, T, D) in cases(Target(f"delta_rule.{name}", size, 2), timed=timed):
-                    cut = triton_plan.segments(forward, B * H, D, -(-T // 64), GPU) > 1
+                    room = triton_plan.fitting(forward, B * H, D, GPU)
+                    cut = triton_plan.segments(room, -(-T // 64)) > 1
                     found = triton_plan.whole(forward, narrow, B * H, D, GPU)
                     used.add("narrow" if found == narrow and not cut else "wide")
                     segments.add(cut)
