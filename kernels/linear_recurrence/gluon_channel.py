@@ -42,6 +42,7 @@ from ..triton.gluon_tiles import (
     barrier,
     copy_state,
     copy_tokens,
+    opaque,
     store_rows,
 )
 
@@ -57,7 +58,7 @@ OF_STATE = gl.constexpr(gl.SliceLayout(1, STATE))
 @gluon.jit
 def copy_decays(to, x, token, column, stop, stride: gl.constexpr):
     """Start to copy a tile [64, 128] in fp32; zeros from token `stop` on."""
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY_DECAYS)), 1)
+    r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, COPY_DECAYS))), 1)
     at = at_tile(x, token, column, stride, COPY_DECAYS, 64, 128)
     async_copy.async_copy_global_to_shared(to, at, mask=r < stop - token)
 
@@ -109,10 +110,15 @@ def sums_of_halves(to, decays, out):
 
 
 @gluon.jit
+def distance():
+    """How many tokens the query of a pair comes after its key."""
+    return gl.expand_dims(opaque(gl.arange(0, 64, OF_ROWS)), 1) - gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
+
+
+@gluon.jit
 def lower_triangle(to):
     """Store ones on and below the diagonal."""
-    r = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1)
-    to.store((r >= gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)).to(gl.bfloat16))
+    to.store((distance() >= 0).to(gl.bfloat16))
 
 
 @gluon.jit(do_not_specialize=["chunks", "groups"])
@@ -376,8 +382,11 @@ def gradients(
     enter_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
     leave_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
     pairs_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    ends_s = gl.allocate_shared_memory(gl.float32, [2, 256], FLAT)
+    ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+    through_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
+    itself_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     parts = decays_s._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
 
     row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
@@ -387,125 +396,108 @@ def gradients(
     if last is not None:
         dS = gl.load(last + whole)
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
-    r = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1)
-    distance = r - gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
-    b = rows
     lower_triangle(lower_s)
     if count > 0:
         token, c = start + (count - 1) * 64, count - 1
         copy_decays(decays_s, log_decay, token, n * 128, stop, heads * 128)
-        copy_ends(ends_s.index(0), ends, place + c, True)
-        async_copy.commit_group()
+        copy_ends(ends_s, ends, place + c, True)
         copy_tokens(values_s, v, token, 0, stop, v_token)
         copy_state(before_s, states, (first_chunk + c).to(gl.int64) * heads + n, True)
         async_copy.commit_group()
         copy_tokens(queries_s, q, token, 0, stop, q_token)
         copy_tokens(keys_s, k, token, 0, stop, k_token)
         async_copy.commit_group()
-        async_copy.wait_group(2)
-        barrier()
-        g = in_log2(decays_s.load(ROWS))
-        barrier()
-        split(parts, g)
-        _, leave, total = points(ends_s.index(0), OF_STATE)
-        dS *= gl.expand_dims(gl.exp2(total - leave), 1)
-        after_s.store(dS.to(gl.bfloat16))
-        fence_async_shared()
-        barrier()
-        b = warpgroup_mma_wait(0, deps=[from_start(lower_s, parts, rows)])
     for i in range(count):
-        # dS is already the dS' of this chunk, whose b is known
         c = count - 1 - i
         token = start + c * 64
-        here, after_here = ends_s.index(i % 2), ends_s.index((i + 1) % 2)
         async_copy.wait_group(1)
         barrier()
         copy_tokens(grad_s, grad, token, 0, stop, grad_token)
         async_copy.commit_group()
-        # The chunk before; masked rather than skipped, since a branch among products that run would make them wait.
-        end = gl.where(c > 0, stop, token - 64)
-        copy_decays(decays_s, log_decay, token - 64, n * 128, end, heads * 128)
-        copy_ends(after_here, ends, place + c - 1, c > 0)
-        async_copy.commit_group()
-        enter, leave, _ = points(here, OF_STATE)
-        if log_decay_grad is not None:
-            through = gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(leave - enter)
-        dS *= gl.expand_dims(gl.exp2(leave - enter), 1)
-        async_copy.wait_group(2)
+        g = in_log2(decays_s.load(ROWS))
+        enter, leave, total = points(ends_s, OF_STATE)
+        dS *= gl.expand_dims(gl.exp2(total - leave), 1)
+        after_s.store(dS.to(gl.bfloat16))
         barrier()
-        enter, leave, _ = points(here, OF_CHANNELS)
+        split(parts, g)
+        fence_async_shared()
+        barrier()
+        b = from_start(lower_s, parts, rows)
+        if log_decay_grad is not None:
+            through_s.store(gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(leave - enter))
+        dS *= gl.expand_dims(gl.exp2(leave - enter), 1)
+        rest = gl.exp2(enter)
+        async_copy.wait_group(1)
+        b = warpgroup_mma_wait(0, deps=[b])
+        barrier()
+        decays_s.store(b)  # it does not fit into registers until it is needed again
+        enter, leave, _ = points(ends_s, OF_CHANNELS)
         up, down = gl.exp2(b - gl.expand_dims(enter, 0)) * scale, gl.exp2(gl.expand_dims(leave, 0) - b)
         enter_s.store((queries_s.load(ROWS).to(gl.float32) * up).to(gl.bfloat16))
         leave_s.store((keys_s.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
-        async_copy.wait_group(1)
+        async_copy.wait_group(0)
         fence_async_shared()
         barrier()
         D = warpgroup_mma(grad_s, values_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        A = warpgroup_mma(enter_s, leave_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
         dQ = warpgroup_mma(grad_s, before_s.permute((1, 0)), rows, use_acc=False, is_async=True)
-        D = warpgroup_mma_wait(1, deps=[D])
         # a token paired with itself does not decay: these pairs stay out of the terms that have to cancel
-        itself = gl.sum(gl.where(distance == 0, D, 0.0), 1) * scale
-        pairs_s.store(gl.where(distance > 0, D, 0.0).to(gl.bfloat16))
-        async_copy.wait_group(0)
+        itself_s.store(gl.sum(grad_s.load(COPY).to(gl.float32) * values_s.load(COPY).to(gl.float32), 1) * scale)
+        D, A = warpgroup_mma_wait(1, deps=[D, A])
+        pairs_s.store(gl.where(distance() > 0, D, 0.0).to(gl.bfloat16))
+        scores_s.store(gl.where(distance() >= 0, A, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()
         dQ = warpgroup_mma(pairs_s, leave_s, dQ, is_async=True)
         dK = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, rows, use_acc=False, is_async=True)
-        g = in_log2(decays_s.load(ROWS))
-        itself = gl.expand_dims(gl.convert_layout(itself, OF_TOKENS), 1)
-        barrier()
-        split(parts, g)
-        # the same factors again, which do not fit into registers meanwhile
-        enter, leave, _ = points(here, OF_CHANNELS)
-        T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
-        dQ = warpgroup_mma_wait(2, deps=[dQ])
+        b = decays_s.load(ROWS)
+        enter, leave, _ = points(ends_s, OF_CHANNELS)
+        dQ = warpgroup_mma_wait(1, deps=[dQ])
         dQ *= gl.exp2(b - gl.expand_dims(enter, 0)) * scale
-        down = gl.exp2(gl.expand_dims(leave, 0) - b)
-        dK = warpgroup_mma_wait(1, deps=[dK])
-        dK *= down
+        dK = warpgroup_mma_wait(0, deps=[dK])
+        dK *= gl.exp2(gl.expand_dims(leave, 0) - b)
         Q, K = queries_s.load(ROWS).to(gl.float32), keys_s.load(ROWS).to(gl.float32)
         if log_decay_grad is not None:
             # later tokens reach back past this one, earlier ones forward: sums of one sign, not differences
             queries_s.store((Q * dQ - K * dK).to(gl.bfloat16))
+        itself = gl.expand_dims(itself_s.load(OF_TOKENS), 1)
         store_rows(q_grad, token, n * 128, stop, heads * 128, dQ + itself * K)
+        T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
         dK += itself * Q
+        _, leave, _ = points(ends_s, OF_CHANNELS)
+        down = gl.exp2(gl.expand_dims(leave, 0) - decays_s.load(ROWS))
         T = warpgroup_mma_wait(0, deps=[T])
         T *= down
         if log_decay_grad is not None:
-            earlier = (K * T).to(gl.bfloat16)
-            keys_s.store(earlier)
+            keys_s.store((K * T).to(gl.bfloat16))
         store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T)
         fence_async_shared()
         barrier()
-        A = warpgroup_mma(enter_s, leave_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
         if log_decay_grad is not None:
             dg = warpgroup_mma(lower_s, keys_s, rows, use_acc=False, is_async=True)
             dg = warpgroup_mma(lower_s.permute((1, 0)), queries_s, dg, is_async=True)
         dS = warpgroup_mma(enter_s.permute((1, 0)), grad_s, dS, is_async=True)
         dV = warpgroup_mma(leave_s, after_s, rows, use_acc=False, is_async=True)
-        b = from_start(lower_s, parts, rows)
+        dV = warpgroup_mma(scores_s.permute((1, 0)), grad_s, dV, is_async=True)
+        # The chunk before; masked rather than skipped, since a branch among products that run would make them wait.
+        end = gl.where(c > 0, stop, token - 64)
+        copy_decays(decays_s, log_decay, token - 64, n * 128, end, heads * 128)
+        copy_ends(ends_s, ends, place + c - 1, c > 0)
         copy_tokens(values_s, v, token - 64, 0, end, v_token)
         copy_state(before_s, states, (first_chunk + c - 1).to(gl.int64) * heads + n, c > 0)
         async_copy.commit_group()
-        A = warpgroup_mma_wait(6 if log_decay_grad is not None else 4, deps=[A])
-        pairs_s.store(gl.where(distance >= 0, A, 0.0).to(gl.bfloat16))
         if log_decay_grad is not None:
-            dg = warpgroup_mma_wait(4, deps=[dg])
-            dg += gl.expand_dims(gl.convert_layout(through, OF_CHANNELS), 0) - earlier.to(gl.float32)
+            dg = warpgroup_mma_wait(3, deps=[dg])
+            dg += gl.expand_dims(through_s.load(OF_CHANNELS), 0) - keys_s.load(ROWS).to(gl.float32)
             at = at_tile(log_decay_grad, token, n * 128, heads * 128, ROWS, 64, 128)
             valid = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1) < stop - token
             gl.store(at, dg, mask=valid)
-        dS, b = warpgroup_mma_wait(0, deps=[dS, b])
-        fence_async_shared()
+        dS = warpgroup_mma_wait(2, deps=[dS])
         barrier()
-        dV = warpgroup_mma(pairs_s.permute((1, 0)), grad_s, dV, is_async=True)
         copy_tokens(queries_s, q, token - 64, 0, end, q_token)
         copy_tokens(keys_s, k, token - 64, 0, end, k_token)
         async_copy.commit_group()
-        dS *= gl.expand_dims(gl.exp2(points(here, OF_STATE)[0]), 1)
-        _, leave, total = points(after_here, OF_STATE)  # zeros where there is no chunk before
-        dS *= gl.expand_dims(gl.exp2(total - leave), 1)
-        after_s.store(dS.to(gl.bfloat16))
+        dS *= gl.expand_dims(rest, 1)
         dV = warpgroup_mma_wait(0, deps=[dV])
         store_rows(v_grad, token, n * 128, stop, heads * 128, dV)
     if first is not None:

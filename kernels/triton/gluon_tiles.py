@@ -28,12 +28,18 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
+def opaque(x):
+    """The same numbers, computed where they are needed: nothing made of them is moved out of a loop, into registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def at_tile(x, start, column, stride: gl.constexpr, LAYOUT: gl.constexpr, R: gl.constexpr, C: gl.constexpr):
     """Addresses of the tile [R, C] that begins at a row and a column.
 
     All of the offset is one number, so that no part of it is kept from chunk to chunk in registers that are short.
     """
-    r = gl.expand_dims(gl.arange(0, R, gl.SliceLayout(1, LAYOUT)), 1)
+    r = gl.expand_dims(opaque(gl.arange(0, R, gl.SliceLayout(1, LAYOUT))), 1)
     c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, LAYOUT)), 0)
     return x + ((start + r).to(gl.int64) * stride + (column + c))
 
