@@ -18,7 +18,7 @@ from ..triton.launches import multiprocessors
 from ..triton.parts import add_parts
 from .composition import fake
 
-ELEMENTS, WIDEST = 1024, 256  # of a tile, and most of them in a row
+ELEMENTS, WIDEST = 2048, 512  # of a tile, and most of them in a row
 PROGRAMS = 16  # per multiprocessor in the backward pass; each stores its part of the gradients of bias and odds
 
 
