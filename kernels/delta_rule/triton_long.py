@@ -31,6 +31,7 @@ def long_forward(
     inverse,
     scores,
     gates,
+    bounds,  # None: with keys this long, sequences are not cut
     initial,
     o,
     u,
@@ -112,6 +113,7 @@ def long_backward(
     inverse,
     scores,
     gates,
+    bounds,  # None: with keys this long, sequences are not cut
     dfinal,
     dv,
     dstates,

@@ -20,8 +20,8 @@ from . import differentiated, learned_constant, triton_step
 from .triton_plan import DeltaRule
 
 SHORT = 16  # up to this key size, everything is computed in fp32
-NOTHING, CHUNKS, ALL = range(3)  # what is kept for the gradients; chunks are inverse, scores and gates
-KEPT = (0, 3, 6)  # how many tensors that is
+NOTHING, CHUNKS, ALL = range(3)  # what is kept for the gradients; chunks are what `prepared` returns
+KEPT = (0, 4, 7)  # how many tensors that is
 MOST = {ALL: 512, CHUNKS: 1024, NOTHING: float("inf")}  # up to how many channels of a head's keys, in all subheads
 GATES = {1: "constant", 3: "per step"}  # by the number of axes of the log decay
 
@@ -33,11 +33,12 @@ def plan(q: Tensor, v: Tensor, subheads: int, scale: float, cu_seqlens: Tensor |
 
 
 def prepared(to: DeltaRule, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
-    """Inverse, scores and gates of every chunk."""
-    chunks = tuple(to.new(*shape, dtype=dtype) for shape, dtype in to.kept[:3])
+    """Inverse, scores, gates and, if sequences are cut, bounds of every chunk."""
+    chunks = tuple(to.new(*shape, dtype=dtype) for shape, dtype in to.kept[:4])
     gate = "none" if log_decay is None else GATES[log_decay.dim()]
     decays = None if log_decay is None else log_decay.contiguous()
-    to.prepare(gate)(q, k, decays, beta, *chunks, to.layout.chunks)
+    bounds = chunks[3] if to.cut else None
+    to.prepare(gate)(q, k, decays, beta, *chunks[:3], bounds, to.layout.chunks)
     return chunks
 
 
@@ -74,9 +75,9 @@ def run_forward(
         to.forward(to.cut, to.K)(q, k, None, *chunks, *nothing, transition, table)
         initial = cuts(to, transition, local, initial, reverse=False)
     final = to.states()
-    kept = [to.new(*shape, dtype=dtype) for shape, dtype in to.kept[3:5]] if save else []
+    kept = [to.new(*shape, dtype=dtype) for shape, dtype in to.kept[4:6]] if save else []
     u, states = kept or (None, None)
-    to.forward(len(table), to.V)(q, k, v, *chunks, initial, o, u, states, final, table)
+    to.forward(len(table), to.V)(q, k, v, *chunks[:3], None, initial, o, u, states, final, table)
     return final.index_select(0, to.ends[1]) if to.cut else final, [*kept, transition]
 
 
@@ -109,7 +110,7 @@ def at_once(
     gated: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
     """Gradients of q, k, v, β and the first states, and what that of the log decay is made of, in one pass."""
-    inverse, scores, gates, u, states, _ = kept
+    inverse, scores, gates, _, u, states, _ = kept
     B, T, M, slots = to.B, to.T, to.M, len(to.layout.chunks)
     dq, dk, dv = to.new(B, T, M, to.K), to.new(B, T, M, to.K), to.new(B, T, M, to.V)
     dbeta, dinitial = to.new(B, T, M, dtype=torch.float32), to.states()
@@ -135,11 +136,11 @@ def in_three_passes(
     gated: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
     """The same, along time, then of queries and of keys in all chunks at once."""
-    inverse, scores, gates, u, states, _ = kept
+    inverse, scores, gates, _, u, states, _ = kept
     B, T, M, K, table, slots = to.B, to.T, to.M, to.K, to.layout.chunks, len(to.layout.chunks)
     dv, dinitial, dstates = to.new(B, T, M, to.V), to.states(), to.new(slots, M, K, to.V)
     segments = to.layout.segments
-    to.backward(len(segments))(q, k, do, inverse, scores, gates, dends, dv, dstates, dinitial, segments)
+    to.backward(len(segments))(q, k, do, inverse, scores, gates, None, dends, dv, dstates, dinitial, segments)
 
     from_queries = from_keys = before_t = across = None
     if gated:
@@ -169,7 +170,7 @@ def compute(
     subheads: int,
     scale: float,
     keep: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o, the final states, and what `differentiate` would otherwise recompute: by `keep` all, some or none of it."""
     to = plan(q, v, subheads, scale, cu_seqlens)
     q, k, v, beta = q.contiguous(), k.contiguous(), v.contiguous(), beta.contiguous()
@@ -178,10 +179,10 @@ def compute(
     final, along = run_forward(to, q, k, v, chunks, initial_state, o, save=keep == ALL)
     whole = (*chunks, *along)[: KEPT[keep]]
     nothing = (to.new(0, dtype=dtype) for _, dtype in to.kept[len(whole) :])
-    inverse, scores, gates, u, states, transition = *whole, *nothing
+    inverse, scores, gates, bounds, u, states, transition = *whole, *nothing
     if subheads > 1:
         o = o.unflatten(2, (to.H, subheads)).sum(3, dtype=o.dtype)
-    return o, final, inverse, scores, gates, u, states, transition
+    return o, final, inverse, scores, gates, bounds, u, states, transition
 
 
 def differentiate(
@@ -203,11 +204,11 @@ def differentiate(
     to = plan(q, v, subheads, scale, cu_seqlens)
     q, k, beta = q.contiguous(), k.contiguous(), beta.contiguous()
     if keep != ALL:
-        chunks = tuple(kept[:3]) if keep == CHUNKS else prepared(to, q, k, beta, log_decay)
+        chunks = tuple(kept[:4]) if keep == CHUNKS else prepared(to, q, k, beta, log_decay)
         kept = (*chunks, *run_forward(to, q, k, v.contiguous(), chunks, initial_state, None, save=True)[1])
     do, dfinal = (None if x is None else x.contiguous() for x in gradients)
     do = to.new(*v.shape).zero_() if do is None else do
-    dends = gradients_of_ends(to, q, k, do, tuple(kept[:3]), kept[-1], dfinal)
+    dends = gradients_of_ends(to, q, k, do, tuple(kept[:4]), kept[-1], dfinal)
     run = at_once if to.at_once else in_three_passes
     dq, dk, dv, dbeta, dinitial, sums = run(to, q, k, do, beta, kept, dends, gated=log_decay is not None)
 

@@ -83,10 +83,11 @@ class DeltaRule(Plan):
 
     @cached_property
     def kept(self) -> Shapes:
-        """Shapes and dtypes of inverse, scores and gates of all chunks, and of what the pass along time saves."""
+        """Shapes and dtypes of what `prepare` stores of all chunks, and of what the pass along time saves."""
         B, T, V, M, K, slots = self.B, self.T, self.V, self.M, self.K, self.slots
         pairs = ((slots, M, CHUNK, CHUNK), self.dtype)
-        of_chunks: Shapes = [pairs, pairs, ((slots, M, 4, CHUNK), torch.float32)]
+        bounds = (slots if self.most else 0, M)
+        of_chunks: Shapes = [pairs, pairs, ((slots, M, 4, CHUNK), torch.float32), (bounds, torch.float32)]
         states, transition = ((slots, M, K, V), self.dtype), ((self.most, M, K, K), torch.float32)
         return [*of_chunks, ((B, T, M, V), self.dtype), states, transition]
 

@@ -3,7 +3,7 @@
 With b the summed log decays, D_ij = exp(b_i − b_j) for j ≤ i and N the strict lower part of D ⊙ K Kᵀ, it stores
 
     inverse = (I + βN)⁻¹ diag(β)      gates = e^b, e^{b_C − b}, and b in two fp32 parts
-    scores = (scale · D ⊙ Q Kᵀ, j ≤ i) inverse
+    scores = (scale · D ⊙ Q Kᵀ, j ≤ i) inverse      bounds = Σ log₂ (e^g max(1, |1 − β |k|²|)), ≥ log₂ ‖transition‖
 
 The scores apply to what enters the system, V − e^b K S, not to its solution U: at β = 2, U is large and alternates, and
 the rounding errors of U, and of scores that read U, would not cancel in the sum.
@@ -72,6 +72,7 @@ def prepare(
     inverse,
     scores,
     gates,
+    bounds,  # [chunks,M], if sequences are cut
     chunks,
     scale,
     M: tl.constexpr,
@@ -117,6 +118,10 @@ def prepare(
     D = pair_decay(high, low)
     dots = tl.where(r[:, None] >= r[None, :], dots * D * scale, 0.0)
     write = nonzero(tl.load(beta + per_step, mask=valid, other=0.0).to(tl.float32))
+    if bounds is not None:
+        length = tl.sum(tl.where(r[:, None] == r[None, :], overlap, 0.0), 1)
+        growth = tl.sum(tl.log2(tl.maximum(tl.abs(1 - write * length), 1.0)), 0)
+        tl.store(bounds + tile, tl.sum(g, 0).to(tl.float32) + growth)
     lower = tl.where(r[:, None] > r[None, :], overlap * D * write[:, None], 0.0)
     solve = unit_lower_inverse(lower, MERGE)
     store_pairs(inverse + tile * (CHUNK * CHUNK), solve * write[None, :])

@@ -8,7 +8,8 @@ Letters as in `chunk.py` and `triton_prepare.py`. From chunk to chunk, forward a
 Where there are too few recurrences to fill the device, a sequence is cut into segments that run in parallel. A segment
 maps the state before it to transition · S + local. Both come from the same pass without outputs: the local part from
 S = 0, the transition from S = I and no values; `combine` then computes the states at the cuts. Backward in time it is
-the same with the transition transposed.
+the same with the transition transposed. Where decays erase what a segment knew, its local part is that of its last
+chunks alone (backward in time, of its first), and the transition is zero: neither pass visits the other chunks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
@@ -20,6 +21,23 @@ import triton.language as tl
 
 from ..triton.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens
 
+ERASED = tl.constexpr(-100.0)  # log2 of a transition that leaves nothing of a state, in fp32
+FARTHEST = tl.constexpr(256)  # chunks
+
+
+@triton.jit
+def remembered(bounds, first, chunks, m, M: tl.constexpr, REVERSE: tl.constexpr):
+    """On how many chunks of a segment the state at its end (in reverse, at its start) depends, and on no state before.
+
+    At most `FARTHEST` chunks are looked at; beyond them, nothing counts as erased.
+    """
+    i = tl.arange(0, FARTHEST)
+    c = i if REVERSE else chunks - 1 - i
+    bound = tl.load(bounds + (first + c).to(tl.int64) * M + m, mask=i < chunks, other=0.0)
+    found = tl.min(tl.where(tl.cumsum(bound, 0) <= ERASED, i, FARTHEST), 0)
+    erased = found < FARTHEST
+    return tl.where(erased, found + 1, chunks), erased
+
 
 @triton.jit
 def scan_forward(
@@ -29,6 +47,7 @@ def scan_forward(
     inverse,
     scores,
     gates,
+    bounds,  # of chunks, for what a segment does to the state; None for whole passes
     initial,
     o,
     u,
@@ -66,20 +85,27 @@ def scan_forward(
     r = tl.arange(0, CHUNK)
 
     state = recurrence.to(tl.int64) * (K * V)
+    chunks = tl.cdiv(stop - start, CHUNK)
+    begin = 0
     if initial is not None:
         S = load_state(initial + state, 0, column, K, V, BK, BV, tl.float32)
-    elif v is None:
-        S = tl.where(tl.arange(0, BK)[:, None] == (column + tl.arange(0, BV))[None, :], 1.0, 0.0)
     else:
         S = tl.zeros([BK, BV], tl.float32)
-    chunks = tl.cdiv(stop - start, CHUNK)
+    if bounds is not None:
+        count, erased = remembered(bounds, first, chunks, m, M, False)
+        if v is None:
+            one = tl.where(erased, 0.0, 1.0)
+            S = tl.where(tl.arange(0, BK)[:, None] == (column + tl.arange(0, BV))[None, :], one, 0.0)
+            begin = tl.where(erased, chunks, 0)
+        else:
+            begin = chunks - count
     before = S.to(DTYPE)
     if states is not None:
         if chunks > 0:
             store_state(states + (first.to(tl.int64) * M + m) * (K * V), 0, column, K, V, BK, BV, before)
     # Three stages are short of registers, and spills would make them slower than two. So what a chunk leaves in memory
     # is stored at its end, when few values are live, and head counts are constants, so that addresses take few.
-    for c in tl.range(0, chunks, num_stages=STAGES):
+    for c in tl.range(begin, chunks, num_stages=STAGES):
         token = start + c * CHUNK
         tile = (first + c).to(tl.int64) * M + m
         at = gates + tile * (4 * CHUNK)
@@ -116,6 +142,7 @@ def scan_backward(
     inverse,
     scores,
     gates,
+    bounds,
     dfinal,
     dv,
     dstates,
@@ -154,7 +181,11 @@ def scan_backward(
     else:
         dS = tl.zeros([BK, BV], tl.float32)
     chunks = tl.cdiv(stop - start, CHUNK)
-    for i in tl.range(0, chunks, num_stages=STAGES):
+    begin = 0
+    if bounds is not None:
+        count, _ = remembered(bounds, first, chunks, m, M, True)
+        begin = chunks - count
+    for i in tl.range(begin, chunks, num_stages=STAGES):
         c = chunks - 1 - i
         token = start + c * CHUNK
         tile = (first + c).to(tl.int64) * M + m

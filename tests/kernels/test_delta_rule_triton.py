@@ -205,6 +205,20 @@ def test_segments(gate: str, state: bool, monkeypatch: pytest.MonkeyPatch):
     agree(a)
 
 
+@interpreted
+@pytest.mark.parametrize("length", [1.0, 1.5])
+def test_segments_of_which_little_is_remembered(length: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_plan, "segments", lambda *given: 2)
+    a = small(520, G=2, K=24, V=20, correlated=True, dtype=torch.float32)
+    a["log_decay"] -= torch.tensor([0.0, 0.6])
+    a["k"] *= length  # beyond 1.4, a strong β enlarges what it replaces
+    results = triton_op.compute(*(a[n] for n in ("q", "k", "v", "beta", "log_decay", "initial_state")), None, 1, 1.0, 2)
+    slow, fast = results[-1][0]
+    assert slow.norm() > 1e-9
+    assert not fast.any()  # its chunks are not visited, nor all of those that the state is made of
+    agree(a)
+
+
 @pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
