@@ -37,7 +37,7 @@ def prepared(to: DeltaRule, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tenso
     chunks = tuple(to.new(*shape, dtype=dtype) for shape, dtype in to.kept[:4])
     gate = "none" if log_decay is None else GATES[log_decay.dim()]
     decays = None if log_decay is None else log_decay.contiguous()
-    bounds = chunks[3] if to.cut else None
+    bounds = chunks[3] if to.cut or to.halved else None
     to.prepare(gate)(q, k, decays, beta, *chunks[:3], bounds, to.layout.chunks)
     return chunks
 
@@ -110,18 +110,25 @@ def at_once(
     gated: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
     """Gradients of q, k, v, β and the first states, and what that of the log decay is made of, in one pass."""
-    inverse, scores, gates, _, u, states, _ = kept
+    inverse, scores, gates, bounds, u, states, _ = kept
     B, T, M, slots = to.B, to.T, to.M, len(to.layout.chunks)
     dq, dk, dv = to.new(B, T, M, to.K), to.new(B, T, M, to.K), to.new(B, T, M, to.V)
-    dbeta, dinitial = to.new(B, T, M, dtype=torch.float32), to.states()
+    dbeta, dinitial, table = to.new(B, T, M, dtype=torch.float32), to.states(), to.layout.segments
     sums: tuple[Tensor | None, ...] = (None,) * 4
     if gated:
         sums = tuple(to.new(slots, M, parts, CHUNK, dtype=torch.float32) for parts in (4, 2, 2, 2))
     # it copies 16 bytes at a time
     q, k, do = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, do))
+    if to.halved:
+        middle, table = to.states(), to.halves
+        remembered = bounds if dends is None else None
+        along = (inverse, scores, gates, remembered, dends, None, None, middle)
+        to.backward(len(to.second_halves))(q, k, do, *along, to.second_halves)
+        dends = torch.stack((middle, torch.zeros_like(middle) if dends is None else dends), 1).flatten(0, 1)
+        dinitial = to.new(*dends.shape, dtype=torch.float32)
     given = (q, k, u, do, beta, inverse, scores, gates, states, dends)
-    to.one_pass()(*given, dq, dk, dv, dbeta, *sums, dinitial, to.layout.segments)
-    return dq, dk, dv, dbeta, dinitial, sums
+    to.one_pass()(*given, dq, dk, dv, dbeta, *sums, dinitial, table)
+    return dq, dk, dv, dbeta, dinitial[::2] if to.halved else dinitial, sums
 
 
 def in_three_passes(

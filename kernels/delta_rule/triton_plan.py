@@ -57,7 +57,7 @@ class DeltaRule(Plan):
         # what launches are chosen by; no program holds more than a block of values, however many there are
         self.size = max(self.K, min(self.V, WHOLE))
         self.long = self.K > WHOLE
-        self.scale = scale
+        self.scale, self.documents = scale, documents
         chunks = -(-self.T // CHUNK)
         if documents is None:
             self.N, self.slots, together = self.B, self.B * chunks, chunks
@@ -80,13 +80,17 @@ class DeltaRule(Plan):
         self.cut = self.layout.cut
         first, count = self.layout.sequences.unbind(1)
         self.ends = first, first + count - 1  # the first and the last segment of each sequence
+        if self.halved:
+            half = -(-self.T // (2 * CHUNK)) * CHUNK
+            self.halves = layout(None, self.B, self.T, CHUNK, CHUNK, half, self.device).segments
+            self.second_halves = self.halves[1::2].contiguous()
 
     @cached_property
     def kept(self) -> Shapes:
         """Shapes and dtypes of what `prepare` stores of all chunks, and of what the pass along time saves."""
         B, T, V, M, K, slots = self.B, self.T, self.V, self.M, self.K, self.slots
         pairs = ((slots, M, CHUNK, CHUNK), self.dtype)
-        bounds = (slots if self.most else 0, M)
+        bounds = (slots if self.most or self.halved else 0, M)
         of_chunks: Shapes = [pairs, pairs, ((slots, M, 4, CHUNK), torch.float32), (bounds, torch.float32)]
         states, transition = ((slots, M, K, V), self.dtype), ((self.most, M, K, K), torch.float32)
         return [*of_chunks, ((B, T, M, V), self.dtype), states, transition]
@@ -101,12 +105,24 @@ class DeltaRule(Plan):
 
     @cached_property
     def at_once(self) -> bool:
-        """Whether one pass computes all gradients: where it can, and its programs fill the device.
+        """Whether one pass computes all gradients: where it can, and its programs fill the device."""
+        return self._fits_at_once and (self.halved or self._fills(len(self.layout.segments) * self.M))
 
-        A program of it needs a whole multiprocessor, and its waves take as long as their number, however full they are.
+    @cached_property
+    def halved(self) -> bool:
+        """Whether that pass alone runs over two segments of each sequence, as its programs fill half of the device.
+
+        The gradients between the two come from the pass along time, over the second, with nothing to combine.
         """
-        programs, places = len(self.layout.segments) * self.M, multiprocessors(self.device)
-        return self._fits_at_once and programs >= FULL * cdiv(programs, places) * places
+        rows = self.documents is None and self.most == 0 and -(-self.T // CHUNK) >= 2 * FEWEST_CHUNKS
+        programs = self.B * self.M
+        fits = self._fits_at_once and 2 * programs <= multiprocessors(self.device)
+        return rows and fits and self._fills(2 * programs) and not self._fills(programs)
+
+    def _fills(self, programs: int) -> bool:
+        """Whether programs that need a whole multiprocessor each fill the device: every wave of them takes as long."""
+        places = multiprocessors(self.device)
+        return programs >= FULL * cdiv(programs, places) * places
 
     @property
     def _fits_at_once(self) -> bool:
@@ -206,7 +222,7 @@ class DeltaRule(Plan):
         """All gradients but that of the log decay: one program per segment and recurrence."""
         from .gluon_gradients import gradients  # the interpreter and other devices do without Gluon
 
-        programs = len(self.layout.segments) * self.M
+        programs = len(self.halves if self.halved else self.layout.segments) * self.M
         return Prepared(gradients, (programs,), self.scale, M=self.M, E=self.E, R=self.R, num_warps=8)
 
     def _over_chunks(self, kernel: Any, name: str, **constants: Any) -> Prepared:

@@ -16,7 +16,7 @@ from .recurrences import assert_same, inputs, results
 pytest.importorskip("triton")
 from kernels.delta_rule import triton_op, triton_plan
 from kernels.triton import plan
-from kernels.triton.launches import TABLE
+from kernels.triton.launches import TABLE, multiprocessors
 
 GATES = ("none", "constant", "head")
 PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
@@ -457,6 +457,30 @@ def test_all_gradients_in_one_pass_step_by_step(options: dict[str, Any], gate: s
     monkeypatch.setattr(triton_plan.DeltaRule, "at_once", True)
     a = inputs(**{"B": 1, "G": 1, "K": 128, "V": 128, **options}, gate=gate, dtype=torch.float32)
     agree(a, subheads=options.get("E", 1))
+
+
+@interpreted
+@pytest.mark.parametrize("through", [("o", "state"), ("o",)])
+def test_all_gradients_in_one_pass_over_two_halves(through: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, GLUON, gluon_interpreter.interpreted(GLUON, "gradients"))
+    monkeypatch.setattr(triton_plan.DeltaRule, "at_once", True)
+    monkeypatch.setattr(triton_plan.DeltaRule, "halved", True)
+    a = inputs(270, B=2, G=1, E=2, K=128, V=128, decay="mixed", dtype=torch.float32)  # five chunks
+    agree(a, subheads=2, through=through)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", ["none", "head"])
+@pytest.mark.parametrize("through", [("o", "state"), ("o",)])
+def test_sequences_that_fill_half_of_a_gpu(gate: str, through: tuple[str, ...]):
+    rows = multiprocessors(torch.device("cuda")) // 2 // 8
+    a = on_device(2500, B=rows, G=8, K=128, V=128, gate=gate)
+    to = triton_op.plan(a["q"], a["v"], 1, 1.0, None)
+    if to.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
+        assert to.halved
+    first, second = (results(kernels.delta_rule, a, backend="triton", through=through) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    agree_on_device(a, torch.bfloat16, through=through)
 
 
 @pytest.mark.parametrize("missing", [(), ("from_columns", "from_t", "before_t", "across")])
