@@ -17,6 +17,7 @@ from .errors import UserError
 from .features import ACTIVATIONS, NORMS, FeatureStream, features, features_and_gates, features_together
 from .flops import attention_flops, recurrence_flops
 from .forget_gate import forget_gate
+from .forget_gate.low_rank import low_rank_forget_gate
 from .gated_linear import gated_linear
 from .head_linear import head_linear
 from .linear import linear
@@ -59,6 +60,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_recurrence",
     "linear_token_losses",
+    "low_rank_forget_gate",
     "recomputing",
     "recurrence_flops",
     "rms_norm",

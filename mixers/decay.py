@@ -76,9 +76,7 @@ class LowRankDecay(nn.Linear):
 
     def forward(self, x: Tensor, normalizer: float = 1.0) -> Tensor:
         """x [B,T,rank] → log_decay [B,T,size]."""
-        # as one head; by views, since the gradient of an index is a copy into zeros
-        raw = kernels.head_linear(x.unflatten(-1, (1, -1)), self.weight.mT[None]).flatten(2)
-        return kernels.forget_gate(raw, self.bias, scale=1 / normalizer)
+        return kernels.low_rank_forget_gate(x, self.weight, self.bias, scale=1 / normalizer)
 
 
 class Strength(KeepsFp32):

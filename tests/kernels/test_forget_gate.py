@@ -91,6 +91,82 @@ def test_triton_on_device(given: tuple[str, ...], shape: tuple[int, ...]):
     assert all(torch.equal(x, again[name]) for name, x in found.items())
 
 
+def low_rank(rank: int, size: int, rows: tuple[int, ...] = (2, 70)) -> dict[str, Tensor]:
+    return {"x": torch.randn(*rows, rank), "weight": torch.randn(size, rank), "bias": torch.randn(size)}
+
+
+def low_rank_results(a: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
+    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
+    with kernels.backend(backend):
+        y = kernels.low_rank_forget_gate(**leaves, scale=0.25)
+    arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y)
+    return {"y": y.detach(), **dict(zip(a, torch.autograd.grad(y, list(leaves.values()), arriving), strict=True))}
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
+@pytest.mark.parametrize(("rank", "size"), [(16, 128), (3, 5), (20, 300), (64, 40), (1, 1)])
+@pytest.mark.parametrize("given", [("x", "weight"), ("x", "weight", "bias")])
+def test_low_rank_by_the_formula(backend: str, rank: int, size: int, given: tuple[str, ...], low_rank_poison: None):
+    a = {name: x for name, x in low_rank(rank, size).items() if name in given}
+    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
+    for name, x in low_rank_results(a, backend).items():
+        torch.testing.assert_close(x, expected[name].float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def low_rank_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = pytest.importorskip("kernels.forget_gate.triton_low_rank")
+    allocate = module.new
+    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+
+
+@interpreted
+def test_low_rank_of_a_part_of_a_projection_is_computed_again(low_rank_poison: None):
+    whole = torch.randn(2, 30, 20).requires_grad_()
+    a = low_rank(8, 24)
+    found = []
+    for backend, again in (("triton", True), ("triton", False), ("torch", False)):
+        with kernels.backend(backend), kernels.recomputing(again):
+            part, rest = kernels.split_columns(whole, [8, 12])
+            y = kernels.low_rank_forget_gate(part, a["weight"], a["bias"]).sin()
+        found.append([y, *torch.autograd.grad(y.sum() + rest.sum(), whole)])
+    assert all(torch.equal(x, z) for x, z in zip(found[0], found[1], strict=True))
+    for x, z in zip(found[0], found[2], strict=True):
+        torch.testing.assert_close(x, z, rtol=1e-5, atol=1e-5)
+
+
+def test_more_numbers_than_triton_takes():
+    a = low_rank(65, 10)
+    with kernels.backend("triton"), pytest.raises(kernels.UserError, match="which takes up to 64 numbers per token"):
+        kernels.low_rank_forget_gate(**a)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"x": torch.zeros(2, 4)}, r"x: expected \[B,T,R\]"),
+        ({"weight": torch.zeros(10, 3)}, r"weight: expected \[C,16\]"),
+        ({"bias": torch.zeros(3)}, r"bias: expected \[10\]"),
+    ],
+)
+def test_what_does_not_fit_a_low_rank(wrong: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=f"^{said}"):
+        kernels.low_rank_forget_gate(**low_rank(16, 10) | wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rank", "size"), [(16, 8192), (16, 1000), (24, 512), (64, 1024)])
+def test_low_rank_on_device(rank: int, size: int, dtype: torch.dtype):
+    a = {name: x.cuda() if name == "bias" else x.cuda().to(dtype) for name, x in low_rank(rank, size, (3, 777)).items()}
+    expected = low_rank_results({name: x.double() for name, x in a.items()}, "torch")
+    found, again = (low_rank_results(a, "triton") for _ in range(2))
+    for name, x in found.items():
+        error = (x.double() - expected[name]).norm() / expected[name].norm()
+        assert error <= (1e-5 if dtype == torch.float32 or name == "y" else 5e-3), name
+        assert torch.equal(x, again[name])
+
+
 def test_half_precision_makes_fp32():
     a = inputs(3, 4, 6, dtype=torch.bfloat16)
     found = results(a, "torch")

@@ -156,6 +156,8 @@ def _streams(draw: Draw, size: int) -> Iterator[Case]:
     yield Case("features_and_gates", "one token", size, one | weights | both, kept=kept, call=_decoded_with_gates)
     inputs = {"x": draw(ROWS, LENGTH, channels), "bias": draw(channels), "odds": draw(channels)}
     yield Case("forget_gate", "", size, inputs, kept=("bias", "odds"))
+    inputs = {"x": draw(ROWS, LENGTH, 16), "weight": draw(channels, 16) / 4, "bias": draw(channels)}
+    yield Case("low_rank_forget_gate", "", size, inputs, kept=("bias",))
 
 
 def _token(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor) -> list[kernels.FeatureStream]:

@@ -1,0 +1,63 @@
+"""Decays of gates that a few numbers per token are widened into: log σ(W x + b)."""
+
+import torch
+from torch import Tensor
+
+from ..arguments import at_least_fp32
+from ..backend import choose
+from ..head_linear import head_linear
+from ..recompute import remake
+from . import forget_gate, reference
+
+
+def triton(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """The Triton implementation, imported on first use: not every platform has Triton."""
+    from . import triton_low_rank
+
+    return triton_low_rank.forward(x, weight, bias, scale)
+
+
+def composed(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """A product as of one head, and its decays."""
+    raw = head_linear(x.unflatten(-1, (1, -1)), weight.mT[None])
+    # by views, since the gradient of an index is a copy into zeros
+    return forget_gate(raw.flatten(2), bias, scale=scale)
+
+
+def by_formula(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """The formula, as it stands in the paper."""
+    return reference.forward(at_least_fp32(x) @ at_least_fp32(weight).mT, bias, None, scale)
+
+
+WIDEST = 64  # numbers per token that Triton takes; more of them are worth a product of its own
+IMPLEMENTATIONS = {"triton": triton, "torch": composed, "reference": by_formula}
+
+
+def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+    """log_decay = scale · log σ(W x + bias), in at least fp32 (GLA, arXiv 2312.06635, section 4.4).
+
+    Inside `recomputing()` the result is not saved by what follows: it is far larger than x, from which it is made.
+
+    Args:
+        x: A few numbers per token [B,T,R].
+        weight: W [C,R].
+        bias: Added to W x [C]; None for none.
+        scale: Factor on the result.
+
+    Returns:
+        log_decay [B,T,C].
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    if x.dim() != 3:
+        raise ValueError(f"x: expected [B,T,R], got shape {tuple(x.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[2]:
+        raise ValueError(f"weight: expected [C,{x.shape[2]}], got shape {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    limits = f"which takes up to {WIDEST} numbers per token" if x.shape[2] > WIDEST else None
+    run = choose("low_rank_forget_gate", IMPLEMENTATIONS, x, limits)
+    return remake(run(x, weight, bias, scale), run, x, weight, bias, scale)
