@@ -42,6 +42,7 @@ from ..triton.gluon_tiles import (
     barrier,
     copy_state,
     copy_tokens,
+    distance,
     opaque,
     store_rows,
 )
@@ -107,12 +108,6 @@ def sums_of_halves(to, decays, out):
         half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, OUT)) * 128, 1)
         gl.store(out + (half + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, OUT)), 0)), halves)
     to.store(gl.reshape(halves, [256]))
-
-
-@gluon.jit
-def distance():
-    """How many tokens the query of a pair comes after its key."""
-    return gl.expand_dims(opaque(gl.arange(0, 64, OF_ROWS)), 1) - gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
 
 
 @gluon.jit

@@ -44,7 +44,7 @@ class Call:
         self.plan = to = LinearRecurrence.of(cu_seqlens, q.shape[1], *sizes, *how)
         if any(to.copied):
             q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), to.copied, strict=True))
-        if to.one_pass:  # it copies 16 bytes at a time
+        if to.aligned:
             q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
             grad = grad if grad is None or grad.data_ptr() % 16 == 0 else grad.clone()
         self.streams = {"q": q, "k": k, "v": v, "queries": q, "keys": k}
@@ -137,6 +137,8 @@ class Call:
         dq, dk, dv = (self.per_token(size) for size in (to.K, to.K, to.V))
         if to.one_pass:
             return dq, dk, dv, self._channel_backward(dq, dk, dv, first, last, first_grad, decay_grad), None
+        if to.head_pass:
+            return dq, dk, dv, self._head_backward(dq, dk, dv, first, last, first_grad, decay_grad), None
         self.carry("dv", dv, last, first_grad)
         finish = self.channel_grads if to.channel else self.head_grads
         return dq, dk, dv, *finish(dq, dk, first, last, decay_grad, beta_grad)
@@ -175,6 +177,25 @@ class Call:
         to.channel_backward()(q, *given, states, ends, *results, last, first_grad, to.layout.segments)
         to.steep_backward()(q, *given, ends, *results, to.layout.chunks)
         return dg
+
+    def _head_backward(
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        first: Tensor | None,
+        last: Tensor | None,
+        first_grad: Tensor | None,
+        decay_grad: bool,
+    ) -> Tensor | None:
+        """Fill dq, dk and dv; return the gradient of log_decay, which is per head or constant."""
+        to, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
+        states = to.new(to.chunks, to.heads, to.K, to.V)
+        to.head_states()(k, v, self.gates, states, first, to.layout.segments)
+        dg = to.new(to.B, to.T, to.heads, dtype=FP32) if decay_grad else None
+        results = (dq, dk, dv, dg, last, None if to.segmented else first_grad)
+        to.head_backward()(q, k, v, grad, self.gates, states, *results, to.layout.segments)
+        return dg.sum((0, 1)) if dg is not None and to.gate == "constant" else dg
 
     def carry(
         self,

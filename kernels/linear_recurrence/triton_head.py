@@ -23,7 +23,9 @@ from .triton_carry import BALANCE, COLUMNS, ENTER, LEAST, LEAVE, REST_OF_SUMS, S
 @triton.jit
 def log2_decay(log_decay, n, tokens, heads, valid, GATE: tl.constexpr):
     """Log decays of a chunk in log2 units; 0 (no decay) for padding."""
-    if GATE == "constant":
+    if GATE == "none":
+        g = tl.zeros([CHUNK], tl.float32)
+    elif GATE == "constant":
         g = tl.load(log_decay + n + tokens * 0, mask=valid, other=0.0)
     else:
         g = tl.load(log_decay + tokens * heads + n, mask=valid, other=0.0)
@@ -51,6 +53,7 @@ def head_gates(
     heads,
     chunks,
     PARTS: tl.constexpr,
+    GATE: tl.constexpr,  # none, constant, head
     WIDE: tl.constexpr,  # sum decays in fp64
 ):
     """Everything that the passes need from the gates if they compute the scores themselves."""
@@ -60,7 +63,7 @@ def head_gates(
     gates += (n.to(tl.int64) * chunks + c) * (PARTS * CHUNK)
     r = tl.arange(0, CHUNK)
     valid = r < count
-    b, whole, w = chunk_decays(log_decay, n, start + r, heads, valid, "head", WIDE)
+    b, whole, w = chunk_decays(log_decay, n, start + r, heads, valid, GATE, WIDE)
     high = b.to(tl.float32)
     if beta is not None:
         w *= tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)

@@ -87,7 +87,9 @@ class LinearRecurrence(Plan):
         self.channel, self.decays = gate == "channel", gate != "none"
         self.wide = dtype == torch.float32  # decays are summed in fp64
         self.inside = not self.channel and not gates and self.slices(max(self.K, self.V), self.entry("carry"))[1] <= FEW
-        self.constant = self.inside and gate in ("none", "constant")
+        self.head_pass = backward and all_gradients_at_once(gate, beta, self.K, self.V, dtype, device)
+        self.inside = self.inside or self.head_pass
+        self.constant = self.inside and gate in ("none", "constant") and not self.head_pass
         self.one_pass = at_once(gate, beta, self.K, self.V, dtype, device)
         self.parts = int(REST_OF_SUMS if self.inside else COLUMNS if gates else TOTAL) + 1
         self.given = ((q_shape, q_stride), (q_shape, k_stride), (v_shape, v_stride))
@@ -98,7 +100,7 @@ class LinearRecurrence(Plan):
         room = filling(self.heads, self.K, self.V, self.dtype, self.device, self.one_pass)
         segment = 1 if packed else segment_length(shape, v_shape, self.subheads, room)
         streams = [stream(*of, min(segment, self.T)) for of in self.given]
-        if self.one_pass:
+        if self.aligned:
             streams = [x if x and x.token % ALIGNED == x.head % ALIGNED == 0 else None for x in streams]
         self.copied = [x is None for x in streams]
         q, k, v = (x or dense(*shape[2:]) for x, (shape, _) in zip(streams, self.given, strict=True))
@@ -114,6 +116,11 @@ class LinearRecurrence(Plan):
         self.segmented = self.layout.cut > 0
         self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
         self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
+
+    @property
+    def aligned(self) -> bool:
+        """Whether there are passes in Gluon, which copy 16 bytes at a time."""
+        return self.one_pass or self.head_pass
 
     def entry(self, kernel: str) -> Launch:
         """The launch configuration of a kernel."""
@@ -146,7 +153,8 @@ class LinearRecurrence(Plan):
     def head_gates(self) -> Prepared:
         """The gates, where passes compute the scores."""
         numbers, grid = (self.scale, self.heads, self.chunks), (self.chunks, self.heads)
-        return Prepared(head_gates, grid, *numbers, PARTS=self.parts, WIDE=self.wide, num_warps=1, checked=True)
+        options: dict[str, Any] = {"PARTS": self.parts, "GATE": self.gate, "WIDE": self.wide}
+        return Prepared(head_gates, grid, *numbers, **options, num_warps=1, checked=True)
 
     @prepared
     def head_scores(self) -> Prepared:
@@ -240,6 +248,20 @@ class LinearRecurrence(Plan):
     def channel_backward(self) -> Prepared:
         """All gradients."""
         from .gluon_channel import gradients
+
+        return self._in_gluon(gradients, {"q": "q", "k": "k", "v": "v", "grad": "grad"})
+
+    @prepared
+    def head_states(self) -> Prepared:
+        """The states before all chunks, if decays are per head, constant or none."""
+        from .gluon_head import states
+
+        return self._in_gluon(states, {"k": "k", "v": "v"})
+
+    @prepared
+    def head_backward(self) -> Prepared:
+        """All gradients then."""
+        from .gluon_head import gradients
 
         return self._in_gluon(gradients, {"q": "q", "k": "k", "v": "v", "grad": "grad"})
 
@@ -363,7 +385,17 @@ class LinearRecurrence(Plan):
 
 def at_once(gate: str, beta: bool, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a decay per channel takes one pass forward and one backward."""
-    fits = gate == "channel" and not beta and K == V == AT_ONCE and dtype == torch.bfloat16
+    return gate == "channel" and _in_gluon(beta, K, V, dtype, device)
+
+
+def all_gradients_at_once(gate: str, beta: bool, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether any other decay takes one pass backward."""
+    return gate != "channel" and _in_gluon(beta, K, V, dtype, device)
+
+
+def _in_gluon(beta: bool, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are passes in Gluon for these sizes."""
+    fits = not beta and K == V == AT_ONCE and dtype == torch.bfloat16
     return fits and DIRECT and device.type == "cuda" and capability(device) == HOPPER
 
 

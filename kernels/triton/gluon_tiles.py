@@ -34,6 +34,12 @@ def opaque(x):
 
 
 @gluon.jit
+def distance():
+    """How many tokens the query of a pair comes after its key."""
+    return gl.expand_dims(opaque(gl.arange(0, 64, OF_ROWS)), 1) - gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
+
+
+@gluon.jit
 def at_tile(x, start, column, stride: gl.constexpr, LAYOUT: gl.constexpr, R: gl.constexpr, C: gl.constexpr):
     """Addresses of the tile [R, C] that begins at a row and a column.
 

@@ -1,4 +1,4 @@
-"""Decays per channel in one pass, in Gluon: step by step without a GPU, and as it is on one."""
+"""Passes of the linear recurrence in Gluon: step by step without a GPU, and as they are on one."""
 
 import sys
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ from .test_linear_recurrence_triton import compare, poison, short_segments
 
 __all__ = ["poison", "short_segments"]  # fixtures
 run = partial(results, kernels.linear_recurrence)
-GLUON = "kernels.linear_recurrence.gluon_channel"
+GLUON, HEAD = "kernels.linear_recurrence.gluon_channel", "kernels.linear_recurrence.gluon_head"
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
 
 
-def small(T: int, **options: Any) -> dict[str, torch.Tensor]:
+def small(T: int, gate: str = "channel", **options: Any) -> dict[str, torch.Tensor]:
     given = {"B": 1, "G": 1, "K": 128, "V": 128, "beta": None, "dtype": torch.float32, **options}
-    return inputs(T, gate="channel", **given)
+    return inputs(T, gate=gate, **given)
 
 
 @pytest.fixture
@@ -96,8 +96,61 @@ def test_registered_as_it_should_be(length: int, gluon: None, short_segments: No
     torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, given)
 
 
+@pytest.fixture
+def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels for all other decays, likewise."""
+    monkeypatch.setitem(sys.modules, HEAD, interpreted(HEAD, "states", "gradients"))
+    launch = triton_plan.launch  # the others of these passes have none for so many channels in fp32
+    monkeypatch.setattr(triton_plan, "launch", lambda kernel, size, *where: launch(kernel, min(size, 64), *where))
+    monkeypatch.setattr(triton_plan, "all_gradients_at_once", lambda gate, beta, *sizes: gate != "channel" and not beta)
+    monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 128)
+    plan.of_rows.cache_clear()
+    yield
+    plan.of_rows.cache_clear()
+
+
+OTHERS = ("none", "constant", "head")
+
+
+@without_a_gpu
+@pytest.mark.parametrize("gate", OTHERS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"T": 1},
+        {"T": 64, "state": False},
+        {"T": 130, "decay": "mixed"},
+        {"T": 70, "decay": "strong"},
+        {"T": 130, "B": 2, "R": 2, "E": 2},
+        {"T": 600, "documents": [0, 0, 5, 560, 600]},
+    ],
+)
+def test_other_decays_step_by_step(options: dict[str, Any], gate: str, head: None):
+    # decays are summed in fp32, since only calls in bf16 come here on a GPU
+    compare(small(**options, gate=gate), tolerance=2e-5, subheads=options.get("E", 1))
+
+
+@without_a_gpu
+@pytest.mark.parametrize("gate", OTHERS)
+@pytest.mark.parametrize("documents", [None, [0, 0, 5, 300, 320, 320]])
+def test_segments_of_other_decays(documents: list[int] | None, gate: str, head: None, short_segments: None):
+    compare(small(320, gate, documents=documents))
+
+
+@without_a_gpu
+@pytest.mark.parametrize("through", ["o", "state"])
+def test_a_gradient_of_one_result_alone_with_a_decay_per_head(through: str, head: None):
+    compare(small(70, "head", state=False), through=(through,))
+
+
+@without_a_gpu
+def test_other_decays_without_gradients(head: None):
+    a = small(130, "head")
+    compare({name: x for name, x in a.items() if name != "log_decay"}, log_decay=a["log_decay"])
+
+
 STRIDES = ("q_token", "k_token", "v_token", "grad_token", "x_token", "y_token")
-FP32 = ("log_decay", "ends", "first", "last", "shrunk", "log_decay_grad")
+FP32 = ("log_decay", "gates", "ends", "first", "last", "shrunk", "log_decay_grad")
 NUMBERS = dict.fromkeys(("q_head", "k_head", "v_head", "grad_head", "x_head", "y_head", "chunks", "groups"), "i32")
 
 
@@ -112,9 +165,25 @@ NUMBERS = dict.fromkeys(("q_head", "k_head", "v_head", "grad_head", "x_head", "y
     ],
 )
 def test_compiles_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any]):
+    compiles(GLUON, kernel, tokens, fixed)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tokens", "fixed"),
+    [
+        ("states", STRIDES[1:3], {"first": None}),
+        ("gradients", STRIDES[:4], {"last": None, "first": None}),
+        ("gradients", STRIDES[:4], {"log_decay_grad": None}),
+    ],
+)
+def test_other_decays_compile_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any]):
+    compiles(HEAD, kernel, tokens, fixed)
+
+
+def compiles(module: str, kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any]) -> None:
     types = dict.fromkeys(FP32, "*fp32") | NUMBERS | {"scale": "fp32", "segments": "*i32"}
     given = {**dict.fromkeys(tokens, 1024), "heads": 8, "SUBHEADS": 2, **fixed}
-    assert shared_memory(GLUON, kernel, given, types) <= MOST
+    assert shared_memory(module, kernel, given, types) <= MOST
 
 
 ON_DEVICE: list[dict[str, Any]] = [
@@ -127,9 +196,10 @@ ON_DEVICE: list[dict[str, Any]] = [
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gate", [*OTHERS, "channel"])
 @pytest.mark.parametrize("options", ON_DEVICE)
-def test_device(options: dict[str, Any]):
-    a = small(**options)
+def test_device(options: dict[str, Any], gate: str):
+    a = small(**options, gate=gate)
     a = {name: x.bfloat16() if name in "qkv" else x for name, x in a.items()}
     E = options.get("E", 1)
     compare(a, tolerance=1e-2, reference="torch", subheads=E)
@@ -141,6 +211,7 @@ def test_device(options: dict[str, Any]):
 
 
 @pytest.mark.gpu
-def test_device_strong_decays():
-    a = small(1100, decay="strong", G=2)
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_device_strong_decays(gate: str):
+    a = small(1100, gate, decay="strong", G=2)
     compare({n: x.bfloat16() if n in "qkv" else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
