@@ -23,8 +23,8 @@ from ..triton.parts import add_parts
 from .triton_op import log_sigmoid, per_channel
 
 FORWARD = {"ROWS": 64, "BLOCK": 128}
-BACKWARD = {"ROWS": 64, "BLOCK": 64}  # twice the columns would take 251 registers a thread
-PROGRAMS = 4  # per multiprocessor in the backward pass
+BACKWARD = {"ROWS": 64, "BLOCK": 128}
+PROGRAMS = 2  # per multiprocessor in the backward pass
 
 
 @triton.jit

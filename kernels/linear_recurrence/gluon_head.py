@@ -41,6 +41,8 @@ from ..triton.gluon_tiles import (
 # of the gates of a chunk, [5,64]; the first four parts are copied (`triton_carry.py`)
 PARTS = gl.constexpr(5)
 OF_STATE = gl.constexpr(gl.SliceLayout(1, STATE))
+SUMS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # tokens × tokens, a row within a warp
+DOWN, ACROSS = gl.constexpr(gl.SliceLayout(1, SUMS)), gl.constexpr(gl.SliceLayout(0, SUMS))
 
 
 @gluon.jit
@@ -48,6 +50,25 @@ def copy_gates(to, gates, place, wanted):
     """Start to copy ENTER, LEAVE, TOTAL and SUMS of a chunk; each thread one number."""
     at = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
     async_copy.async_copy_global_to_shared(to, gates + (place * (PARTS * 64) + at), mask=(at >= 0) & wanted)
+
+
+@gluon.jit
+def in_halves(x):
+    """Sums [2,64] of both halves of the rows of x; neither needs anything from another warp."""
+    R: gl.constexpr = x.shape[0]
+    C: gl.constexpr = x.shape[1]
+    return gl.permute(gl.sum(gl.reshape(x, [R, 2, C // 2]), 2), (1, 0))
+
+
+@gluon.jit
+def store_halves(to, x):
+    to.store(gl.reshape(in_halves(x), [128]))
+
+
+@gluon.jit
+def whole_sums(halves, LAYOUT: gl.constexpr):
+    """The sums of whole rows."""
+    return halves.slice(0, 64).load(LAYOUT) + halves.slice(64, 64).load(LAYOUT)
 
 
 @gluon.jit(do_not_specialize=["chunks", "groups"])
@@ -168,8 +189,11 @@ def gradients(
     pairs_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     gates_s = gl.allocate_shared_memory(gl.float32, [2, 256], FLAT)
-    later_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)  # first the pairs of tokens with themselves
-    earlier_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    # Sums over channels, a half from each of two warps, so that none waits for the other.
+    itself_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
+    later_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
+    earlier_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
+    through_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
 
     row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
     whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
@@ -201,7 +225,7 @@ def gradients(
         fence_async_shared()
         barrier()
         if log_decay_grad is not None:
-            through = gl.sum(gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1), 0)
+            through_s.store(gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1))
         D = warpgroup_mma(dO_s, V_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
         A = warpgroup_mma(Q_s, K_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
         dQ = warpgroup_mma(dO_s, before_s.permute((1, 0)), rows, use_acc=False, is_async=True)
@@ -218,7 +242,7 @@ def gradients(
         between = gl.expand_dims(b.load(OF_ROWS), 1) - gl.expand_dims(b.load(OF_COLUMNS), 0)
         decay = gl.exp2(gl.minimum(between, 0.0)) * scale
         D, A = warpgroup_mma_wait(1, deps=[D, A])
-        later_s.store(gl.sum(gl.where(distance() == 0, D, 0.0), 1) * scale)
+        store_halves(itself_s, gl.where(distance() == 0, D * scale, 0.0))
         pairs_s.store(gl.where(distance() > 0, D * decay, 0.0).to(gl.bfloat16))
         scores_s.store(gl.where(distance() >= 0, A * decay, 0.0).to(gl.bfloat16))
         dQ = warpgroup_mma_wait(0, deps=[dQ])
@@ -231,39 +255,41 @@ def gradients(
         dS = warpgroup_mma(enter_s.permute((1, 0)), dO_s, dS, is_async=True)
         copy_state(before_s, states, (first_chunk + c - 1).to(gl.int64) * heads + n, c > 0)
         async_copy.commit_group()
-        itself = gl.expand_dims(later_s.load(OF_TOKENS), 1)
+        itself = gl.expand_dims(whole_sums(itself_s, OF_TOKENS), 1)
         dQ = warpgroup_mma_wait(2, deps=[dQ])
         if log_decay_grad is not None:
             # later tokens reach back past this one, earlier ones forward: sums of one sign, not differences
-            later = gl.sum(Q_s.load(ROWS).to(gl.float32) * dQ, 1)
+            later = in_halves(Q_s.load(ROWS).to(gl.float32) * dQ)
         dQ += itself * K_s.load(ROWS).to(gl.float32)
         store_rows(q_grad, token, n * 128, stop, heads * 128, dQ)
         T = warpgroup_mma(V_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
         dK = warpgroup_mma_wait(2, deps=[dK])
         if log_decay_grad is not None:
-            later -= gl.sum(K_s.load(ROWS).to(gl.float32) * dK, 1)
+            later -= in_halves(K_s.load(ROWS).to(gl.float32) * dK)
         dK += itself * Q_s.load(ROWS).to(gl.float32)
         leave = gl.expand_dims(gates_here.slice(64, 64).load(OF_TOKENS), 1)
         dS, T = warpgroup_mma_wait(0, deps=[dS, T])
         dV = warpgroup_mma(K_s, after_s, rows, use_acc=False, is_async=True)
         T *= leave
-        barrier()  # all have read the queries, and the pairs of tokens with themselves
+        barrier()  # all have read the queries
         copy_tokens(Q_s, q, token - 64, 0, end, q_token)
         async_copy.commit_group()
         if log_decay_grad is not None:
-            later_s.store(later)
-            earlier_s.store(gl.sum(K_s.load(ROWS).to(gl.float32) * T, 1))
+            later_s.store(gl.reshape(later, [128]))
+            store_halves(earlier_s, K_s.load(ROWS).to(gl.float32) * T)
         store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T)
         dV = warpgroup_mma_wait(0, deps=[dV])
         dV *= leave
         dV = warpgroup_mma(scores_s.permute((1, 0)), dO_s, dV, is_async=True)
+        barrier()  # all have read the state after
         if log_decay_grad is not None:
-            barrier()
-            later_ones = gl.expand_dims(later_s.load(OF_COLUMNS), 0)
-            around = gl.where(distance() > 0, gl.expand_dims(earlier_s.load(OF_COLUMNS), 0), later_ones)
-            tokens = token + gl.arange(0, 64, OF_ROWS)
-            at = log_decay_grad + (tokens.to(gl.int64) * heads + n)
-            gl.store(at, gl.sum(around, 1) + gates_here.slice(128, 1).load(OF_ROWS) * through, mask=tokens < stop)
+            through = whole_sums(through_s, ACROSS) * gates_here.slice(128, 1).load(ACROSS)
+            later, earlier = whole_sums(later_s, ACROSS) + through, whole_sums(earlier_s, ACROSS) + through
+            r = gl.arange(0, 64, DOWN)
+            before = gl.expand_dims(r, 1) > gl.expand_dims(gl.arange(0, 64, ACROSS), 0)
+            around = gl.sum(gl.where(before, gl.expand_dims(earlier, 0), gl.expand_dims(later, 0)), 1)
+            at = log_decay_grad + ((token + r).to(gl.int64) * heads + n)
+            gl.store(at, around, mask=r < stop - token)
         dV = warpgroup_mma_wait(0, deps=[dV])
         store_rows(v_grad, token, n * 128, stop, heads * 128, dV)
     if first is not None:

@@ -87,7 +87,8 @@ class LinearRecurrence(Plan):
         self.channel, self.decays = gate == "channel", gate != "none"
         self.wide = dtype == torch.float32  # decays are summed in fp64
         self.inside = not self.channel and not gates and self.slices(max(self.K, self.V), self.entry("carry"))[1] <= FEW
-        self.head_pass = backward and all_gradients_at_once(gate, beta, self.K, self.V, dtype, device)
+        fits = all_gradients_at_once(gate, beta, self.K, self.V, dtype, device)
+        self.head_pass = backward and fits and self._fills_half()
         self.inside = self.inside or self.head_pass
         self.constant = self.inside and gate in ("none", "constant") and not self.head_pass
         self.one_pass = at_once(gate, beta, self.K, self.V, dtype, device)
@@ -121,6 +122,11 @@ class LinearRecurrence(Plan):
     def aligned(self) -> bool:
         """Whether there are passes in Gluon, which copy 16 bytes at a time."""
         return self.one_pass or self.head_pass
+
+    def _fills_half(self) -> bool:
+        """Whether as many programs as there can be, each of which needs a whole multiprocessor, fill half of them."""
+        most = self.heads * self.B * -(-self.T // BLOCK)
+        return most >= multiprocessors(self.device) // 2
 
     def entry(self, kernel: str) -> Launch:
         """The launch configuration of a kernel."""

@@ -133,6 +133,7 @@ class Language(ModuleType):
     store = staticmethod(lambda x, y, mask=None: x.store(y, mask))
     sum = staticmethod(lambda x, axis: x.sum(axis))
     reshape = staticmethod(lambda x, shape: x.reshape(shape))
+    permute = staticmethod(lambda x, order: x.permute(order))
     convert_layout = staticmethod(lambda x, layout: x)
     cdiv = staticmethod(lambda n, size: -(-n // size))
     inline_asm_elementwise = staticmethod(lambda asm, constraints, given, **options: given[0])

@@ -198,7 +198,9 @@ ON_DEVICE: list[dict[str, Any]] = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("gate", [*OTHERS, "channel"])
 @pytest.mark.parametrize("options", ON_DEVICE)
-def test_device(options: dict[str, Any], gate: str):
+def test_device(options: dict[str, Any], gate: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_plan.LinearRecurrence, "_fills_half", lambda plan: True)
+    plan.of_rows.cache_clear()
     a = small(**options, gate=gate)
     a = {name: x.bfloat16() if name in "qkv" else x for name, x in a.items()}
     E = options.get("E", 1)
@@ -212,6 +214,8 @@ def test_device(options: dict[str, Any], gate: str):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gate", ["head", "channel"])
-def test_device_strong_decays(gate: str):
+def test_device_strong_decays(gate: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_plan.LinearRecurrence, "_fills_half", lambda plan: True)
+    plan.of_rows.cache_clear()
     a = small(1100, gate, decay="strong", G=2)
     compare({n: x.bfloat16() if n in "qkv" else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
