@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from .commands import ROOT
 
@@ -52,3 +54,16 @@ def test_what_a_page_names_exists(page: Path):
 @pytest.mark.parametrize("page", [page for page in PAGES[2:] if page.stem not in RENDERED], ids=lambda page: page.stem)
 def test_a_topic_has_two_pages_at_most(page: Path):
     assert len(page.read_text(encoding="utf-8").split()) <= WORDS
+
+
+def test_the_pictures_of_the_passes_show_what_there_is(tmp_path: Path):
+    subprocess.run([sys.executable, ROOT / "docs" / "draw_passes.py", tmp_path], check=True, timeout=120)
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    assert drawn == sorted(path.name for path in (ROOT / "tutorials" / "pictures").glob("passes_*.png"))
+    for name in drawn:
+        assert np.ptp(imread(tmp_path / name)) > 0.5
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kernels").rglob("*.py"))
+    script = (ROOT / "docs" / "draw_passes.py").read_text(encoding="utf-8")
+    kernels = re.findall(r"""Kernel\("(\w+)",""", script)
+    assert len(kernels) > 20
+    assert all(f"def {name}(" in source for name in kernels)
