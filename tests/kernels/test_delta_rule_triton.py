@@ -459,6 +459,29 @@ def test_all_gradients_in_one_pass_step_by_step(options: dict[str, Any], gate: s
     agree(a, subheads=options.get("E", 1))
 
 
+@pytest.mark.parametrize(
+    ("B", "H", "T", "documents", "halved", "whole"),
+    [
+        (8, 8, 4096, None, True, True),
+        (4, 64, 4096, None, False, True),
+        (4, 8, 4096, None, False, False),  # a quarter of the device, and two halves would fill no more than half
+        (8, 8, 1024, None, False, False),  # too short
+        (1, 64, 4096, 1, False, False),  # documents are cut otherwise
+    ],
+)
+def test_when_sequences_are_halved(
+    B: int, H: int, T: int, documents: int | None, halved: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(triton_plan, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(triton_plan.DeltaRule, "_fits_at_once", True)
+    shape = torch.Size([B, T, H, 128])
+    bounds = None if documents is None else torch.arange(documents + 1) * (T // documents)
+    sizes = (shape, shape, 1, 1.0, torch.bfloat16, torch.device("cpu"), documents)
+    found = triton_plan.DeltaRule.of(bounds, T, *sizes)
+    assert found.halved == halved
+    assert found.at_once == whole
+
+
 @interpreted
 @pytest.mark.parametrize("through", [("o", "state"), ("o",)])
 def test_all_gradients_in_one_pass_over_two_halves(through: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):

@@ -149,6 +149,19 @@ def test_other_decays_without_gradients(head: None):
     compare({name: x for name, x in a.items() if name != "log_decay"}, log_decay=a["log_decay"])
 
 
+@pytest.mark.parametrize(
+    ("B", "H", "T", "whole"), [(4, 8, 4096, True), (4, 64, 4096, True), (1, 8, 65536, True), (1, 8, 2048, False)]
+)
+def test_one_pass_is_for_what_fills_half_of_a_gpu(B: int, H: int, T: int, whole: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_plan, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(triton_plan, "all_gradients_at_once", lambda *given: True)
+    x = torch.empty(B, T, H, 128, dtype=torch.bfloat16, device="meta")
+    sizes = (x.shape, x.stride(), x.stride(), x.shape, x.stride(), x.dtype, torch.device("cpu"))
+    for backward in (False, True):
+        found = triton_plan.LinearRecurrence(*sizes, "head", False, 1.0, 1, backward, backward)
+        assert found.head_pass == (whole and backward)
+
+
 STRIDES = ("q_token", "k_token", "v_token", "grad_token", "x_token", "y_token")
 FP32 = ("log_decay", "gates", "ends", "first", "last", "shrunk", "log_decay_grad")
 NUMBERS = dict.fromkeys(("q_head", "k_head", "v_head", "grad_head", "x_head", "y_head", "chunks", "groups"), "i32")
