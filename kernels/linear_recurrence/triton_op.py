@@ -2,7 +2,8 @@
 
 Forward: the gates of every chunk (and the scores inside it, unless the pass computes them itself), then one pass.
 Backward: the same, with the gradients of the scores, then three passes, and one kernel for the gradients of the gates.
-Decays per channel take one pass forward and one backward where `at_once` says so.
+Decays per channel take one pass forward and one backward where `at_once` says so, others one backward where
+`all_gradients_at_once` does and programs enough can run.
 Saved for backward are the arguments and, if the rows of a batch are cut into segments, the states that these start
 from. How often packed documents are cut does not follow from shapes; their states are recomputed. There are no atomics:
 results are bitwise repeatable.

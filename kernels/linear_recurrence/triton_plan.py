@@ -391,15 +391,15 @@ class LinearRecurrence(Plan):
 
 def at_once(gate: str, beta: bool, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a decay per channel takes one pass forward and one backward."""
-    return gate == "channel" and _in_gluon(beta, K, V, dtype, device)
+    return gate == "channel" and _fits_gluon(beta, K, V, dtype, device)
 
 
 def all_gradients_at_once(gate: str, beta: bool, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether any other decay takes one pass backward."""
-    return gate != "channel" and _in_gluon(beta, K, V, dtype, device)
+    return gate != "channel" and _fits_gluon(beta, K, V, dtype, device)
 
 
-def _in_gluon(beta: bool, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
+def _fits_gluon(beta: bool, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether there are passes in Gluon for these sizes."""
     fits = not beta and K == V == AT_ONCE and dtype == torch.bfloat16
     return fits and DIRECT and device.type == "cuda" and capability(device) == HOPPER
