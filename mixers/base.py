@@ -21,7 +21,7 @@ from .precision import KeepsFp32
 from .state import History, Position
 
 if TYPE_CHECKING:
-    from .expansion import Expand
+    from .expansion import Expand, Expansion
 
 State = Any  # a pytree of tensors, usually a NamedTuple; `state.py` says how to type its fields
 
@@ -261,22 +261,31 @@ class LinearMixer(TokenMixer):
         context_parallel: ContextParallel | None,
     ) -> tuple[Streams, tuple[Tensor, ...], Tensor]:
         """Expand queries and keys, apply the features of each stream, compute the gates: the one place to fuse them."""
+        q_product = k_product = None
         if self.q_expand is not None and self.k_expand is not None:
-            cut = (self.subheads, self.subhead_size)
-            # with parameters in fp32, under autocast, an expansion may make more of a stream than it was
-            q, k = self.q_expand(s.q, x).to(s.q.dtype), self.k_expand(s.k, x).to(s.k.dtype)
-            s = s.replace(q=q.unflatten(-1, cut).flatten(2, 3), k=k.unflatten(-1, cut).flatten(2, 3))
+            q, q_product = self._expand(self.q_expand, s.q, x)
+            k, k_product = self._expand(self.k_expand, s.k, x)
+            s = s.replace(q=q, k=k)
         where = following = s.v.new_zeros(0, dtype=torch.int64)
         if self._needs_positions:
             where, following = positions(s.v, None if state is None else state.position, cu_seqlens, context_parallel)
         past = [None] * 3 if state is None else state.histories
         given = self.gate_inputs(s)
-        made, gates = together(self._features, s[:3], past, where, cu_seqlens, context_parallel, given)
+        products = (q_product, k_product, None)
+        made, gates = together(self._features, s[:3], past, where, cu_seqlens, context_parallel, given, products)
         done, histories = zip(*made, strict=True)
         q = done[0] if self.q_gain is None else self.q_gain(done[0])
         s = s.replace(q=q, k=done[1], v=done[2])
         s = self.gates(s) if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
         return s, histories, following
+
+    def _expand(self, expansion: "Expansion", stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The subheads of a stream; or a stream, and the matrices that make them of its heads."""
+        y, product = expansion.factors(stream, x)
+        if product is None:
+            # with parameters in fp32, under autocast, an expansion may make more of a stream than it was
+            y = y.to(stream.dtype).unflatten(-1, (self.subheads, self.subhead_size)).flatten(2, 3)
+        return y, product
 
     @property
     def _needs_positions(self) -> bool:

@@ -34,6 +34,10 @@ class Expansion(nn.Module):
         """Expand `stream` [B,T,heads,size]; x [B,T,hidden] is the layer's input, for expansions that depend on it."""
         raise NotImplementedError
 
+    def factors(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Two tensors whose `kernels.head_linear` the result is, so that features can include it; or it, and None."""
+        return self(stream, x), None
+
 
 def activated(stream: Tensor, activation: Activation) -> Tensor:
     """The activation alone; the gradient of a part of a projection is written to where it belongs."""
@@ -61,6 +65,11 @@ class HeadWise(Expansion):
 
     def forward(self, stream: Tensor, x: Tensor) -> Tensor:
         return kernels.head_linear(activated(stream, self.activation), self.weight)
+
+    def factors(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if type(self).forward is not HeadWise.forward:  # of a subclass, which the factors know nothing of
+            return super().factors(stream, x)
+        return activated(stream, self.activation), self.weight
 
 
 class LowRank(Expansion):

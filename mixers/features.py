@@ -62,7 +62,7 @@ class FeaturePath(nn.Module):
 
     def __init__(self, spec: Features, heads: int, size: int):
         super().__init__()
-        self.spec, self.channels = spec, heads * size
+        self.spec, self.heads, self.channels = spec, heads, heads * size
         self.weight = nn.Parameter(torch.empty(self.channels, 1, spec.conv)) if spec.conv else None
         self.bias = nn.Parameter(torch.empty(self.channels)) if spec.bias else None
         self.map = spec.map(heads, size) if spec.map else None
@@ -92,11 +92,18 @@ class FeaturePath(nn.Module):
         return result
 
     def stream(
-        self, x: Tensor, history: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+        self,
+        x: Tensor,
+        product: Tensor | None,
+        history: Tensor | None,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
     ) -> kernels.FeatureStream:
-        """The arguments of `kernels.features_together` for x [B,T,heads,size]."""
+        """The arguments of `kernels.features_together` for x [B,T,heads,size], or for the x [B,T,G,K] of a product."""
         return_history = history is not None
         if self.spec.conv > 1 and context_parallel is not None:
+            if product is not None:  # its results are what other parts of the sequence need
+                x, product = kernels.head_linear(x, product).view(*x.shape[:2], self.heads, -1), None
             context_parallel.check(history, cu_seqlens)
             history = context_parallel.history(x.flatten(2), self.spec.conv - 1)
         return kernels.FeatureStream(
@@ -109,6 +116,8 @@ class FeaturePath(nn.Module):
             return_history=return_history,
             cu_seqlens=cu_seqlens,
             consume_history=True,  # it is part of a state
+            product=product,
+            subheads=1 if product is None else self.heads // len(product),
         )
 
 
@@ -120,11 +129,17 @@ def together(
     cu_seqlens: Tensor | None,
     context_parallel: ContextParallel | None = None,
     gates: kernels.GateInputs | None = None,
+    products: Sequence[Tensor | None] | None = None,
 ) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None]:
-    """What each path makes of its stream, and the gates if any, computed together where that saves launches."""
+    """What each path makes of its stream, and the gates if any, computed together where that saves launches.
+
+    Each head of a stream with a product [G,K,N] is multiplied by its matrix first.
+    """
     given = [
-        path.stream(x, history, cu_seqlens, context_parallel)
-        for path, x, history in zip(paths, streams, histories, strict=True)
+        path.stream(x, product, history, cu_seqlens, context_parallel)
+        for path, x, product, history in zip(
+            paths, streams, products or [None] * len(paths), histories, strict=True
+        )
     ]
     made, done = (kernels.features_together(given), None) if gates is None else kernels.features_and_gates(given, gates)
     mapped = [

@@ -1,6 +1,6 @@
 """Short causal depthwise convolution → activation → norm, for every head of a stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -20,6 +20,15 @@ def triton(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     from . import triton_op
 
     return triton_op.forward(stream)
+
+
+def with_product(stream: FeatureStream) -> Callable[[FeatureStream], tuple[Tensor, Tensor | None]] | None:
+    """The implementation that includes the product of a stream; None if it has none, or that cannot take it."""
+    if stream.product is None:
+        return None
+    from . import expanded_op
+
+    return expanded_op.forward if expanded_op.fits(stream) else None
 
 
 def one_launch(
@@ -106,10 +115,17 @@ def together(
     streams: Sequence[FeatureStream], gates: GateInputs | None
 ) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
     """y and the history of each stream, and both gates [2,…,M] if the same launch made them."""
-    chosen = []
+    chosen, whole = [], []
     for stream in streams:
-        fits = stream.taps <= MOST_TAPS and (stream.norm == "none" or stream.x.shape[3] <= LARGEST)
-        chosen.append(choose("features", IMPLEMENTATIONS, stream.x, None if fits else LIMITS))
+        fits = stream.taps <= MOST_TAPS and (stream.norm == "none" or stream.size <= LARGEST)
+        implementation = choose("features", IMPLEMENTATIONS, stream.x, None if fits else LIMITS)
+        if implementation is triton and (at_once := with_product(stream)) is not None:
+            implementation = at_once
+        else:
+            stream = stream.multiplied()
+        chosen.append(implementation)
+        whole.append(stream)
+    streams = whole
     if all(implementation is triton for implementation in chosen) and (done := one_launch(streams, gates)) is not None:
         return done
     return [implementation(stream) for implementation, stream in zip(chosen, streams, strict=True)], None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..documents import documents
+from ..head_linear import head_linear
 from .stages import ACTIVATIONS, NORMS
 
 
@@ -17,7 +18,7 @@ class FeatureStream:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
 
-    x: Tensor  # [B,T,heads,size]
+    x: Tensor  # [B,T,heads,size]; with `product` [B,T,G,K]
     weight: Tensor | None = None  # [C,1,W], C = heads·size
     bias: Tensor | None = None  # [C]
     activation: str = "identity"
@@ -26,11 +27,19 @@ class FeatureStream:
     return_history: bool = False
     cu_seqlens: Tensor | None = None  # [N+1]
     consume_history: bool = False  # whether a single token may write the next history into `history`
+    product: Tensor | None = None  # [G,K,subheads·size]: each head is multiplied by its matrix first
+    subheads: int = 1  # into how many heads the result of each is cut then
 
     def __post_init__(self) -> None:
         x, weight, bias = self.x, self.weight, self.bias
         if x.dim() != 4:
             raise ValueError(f"x: expected [B,T,heads,size], got shape {tuple(x.shape)}")
+        if (product := self.product) is not None:
+            if product.dim() != 3 or product.shape[:2] != x.shape[2:] or product.shape[2] % self.subheads:
+                wanted = f"[{x.shape[2]},{x.shape[3]},N] with a multiple N of {self.subheads} subheads"
+                raise ValueError(f"product: expected {wanted}, got shape {tuple(product.shape)}")
+            if torch.is_autocast_enabled(x.device.type):
+                self.x = x = x.to(torch.get_autocast_dtype(x.device.type))
         C = self.channels
         if weight is not None and (weight.dim() != 3 or weight.shape[:2] != (C, 1)):
             raise ValueError(f"weight: expected [{C},1,W], got shape {tuple(weight.shape)}")
@@ -51,7 +60,21 @@ class FeatureStream:
 
     @property
     def channels(self) -> int:
-        return self.x.shape[2] * self.x.shape[3]
+        return self.x.shape[2] * (self.x.shape[3] if self.product is None else self.product.shape[2])
+
+    @property
+    def size(self) -> int:
+        """Channels of a head of the result."""
+        return self.x.shape[3] if self.product is None else self.product.shape[2] // self.subheads
+
+    def multiplied(self) -> "FeatureStream":
+        """The same with the result of the product as x."""
+        if self.product is None:
+            return self
+        x = head_linear(self.x, self.product)
+        x = x.view(*x.shape[:2], x.shape[2] * self.subheads, self.size)
+        rest = (self.history, self.return_history, self.cu_seqlens, self.consume_history)
+        return FeatureStream(x, self.weight, self.bias, self.activation, self.norm, *rest)
 
     @property
     def sequences(self) -> int:
@@ -60,7 +83,7 @@ class FeatureStream:
     @property
     def differentiated(self) -> bool:
         """Whether a gradient is wanted."""
-        tensors = (self.x, self.weight, self.bias, self.history)
+        tensors = (self.x, self.product, self.weight, self.bias, self.history)
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in tensors)
 
     def past(self) -> Tensor:

@@ -1,0 +1,169 @@
+"""Features of an expanded stream: product, convolution, activation and norm in one launch, without the product in memory.
+
+The gradient of the product is computed in another launch, from the arguments alone; two batched products make of it
+those of the stream and the matrix.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import op
+from ..allocation import new
+from ..head_linear import differentiate as differentiate_product
+from ..recompute import remake
+from ..triton.enqueue import DIRECT, Prepared, cdiv
+from ..triton.launches import HOPPER, capability, multiprocessors
+from ..triton.parts import add_parts
+from .arguments import FeatureStream
+from .stages import EPS
+from .triton_op import strided
+
+SIZE, TAPS = 128, 4  # what the kernels are written for: channels of a head before and after, inputs of the convolution
+ACTIVATIONS, NORMS = ("identity", "silu"), ("none", "l2")
+WARPS = 8
+MOST_WAVES = 8  # of programs
+
+
+class Launch(NamedTuple):
+    """How a kernel runs."""
+
+    tokens: int  # of a tile
+    registers: int  # of a thread
+    programs: int  # side by side on a multiprocessor
+
+
+FORWARD, BACKWARD = Launch(64, 80, 3), Launch(64, 128, 2)
+
+
+def fits(stream: FeatureStream) -> bool:
+    """Whether the kernels can take the arguments, on this device."""
+    x, product, weight = stream.x, stream.product, stream.weight
+    return (
+        product is not None
+        and weight is not None
+        and (x.shape[3], stream.size, stream.taps) == (SIZE, SIZE, TAPS)
+        and stream.activation in ACTIVATIONS
+        and stream.norm in NORMS
+        and all(given is None for given in (stream.bias, stream.history, stream.cu_seqlens))
+        and not stream.return_history
+        and x.shape[1] >= FORWARD.tokens
+        and x.dtype == torch.bfloat16
+        and on_hopper(x.device)
+    )
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Whether a device has the instructions that the kernels need, and Triton is one that they were tested with."""
+    return DIRECT and device.type == "cuda" and capability(device) == HOPPER
+
+
+class Shape(NamedTuple):
+    """What a launch depends on."""
+
+    B: int
+    T: int
+    heads: int
+    subheads: int
+    activation: str
+    norm: str
+    multiprocessors: int
+
+
+def shape_of(x: Tensor, product: Tensor, activation: str, norm: str) -> Shape:
+    return Shape(*x.shape[:3], product.shape[2] // SIZE, activation, norm, multiprocessors(x.device))
+
+
+@lru_cache(maxsize=256)
+def cut(tiles: int, columns: int, room: int) -> tuple[int, int]:
+    """Into how many runs to cut the tiles of a sequence, and how many tiles each has.
+
+    A program costs one tile more, for its matrix; a last wave that fills little of the device takes as long as any other.
+    """
+    found = {cdiv(tiles, cdiv(tiles, max(1, waves * room // columns))) for waves in range(1, MOST_WAVES + 1)}
+    runs = min(found, key=lambda n: (cdiv(n * columns, room) * (cdiv(tiles, n) + 1), n))
+    return runs, cdiv(tiles, runs)
+
+
+@lru_cache(maxsize=256)
+def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[Prepared, int]:
+    """The launch for an x of this shape and these strides, and the number of its runs in each sequence."""
+    from . import gluon_expanded  # the interpreter and other devices do without Gluon
+
+    kernel, how = (gluon_expanded.backward, BACKWARD) if backward else (gluon_expanded.forward, FORWARD)
+    columns = shape.heads * shape.subheads
+    tiles = cdiv(shape.T, how.tokens - (2 if backward else 1) * (TAPS - 1))
+    runs, each = cut(tiles, shape.B * columns, how.programs * shape.multiprocessors)
+    prepared = Prepared(
+        kernel,
+        (shape.B * runs * columns,),
+        shape.T,
+        each,
+        row,
+        x_token=token,
+        C=columns * SIZE,
+        SUBHEADS=shape.subheads,
+        SILU=shape.activation == "silu",
+        L2=shape.norm == "l2",
+        EPS=EPS,
+        TILE=how.tokens,
+        num_warps=WARPS,
+        maxnreg=how.registers,
+    )
+    return prepared, runs
+
+
+def compute(x: Tensor, product: Tensor, weight: Tensor, activation: str, norm: str) -> tuple[Tensor]:
+    """y [B,T,heads·subheads,128]."""
+    y = new(x, *x.shape[:2], weight.shape[0] // SIZE, SIZE)
+    x, *strides = strided(x)
+    queue, _ = launch(False, shape_of(x, product, activation, norm), *strides)
+    queue(x, product.to(x.dtype).contiguous(), weight.contiguous(), y)
+    return (y,)
+
+
+def fake(x: Tensor, product: Tensor, weight: Tensor, activation: str, norm: str) -> tuple[Tensor]:
+    """An empty tensor of the shape and dtype that `compute` returns."""
+    return (x.new_empty(*x.shape[:2], weight.shape[0] // SIZE, SIZE),)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    needed: Sequence[bool],
+    x: Tensor,
+    product: Tensor,
+    weight: Tensor,
+    activation: str,
+    norm: str,
+) -> list[Tensor | None]:
+    """The gradients of all tensors."""
+    assert gradients[0] is not None
+    dy = gradients[0].contiguous()
+    dz = new(x, *x.shape[:3], product.shape[2])
+    source, *strides = strided(x)
+    queue, runs = launch(True, shape_of(x, product, activation, norm), *strides)
+    dtaps = new(x, x.shape[0] * runs, TAPS, weight.shape[0], dtype=torch.float32)
+    queue(source, product.to(x.dtype).contiguous(), weight.contiguous(), dy, dz, dtaps)
+    dweight = add_parts(dtaps, weight.dtype)[:, None]
+    return [*differentiate_product([dz], (), needed[:2], x, product), dweight]
+
+
+apply = op.register("expanded_features", compute, differentiate, fake, results=1)
+
+
+def again(*given: Any) -> Tensor:
+    """y, without gradients."""
+    return compute(*given)[0]
+
+
+def forward(stream: FeatureStream) -> tuple[Tensor, None]:
+    """y [B,T,heads,size]; inside `recomputing()` it is not saved by what follows."""
+    assert stream.product is not None
+    assert stream.weight is not None
+    given = (stream.x, stream.product, stream.weight, stream.activation, stream.norm)
+    (y,) = apply(*given)
+    return remake(y, again, *given), None
