@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..triton.gluon_tiles import COPY, SHARED, STATE, at_tile, barrier, opaque
+from ..triton.gluon_tiles import COPY, FLAT, SHARED, STATE, at_tile, barrier, opaque
 
 LOG2E = gl.constexpr(1.4426950408889634)
 REACH = gl.constexpr(3)  # tokens before the current one that the convolution sees
@@ -52,7 +52,7 @@ def store_tile(y, tile, first, column, T, stride: gl.constexpr, TILE: gl.constex
     token = first + within
     c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, COPY)), 0)
     wanted = (within >= REACH) & (within < REACH + COUNT) & (token < T)
-    gl.store(y + (token.to(gl.int64) * stride + (column + c)), tile.load(COPY), mask=wanted)
+    gl.store(y + (token.to(gl.int64) * stride + (column + c)), tile, mask=wanted)
 
 
 @gluon.jit
@@ -162,8 +162,17 @@ def sigmoid(x):
 
 @gluon.jit
 def inverse_norm(a, EPS: gl.constexpr):
-    """1 / √(Σ a² + EPS) over the channels of each token."""
-    return gl.expand_dims(gl.rsqrt(gl.sum(a * a, 0) + EPS), 0)
+    """1 / √(Σ a² + EPS) over the channels of each token, the rows of a tile."""
+    return gl.rsqrt(gl.sum(a * a, 1) + EPS)
+
+
+@gluon.jit
+def in_row(numbers, TILE: gl.constexpr, RUNS: gl.constexpr):
+    """A number per column, for all channels, in runs."""
+    COLUMNS: gl.constexpr = STATE if TILE == 128 else SHORT
+    row = gl.expand_dims(numbers.load(gl.SliceLayout(0, COLUMNS)), 0)
+    runs = gl.permute(gl.reshape(row, [1, TILE // 8, LANES, 2]), (0, 2, 1, 3))
+    return gl.convert_layout(gl.reshape(runs, [1, LANES, TILE // LANES]), RUNS)
 
 
 @gluon.jit
@@ -231,12 +240,14 @@ def forward(
         a = joined(convolved(with_past(z), weights, False))
         if SILU:
             a *= sigmoid(a)
-        if L2:
-            a *= inverse_norm(a, EPS)
         barrier()
         tile.permute((1, 0)).store(gl.convert_layout(in_columns(a).to(gl.bfloat16), COLUMNS))
         barrier()
-        store_tile(y, tile, start, subhead * 128, T, C, TILE, ALONE)
+        found = tile.load(COPY)
+        if L2:  # a thread has 8 channels of a token here, rather than 2
+            a = found.to(gl.float32)
+            found = (a * gl.expand_dims(inverse_norm(a, EPS), 1)).to(gl.bfloat16)
+        store_tile(y, found, start, subhead * 128, T, C, TILE, ALONE)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles"])
@@ -272,10 +283,14 @@ def backward(
     dz += row.to(gl.int64) * T * C
 
     matrix_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
-    tile_s = gl.allocate_shared_memory(gl.bfloat16, [TILE, 128], SHARED)
+    tiles_s = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, 128], SHARED)
     grad_s = gl.allocate_shared_memory(gl.bfloat16, [TILE, 128], SHARED)
+    if L2:
+        values_s = gl.allocate_shared_memory(gl.bfloat16, [TILE, 128], SHARED)
+        norms_s = gl.allocate_shared_memory(gl.float32, [TILE], FLAT)
+        shares_s = gl.allocate_shared_memory(gl.float32, [TILE], FLAT)
     copy_matrix(matrix_s, product, subhead, SUBHEADS)
-    copy_tile(tile_s, x, first * SHARING - REACH, head * 128, T, x_token, TILE)
+    copy_tile(tiles_s.index(0), x, first * SHARING - REACH, head * 128, T, x_token, TILE)
     async_copy.commit_group()
     none = apart(in_runs(gl.zeros([128, TILE], gl.float32, COLUMNS)))
     LAYOUT: gl.constexpr = none[0].type.layout
@@ -284,33 +299,41 @@ def backward(
     totals = (none[0], none[0], none[0], none[0])
     for i in range(first, last):
         start = i * SHARING - REACH
+        tile = tiles_s.index((i - first) % 2)
         barrier()
         copy_tile(grad_s, dy, start, subhead * 128, T, C, TILE)
         async_copy.commit_group()
         async_copy.wait_group(1)
         fence_async_shared()
         barrier()
-        z = multiplied(matrix_s, tile_s, TILE)
-        barrier()
         end = gl.where(i + 1 < last, T, 0)
-        copy_tile(tile_s, x, start + SHARING, head * 128, end, x_token, TILE)
+        copy_tile(tiles_s.index((i - first + 1) % 2), x, start + SHARING, head * 128, end, x_token, TILE)
         async_copy.commit_group()
-        window = with_past(apart(in_runs(z)))
+        window = with_past(apart(in_runs(multiplied(matrix_s, tile, TILE))))
         c = joined(convolved(window, weights, False))
         RUNS: gl.constexpr = c.type.layout
         async_copy.wait_group(1)
         barrier()
-        grad = grad_s.permute((1, 0)).load(COLUMNS).to(gl.float32)
-        g = gl.convert_layout(in_runs(grad), RUNS)
+        g = gl.convert_layout(in_runs(grad_s.permute((1, 0)).load(COLUMNS).to(gl.float32)), RUNS)
         if SILU:
             s = sigmoid(c)
             slope = s * (1 + c * (1 - s))
             c *= s
         if L2:
-            r = inverse_norm(c, EPS)
-            g = r * g - c * (r * r * r * gl.expand_dims(gl.sum(c * g, 0), 0))
+            values_s.permute((1, 0)).store(gl.convert_layout(in_columns(c).to(gl.bfloat16), COLUMNS))
         if SILU:
             g *= slope
+        if L2:
+            # in rows, where a thread has 8 channels of a token rather than 2
+            barrier()
+            rows = values_s.load(COPY).to(gl.float32)
+            r = inverse_norm(rows, EPS)
+            norms_s.store(r)
+            shares_s.store(r * r * r * gl.sum(rows * grad_s.load(COPY).to(gl.float32), 1))
+            if SILU:
+                c *= slope
+            barrier()
+            g = g * in_row(norms_s, TILE, RUNS) - c * in_row(shares_s, TILE, RUNS)
         own = ()
         late = apart(g)
         for m in gl.static_range(RUN):
@@ -320,6 +343,8 @@ def backward(
             if m >= RUN - REACH:
                 mine = gl.where(a < LANES - 1, mine, 0.0)
             own = own + (mine,)
+        if L2:  # it is computed twice rather than kept in registers, which are short here
+            window = with_past(apart(in_runs(multiplied(matrix_s, tile, TILE))))
         t0, t1, t2, t3 = totals
         for m in gl.static_range(RUN):
             t0 += own[m] * window[m]
@@ -331,7 +356,7 @@ def backward(
         barrier()
         grad_s.permute((1, 0)).store(gl.convert_layout(in_columns(out).to(gl.bfloat16), COLUMNS))
         barrier()
-        store_tile(dz, grad_s, start, subhead * 128, T, C, TILE, SHARING)
+        store_tile(dz, grad_s.load(COPY), start, subhead * 128, T, C, TILE, SHARING)
     async_copy.wait_group(0)
     at = dtaps + run.to(gl.int64) * (REACH + 1) * C + subhead * 128
     for j in gl.static_range(REACH + 1):
