@@ -39,10 +39,9 @@ def tokens_of(TILE: gl.constexpr):
 def copy_tile(to, x, first, column, T, stride: gl.constexpr, TILE: gl.constexpr):
     """Start to copy a tile that begins with token `first`; zeros outside of the sequence."""
     token = first + tokens_of(TILE)
-    wanted = token.to(gl.uint32, bitcast=True) < T
     c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, COPY)), 0)
     at = x + (token.to(gl.int64) * stride + (column + c))
-    async_copy.async_copy_global_to_shared(to, at, mask=wanted)
+    async_copy.async_copy_global_to_shared(to, at, mask=(token >= 0) & (token < T))
 
 
 @gluon.jit
@@ -347,10 +346,10 @@ def backward(
             window = with_past(apart(in_runs(multiplied(matrix_s, tile, TILE))))
         t0, t1, t2, t3 = totals
         for m in gl.static_range(RUN):
-            t0 += own[m] * window[m]
-            t1 += own[m] * window[m + 1]
-            t2 += own[m] * window[m + 2]
-            t3 += own[m] * window[m + 3]
+            t0 = t0 + own[m] * window[m]
+            t1 = t1 + own[m] * window[m + 1]
+            t2 = t2 + own[m] * window[m + 2]
+            t3 = t3 + own[m] * window[m + 3]
         totals = (t0, t1, t2, t3)
         out = joined(convolved(with_future(late), weights, True))
         barrier()

@@ -21,12 +21,17 @@ def composed(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Te
     """A product as of one head, and its decays."""
     raw = head_linear(x.unflatten(-1, (1, -1)), weight.mT[None])
     # by views, since the gradient of an index is a copy into zeros
-    return forget_gate(raw.flatten(2), bias, scale=scale)
+    return forget_gate(raw.flatten(2), bias, scale=scale).to(dtype_of(x))
 
 
 def by_formula(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """The formula, as it stands in the paper."""
-    return reference.forward(at_least_fp32(x) @ at_least_fp32(weight).mT, bias, None, scale)
+    return reference.forward(at_least_fp32(x) @ at_least_fp32(weight).mT, bias, None, scale).to(dtype_of(x))
+
+
+def dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype of the decays. Gradients of decays in fp16 would be too small for it."""
+    return x.dtype if x.dtype == torch.bfloat16 else torch.promote_types(x.dtype, torch.float32)
 
 
 WIDEST = 64  # numbers per token that Triton takes; more of them are worth a product of its own
@@ -34,7 +39,10 @@ IMPLEMENTATIONS = {"triton": triton, "torch": composed, "reference": by_formula}
 
 
 def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-    """log_decay = scale · log σ(W x + bias), in at least fp32 (GLA, arXiv 2312.06635, section 4.4).
+    """log_decay = scale · log σ(W x + bias) (GLA, arXiv 2312.06635, section 4.4).
+
+    It is computed in at least fp32, and rounded to bf16 if x is in bf16: an error of at most .2 % of each logarithm, and
+    half of what a recurrence reads most of.
 
     Inside `recomputing()` the result is not saved by what follows: it is far larger than x, from which it is made.
 
@@ -45,7 +53,7 @@ def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
         scale: Factor on the result.
 
     Returns:
-        log_decay [B,T,C].
+        log_decay [B,T,C], in bf16 if x is (autocast counts), else in at least fp32.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.

@@ -20,6 +20,7 @@ from ..discretise.triton_op import rows_of
 from ..triton.enqueue import cdiv, enqueue, next_power_of_2
 from ..triton.launches import multiprocessors
 from ..triton.parts import add_parts
+from .low_rank import dtype_of
 from .triton_op import log_sigmoid, per_channel
 
 FORWARD = {"ROWS": 64, "BLOCK": 128}
@@ -65,7 +66,8 @@ def low_rank_forward(
     if bias is not None:
         wide += per_channel(bias, c, C)
     at = log_decay + row[:, None].to(tl.int64) * C + c[None, :]
-    tl.store(at, log_sigmoid(wide) * scale, mask=(row < rows)[:, None] & (c < C)[None, :])
+    decay = (log_sigmoid(wide) * scale).to(log_decay.dtype.element_ty)
+    tl.store(at, decay, mask=(row < rows)[:, None] & (c < C)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -100,7 +102,7 @@ def low_rank_backward(
         wide = tl.dot(X, tl.trans(W), input_precision=PRECISION)
         if bias is not None:
             wide += per_channel(bias, c, C)
-        d = tl.load(dy + at, mask=inside, other=0.0) * scale * tl.sigmoid(-wide)
+        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * scale * tl.sigmoid(-wide)
         from_bias += tl.sum(d, 0)
         D = d.to(X.dtype)
         from_weight = tl.dot(tl.trans(X), D, from_weight, input_precision=PRECISION)
@@ -122,7 +124,7 @@ def constants(x: Tensor, weight: Tensor) -> dict[str, int | str]:
 
 def compute(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor]:
     """log_decay […,C] of x […,R]."""
-    y = new(x, *x.shape[:-1], weight.shape[0], dtype=torch.float32)
+    y = new(x, *x.shape[:-1], weight.shape[0], dtype=dtype_of(x))
     x, rows, x_row = rows_of(x)
     programs = cdiv(rows, FORWARD["ROWS"]) * cdiv(weight.shape[0], FORWARD["BLOCK"])
     sizes = {**constants(x, weight), **FORWARD}
@@ -132,7 +134,7 @@ def compute(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> tup
 
 def fake(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor]:
     """An empty tensor of the shape and dtype that `compute` returns."""
-    return (x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32),)
+    return (x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype_of(x)),)
 
 
 def differentiate(

@@ -15,7 +15,7 @@ factor is above 1, what passes through the state is right, and what the channel 
 which is nothing. Two kernels add the truth to the results afterwards (`triton_steep.py`).
 
 A program has a whole state, in the registers of eight warps. Sums of decays from the start of a chunk are products with
-the lower triangle of ones, in two parts of 8 bits. The states S' before all chunks, which the gradients need, are
+the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8 bits. The states S' before all chunks, which the gradients need, are
 computed again. In the gradient pass, the loads of a chunk are issued as soon as the chunk before has read a buffer for
 the last time.
 """
@@ -49,6 +49,7 @@ from ..triton.gluon_tiles import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-100.0)  # as in `triton_carry.py`
+LEAST_NARROW = gl.constexpr(-69.0)  # the same for decays in bf16, which stay natural logarithms until they are summed
 SAFE = gl.constexpr(115.0)  # as in `triton_channel.py`
 COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
@@ -57,11 +58,20 @@ OF_STATE = gl.constexpr(gl.SliceLayout(1, STATE))
 
 
 @gluon.jit
+def as_narrow(decays):
+    """The first half of memory for a tile in fp32, for one in bf16."""
+    return decays._reinterpret(gl.bfloat16, [64, 128], SHARED)
+
+
+@gluon.jit
 def copy_decays(to, x, token, column, stop, stride: gl.constexpr):
-    """Start to copy a tile [64, 128] in fp32; zeros from token `stop` on."""
-    r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, COPY_DECAYS))), 1)
-    at = at_tile(x, token, column, stride, COPY_DECAYS, 64, 128)
-    async_copy.async_copy_global_to_shared(to, at, mask=r < stop - token)
+    """Start to copy a tile [64, 128] in fp32 or bf16; zeros from token `stop` on."""
+    if x.dtype.element_ty == gl.bfloat16:
+        copy_tokens(as_narrow(to), x, token, column, stop, stride)
+    else:
+        r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, COPY_DECAYS))), 1)
+        at = at_tile(x, token, column, stride, COPY_DECAYS, 64, 128)
+        async_copy.async_copy_global_to_shared(to, at, mask=r < stop - token)
 
 
 @gluon.jit
@@ -77,18 +87,46 @@ def in_log2(g):
 
 
 @gluon.jit
-def split(to, g):
-    """Store g as the sum of two tiles in bf16, for `from_start`."""
-    high = g.to(gl.bfloat16)
-    to.index(0).store(high)
-    to.index(1).store((g - high.to(gl.float32)).to(gl.bfloat16))
+def bounded(decays, NARROW: gl.constexpr):
+    """What `split` stores: decays that are not too strong, in log2 if they are in fp32."""
+    if NARROW:
+        g = gl.maximum(as_narrow(decays).load(ROWS).to(gl.float32), LEAST_NARROW)
+    else:
+        g = in_log2(decays.load(ROWS))
+    return g
 
 
 @gluon.jit
-def from_start(lower, parts, zeros):
+def split(decays, g, NARROW: gl.constexpr):
+    """Store g as the sum of two tiles in bf16, or as one, for `from_start`."""
+    high = g.to(gl.bfloat16)
+    if NARROW:
+        as_narrow(decays).store(high)
+    else:
+        parts = decays._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
+        parts.index(0).store(high)
+        parts.index(1).store((g - high.to(gl.float32)).to(gl.bfloat16))
+
+
+@gluon.jit
+def from_start(lower, decays, zeros, NARROW: gl.constexpr):
     """Start to compute the sums of decays from the start of a chunk."""
-    b = warpgroup_mma(lower, parts.index(0), zeros, use_acc=False, is_async=True)
-    return warpgroup_mma(lower, parts.index(1), b, is_async=True)
+    if NARROW:
+        b = warpgroup_mma(lower, as_narrow(decays), zeros, use_acc=False, is_async=True)
+    else:
+        parts = decays._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
+        b = warpgroup_mma(lower, parts.index(0), zeros, use_acc=False, is_async=True)
+        b = warpgroup_mma(lower, parts.index(1), b, is_async=True)
+    return b
+
+
+@gluon.jit
+def waited(b, NARROW: gl.constexpr):
+    """The sums that were started, in log2."""
+    b = warpgroup_mma_wait(0, deps=[b])
+    if NARROW:
+        b *= LOG2E
+    return b
 
 
 @gluon.jit
@@ -100,9 +138,13 @@ def points(ends, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def sums_of_halves(to, decays, out):
+def sums_of_halves(to, decays, out, NARROW: gl.constexpr):
     """Sum the decays of a chunk over each half of its tokens, into shared memory and, if wanted, to `out`."""
-    halves = gl.sum(gl.reshape(in_log2(decays.load(COLUMNS)), [2, 32, 128]), 1)
+    if NARROW:
+        g = gl.maximum(as_narrow(decays).load(COLUMNS).to(gl.float32), LEAST_NARROW) * LOG2E
+    else:
+        g = in_log2(decays.load(COLUMNS))
+    halves = gl.sum(gl.reshape(g, [2, 32, 128]), 1)
     OUT: gl.constexpr = halves.type.layout
     if out is not None:
         half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, OUT)) * 128, 1)
@@ -139,6 +181,7 @@ def outputs(
     heads: gl.constexpr,
     SUBHEADS: gl.constexpr,
 ):
+    NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
     segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
     start = gl.load(segments + segment * 5)
     stop = start + gl.load(segments + segment * 5 + 1)
@@ -187,21 +230,20 @@ def outputs(
             copy_tokens(keys_s.index((i + 1) % 2), k, token + 64, 0, stop, k_token)
             copy_tokens(values_s.index((i + 1) % 2), v, token + 64, 0, stop, v_token)
         async_copy.commit_group()
-        sums_of_halves(ends_s, decays, ends + (place + i) * 256)
-        g = in_log2(decays.load(ROWS))
+        sums_of_halves(ends_s, decays, ends + (place + i) * 256, NARROW)
+        g = bounded(decays, NARROW)
         barrier()
-        parts = decays._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
-        split(parts, g)
+        split(decays, g, NARROW)
         fence_async_shared()
         barrier()
-        b = from_start(lower_s, parts, rows)
+        b = from_start(lower_s, decays, rows, NARROW)
         enter, leave, total = points(ends_s, OF_STATE)
         S *= gl.expand_dims(gl.exp2(enter), 1)
         state_s.store(S.to(gl.bfloat16))
         S *= gl.expand_dims(gl.exp2(leave - enter), 1)
         rest = gl.exp2(total - leave)
         enter, leave, _ = points(ends_s, OF_CHANNELS)
-        b = warpgroup_mma_wait(0, deps=[b])
+        b = waited(b, NARROW)
         up, down = gl.exp2(b - gl.expand_dims(enter, 0)), gl.exp2(gl.expand_dims(leave, 0) - b)
         queries.store((queries.load(ROWS).to(gl.float32) * (up * scale)).to(gl.bfloat16))
         keys.store((keys.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
@@ -245,6 +287,7 @@ def states(
     SUBHEADS: gl.constexpr,
     REVERSE: gl.constexpr,
 ):
+    NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
     segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
     start = gl.load(segments + segment * 5)
     stop = start + gl.load(segments + segment * 5 + 1)
@@ -290,14 +333,13 @@ def states(
         copy_tokens(x_s.index((i + 1) % 2), x, token, 0, end, x_token)
         copy_tokens(y_s.index((i + 1) % 2), y, token, 0, end, y_token)
         async_copy.commit_group()
-        sums_of_halves(ends_s, decays, None if into is None else ends + (place + c) * 256)
-        g = in_log2(decays.load(ROWS))
+        sums_of_halves(ends_s, decays, None if into is None else ends + (place + c) * 256, NARROW)
+        g = bounded(decays, NARROW)
         barrier()
-        parts = decays._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
-        split(parts, g)
+        split(decays, g, NARROW)
         fence_async_shared()
         barrier()
-        b = from_start(lower_s, parts, rows)
+        b = from_start(lower_s, decays, rows, NARROW)
         enter, leave, total = points(ends_s, OF_STATE)
         survives += total
         S *= gl.expand_dims(gl.exp2(total - leave if REVERSE else enter), 1)
@@ -306,7 +348,7 @@ def states(
         S *= gl.expand_dims(gl.exp2(leave - enter), 1)
         rest = gl.exp2(enter if REVERSE else total - leave)
         enter, leave, _ = points(ends_s, OF_CHANNELS)
-        b = warpgroup_mma_wait(0, deps=[b])
+        b = waited(b, NARROW)
         factor = gl.exp2(b - gl.expand_dims(enter, 0)) * scale if REVERSE else gl.exp2(gl.expand_dims(leave, 0) - b)
         xs.store((xs.load(ROWS).to(gl.float32) * factor).to(gl.bfloat16))
         fence_async_shared()
@@ -353,6 +395,7 @@ def gradients(
     heads: gl.constexpr,
     SUBHEADS: gl.constexpr,
 ):
+    NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
     segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
     start = gl.load(segments + segment * 5)
     stop = start + gl.load(segments + segment * 5 + 1)
@@ -382,7 +425,6 @@ def gradients(
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
     through_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
     itself_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
-    parts = decays_s._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
 
     row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
     whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
@@ -409,21 +451,21 @@ def gradients(
         barrier()
         copy_tokens(grad_s, grad, token, 0, stop, grad_token)
         async_copy.commit_group()
-        g = in_log2(decays_s.load(ROWS))
+        g = bounded(decays_s, NARROW)
         enter, leave, total = points(ends_s, OF_STATE)
         dS *= gl.expand_dims(gl.exp2(total - leave), 1)
         after_s.store(dS.to(gl.bfloat16))
         barrier()
-        split(parts, g)
+        split(decays_s, g, NARROW)
         fence_async_shared()
         barrier()
-        b = from_start(lower_s, parts, rows)
+        b = from_start(lower_s, decays_s, rows, NARROW)
         if log_decay_grad is not None:
             through_s.store(gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(leave - enter))
         dS *= gl.expand_dims(gl.exp2(leave - enter), 1)
         rest = gl.exp2(enter)
         async_copy.wait_group(1)
-        b = warpgroup_mma_wait(0, deps=[b])
+        b = waited(b, NARROW)
         barrier()
         decays_s.store(b)  # it does not fit into registers until it is needed again
         enter, leave, _ = points(ends_s, OF_CHANNELS)
@@ -484,9 +526,12 @@ def gradients(
         if log_decay_grad is not None:
             dg = warpgroup_mma_wait(3, deps=[dg])
             dg += gl.expand_dims(through_s.load(OF_CHANNELS), 0) - keys_s.load(ROWS).to(gl.float32)
-            at = at_tile(log_decay_grad, token, n * 128, heads * 128, ROWS, 64, 128)
-            valid = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1) < stop - token
-            gl.store(at, dg, mask=valid)
+            if NARROW:
+                store_rows(log_decay_grad, token, n * 128, stop, heads * 128, dg)
+            else:
+                at = at_tile(log_decay_grad, token, n * 128, heads * 128, ROWS, 64, 128)
+                valid = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1) < stop - token
+                gl.store(at, dg, mask=valid)
         dS = warpgroup_mma_wait(2, deps=[dS])
         barrier()
         copy_tokens(queries_s, q, token - 64, 0, end, q_token)

@@ -16,7 +16,7 @@ class Call:
         q: Queries [B,T,G·E,K].
         k: Keys, shaped as q.
         v: Values [B,T,H,V].
-        log_decay: None, [H·E], [B,T,H·E] or [B,T,H·E,K], in fp32, contiguous.
+        log_decay: None, [H·E], [B,T,H·E] or [B,T,H·E,K], contiguous, in fp32; in bf16 as well where one pass does all.
         beta: None or [B,T,H·E], in fp32, contiguous.
         cu_seqlens: Boundaries [N+1] of packed documents, or None.
         scale: Factor on the output.
@@ -40,7 +40,8 @@ class Call:
     ):
         self.log_decay, self.beta = log_decay, beta
         sizes = q.shape, q.stride(), k.stride(), v.shape, v.stride(), q.dtype, q.device
-        how = gate_of(log_decay), beta is not None, scale, subheads, grad is not None, gates
+        dtype = torch.float32 if log_decay is None else log_decay.dtype
+        how = gate_of(log_decay), beta is not None, scale, subheads, grad is not None, gates, dtype
         self.plan = to = LinearRecurrence.of(cu_seqlens, q.shape[1], *sizes, *how)
         if any(to.copied):
             q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), to.copied, strict=True))
@@ -171,7 +172,7 @@ class Call:
         to, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
         states, ends = to.new(to.chunks, to.heads, to.K, to.V), to.new(to.heads, to.chunks, 2, to.K, dtype=FP32)
         self._channel_states(False, states, ends, first)
-        dg = to.new(to.B, to.T, to.heads, to.K, dtype=FP32) if decay_grad else None
+        dg = to.new(to.B, to.T, to.heads, to.K, dtype=to.decay_dtype) if decay_grad else None
         given, results = (k, v, grad, self.log_decay), (dq, dk, dv, dg)
         first_grad = None if to.segmented else first_grad
         to.channel_backward()(q, *given, states, ends, *results, last, first_grad, to.layout.segments)

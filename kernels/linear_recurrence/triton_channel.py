@@ -26,7 +26,8 @@ BLOCK = tl.constexpr(16)
 
 @triton.jit
 def decays(log_decay, t, stride, columns, valid, K: tl.constexpr, BK: tl.constexpr):
-    return tl.maximum(load_tile(log_decay, t, stride, columns, valid, K, BK) * LOG2E, LEAST)
+    g = load_tile(log_decay, t, stride, columns, valid, K, BK).to(tl.float32)
+    return tl.maximum(g * LOG2E, LEAST)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from ..arguments import Recurrences
 from ..op import register
 from ..triton.launches import largest
 from .triton_call import Call
-from .triton_plan import kept_states
+from .triton_plan import at_once, gate_of, kept_states
 from .triton_step import step
 
 
@@ -98,7 +98,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     q, k, v, E = a.q, a.k, a.v, a.subheads
     if not q.is_cuda:  # Triton's interpreter gets bf16 arithmetic wrong
         q, k, v = q.float(), k.float(), v.float()
-    g = None if a.log_decay is None else a.log_decay.float().contiguous()
+    g = None if a.log_decay is None else _as_taken(a.log_decay, a.beta is not None, q, v).contiguous()
     beta = None if a.beta is None else a.beta.float().contiguous()
     state = None if a.initial_state is None else a.initial_state.float().contiguous()
     if v.shape[1] == 1 and a.cu_seqlens is None and not _differentiated(q, k, v, g, beta, state):
@@ -132,6 +132,14 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     if more_keys or more_values:
         o, final = o[..., : V - more_values], final[..., : K - more_keys, : V - more_values]
     return o.to(a.v.dtype), final
+
+
+def _as_taken(log_decay: Tensor, beta: bool, q: Tensor, v: Tensor) -> Tensor:
+    """Decays in bf16 where the kernels take these, otherwise in fp32."""
+    if log_decay.dtype == torch.bfloat16 and v.shape[1] > 1:
+        if at_once(gate_of(log_decay), beta, q.shape[3], v.shape[3], q.dtype, q.device):
+            return log_decay
+    return log_decay.float()
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:

@@ -59,6 +59,7 @@ class LinearRecurrence(Plan):
         subheads: Subheads E per head.
         backward: Whether this is the backward pass.
         gates: In the backward pass, whether log_decay or beta needs a gradient.
+        decay_dtype: Dtype of log_decay if it is per channel.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class LinearRecurrence(Plan):
         subheads: int,
         backward: bool,
         gates: bool,
+        decay_dtype: torch.dtype = torch.float32,
     ):
         super().__init__(dtype, device)
         self.B, self.T, _, self.K = q_shape
@@ -83,7 +85,7 @@ class LinearRecurrence(Plan):
         self.scale, self.subheads, self.backward, self.gates = scale, subheads, backward, gates
         self.heads = self.H * subheads
         self.groups = self.heads // q_shape[2]  # value heads per key head
-        self.gate, self.beta = gate, beta
+        self.gate, self.beta, self.decay_dtype = gate, beta, decay_dtype
         self.channel, self.decays = gate == "channel", gate != "none"
         self.wide = dtype == torch.float32  # decays are summed in fp64
         self.inside = not self.channel and not gates and self.slices(max(self.K, self.V), self.entry("carry"))[1] <= FEW

@@ -34,6 +34,11 @@ class Pointer:
     def __init__(self, memory: Tensor, at: Tensor):
         self.memory, self.at = memory, at
 
+    @property
+    def dtype(self) -> SimpleNamespace:
+        """The type of a pointer: to bf16, or to anything else."""
+        return SimpleNamespace(element_ty=Language.bfloat16 if self.memory.dtype == torch.bfloat16 else None)
+
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.at + offset)
 
@@ -55,7 +60,7 @@ class Shared:
     """A piece of shared memory, which holds NaN at first."""
 
     def __init__(self, tensor: Tensor):
-        self.tensor, self.other = tensor, dict[tuple[int, ...], Shared]()
+        self.tensor, self.other, self.parts = tensor, dict[tuple[int, ...], Shared](), dict[int, Shared]()
 
     def load(self, layout: Any) -> Tensor:
         """What it holds."""
@@ -68,7 +73,7 @@ class Shared:
 
     def index(self, i: Any) -> "Shared":
         """One of its parts along the first axis."""
-        return Shared(self.tensor[int(i)])
+        return self.parts.setdefault(int(i), Shared(self.tensor[int(i)]))
 
     def slice(self, start: int, length: int) -> "Shared":
         """Some of its elements."""
@@ -136,9 +141,14 @@ class Language(ModuleType):
     permute = staticmethod(lambda x, order: x.permute(order))
     convert_layout = staticmethod(lambda x, layout: x)
     cdiv = staticmethod(lambda n, size: -(-n // size))
-    inline_asm_elementwise = staticmethod(lambda asm, constraints, given, **options: given[0])
+    inline_asm_elementwise = staticmethod(lambda asm, names, x, **options: 1 / x[0] if "rcp" in asm else x[0])
+    split = staticmethod(lambda x: x.unbind(-1))
+    join = staticmethod(lambda x, y: torch.stack([x, y], -1))
+    gather = staticmethod(lambda x, at, axis: x.gather(axis, at))
+    static_range = staticmethod(range)
     allocate_shared_memory = staticmethod(allocate)
     where, exp2, abs = of_values(torch.where), of_values(torch.exp2), of_values(torch.abs)
+    rsqrt = of_values(torch.rsqrt)
     maximum, minimum = of_values(torch.maximum), of_values(torch.minimum)
     thread_barrier = BlockedLayout = SliceLayout = NVMMADistributedLayout = staticmethod(nothing)
     NVMMASharedLayout = SwizzledSharedLayout = DistributedLinearLayout = staticmethod(nothing)
@@ -175,7 +185,7 @@ class Kernel:
         self.function, self.language = function, language
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def run(*given: Any, num_warps: int, **constants: Any) -> None:
+        def run(*given: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
             pointers = [Pointer(x, value(0)) if isinstance(x, Tensor) else x for x in given]
             for self.language.program in range(grid[0]):
                 self.function(*pointers, **constants)

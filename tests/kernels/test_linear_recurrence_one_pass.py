@@ -35,7 +35,8 @@ def small(T: int, gate: str = "channel", **options: Any) -> dict[str, torch.Tens
 def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels for Hopper, step by step on the CPU."""
     monkeypatch.setitem(sys.modules, GLUON, interpreted(GLUON, "outputs", "states", "gradients"))
-    monkeypatch.setattr(triton_plan, "at_once", lambda gate, beta, *sizes: gate == "channel" and not beta)
+    for module in (triton_plan, triton_op):
+        monkeypatch.setattr(module, "at_once", lambda gate, beta, *sizes: gate == "channel" and not beta)
     monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 128)
     plan.of_rows.cache_clear()
     yield
@@ -55,8 +56,12 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         {"T": 600, "documents": [0, 0, 5, 560, 600]},
     ],
 )
-def test_step_by_step(options: dict[str, Any], gluon: None):
-    compare(small(**options), subheads=options.get("E", 1))
+@pytest.mark.parametrize("rounded", [False, True])
+def test_step_by_step(options: dict[str, Any], rounded: bool, gluon: None):
+    a = small(**options)
+    if rounded:
+        a["log_decay"] = a["log_decay"].bfloat16()
+    compare(a, tolerance=3e-3 if rounded else 1e-5, subheads=options.get("E", 1))
 
 
 @without_a_gpu
@@ -209,13 +214,13 @@ ON_DEVICE: list[dict[str, Any]] = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gate", [*OTHERS, "channel"])
+@pytest.mark.parametrize(("gate", "rounded"), [*((gate, False) for gate in [*OTHERS, "channel"]), ("channel", True)])
 @pytest.mark.parametrize("options", ON_DEVICE)
-def test_device(options: dict[str, Any], gate: str, monkeypatch: pytest.MonkeyPatch):
+def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton_plan.LinearRecurrence, "_fills_half", lambda plan: True)
     plan.of_rows.cache_clear()
     a = small(**options, gate=gate)
-    a = {name: x.bfloat16() if name in "qkv" else x for name, x in a.items()}
+    a = {name: x.bfloat16() if name in "qkv" or (name == "log_decay" and rounded) else x for name, x in a.items()}
     E = options.get("E", 1)
     compare(a, tolerance=1e-2, reference="torch", subheads=E)
     a = {name: x.cuda() for name, x in a.items()}
@@ -226,9 +231,9 @@ def test_device(options: dict[str, Any], gate: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gate", ["head", "channel"])
-def test_device_strong_decays(gate: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("gate", "rounded"), [("head", "qkv"), ("channel", "qkv"), ("channel", "qkvlog_decay")])
+def test_device_strong_decays(gate: str, rounded: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton_plan.LinearRecurrence, "_fills_half", lambda plan: True)
     plan.of_rows.cache_clear()
     a = small(1100, gate, decay="strong", G=2)
-    compare({n: x.bfloat16() if n in "qkv" else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
+    compare({n: x.bfloat16() if n in rounded else x for n, x in a.items()}, tolerance=2e-2, reference="torch")

@@ -1,3 +1,4 @@
+import copy
 from functools import partial
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import kernels
 import mixers
 import zoo
 from mixers import GLA, Expanded, Features, Site
@@ -54,10 +56,13 @@ def test_the_normalizer_makes_it_forget_slowly():
         torch.testing.assert_close(s.log_decay, F.logsigmoid(raw) / normalizer)
 
 
-def test_gates_are_made_in_fp32():
+def test_gates_are_made_in_fp32_and_rounded_once():
     mixer = GLA(Site(64, 4)).bfloat16()
-    s = mixer.gates(mixer.project(torch.randn(1, 5, 64).bfloat16()))
-    assert s.log_decay.dtype == torch.float32
+    raw = mixer.project(torch.randn(1, 5, 64).bfloat16()).log_decay
+    with kernels.backend("reference"):
+        rounded, exact = mixer.decay_up(raw), copy.deepcopy(mixer.decay_up).float()(raw.float())
+    assert (rounded.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(rounded, exact.bfloat16())
 
 
 @pytest.mark.parametrize(

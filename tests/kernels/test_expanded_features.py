@@ -1,0 +1,171 @@
+"""Features that include the product of an expansion: step by step without a GPU, and as they are on one."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+from .gluon_interpreter import interpreted
+from .hopper import MOST, shared_memory
+
+pytest.importorskip("triton")
+from kernels.features import expanded_op
+
+GLUON = "kernels.features.gluon_expanded"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = 3e-3 if DEVICE == "cuda" else 5e-3  # Triton's interpreter cuts bits off where a device rounds
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
+SHAPES = [
+    {"B": 1, "T": 64, "heads": 1, "subheads": 1},
+    {"B": 2, "T": 65, "heads": 2, "subheads": 1, "norm": "l2"},
+    {"B": 1, "T": 200, "heads": 1, "subheads": 2, "activation": "identity"},
+    {"B": 1, "T": 180, "heads": 1, "subheads": 1, "activation": "identity", "norm": "l2"},
+]
+
+
+def stream(B: int, T: int, heads: int, subheads: int, **how: Any) -> dict[str, Any]:
+    """The arguments of a stream that is expanded."""
+    C = heads * subheads * 128
+    tensors = {
+        "x": torch.randn(B, T, heads, 128),
+        "product": torch.randn(heads, 128, subheads * 128) * 128**-0.5,
+        "weight": torch.rand(C, 1, 4) - 0.5,
+    }
+    given = {name: x.bfloat16().to(DEVICE) for name, x in tensors.items()}
+    return {**given, "subheads": subheads, "activation": "silu", "norm": "none", **how}
+
+
+def results(given: dict[str, Any], backend: str) -> dict[str, Tensor]:
+    """The features, and the gradients of all tensors."""
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items() if isinstance(x, Tensor)}
+    with kernels.backend(backend):
+        ((y, _),) = kernels.features_together([kernels.FeatureStream(**{**given, **leaves})])
+    arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).bfloat16().to(y)
+    return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), arriving), strict=True))}
+
+
+def compare(given: dict[str, Any]) -> None:
+    """Against PyTorch in fp32, relative to the norm of each result; and that a repeat has the same bits."""
+    exact = {name: x.float() if isinstance(x, Tensor) else x for name, x in given.items()}
+    expected, found = results(exact, "torch"), results(given, "triton")
+    for name, x in expected.items():
+        y = found[name]
+        assert (y.shape, y.dtype) == (x.shape, torch.bfloat16), name
+        assert float((y.float() - x).norm()) <= TOLERANCE * float(x.norm()), name
+    for _ in range(10 if DEVICE == "cuda" else 1):
+        again = results(given, "triton")
+        assert all(torch.equal(x, again[name]) for name, x in found.items())
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate = expanded_op.new
+    monkeypatch.setattr(expanded_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+
+
+@pytest.fixture
+def gluon(monkeypatch: pytest.MonkeyPatch, poison: None) -> Iterator[None]:
+    """The kernels for Hopper, step by step on the CPU."""
+    monkeypatch.setitem(sys.modules, GLUON, module := interpreted(GLUON, "forward", "backward"))
+    monkeypatch.setattr(sys.modules["kernels.features"], "gluon_expanded", module, raising=False)
+    monkeypatch.setattr(expanded_op, "on_hopper", lambda device: True)
+    expanded_op.launch.cache_clear()
+    yield
+    expanded_op.launch.cache_clear()
+
+
+@without_a_gpu
+@pytest.mark.parametrize("shape", SHAPES)
+def test_step_by_step(shape: dict[str, Any], gluon: None):
+    compare(stream(**shape))
+
+
+@without_a_gpu
+def test_several_runs_of_a_sequence(gluon: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(expanded_op, "cut", lambda tiles, columns, room: (tiles, 1))
+    compare(stream(2, 150, 1, 1))
+
+
+@without_a_gpu
+def test_it_is_computed_again(gluon: None):
+    given = stream(1, 70, 1, 2)
+    found = []
+    for again in (True, False):
+        leaves = {name: x.clone().requires_grad_() for name, x in given.items() if isinstance(x, Tensor)}
+        with kernels.backend("triton"), kernels.recomputing(again):
+            ((y, _),) = kernels.features_together([kernels.FeatureStream(**{**given, **leaves})])
+            loss = (y.float() @ torch.ones(128, 3)).square().sum()
+        found.append(torch.autograd.grad(loss, list(leaves.values())))
+    assert all(torch.equal(x, z) for x, z in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"bias": torch.zeros(128)},
+        {"history": torch.zeros(1, 3, 128)},
+        {"return_history": True},
+        {"cu_seqlens": torch.tensor([0, 20, 70])},
+        {"weight": torch.zeros(128, 1, 3)},
+        {"activation": "relu"},
+        {"norm": "l1"},
+        {"subheads": 2},
+        {"x": torch.zeros(1, 70, 1, 128)},
+        {"x": torch.zeros(1, 9, 1, 128, dtype=torch.bfloat16)},
+    ],
+)
+def test_what_takes_a_product_of_its_own(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(expanded_op, "on_hopper", lambda device: True)
+    given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in stream(1, 70, 1, 1).items()}
+    assert expanded_op.fits(kernels.FeatureStream(**given))
+    assert not expanded_op.fits(kernels.FeatureStream(**{**given, **other}))
+    assert not expanded_op.fits(kernels.FeatureStream(given["x"], given["weight"]))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_product_and_features_of_its_result(backend: str):
+    x, product, weight = torch.randn(2, 9, 3, 4), torch.randn(3, 4, 10), torch.randn(30, 1, 4)
+    with kernels.backend(backend):
+        whole = kernels.FeatureStream(x, weight, activation="silu", norm="l2", product=product, subheads=2)
+        ((y, _),) = kernels.features_together([whole])
+        expanded = torch.einsum("bthk,hkn->bthn", x, product).reshape(2, 9, 6, 5)
+        z, _ = kernels.features(expanded, weight, activation="silu", norm="l2")
+    torch.testing.assert_close(y, z, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("product", [torch.zeros(3, 5, 8), torch.zeros(2, 4, 8), torch.zeros(3, 4, 9), torch.zeros(12, 8)])
+def test_a_product_that_does_not_fit(product: Tensor):
+    with pytest.raises(ValueError, match=r"^product: expected \[3,4,N\] with a multiple N of 2 subheads"):
+        kernels.FeatureStream(torch.zeros(1, 9, 3, 4), product=product, subheads=2)
+
+
+@pytest.mark.parametrize(("tiles", "columns"), [(67, 512), (71, 512), (2, 8), (1, 1), (1000, 64)])
+def test_runs_hold_all_tiles(tiles: int, columns: int):
+    runs, each = expanded_op.cut(tiles, columns, 396)
+    assert (runs - 1) * each < tiles <= runs * each
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+@pytest.mark.parametrize("L2", [False, True])
+def test_compiles_for_hopper(kernel: str, L2: bool):
+    how = expanded_op.FORWARD if kernel == "forward" else expanded_op.BACKWARD
+    fixed = {"x_token": 1024, "C": 8192, "SUBHEADS": 8, "SILU": True, "L2": L2, "EPS": 1e-6, "TILE": how.tokens}
+    other = {"T": "i32", "tiles": "i32", "x_batch": "i32", "dtaps": "*fp32"}
+    assert shared_memory(GLUON, kernel, fixed, other) <= MOST // how.programs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *SHAPES,
+        *({"B": 3, "T": T, "heads": 2, "subheads": 4, "norm": norm} for T in (1500, 4096) for norm in ("none", "l2")),
+    ],
+)
+def test_device(shape: dict[str, Any], poison: None):
+    compare(stream(**shape))
