@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import op
 from ..arguments import Recurrences
 from ..triton.layout import CHUNK
+from ..triton.parts import add_subheads
 from . import differentiated, learned_constant, triton_step
 from .triton_plan import DeltaRule
 
@@ -187,8 +188,7 @@ def compute(
     whole = (*chunks, *along)[: KEPT[keep]]
     nothing = (to.new(0, dtype=dtype) for _, dtype in to.kept[len(whole) :])
     inverse, scores, gates, bounds, u, states, transition = *whole, *nothing
-    if subheads > 1:
-        o = o.unflatten(2, (to.H, subheads)).sum(3, dtype=o.dtype)
+    o = add_subheads(o, subheads)
     return o, final, inverse, scores, gates, bounds, u, states, transition
 
 
@@ -229,8 +229,7 @@ def differentiate(
     if to.R > 1:
         shape = (to.G, to.R, subheads)
         dq, dk = (x.unflatten(2, shape).sum(3, dtype=x.dtype).flatten(2, 3) for x in (dq, dk))
-    if subheads > 1:
-        dv = dv.unflatten(2, (to.H, subheads)).sum(3, dtype=dv.dtype)
+    dv = add_subheads(dv, subheads)
     dinitial = dinitial.index_select(0, to.ends[0]) if to.cut else dinitial
     first = None if initial_state is None else dinitial.to(initial_state.dtype).contiguous()
     return [dq, dk, dv, dbeta.to(beta.dtype), dlog_decay, first, None]

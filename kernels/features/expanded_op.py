@@ -1,7 +1,7 @@
 """Features of an expanded stream: product, convolution, activation and norm in one launch, without the product in memory.
 
-The gradient of the product is computed in another launch, from the arguments alone; two batched products make of it
-those of the stream and the matrix.
+The gradient of the product is computed in another launch, from the arguments alone, or with a norm (whose gradient would
+need sums over channels there) from the product; two batched products make of it those of the stream and the matrix.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import op
 from ..allocation import new
+from ..head_linear import compute as multiply
 from ..head_linear import differentiate as differentiate_product
 from ..recompute import remake
 from ..triton.enqueue import DIRECT, Prepared, cdiv
@@ -20,6 +21,7 @@ from ..triton.launches import HOPPER, capability, multiprocessors
 from ..triton.parts import add_parts
 from .arguments import FeatureStream
 from .stages import EPS
+from .triton_op import differentiate as differentiate_features
 from .triton_op import strided
 
 SIZE, TAPS = 128, 4  # what the kernels are written for: channels of a head before and after, inputs of the convolution
@@ -107,9 +109,8 @@ def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[Prepared
         C=columns * SIZE,
         SUBHEADS=shape.subheads,
         SILU=shape.activation == "silu",
-        L2=shape.norm == "l2",
-        EPS=EPS,
         TILE=how.tokens,
+        **({} if backward else {"L2": shape.norm == "l2", "EPS": EPS}),
         num_warps=WARPS,
         maxnreg=how.registers,
     )
@@ -142,6 +143,13 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of all tensors."""
     assert gradients[0] is not None
+    if norm != "none":  # with a norm, the product is worth its memory
+        z = multiply(x, product)[0].view(*x.shape[:2], -1, SIZE)
+        given = (z, weight, None, None, None, activation, norm)
+        dz, dweight, *_ = differentiate_features(gradients, (), (True, needed[2], *[False] * 3), *given)
+        assert dz is not None
+        dz = dz.view(*x.shape[:3], -1)
+        return [*differentiate_product([dz], (), needed[:2], x, product), dweight]
     dy = gradients[0].contiguous()
     dz = new(x, *x.shape[:3], product.shape[2])
     source, *strides = strided(x)

@@ -20,6 +20,7 @@ from ..discretise.triton_op import rows_of
 from ..triton.enqueue import cdiv, enqueue, next_power_of_2
 from ..triton.launches import multiprocessors
 from ..triton.parts import add_parts
+from ..triton.tiles import sigmoid
 from .low_rank import dtype_of
 from .triton_op import log_sigmoid, per_channel
 
@@ -102,7 +103,7 @@ def low_rank_backward(
         wide = tl.dot(X, tl.trans(W), input_precision=PRECISION)
         if bias is not None:
             wide += per_channel(bias, c, C)
-        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * scale * tl.sigmoid(-wide)
+        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * scale * sigmoid(-wide)
         from_bias += tl.sum(d, 0)
         D = d.to(X.dtype)
         from_weight = tl.dot(tl.trans(X), D, from_weight, input_precision=PRECISION)

@@ -141,7 +141,7 @@ class Language(ModuleType):
     permute = staticmethod(lambda x, order: x.permute(order))
     convert_layout = staticmethod(lambda x, layout: x)
     cdiv = staticmethod(lambda n, size: -(-n // size))
-    inline_asm_elementwise = staticmethod(lambda asm, names, x, **options: 1 / x[0] if "rcp" in asm else x[0])
+    inline_asm_elementwise = staticmethod(lambda asm, names, x, **options: x[0].tanh() if "tanh" in asm else x[0])
     split = staticmethod(lambda x: x.unbind(-1))
     join = staticmethod(lambda x, y: torch.stack([x, y], -1))
     gather = staticmethod(lambda x, at, axis: x.gather(axis, at))
