@@ -208,24 +208,28 @@ def forward(
     copy_matrix(matrix_s, product, subhead, SUBHEADS)
     copy_tile(tiles_s.index(0), x, first * ALONE - REACH, head * 128, T, x_token, TILE)
     async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
     none = apart(in_runs(gl.zeros([128, TILE], gl.float32, COLUMNS)))
     LAYOUT: gl.constexpr = none[0].type.layout
     weights = taps_of(taps, subhead * 128, SILU, LAYOUT)
     for i in range(first, last):
         start = i * ALONE - REACH
         tile = tiles_s.index((i - first) % 2)
-        async_copy.wait_group(0)
-        fence_async_shared()
+        z = multiplied(matrix_s, tile, TILE)
         barrier()
+        # the other buffer's results are read by now, and this tile's inputs
         end = gl.where(i + 1 < last, T, 0)
         copy_tile(tiles_s.index((i - first + 1) % 2), x, start + ALONE, head * 128, end, x_token, TILE)
         async_copy.commit_group()
-        z = apart(in_runs(multiplied(matrix_s, tile, TILE)))
-        a = joined(convolved(with_past(z), weights, False))
+        a = joined(convolved(with_past(apart(in_runs(z))), weights, False))
         if SILU:
             a += a * tanh(a)
-        barrier()
         tile.permute((1, 0)).store(gl.convert_layout(in_columns(a).to(gl.bfloat16), COLUMNS))
+        # in front of the stores to memory, for which the fence would wait
+        async_copy.wait_group(0)
+        fence_async_shared()
         barrier()
         found = tile.load(COPY)
         if L2:  # a thread has 8 channels of a token here, rather than 2
@@ -265,11 +269,15 @@ def backward(
     dz += row.to(gl.int64) * T * C
 
     matrix_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
-    tiles_s = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, 128], SHARED)
-    grad_s = gl.allocate_shared_memory(gl.bfloat16, [TILE, 128], SHARED)
+    tile_s = gl.allocate_shared_memory(gl.bfloat16, [TILE, 128], SHARED)
+    grad_s = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, 128], SHARED)
     copy_matrix(matrix_s, product, subhead, SUBHEADS)
-    copy_tile(tiles_s.index(0), x, first * SHARING - REACH, head * 128, T, x_token, TILE)
+    copy_tile(tile_s, x, first * SHARING - REACH, head * 128, T, x_token, TILE)
+    copy_tile(grad_s.index(0), dy, first * SHARING - REACH, subhead * 128, T, C, TILE)
     async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
     none = apart(in_runs(gl.zeros([128, TILE], gl.float32, COLUMNS)))
     LAYOUT: gl.constexpr = none[0].type.layout
     weights = taps_of(taps, subhead * 128, SILU, LAYOUT)
@@ -277,22 +285,18 @@ def backward(
     totals = (none[0], none[0], none[0], none[0])
     for i in range(first, last):
         start = i * SHARING - REACH
-        tile = tiles_s.index((i - first) % 2)
-        barrier()
-        copy_tile(grad_s, dy, start, subhead * 128, T, C, TILE)
-        async_copy.commit_group()
-        async_copy.wait_group(1)
-        fence_async_shared()
+        grads = grad_s.index((i - first) % 2)
+        arrived = grads.permute((1, 0)).load(COLUMNS)
+        z = multiplied(matrix_s, tile_s, TILE)
         barrier()
         end = gl.where(i + 1 < last, T, 0)
-        copy_tile(tiles_s.index((i - first + 1) % 2), x, start + SHARING, head * 128, end, x_token, TILE)
+        copy_tile(tile_s, x, start + SHARING, head * 128, end, x_token, TILE)
+        copy_tile(grad_s.index((i - first + 1) % 2), dy, start + SHARING, subhead * 128, end, C, TILE)
         async_copy.commit_group()
-        window = with_past(apart(in_runs(multiplied(matrix_s, tile, TILE))))
+        window = with_past(apart(in_runs(z)))
         c = joined(convolved(window, weights, False))
         RUNS: gl.constexpr = c.type.layout
-        async_copy.wait_group(1)
-        barrier()
-        g = gl.convert_layout(in_runs(grad_s.permute((1, 0)).load(COLUMNS).to(gl.float32)), RUNS)
+        g = gl.convert_layout(in_runs(arrived.to(gl.float32)), RUNS)
         if SILU:
             s = 1 + tanh(c)
             c *= s
@@ -314,11 +318,11 @@ def backward(
             t3 = t3 + own[m] * window[m + 3]
         totals = (t0, t1, t2, t3)
         out = joined(convolved(with_future(late), weights, True))
+        grads.permute((1, 0)).store(gl.convert_layout(in_columns(out).to(gl.bfloat16), COLUMNS))
+        async_copy.wait_group(0)
+        fence_async_shared()
         barrier()
-        grad_s.permute((1, 0)).store(gl.convert_layout(in_columns(out).to(gl.bfloat16), COLUMNS))
-        barrier()
-        store_tile(dz, grad_s.load(COPY), start, subhead * 128, T, C, TILE, SHARING)
-    async_copy.wait_group(0)
+        store_tile(dz, grads.load(COPY), start, subhead * 128, T, C, TILE, SHARING)
     at = dtaps + run.to(gl.int64) * (REACH + 1) * C + subhead * 128
     for j in gl.static_range(REACH + 1):
         total = gl.sum(totals[j], 1) * (0.5 if SILU else 1.0)
