@@ -62,9 +62,7 @@ class Mamba2Discretisation(Discretisation):
 
 
 class LowRankDecay(nn.Linear):
-    """log_decay = log σ(W x + b) / normalizer, in at least fp32, of a few numbers x (GLA, arXiv 2312.06635).
-
-    With an expansion this is the largest tensor of a layer; what `kernels.recomputing()` leaves of it is x.
+    """log_decay = log σ(W x + b) / normalizer of a few numbers x (GLA, arXiv 2312.06635), as `low_rank_forget_gate`.
 
     Args:
         rank: Size of x.

@@ -58,10 +58,18 @@ class Features:
 
 
 class FeaturePath(nn.Module):
-    """The modules behind one `Features`, for `heads` heads of `size`."""
+    """The modules behind one `Features`, for `heads` heads of `size`.
 
-    def __init__(self, spec: Features, heads: int, size: int):
+    Args:
+        spec: The features.
+        heads: Number of heads.
+        size: Size of a head.
+        kept: Whether what an expansion makes is saved for the backward pass, and not computed again there.
+    """
+
+    def __init__(self, spec: Features, heads: int, size: int, kept: bool = False):
         super().__init__()
+        self.kept = kept
         self.spec, self.heads, self.channels = spec, heads, heads * size
         self.weight = nn.Parameter(torch.empty(self.channels, 1, spec.conv)) if spec.conv else None
         self.bias = nn.Parameter(torch.empty(self.channels)) if spec.bias else None
@@ -118,6 +126,7 @@ class FeaturePath(nn.Module):
             consume_history=True,  # it is part of a state
             product=product,
             subheads=1 if product is None else self.heads // len(product),
+            kept=self.kept,
         )
 
 
@@ -137,9 +146,7 @@ def together(
     """
     given = [
         path.stream(x, product, history, cu_seqlens, context_parallel)
-        for path, x, product, history in zip(
-            paths, streams, products or [None] * len(paths), histories, strict=True
-        )
+        for path, x, product, history in zip(paths, streams, products or [None] * len(paths), histories, strict=True)
     ]
     made, done = (kernels.features_together(given), None) if gates is None else kernels.features_and_gates(given, gates)
     mapped = [

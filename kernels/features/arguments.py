@@ -29,6 +29,7 @@ class FeatureStream:
     consume_history: bool = False  # whether a single token may write the next history into `history`
     product: Tensor | None = None  # [G,K,subheads·size]: each head is multiplied by its matrix first
     subheads: int = 1  # into how many heads the result of each is cut then
+    kept: bool = False  # whether what an expansion makes is saved for the backward pass even inside `recomputing()`
 
     def __post_init__(self) -> None:
         x, weight, bias = self.x, self.weight, self.bias
@@ -50,9 +51,9 @@ class FeatureStream:
                 raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
         if self.cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
             documents(self.cu_seqlens, x.shape[1], x.shape[0], x.device)
-        wanted = (self.sequences, self.taps - 1, C)
-        if self.history is not None and tuple(self.history.shape) != wanted:
-            raise ValueError(f"history: expected {list(wanted)}, got shape {tuple(self.history.shape)}")
+        past = (self.sequences, self.taps - 1, C)
+        if self.history is not None and tuple(self.history.shape) != past:
+            raise ValueError(f"history: expected {list(past)}, got shape {tuple(self.history.shape)}")
 
     @property
     def taps(self) -> int:
@@ -74,7 +75,7 @@ class FeatureStream:
         x = head_linear(self.x, self.product)
         x = x.view(*x.shape[:2], x.shape[2] * self.subheads, self.size)
         rest = (self.history, self.return_history, self.cu_seqlens, self.consume_history)
-        return FeatureStream(x, self.weight, self.bias, self.activation, self.norm, *rest)
+        return FeatureStream(x, self.weight, self.bias, self.activation, self.norm, *rest, kept=self.kept)
 
     @property
     def sequences(self) -> int:

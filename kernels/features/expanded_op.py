@@ -1,7 +1,8 @@
-"""Features of an expanded stream: product, convolution, activation and norm in one launch, without the product in memory.
+"""Features of an expanded stream: product, convolution, activation and norm in one launch (Hopper, bf16).
 
-The gradient of the product is computed in another launch, from the arguments alone, or with a norm (whose gradient would
-need sums over channels there) from the product; two batched products make of it those of the stream and the matrix.
+The gradient of the product is computed in another launch, from the arguments alone, or with a norm (whose gradient
+would need sums over channels there) from the product. Two batched products make of it the gradients of the stream and
+the matrix.
 """
 
 from collections.abc import Sequence
@@ -76,14 +77,16 @@ class Shape(NamedTuple):
 
 
 def shape_of(x: Tensor, product: Tensor, activation: str, norm: str) -> Shape:
-    return Shape(*x.shape[:3], product.shape[2] // SIZE, activation, norm, multiprocessors(x.device))
+    """The shape of a call."""
+    B, T, heads, _ = x.shape
+    return Shape(B, T, heads, product.shape[2] // SIZE, activation, norm, multiprocessors(x.device))
 
 
 @lru_cache(maxsize=256)
 def cut(tiles: int, columns: int, room: int) -> tuple[int, int]:
     """Into how many runs to cut the tiles of a sequence, and how many tiles each has.
 
-    A program costs one tile more, for its matrix; a last wave that fills little of the device takes as long as any other.
+    A program costs one tile more, for its matrix; a last wave that fills little of the device takes as long as any.
     """
     found = {cdiv(tiles, cdiv(tiles, max(1, waves * room // columns))) for waves in range(1, MOST_WAVES + 1)}
     runs = min(found, key=lambda n: (cdiv(n * columns, room) * (cdiv(tiles, n) + 1), n))
@@ -99,6 +102,7 @@ def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[Prepared
     columns = shape.heads * shape.subheads
     tiles = cdiv(shape.T, how.tokens - (2 if backward else 1) * (TAPS - 1))
     runs, each = cut(tiles, shape.B * columns, how.programs * shape.multiprocessors)
+    normalised: dict[str, Any] = {} if backward else {"L2": shape.norm == "l2", "EPS": EPS}
     prepared = Prepared(
         kernel,
         (shape.B * runs * columns,),
@@ -110,7 +114,7 @@ def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[Prepared
         SUBHEADS=shape.subheads,
         SILU=shape.activation == "silu",
         TILE=how.tokens,
-        **({} if backward else {"L2": shape.norm == "l2", "EPS": EPS}),
+        **normalised,
         num_warps=WARPS,
         maxnreg=how.registers,
     )
@@ -169,9 +173,9 @@ def again(*given: Any) -> Tensor:
 
 
 def forward(stream: FeatureStream) -> tuple[Tensor, None]:
-    """y [B,T,heads,size]; inside `recomputing()` it is not saved by what follows."""
+    """y [B,T,heads,size]; inside `recomputing()` it is not saved by what follows, unless the stream says so."""
     assert stream.product is not None
     assert stream.weight is not None
     given = (stream.x, stream.product, stream.weight, stream.activation, stream.norm)
     (y,) = apply(*given)
-    return remake(y, again, *given), None
+    return y if stream.kept else remake(y, again, *given), None

@@ -192,7 +192,6 @@ def forward(
     TILE: gl.constexpr,
 ):
     COLUMNS: gl.constexpr = STATE if TILE == 128 else SHORT
-    RUN: gl.constexpr = TILE // LANES
     subhead, run = gl.program_id(0) % (C // 128), gl.program_id(0) // (C // 128)
     ALONE: gl.constexpr = TILE - REACH
     count = gl.cdiv(T, ALONE)

@@ -261,6 +261,8 @@ def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
         return y, tail
     given = (x, weight, bias, history, stream.cu_seqlens, *how)
     (y,) = features(*given)
-    if noted(x):  # an expansion of a smaller stream: neither it nor its features are worth their memory
+    if (
+        noted(x) and not stream.kept
+    ):  # an expansion of a smaller stream: neither it nor its features are worth their memory
         y = remake(y, again, *given)
     return y, continued(stream) if stream.return_history else None

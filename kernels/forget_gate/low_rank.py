@@ -6,7 +6,6 @@ from torch import Tensor
 from ..arguments import at_least_fp32
 from ..backend import choose
 from ..head_linear import head_linear
-from ..recompute import remake
 from . import forget_gate, reference
 
 
@@ -41,10 +40,8 @@ IMPLEMENTATIONS = {"triton": triton, "torch": composed, "reference": by_formula}
 def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
     """log_decay = scale · log σ(W x + bias) (GLA, arXiv 2312.06635, section 4.4).
 
-    It is computed in at least fp32, and rounded to bf16 if x is in bf16: an error of at most .2 % of each logarithm, and
-    half of what a recurrence reads most of.
-
-    Inside `recomputing()` the result is not saved by what follows: it is far larger than x, from which it is made.
+    It is computed in at least fp32, and rounded to bf16 if x is in bf16: an error of at most .2 % of each logarithm,
+    and half of the bytes of what is the largest tensor of an expanded layer.
 
     Args:
         x: A few numbers per token [B,T,R].
@@ -68,4 +65,4 @@ def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
         x = x.to(torch.get_autocast_dtype(x.device.type))
     limits = f"which takes up to {WIDEST} numbers per token" if x.shape[2] > WIDEST else None
     run = choose("low_rank_forget_gate", IMPLEMENTATIONS, x, limits)
-    return remake(run(x, weight, bias, scale), run, x, weight, bias, scale)
+    return run(x, weight, bias, scale)

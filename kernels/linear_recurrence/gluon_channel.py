@@ -15,12 +15,13 @@ factor is above 1, what passes through the state is right, and what the channel 
 which is nothing. Two kernels add the truth to the results afterwards (`triton_steep.py`).
 
 A program has a whole state, in the registers of eight warps. Sums of decays from the start of a chunk are products with
-the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8 bits. The states S' before all chunks, which the gradients need, are
-computed again. In the gradient pass, the loads of a chunk are issued as soon as the chunk before has read a buffer for
-the last time.
+the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8 bits. The states S' before
+all chunks, which the gradients need, are computed again. In the gradient pass, the loads of a chunk are issued as soon
+as the chunk before has read a buffer for the last time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: SIM108
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

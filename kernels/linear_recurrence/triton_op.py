@@ -136,9 +136,9 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
 
 def _as_taken(log_decay: Tensor, beta: bool, q: Tensor, v: Tensor) -> Tensor:
     """Decays in bf16 where the kernels take these, otherwise in fp32."""
-    if log_decay.dtype == torch.bfloat16 and v.shape[1] > 1:
-        if at_once(gate_of(log_decay), beta, q.shape[3], v.shape[3], q.dtype, q.device):
-            return log_decay
+    narrow = log_decay.dtype == torch.bfloat16 and v.shape[1] > 1
+    if narrow and at_once(gate_of(log_decay), beta, q.shape[3], v.shape[3], q.dtype, q.device):
+        return log_decay
     return log_decay.float()
 
 

@@ -29,14 +29,6 @@ def exp2(x):
 
 
 @triton.jit
-def log2(x):
-    """The logarithm of fp32 to an absolute error of 2⁻²², of normal numbers."""
-    if PTX:
-        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-    return tl.log2(x)
-
-
-@triton.jit
 def sigmoid(x):
     """1 / (1 + e^−x) in fp32; as in Triton's version, the product with log2 e loses bits for large x."""
     if PTX:

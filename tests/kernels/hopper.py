@@ -19,7 +19,8 @@ module, name, fixed, other = json.loads(sys.argv[1])
 kernel = getattr(importlib.import_module(module), name)
 names = [p.name for p in kernel.params]
 types = {n: "constexpr" if n in fixed else other.get(n, "*bf16") for n in names}
-aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] == "*" or n.endswith(("_head", "_batch"))}
+aligned = [i for i, n in enumerate(names) if types[n][0] == "*" or n.endswith(("_head", "_batch"))]
+aligned = {(i,): [["tt.divisibility", 16]] for i in aligned}
 source = GluonASTSource(kernel, types, {(names.index(n),): x for n, x in fixed.items()}, aligned)
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).metadata.shared)
 """

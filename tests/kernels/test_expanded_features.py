@@ -138,7 +138,9 @@ def test_a_product_and_features_of_its_result(backend: str):
     torch.testing.assert_close(y, z, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("product", [torch.zeros(3, 5, 8), torch.zeros(2, 4, 8), torch.zeros(3, 4, 9), torch.zeros(12, 8)])
+@pytest.mark.parametrize(
+    "product", [torch.zeros(3, 5, 8), torch.zeros(2, 4, 8), torch.zeros(3, 4, 9), torch.zeros(12, 8)]
+)
 def test_a_product_that_does_not_fit(product: Tensor):
     with pytest.raises(ValueError, match=r"^product: expected \[3,4,N\] with a multiple N of 2 subheads"):
         kernels.FeatureStream(torch.zeros(1, 9, 3, 4), product=product, subheads=2)
@@ -151,7 +153,8 @@ def test_runs_hold_all_tiles(tiles: int, columns: int):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "norm"), [("forward", {"L2": False, "EPS": 1e-6}), ("forward", {"L2": True, "EPS": 1e-6}), ("backward", {})]
+    ("kernel", "norm"),
+    [("forward", {"L2": False, "EPS": 1e-6}), ("forward", {"L2": True, "EPS": 1e-6}), ("backward", {})],
 )
 def test_compiles_for_hopper(kernel: str, norm: dict[str, Any]):
     how = expanded_op.FORWARD if kernel == "forward" else expanded_op.BACKWARD
