@@ -23,7 +23,6 @@ from .state import History, Position
 if TYPE_CHECKING:
     from .expansion import Expand, Expansion
 
-MOST_KEPT = 1024  # channels of a head, in all subheads, up to which expanded keys are saved for the backward pass
 State = Any  # a pytree of tensors, usually a NamedTuple; `state.py` says how to type its fields
 
 
@@ -203,10 +202,9 @@ class LinearMixer(TokenMixer):
         self.subheads = expand.subheads if expand else 1
         self.subhead_size = key_size * (expand.factor if expand else 1) // self.subheads
         self.gate_heads = num_heads * self.subheads
-        self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size)
-        # half of the memory that keeping queries as well would take, and half of the time of computing both again
-        keys_kept = self.subheads * self.subhead_size <= MOST_KEPT
-        self.k_features = FeaturePath(k, G * self.subheads, self.subhead_size, kept=keys_kept)
+        kept = expand is not None and not expand.recompute
+        self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size, kept=kept)
+        self.k_features = FeaturePath(k, G * self.subheads, self.subhead_size, kept=kept)
         self.v_features = FeaturePath(v, num_heads, value_size)
 
     @property

@@ -200,6 +200,7 @@ class Expand:
     subheads: int
     build_expansion: Callable[[int, int, int, int], Expansion]
     residual: bool = False
+    recompute: bool = True
 
     def build(self, heads: int, size: int, hidden_size: int) -> Expansion:
         """The expansion of queries or keys with `heads` heads of `size`."""
@@ -227,6 +228,8 @@ class Expanded(LinearMixer):
         expansion: How queries and keys are expanded: HeadWise, LowRank, DPFP, LFM, or your own.
         residual: Whether subhead 0 is the head as it is, and the expansion makes the E − 1 others, whose outputs are
             multiplied by learned gains that start at 0. The mixer then starts as the one that is not expanded.
+        recompute: Whether training on a GPU computes expanded queries and keys again in the backward pass, in place of
+            keeping them: two tensors of E·K·heads channels per token and layer.
     """
 
     def __new__(  # type: ignore[misc]
@@ -238,6 +241,7 @@ class Expanded(LinearMixer):
         subheads: bool = True,
         expansion: Callable[[int, int, int, int], Expansion] = HeadWise,
         residual: bool = False,
+        recompute: bool = True,
     ) -> LinearMixer:
         if factor < 1:
             raise kernels.UserError(f"factor: {factor} must be at least 1 (no expansion)")
@@ -246,7 +250,7 @@ class Expanded(LinearMixer):
         if site.expand is not None:
             raise kernels.UserError("mixer: an Expanded inside an Expanded; multiply the factors instead")
         if factor > 1:
-            site = site._replace(expand=Expand(factor, factor if subheads else 1, expansion, residual))
+            site = site._replace(expand=Expand(factor, factor if subheads else 1, expansion, residual, recompute))
         built = mixer(site)
         if not isinstance(built, LinearMixer):
             raise kernels.UserError(

@@ -92,15 +92,20 @@ def test_several_runs_of_a_sequence(gluon: None, monkeypatch: pytest.MonkeyPatch
 
 
 @without_a_gpu
-def test_it_is_computed_again(gluon: None):
-    given = stream(1, 70, 1, 2)
+@pytest.mark.parametrize(("again", "kept", "launches"), [(False, False, 2), (True, False, 3), (True, True, 2)])
+def test_computed_again_or_kept(again: bool, kept: bool, launches: int, gluon: None, monkeypatch: pytest.MonkeyPatch):
+    given, readout = stream(1, 70, 1, 1), torch.randn(128, 3).bfloat16()
+    calls, shape_of = [], expanded_op.shape_of
+    monkeypatch.setattr(expanded_op, "shape_of", lambda *how: calls.append(how) or shape_of(*how))
     found = []
-    for again in (True, False):
+    for recomputing in (again, False):
         leaves = {name: x.clone().requires_grad_() for name, x in given.items() if isinstance(x, Tensor)}
-        with kernels.backend("triton"), kernels.recomputing(again):
-            ((y, _),) = kernels.features_together([kernels.FeatureStream(**{**given, **leaves})])
-            loss = (y.float() @ torch.ones(128, 3)).square().sum()
-        found.append(torch.autograd.grad(loss, list(leaves.values())))
+        weight = readout.clone().requires_grad_()  # its gradient needs the features
+        with kernels.backend("triton"), kernels.recomputing(recomputing):
+            ((y, _),) = kernels.features_together([kernels.FeatureStream(**{**given, **leaves}, kept=kept)])
+            loss = (y @ weight).float().square().sum()
+        found.append(torch.autograd.grad(loss, [*leaves.values(), weight]))
+    assert len(calls) == launches + 2
     assert all(torch.equal(x, z) for x, z in zip(*found, strict=True))
 
 
