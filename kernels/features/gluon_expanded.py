@@ -1,10 +1,11 @@
 """Features of an expanded head in one pass, and their gradients in another, on Hopper: product, convolution,
 activation and norm, without the product in memory.
 
-A program has the matrix of one subhead in shared memory and walks over tiles of 128 tokens, each of which begins three
+A program has the matrix of one subhead in shared memory and walks over tiles of tokens, each of which begins three
 tokens (the reach of the convolution) before its first result, so that tiles do not depend on one another. The product
-is computed with tokens as its columns, in an order in which each thread holds 32 tokens in a row of a channel: the
-convolution then stays within a thread's registers, but for three tokens that come from the thread beside it.
+is computed with tokens as its columns, in an order in which each thread holds a quarter of the tile's tokens of a
+channel, one after the other: the convolution then stays within a thread's registers, but for three tokens that come
+from the thread beside it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"

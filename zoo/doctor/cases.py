@@ -144,6 +144,8 @@ def _streams(draw: Draw, size: int) -> Iterator[Case]:
     channels = HEADS * size
     inputs = {"x": draw(*HEADED, size), "weight": draw(channels, 1, 4) / 2, "bias": draw(channels)}
     yield Case("features", "", size, inputs, {"activation": "silu", "norm": "l2"})
+    expanded = {"product": draw(HEADS, size, 2 * size) / size**0.5, "weight": draw(2 * channels, 1, 4) / 2}
+    yield Case("features_together", "of an expansion", size, {"x": inputs["x"], **expanded}, call=_expanded)
     one = {"q": draw(ROWS, 1, HEADS, size), "v": draw(ROWS, 1, HEADS, 2 * size)}
     weights = {"q_weight": draw(channels, 1, 4) / 2, "v_weight": draw(2 * channels, 1, 4) / 2}
     yield Case("features_together", "one token", size, one | weights, call=_decoded)
@@ -158,6 +160,11 @@ def _streams(draw: Draw, size: int) -> Iterator[Case]:
     yield Case("forget_gate", "", size, inputs, kept=("bias", "odds"))
     inputs = {"x": draw(ROWS, LENGTH, 16), "weight": draw(channels, 16) / 4, "bias": draw(channels)}
     yield Case("low_rank_forget_gate", "", size, inputs, kept=("bias",))
+
+
+def _expanded(x: Tensor, product: Tensor, weight: Tensor) -> Tensor:
+    stream = kernels.FeatureStream(x, weight, activation="silu", product=product, subheads=2)
+    return kernels.features_together([stream])[0][0]
 
 
 def _token(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor) -> list[kernels.FeatureStream]:
