@@ -39,8 +39,14 @@ def prepared(to: DeltaRule, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tenso
     gate = "none" if log_decay is None else GATES[log_decay.dim()]
     decays = None if log_decay is None else log_decay.contiguous()
     bounds = chunks[3] if to.cut or to.halved else None
+    q, k = (aligned(x) for x in (q, k))
     to.prepare(gate)(q, k, decays, beta, *chunks[:3], bounds, to.layout.chunks)
     return chunks
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The same numbers where kernels in Gluon can copy 16 bytes at a time."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def cuts(to: DeltaRule, transition: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool) -> Tensor:
@@ -118,8 +124,7 @@ def at_once(
     sums: tuple[Tensor | None, ...] = (None,) * 4
     if gated:
         sums = tuple(to.new(slots, M, parts, CHUNK, dtype=torch.float32) for parts in (4, 2, 2, 2))
-    # it copies 16 bytes at a time
-    q, k, do = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, do))
+    q, k, do = (aligned(x) for x in (q, k, do))
     if to.halved:
         middle, table = to.states(), to.halves
         remembered = bounds if dends is None else None

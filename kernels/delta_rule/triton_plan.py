@@ -19,7 +19,7 @@ from .triton_long import long_backward, long_forward
 from .triton_prepare import prepare
 from .triton_scan import combine, scan_backward, scan_forward
 
-AT_ONCE = 128  # channels of keys and of values for which one pass can compute all gradients
+IN_GLUON = 128  # channels of keys for which there are kernels in Gluon; those of values, too, for all gradients in one
 FULL = 0.6  # share of the device that its programs must fill: with half of it, three passes are as fast
 THIRD = 168  # registers per thread at which three programs of four warps fit on a multiprocessor
 FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
@@ -124,9 +124,14 @@ class DeltaRule(Plan):
         places = multiprocessors(self.device)
         return programs >= FULL * cdiv(programs, places) * places
 
+    @cached_property
+    def in_gluon(self) -> bool:
+        """Whether the device and the keys are those of the kernels in Gluon."""
+        return DIRECT and self.K == IN_GLUON and self.dtype == torch.bfloat16 and hopper(self.device)
+
     @property
     def _fits_at_once(self) -> bool:
-        return DIRECT and self.K == self.V == AT_ONCE and self.dtype == torch.bfloat16 and hopper(self.device)
+        return self.in_gluon and self.V == IN_GLUON
 
     def _room(self, recurrences: int) -> int:
         """Into how many segments to cut the sequences, so that their programs fill the device."""
@@ -178,10 +183,16 @@ class DeltaRule(Plan):
     @prepared
     def prepare(self, gate: str) -> Prepared:
         """Inverse, scores and gates: one program per chunk and recurrence."""
-        entry, chunks = self.entry("prepare"), self.layout.chunks.shape[0]
+        programs = self.layout.chunks.shape[0] * self.M
+        if self.in_gluon:
+            from .gluon_prepare import prepare as in_gluon  # the interpreter and other devices do without Gluon
+
+            sizes = {"M": self.M, "E": self.E, "R": self.R, "GATE": gate}
+            return Prepared(in_gluon, (programs,), self.scale, **sizes, num_warps=4, maxnreg=THIRD)
+        entry = self.entry("prepare")
         merge = "ieee" if INTERPRETED else "tf32x3" if self.dtype == torch.float32 else "tf32"
         constants = {"BK": min(entry.keys, key_block(self.K)), "GATE": gate, "MERGE": merge}
-        return self._prepared(prepare, entry, chunks * self.M, **constants, maxnreg=self.registers(entry))
+        return self._prepared(prepare, entry, programs, **constants, maxnreg=self.registers(entry))
 
     def _along_time(self, kernel: Any, entry: Launch, segments: int, V: int) -> Prepared:
         """One program per segment, recurrence and block of values."""
@@ -212,7 +223,7 @@ class DeltaRule(Plan):
             "BK": 64,
             "BV": BV,
             "REVERSE": reverse,
-            "STAGES": 2 if self.K <= AT_ONCE else 1,  # of longer keys, two do not fit
+            "STAGES": 2 if self.K <= 128 else 1,  # of longer keys, two do not fit
             "PRECISION": precision,
         }
         return Prepared(combine, (self.N * self.M * cdiv(self.V, BV),), self.M, **constants, num_warps=4)

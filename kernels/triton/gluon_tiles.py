@@ -51,10 +51,10 @@ def at_tile(x, start, column, stride: gl.constexpr, LAYOUT: gl.constexpr, R: gl.
 
 
 @gluon.jit
-def copy_tokens(to, x, token, column, stop, stride: gl.constexpr):
+def copy_tokens(to, x, token, column, stop, stride: gl.constexpr, LAYOUT: gl.constexpr = COPY):
     """Start to copy a tile [64, 128]; zeros from token `stop` on."""
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY)), 1)
-    at = at_tile(x, token, column, stride, COPY, 64, 128)
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
+    at = at_tile(x, token, column, stride, LAYOUT, 64, 128)
     async_copy.async_copy_global_to_shared(to, at, mask=r < stop - token)
 
 

@@ -93,9 +93,9 @@ def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
     return Shared(torch.full(shape, float("nan"), dtype=dtype))
 
 
-def multiply(a: Shared, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
-    """A matrix product."""
-    product = value(a.tensor @ b.tensor)
+def multiply(a: Shared | Tensor, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    """A matrix product; the first factor may be in registers."""
+    product = value((a.tensor if isinstance(a, Shared) else a) @ b.tensor)
     return acc + product if use_acc else product
 
 
@@ -107,6 +107,40 @@ def wait(pending: int, deps: list[Tensor]) -> Any:
 def copy(to: Shared, source: Pointer, mask: Tensor | None = None) -> None:
     """A copy to shared memory, zeros where the mask is False."""
     to.tensor.copy_(source.load(mask))
+
+
+def in_lanes(instructions: str, *given: Tensor) -> Tensor:
+    """What PTX makes of tiles of 16 columns, whose blocks of 16 rows have a warp each and 8 numbers in each lane.
+
+    It may move numbers between lanes, negate them, and add products. The layout is that of a matrix product's results.
+    """
+    lane, i = torch.arange(32)[:, None], torch.arange(8)
+    at = (lane // 4 + i // 2 % 2 * 8, lane % 4 * 2 + i % 2 + i // 4 * 8)
+    results = torch.zeros_like(given[0])
+    for block in range(0, len(results), 16):
+        names = [f"${8 + i}" for i in range(8 * len(given))]
+        numbers = torch.cat([x[block : block + 16][at] for x in given], 1)
+        registers = dict(zip(names, numbers.unbind(1), strict=True))
+        for line in instructions.strip("{} ").split(";")[1:-1]:
+            operation, *operands = line.replace(",", " ").split()
+            to, (first, *others) = operands[0], operands[1:]
+            if operation == "shfl.sync.idx.b32":
+                source, form = int(others[0]), int(others[1], 16)
+                kept = form >> 8  # bits of the lane's own number that stay
+                registers[to] = registers[first][(torch.arange(32) & kept) | (source & ~kept)]
+            elif operation == "fma.rn.f32":
+                registers[to] = registers[first] * registers[others[0]] + registers[others[1]]
+            else:
+                registers[to] = {"mov.f32": 1, "neg.f32": -1}[operation] * registers[first]
+        results[block : block + 16][at] = torch.stack([registers[f"${i}"] for i in range(8)], 1)
+    return value(results)
+
+
+def in_line(asm: str, names: str, given: list[Tensor], **options: Any) -> Tensor:
+    """What a line of PTX computes."""
+    if "shfl" in asm:
+        return in_lanes(asm, *given)
+    return given[0].tanh() if "tanh" in asm else given[0]
 
 
 def of_values(f: Callable[..., Tensor]) -> Any:
@@ -122,7 +156,7 @@ def nothing(*given: Any, **options: Any) -> Any:
 class Language(ModuleType):
     """`triton.experimental.gluon.language`; layouts are None."""
 
-    bfloat16 = float32 = torch.float64
+    float16 = bfloat16 = float32 = float64 = torch.float64
     int32, int64 = torch.int32, torch.int64
     program = 0
 
@@ -141,16 +175,17 @@ class Language(ModuleType):
     permute = staticmethod(lambda x, order: x.permute(order))
     convert_layout = staticmethod(lambda x, layout: x)
     cdiv = staticmethod(lambda n, size: -(-n // size))
-    inline_asm_elementwise = staticmethod(lambda asm, names, x, **options: x[0].tanh() if "tanh" in asm else x[0])
+    inline_asm_elementwise = staticmethod(in_line)
+    associative_scan = staticmethod(lambda x, axis, combine: x.cumsum(axis))  # all of them are sums
     split = staticmethod(lambda x: x.unbind(-1))
     join = staticmethod(lambda x, y: torch.stack([x, y], -1))
     gather = staticmethod(lambda x, at, axis: x.gather(axis, at))
     static_range = staticmethod(range)
     allocate_shared_memory = staticmethod(allocate)
     where, exp2, abs = of_values(torch.where), of_values(torch.exp2), of_values(torch.abs)
-    rsqrt = of_values(torch.rsqrt)
+    rsqrt, log2 = of_values(torch.rsqrt), of_values(torch.log2)
     maximum, minimum = of_values(torch.maximum), of_values(torch.minimum)
-    thread_barrier = BlockedLayout = SliceLayout = NVMMADistributedLayout = staticmethod(nothing)
+    thread_barrier = BlockedLayout = SliceLayout = NVMMADistributedLayout = DotOperandLayout = staticmethod(nothing)
     NVMMASharedLayout = SwizzledSharedLayout = DistributedLinearLayout = staticmethod(nothing)
 
 

@@ -459,6 +459,54 @@ def test_all_gradients_in_one_pass_step_by_step(options: dict[str, Any], gate: s
     agree(a, subheads=options.get("E", 1))
 
 
+PREPARE = "kernels.delta_rule.gluon_prepare"
+
+
+@interpreted
+@pytest.mark.parametrize("gate", ["none", "constant", "head"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"T": 1},
+        {"T": 130, "decay": "strong", "correlated": True},
+        {"T": 70, "R": 2, "E": 2, "beta": 2},
+        {"T": 150, "documents": [0, 0, 5, 100, 150], "decay": "mixed"},
+    ],
+)
+def test_chunks_step_by_step(options: dict[str, Any], gate: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))
+    monkeypatch.setattr(triton_plan.DeltaRule, "in_gluon", True)
+    monkeypatch.setattr(triton_plan.DeltaRule, "_fits_at_once", False)
+    a = inputs(**{"B": 1, "G": 1, "K": 128, "V": 16, **options}, gate=gate, dtype=torch.float32)
+    a["beta"][:, 5::7] = 0
+    agree(a, subheads=options.get("E", 1))
+
+
+@interpreted
+@pytest.mark.parametrize("length", [1.0, 1.5])
+def test_bounds_step_by_step(length: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))
+    monkeypatch.setattr(triton_plan, "segments", lambda *given: 2)
+    a = inputs(400, B=1, G=1, K=128, V=16, dtype=torch.float32, gate="head", decay="strong")
+    a["k"] *= length
+    q, k, v, beta, decay = (a[name] for name in ("q", "k", "v", "beta", "log_decay"))
+    found = []
+    for in_gluon in (False, True):
+        plan.of_rows.cache_clear()
+        monkeypatch.setattr(triton_plan.DeltaRule, "in_gluon", in_gluon)
+        monkeypatch.setattr(triton_plan.DeltaRule, "_fits_at_once", False)
+        to = triton_op.plan(q, v, 1, 1.0, None)
+        found.append(triton_op.prepared(to, q, k, beta, decay)[3])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(("gate", "missing"), [("per step", ()), ("constant", ("bounds",)), ("none", ("log_decay",))])
+def test_chunks_compile_for_hopper(gate: str, missing: tuple[str, ...]):
+    types = dict.fromkeys(("log_decay", "gates", "bounds"), "*fp32") | {"scale": "fp32", "chunks": "*i32"}
+    fixed = {"M": 8, "E": 2, "R": 1, "GATE": gate} | dict.fromkeys(missing)
+    assert 3 * shared_memory(PREPARE, "prepare", fixed, types, warps=4) <= MOST
+
+
 @pytest.mark.parametrize(
     ("B", "H", "T", "documents", "halved", "whole"),
     [

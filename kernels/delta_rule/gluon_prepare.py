@@ -1,0 +1,211 @@
+"""What `triton_prepare.py` computes of a chunk of the (gated) delta rule, in Gluon: Hopper, bf16, keys of 128 channels.
+
+With N the strict lower part of D ⊙ K Kᵀ, it solves for G, by which the inverse and its rows and columns differ from one:
+
+    (I + βN)⁻¹ = I − β G      G = (I + N β)⁻¹ N      inverse = β (I − G β)      scores = (scale · D ⊙ Q Kᵀ) (I − β G) β
+
+Neither G, I − β G nor I − G β shrinks with β, so that their rows keep all of their digits in fp16, which has as many as
+tf32. (Where β|k|² ≤ 2, no number here is above |k|².) Blocks of 16 tokens are solved by substitution in fp32, one in
+each warp, without memory. Two rounds merge neighbours: G ← G + Y N X, for Y = I − G β and X = I − β G of the blocks, and
+N between them.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ..triton.gluon_tiles import FLAT, SHARED, at_tile, barrier, copy_tokens
+
+LEAST_BETA = gl.constexpr(2.0**-50)  # as in triton_prepare.py
+LOG2E = gl.constexpr(1.4426950408889634)
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+ONCE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all 64
+PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+FACTOR = gl.constexpr(gl.DotOperandLayout(0, PAIRS, 2))
+OF_ROWS, OF_COLUMNS = gl.constexpr(gl.SliceLayout(1, PAIRS)), gl.constexpr(gl.SliceLayout(0, PAIRS))
+# blocks of 16 tokens, one for each warp: as in PAIRS, a thread has 2 rows and of each 2 neighbours and 2 more
+BLOCKS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [8, 0], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
+    )
+)
+# 8 neighbours to a thread, which it gets from its quad
+QUADS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
+
+
+def elimination() -> str:
+    """PTX that turns N into G, in a thread's eight numbers of a block of 16 tokens (layout BLOCKS).
+
+    In place of a row of G at a time, row j is taken off all rows below as soon as it is final: G_i ← G_i − (Nβ)_ij G_j.
+    Operands are the results, N and Nβ. A thread's quad has its rows; its fellows in other quads, its columns.
+    """
+    lines = [f"mov.f32 ${i}, ${8 + i};" for i in range(8)]
+    for j in range(1, 15):  # row 0 of G is zero, and below row 15 there is none
+        half, parity = j // 8, j % 2
+        columns = (0, 1) if half == 0 else (0, 1, 4, 5)  # in the others, row j is zero
+        rows = (0, 2) if half == 0 else (2,)  # those below row j, among 8 rows each
+        for row in rows:
+            lines.append(f"shfl.sync.idx.b32 c{row}, ${16 + 4 * half + row + parity}, {j % 8 // 2}, 0x1c1f, -1;")
+            lines.append(f"neg.f32 c{row}, c{row};")
+        for column in columns:
+            lines.append(f"shfl.sync.idx.b32 r{column}, ${column + 2 * half}, {j % 8 * 4}, 0x031f, -1;")
+        for row in rows:
+            lines += [f"fma.rn.f32 ${row + column}, c{row}, r{column}, ${row + column};" for column in columns]
+    return "{ .reg .f32 c0, c2, r0, r1, r4, r5; " + " ".join(lines) + " }"
+
+
+ELIMINATION, OPERANDS = gl.constexpr(elimination()), gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 16))
+
+
+@gluon.jit
+def eliminated(n, n_beta):
+    """G of the blocks of 16 tokens on the diagonal."""
+    return gl.inline_asm_elementwise(ELIMINATION, OPERANDS, [n, n_beta], dtype=gl.float32, is_pure=True, pack=8)
+
+
+@gluon.jit
+def add(x, y):
+    return x + y
+
+
+@gluon.jit
+def store_pairs(x, tile, value):
+    """Store a tile [64, 64] in bf16, 16 bytes a thread."""
+    gl.store(at_tile(x, tile * 64, 0, 64, QUADS, 64, 64), gl.convert_layout(value.to(gl.bfloat16), QUADS))
+
+
+@gluon.jit
+def merged(G, n_s, x_s, one, beta_of_rows, beta_of_columns, here):
+    """G of blocks twice as large, from that of blocks whose neighbours are `here`."""
+    x_s.store((one - beta_of_rows * G).to(gl.float16))
+    Y = gl.convert_layout((one - G * beta_of_columns).to(gl.float16), FACTOR)
+    fence_async_shared()
+    P = gl.zeros([64, 64], gl.float32, PAIRS)
+    P = warpgroup_mma(Y, n_s, P, use_acc=False, is_async=True)
+    P = warpgroup_mma_wait(0, deps=[P])
+    P = gl.convert_layout(gl.where(here, P, 0.0).to(gl.float16), FACTOR)
+    G = warpgroup_mma(P, x_s, G, is_async=True)
+    return warpgroup_mma_wait(0, deps=[G])
+
+
+@gluon.jit
+def prepare(
+    q,
+    k,
+    log_decay,
+    beta,
+    inverse,
+    scores,
+    gates,
+    bounds,  # [chunks,M], if sequences are cut
+    chunks,
+    scale,
+    M: gl.constexpr,
+    E: gl.constexpr,
+    R: gl.constexpr,
+    GATE: gl.constexpr,
+):
+    chunk, m = gl.program_id(0) // M, gl.program_id(0) % M
+    tile = gl.program_id(0).to(gl.int64)
+    token = gl.load(chunks + chunk * 2)
+    stop = token + gl.load(chunks + chunk * 2 + 1)
+    keys: gl.constexpr = M // R  # heads of q and k
+    head = ((m // (E * R)) * E + m % E) * 128
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    queries_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    numbers_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)  # b in two parts, and β
+    copy_tokens(keys_s, k, token, head, stop, keys * 128, COPY)
+    async_copy.commit_group()
+    copy_tokens(queries_s, q, token, head, stop, keys * 128, COPY)
+    async_copy.commit_group()
+
+    t = gl.arange(0, 64, ONCE)
+    valid = t < stop - token
+    per_step = token.to(gl.int64) * M + t * M + m
+    if GATE == "none":
+        g = gl.zeros([64], gl.float64, ONCE)
+    elif GATE == "constant":
+        g = gl.where(valid, gl.load(log_decay + m).to(gl.float64) * LOG2E, 0.0)
+    else:
+        g = gl.load(log_decay + per_step, mask=valid, other=0.0).to(gl.float64) * LOG2E
+    write = gl.load(beta + per_step, mask=valid, other=0.0).to(gl.float32)
+    write = gl.where(gl.abs(write) < LEAST_BETA, LEAST_BETA, write)
+    b = gl.associative_scan(g, 0, add)
+    high = b.to(gl.float32)
+    low = (b - high.to(gl.float64)).to(gl.float32)
+    numbers_s.slice(0, 64).store(high)
+    numbers_s.slice(64, 64).store(low)
+    numbers_s.slice(128, 64).store(write)
+    at = gates + (tile * 256 + t)
+    gl.store(at, gl.exp2(high))
+    gl.store(at + 64, gl.exp2((gl.sum(g, 0) - b).to(gl.float32)))
+    gl.store(at + 128, high)
+    gl.store(at + 192, low)
+
+    overlap, dots = gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.float32, PAIRS)
+    async_copy.wait_group(1)
+    fence_async_shared()
+    barrier()
+    overlap = warpgroup_mma(keys_s, keys_s.permute((1, 0)), overlap, use_acc=False, is_async=True)
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+    dots = warpgroup_mma(queries_s, keys_s.permute((1, 0)), dots, use_acc=False, is_async=True)
+    difference = gl.expand_dims(numbers_s.slice(0, 64).load(OF_ROWS), 1) - gl.expand_dims(
+        numbers_s.slice(0, 64).load(OF_COLUMNS), 0
+    )
+    difference += gl.expand_dims(numbers_s.slice(64, 64).load(OF_ROWS), 1) - gl.expand_dims(
+        numbers_s.slice(64, 64).load(OF_COLUMNS), 0
+    )
+    r = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1)
+    c = gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
+    D = gl.where(r >= c, gl.exp2(-gl.abs(difference)), 0.0)
+    overlap, dots = warpgroup_mma_wait(0, deps=[overlap, dots])
+    if bounds is not None:
+        length = gl.sum(gl.where(r == c, overlap, 0.0), 1)
+        beyond = gl.abs(1.0 - numbers_s.slice(128, 64).load(OF_ROWS) * length)
+        growth = gl.sum(gl.log2(gl.maximum(beyond, 1.0)), 0)
+        gl.store(bounds + tile, gl.sum(g, 0).to(gl.float32) + growth)
+    N = gl.where(r > c, overlap * D, 0.0)
+    dots *= D
+
+    # nobody reads keys and queries any more
+    n_s = queries_s._reinterpret(gl.float16, [2, 64, 64], SHARED).index(0)
+    x_s = keys_s._reinterpret(gl.float16, [2, 64, 64], SHARED)
+    n_s.store(N.to(gl.float16))
+    in_blocks = gl.reshape(N, [64, 4, 16])
+    LAYOUT: gl.constexpr = in_blocks.type.layout
+    of_row = gl.expand_dims(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))), 1), 2)
+    of_block = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
+    mine = of_row // 16 == of_block
+    block = gl.sum(gl.where(mine, in_blocks, 0.0), 1)
+    beta_of_columns = gl.expand_dims(numbers_s.slice(128, 64).load(OF_COLUMNS), 0)
+    beta_of_rows = gl.expand_dims(numbers_s.slice(128, 64).load(OF_ROWS), 1)
+    scaled = gl.sum(gl.where(mine, gl.reshape(N * beta_of_columns, [64, 4, 16]), 0.0), 1)
+    WHOLE: gl.constexpr = block.type.layout
+    block = eliminated(gl.convert_layout(block, BLOCKS), gl.convert_layout(scaled, BLOCKS))
+    block = gl.expand_dims(gl.convert_layout(block, WHOLE), 1)
+    G = gl.convert_layout(gl.reshape(gl.where(mine, block, 0.0), [64, 64]), PAIRS)
+    one = gl.where(r == c, 1.0, 0.0)
+    G = merged(G, n_s, x_s.index(0), one, beta_of_rows, beta_of_columns, (r // 32 == c // 32) & (r // 16 != c // 16))
+    G = merged(G, n_s, x_s.index(1), one, beta_of_rows, beta_of_columns, r // 32 != c // 32)
+
+    x_s.index(0).store((one - beta_of_rows * G).to(gl.float16))
+    dots = gl.convert_layout(dots.to(gl.float16), FACTOR)
+    fence_async_shared()
+    weights = gl.zeros([64, 64], gl.float32, PAIRS)
+    weights = warpgroup_mma(dots, x_s.index(0), weights, use_acc=False, is_async=True)
+    store_pairs(inverse, tile, beta_of_rows * (one - G * beta_of_columns))
+    weights = warpgroup_mma_wait(0, deps=[weights])
+    store_pairs(scores, tile, weights * (beta_of_columns * scale))
