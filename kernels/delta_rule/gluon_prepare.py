@@ -1,13 +1,13 @@
-"""What `triton_prepare.py` computes of a chunk of the (gated) delta rule, in Gluon: Hopper, bf16, keys of 128 channels.
+"""What `triton_prepare.py` computes of chunks of the (gated) delta rule, in Gluon: Hopper, bf16, keys of 128 channels.
 
-With N the strict lower part of D ⊙ K Kᵀ, it solves for G, by which the inverse and its rows and columns differ from one:
+With N the strict lower part of D ⊙ K Kᵀ, it solves for G, by which the inverse and its rows and columns are not one:
 
     (I + βN)⁻¹ = I − β G      G = (I + N β)⁻¹ N      inverse = β (I − G β)      scores = (scale · D ⊙ Q Kᵀ) (I − β G) β
 
 Neither G, I − β G nor I − G β shrinks with β, so that their rows keep all of their digits in fp16, which has as many as
 tf32. (Where β|k|² ≤ 2, no number here is above |k|².) Blocks of 16 tokens are solved by substitution in fp32, one in
-each warp, without memory. Two rounds merge neighbours: G ← G + Y N X, for Y = I − G β and X = I − β G of the blocks, and
-N between them.
+each warp, without memory. Two rounds merge neighbours: G ← G + Y N X, for Y = I − G β and X = I − β G of the blocks and
+the N between them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import op
 from ..arguments import Recurrences
 from ..triton.layout import CHUNK
-from ..triton.parts import add_subheads
+from ..triton.parts import add_heads, add_subheads
 from . import differentiated, learned_constant, triton_step
 from .triton_plan import DeltaRule
 
@@ -231,9 +231,7 @@ def differentiate(
         if log_decay.dim() == 1:
             dlog_decay = dlog_decay.sum((0, 1))
         dlog_decay = dlog_decay.to(log_decay.dtype)
-    if to.R > 1:
-        shape = (to.G, to.R, subheads)
-        dq, dk = (x.unflatten(2, shape).sum(3, dtype=x.dtype).flatten(2, 3) for x in (dq, dk))
+    dq, dk = (add_heads(x, to.R, subheads) for x in (dq, dk))
     dv = add_subheads(dv, subheads)
     dinitial = dinitial.index_select(0, to.ends[0]) if to.cut else dinitial
     first = None if initial_state is None else dinitial.to(initial_state.dtype).contiguous()

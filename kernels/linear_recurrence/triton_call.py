@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..triton.layout import CHUNK
-from ..triton.parts import add_subheads
+from ..triton.parts import add_heads, add_subheads
 from .triton_plan import PASSES, LinearRecurrence, gate_of
 
 FP32 = torch.float32
@@ -281,8 +281,4 @@ class Call:
 
     def per_key_head(self, x: Tensor) -> Tensor:
         """[B,T,H·E,·] summed over the value heads of a key head: [B,T,G·E,·]."""
-        to = self.plan
-        if to.groups == 1:
-            return x
-        # with an explicit dtype, which autocast would change otherwise
-        return x.unflatten(2, (-1, to.groups, to.subheads)).sum(3, dtype=x.dtype).flatten(2, 3)
+        return add_heads(x, self.plan.groups, self.plan.subheads)

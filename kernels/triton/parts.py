@@ -54,3 +54,16 @@ def add_subheads(x: Tensor, subheads: int) -> Tensor:
     rows, count = max(1, TILE // block), B * T * (heads // subheads)
     enqueue(add_rows, (cdiv(count, rows),), x, total, count, E=subheads, D=D, BLOCK=block, ROWS=rows, num_warps=WARPS)
     return total
+
+
+def add_heads(x: Tensor, groups: int, subheads: int) -> Tensor:
+    """x [B,T,G·R·E,D], contiguous, summed in fp32 over the R value heads of each key head: [B,T,G·E,D] in its dtype.
+
+    Args:
+        x: Of each subhead of each value head.
+        groups: R.
+        subheads: E.
+    """
+    B, T, heads, D = x.shape
+    whole = add_subheads(x.view(B, T, heads // subheads, subheads * D), groups)
+    return whole.view(B, T, heads // groups, D)

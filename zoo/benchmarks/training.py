@@ -22,6 +22,7 @@ from zoo.benchmarks.timing import Clock, process_age, synchronize
 from zoo.lm.model import LanguageModel
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
+from zoo.train.clipping import clip, total_norm
 from zoo.train.cpu import use_processor
 from zoo.train.devices import peak_flops, pick_device
 from zoo.train.module import best_precision
@@ -174,7 +175,8 @@ class Learner:
         loss.backward()
         clock.mark()
         if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+            clip(parameters, self.clip, total_norm(p.grad for p in parameters if p.grad is not None))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         clock.mark()

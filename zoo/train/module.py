@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from kernels.errors import UserError
 from mixers import ContextParallel, TokenMixer, takes_context_parallel
@@ -22,6 +21,7 @@ from zoo.data.contract import as_batch, check_tokens, tokenizer_of
 from zoo.data.resumable import ResumableData
 from zoo.data.whole_steps import forget_unfinished, unfinished_batches
 from zoo.lm.classifier import Classifier
+from zoo.train.clipping import clip, total_norm
 from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
 from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, freeze_others
 from zoo.train.trainer import write_whole
@@ -342,15 +342,13 @@ class Pretraining(L.LightningModule):
             norm = self.gradient_norm()
             self.log("gradient_norm", norm)
             if self.optim.gradient_clip is not None:
-                nn.utils.clip_grads_with_norm_(parameters, self.optim.gradient_clip, norm)
+                clip(parameters, self.optim.gradient_clip, norm)
         self._gradient_norm = None
 
     def gradient_norm(self) -> Tensor:
         """Total norm of the gradients before clipping, a scalar; computed once per step and cached."""
         if self._gradient_norm is None:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            norm = nn.utils.get_total_norm(gradients)
-            self._gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            self._gradient_norm = total_norm(p.grad for p in self.model.parameters() if p.grad is not None)
         return self._gradient_norm
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
