@@ -202,9 +202,9 @@ class LinearMixer(TokenMixer):
         self.subheads = expand.subheads if expand else 1
         self.subhead_size = key_size * (expand.factor if expand else 1) // self.subheads
         self.gate_heads = num_heads * self.subheads
-        kept = expand is not None and not expand.recompute
-        self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size, kept=kept)
-        self.k_features = FeaturePath(k, G * self.subheads, self.subhead_size, kept=kept)
+        again = True if expand is None else expand.recompute
+        self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size, kept=again is False)
+        self.k_features = FeaturePath(k, G * self.subheads, self.subhead_size, kept=again is not True)
         self.v_features = FeaturePath(v, num_heads, value_size)
 
     @property

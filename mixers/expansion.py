@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -200,7 +201,7 @@ class Expand:
     subheads: int
     build_expansion: Callable[[int, int, int, int], Expansion]
     residual: bool = False
-    recompute: bool = True
+    recompute: bool | Literal["queries"] = True
 
     def build(self, heads: int, size: int, hidden_size: int) -> Expansion:
         """The expansion of queries or keys with `heads` heads of `size`."""
@@ -229,7 +230,7 @@ class Expanded(LinearMixer):
         residual: Whether subhead 0 is the head as it is, and the expansion makes the E − 1 others, whose outputs are
             multiplied by learned gains that start at 0. The mixer then starts as the one that is not expanded.
         recompute: Whether training on a GPU computes expanded queries and keys again in the backward pass, in place of
-            keeping them: two tensors of E·K·heads channels per token and layer.
+            keeping them: two tensors of E·K·heads channels per token and layer. With `queries`, it keeps the keys.
     """
 
     def __new__(  # type: ignore[misc]
@@ -241,12 +242,14 @@ class Expanded(LinearMixer):
         subheads: bool = True,
         expansion: Callable[[int, int, int, int], Expansion] = HeadWise,
         residual: bool = False,
-        recompute: bool = True,
+        recompute: bool | Literal["queries"] = True,
     ) -> LinearMixer:
         if factor < 1:
             raise kernels.UserError(f"factor: {factor} must be at least 1 (no expansion)")
         if residual and not subheads:
             raise kernels.UserError("residual: true needs subheads, one of which is the head as it is")
+        if recompute not in (True, False, "queries"):
+            raise kernels.UserError(f"recompute: {recompute!r} must be true, false or queries")
         if site.expand is not None:
             raise kernels.UserError("mixer: an Expanded inside an Expanded; multiply the factors instead")
         if factor > 1:

@@ -1,13 +1,13 @@
 """What `triton_prepare.py` computes of chunks of the (gated) delta rule, in Gluon: Hopper, bf16, keys of 128 channels.
 
-With N the strict lower part of D ⊙ K Kᵀ, it solves for G, by which the inverse and its rows and columns are not one:
+With N the strict lower part of D ⊙ K Kᵀ, everything follows from one symmetric form of the inverse:
 
-    (I + βN)⁻¹ = I − β G      G = (I + N β)⁻¹ N      inverse = β (I − G β)      scores = (scale · D ⊙ Q Kᵀ) (I − β G) β
+    H = (β⁻¹ + N)⁻¹ β⁻¹      inverse = (I + βN)⁻¹ β = β H β      scores = (scale · D ⊙ Q Kᵀ) (β H) β
 
-Neither G, I − β G nor I − G β shrinks with β, so that their rows keep all of their digits in fp16, which has as many as
-tf32. (Where β|k|² ≤ 2, no number here is above |k|².) Blocks of 16 tokens are solved by substitution in fp32, one in
-each warp, without memory. Two rounds merge neighbours: G ← G + Y N X, for Y = I − G β and X = I − β G of the blocks and
-the N between them.
+H is 1/β on the diagonal. Neither β H nor H β, which have ones there, shrinks with β in any row, so that both keep their
+digits in fp16, which has as many as tf32. (Where β|k|² ≤ 2, none of their numbers is above 2.) Blocks of 16 tokens are
+solved by substitution in fp32, one in each warp, without memory. Two rounds merge neighbours by H ← H − (H β) N (β H),
+N being what is between them. Four programs fit on a multiprocessor.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -45,19 +45,18 @@ QUADS = gl.constexpr(
 
 
 def elimination() -> str:
-    """PTX that turns N into G, in a thread's eight numbers of a block of 16 tokens (layout BLOCKS).
+    """PTX that solves for H, in a thread's eight numbers of a block of 16 tokens (layout BLOCKS).
 
-    In place of a row of G at a time, row j is taken off all rows below as soon as it is final: G_i ← G_i − (Nβ)_ij G_j.
-    Operands are the results, N and Nβ. A thread's quad has its rows; its fellows in other quads, its columns.
+    Row j is taken off all rows below as soon as it is final: H_i ← H_i − (Nβ)_ij H_j. Operands are the results, what
+    they start from (1/β on the diagonal), and −Nβ. A thread's quad has its rows; other quads, its columns.
     """
     lines = [f"mov.f32 ${i}, ${8 + i};" for i in range(8)]
-    for j in range(1, 15):  # row 0 of G is zero, and below row 15 there is none
+    for j in range(15):
         half, parity = j // 8, j % 2
         columns = (0, 1) if half == 0 else (0, 1, 4, 5)  # in the others, row j is zero
         rows = (0, 2) if half == 0 else (2,)  # those below row j, among 8 rows each
         for row in rows:
             lines.append(f"shfl.sync.idx.b32 c{row}, ${16 + 4 * half + row + parity}, {j % 8 // 2}, 0x1c1f, -1;")
-            lines.append(f"neg.f32 c{row}, c{row};")
         for column in columns:
             lines.append(f"shfl.sync.idx.b32 r{column}, ${column + 2 * half}, {j % 8 * 4}, 0x031f, -1;")
         for row in rows:
@@ -66,12 +65,6 @@ def elimination() -> str:
 
 
 ELIMINATION, OPERANDS = gl.constexpr(elimination()), gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 16))
-
-
-@gluon.jit
-def eliminated(n, n_beta):
-    """G of the blocks of 16 tokens on the diagonal."""
-    return gl.inline_asm_elementwise(ELIMINATION, OPERANDS, [n, n_beta], dtype=gl.float32, is_pure=True, pack=8)
 
 
 @gluon.jit
@@ -86,17 +79,17 @@ def store_pairs(x, tile, value):
 
 
 @gluon.jit
-def merged(G, n_s, x_s, one, beta_of_rows, beta_of_columns, here):
-    """G of blocks twice as large, from that of blocks whose neighbours are `here`."""
-    x_s.store((one - beta_of_rows * G).to(gl.float16))
-    Y = gl.convert_layout((one - G * beta_of_columns).to(gl.float16), FACTOR)
+def merged(H, n_s, x_s, beta_of_rows, beta_of_columns, here):
+    """H of blocks twice as large, from that of blocks whose neighbours are `here`; n_s has −N."""
+    x_s.store((beta_of_rows * H).to(gl.float16))
+    Y = gl.convert_layout((H * beta_of_columns).to(gl.float16), FACTOR)
     fence_async_shared()
     P = gl.zeros([64, 64], gl.float32, PAIRS)
     P = warpgroup_mma(Y, n_s, P, use_acc=False, is_async=True)
     P = warpgroup_mma_wait(0, deps=[P])
     P = gl.convert_layout(gl.where(here, P, 0.0).to(gl.float16), FACTOR)
-    G = warpgroup_mma(P, x_s, G, is_async=True)
-    return warpgroup_mma_wait(0, deps=[G])
+    H = warpgroup_mma(P, x_s, H, is_async=True)
+    return warpgroup_mma_wait(0, deps=[H])
 
 
 @gluon.jit
@@ -126,7 +119,6 @@ def prepare(
     queries_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
     numbers_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)  # b in two parts, and β
     copy_tokens(keys_s, k, token, head, stop, keys * 128, COPY)
-    async_copy.commit_group()
     copy_tokens(queries_s, q, token, head, stop, keys * 128, COPY)
     async_copy.commit_group()
 
@@ -153,15 +145,12 @@ def prepare(
     gl.store(at + 128, high)
     gl.store(at + 192, low)
 
-    overlap, dots = gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.float32, PAIRS)
-    async_copy.wait_group(1)
-    fence_async_shared()
-    barrier()
-    overlap = warpgroup_mma(keys_s, keys_s.permute((1, 0)), overlap, use_acc=False, is_async=True)
+    zeros = gl.zeros([64, 64], gl.float32, PAIRS)
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
-    dots = warpgroup_mma(queries_s, keys_s.permute((1, 0)), dots, use_acc=False, is_async=True)
+    overlap = warpgroup_mma(keys_s, keys_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dots = warpgroup_mma(queries_s, keys_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     difference = gl.expand_dims(numbers_s.slice(0, 64).load(OF_ROWS), 1) - gl.expand_dims(
         numbers_s.slice(0, 64).load(OF_COLUMNS), 0
     )
@@ -177,35 +166,41 @@ def prepare(
         beyond = gl.abs(1.0 - numbers_s.slice(128, 64).load(OF_ROWS) * length)
         growth = gl.sum(gl.log2(gl.maximum(beyond, 1.0)), 0)
         gl.store(bounds + tile, gl.sum(g, 0).to(gl.float32) + growth)
-    N = gl.where(r > c, overlap * D, 0.0)
-    dots *= D
-
-    # nobody reads keys and queries any more
+    barrier()  # nobody reads keys and queries any more
     n_s = queries_s._reinterpret(gl.float16, [2, 64, 64], SHARED).index(0)
+    dots_s = queries_s._reinterpret(gl.float16, [2, 64, 64], SHARED).index(1)
     x_s = keys_s._reinterpret(gl.float16, [2, 64, 64], SHARED)
+    dots_s.store((dots * D).to(gl.float16))
+    N = gl.where(r > c, -(overlap * D), 0.0)
     n_s.store(N.to(gl.float16))
+
+    N *= gl.expand_dims(numbers_s.slice(128, 64).load(OF_COLUMNS), 0)
     in_blocks = gl.reshape(N, [64, 4, 16])
     LAYOUT: gl.constexpr = in_blocks.type.layout
     of_row = gl.expand_dims(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))), 1), 2)
     of_block = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
     mine = of_row // 16 == of_block
     block = gl.sum(gl.where(mine, in_blocks, 0.0), 1)
+    WHOLE: gl.constexpr = block.type.layout
+    row = gl.arange(0, 64, gl.SliceLayout(1, BLOCKS))
+    diagonal = gl.expand_dims(row % 16, 1) == gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, BLOCKS)), 0)
+    start = 1.0 / numbers_s.slice(128, 64).load(gl.SliceLayout(1, BLOCKS))
+    start = gl.where(diagonal, gl.expand_dims(start, 1), 0.0)
+    block = gl.inline_asm_elementwise(
+        ELIMINATION, OPERANDS, [start, gl.convert_layout(block, BLOCKS)], dtype=gl.float32, is_pure=True, pack=8
+    )
+    block = gl.expand_dims(gl.convert_layout(block, WHOLE), 1)
+    H = gl.convert_layout(gl.reshape(gl.where(mine, block, 0.0), [64, 64]), PAIRS)
     beta_of_columns = gl.expand_dims(numbers_s.slice(128, 64).load(OF_COLUMNS), 0)
     beta_of_rows = gl.expand_dims(numbers_s.slice(128, 64).load(OF_ROWS), 1)
-    scaled = gl.sum(gl.where(mine, gl.reshape(N * beta_of_columns, [64, 4, 16]), 0.0), 1)
-    WHOLE: gl.constexpr = block.type.layout
-    block = eliminated(gl.convert_layout(block, BLOCKS), gl.convert_layout(scaled, BLOCKS))
-    block = gl.expand_dims(gl.convert_layout(block, WHOLE), 1)
-    G = gl.convert_layout(gl.reshape(gl.where(mine, block, 0.0), [64, 64]), PAIRS)
-    one = gl.where(r == c, 1.0, 0.0)
-    G = merged(G, n_s, x_s.index(0), one, beta_of_rows, beta_of_columns, (r // 32 == c // 32) & (r // 16 != c // 16))
-    G = merged(G, n_s, x_s.index(1), one, beta_of_rows, beta_of_columns, r // 32 != c // 32)
+    H = merged(H, n_s, x_s.index(0), beta_of_rows, beta_of_columns, (r // 32 == c // 32) & (r // 16 != c // 16))
+    H = merged(H, n_s, x_s.index(1), beta_of_rows, beta_of_columns, r // 32 != c // 32)
 
-    x_s.index(0).store((one - beta_of_rows * G).to(gl.float16))
-    dots = gl.convert_layout(dots.to(gl.float16), FACTOR)
+    H *= beta_of_rows
+    x_s.index(0).store(H.to(gl.float16))
     fence_async_shared()
-    weights = gl.zeros([64, 64], gl.float32, PAIRS)
-    weights = warpgroup_mma(dots, x_s.index(0), weights, use_acc=False, is_async=True)
-    store_pairs(inverse, tile, beta_of_rows * (one - G * beta_of_columns))
+    weights = warpgroup_mma(dots_s, x_s.index(0), zeros, use_acc=False, is_async=True)
+    # before anything else: what a store needs of shared memory may be where the product reads
     weights = warpgroup_mma_wait(0, deps=[weights])
+    store_pairs(inverse, tile, H * beta_of_columns)
     store_pairs(scores, tile, weights * (beta_of_columns * scale))

@@ -21,7 +21,7 @@ from .triton_scan import combine, scan_backward, scan_forward
 
 IN_GLUON = 128  # channels of keys for which there are kernels in Gluon; those of values, too, for all gradients in one
 FULL = 0.6  # share of the device that its programs must fill: with half of it, three passes are as fast
-THIRD = 168  # registers per thread at which three programs of four warps fit on a multiprocessor
+THIRD, FOURTH = 168, 128  # registers per thread at which as many programs of four warps fit on a multiprocessor
 FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 INTERPRETED = triton.knobs.runtime.interpret
@@ -188,7 +188,7 @@ class DeltaRule(Plan):
             from .gluon_prepare import prepare as in_gluon  # the interpreter and other devices do without Gluon
 
             sizes = {"M": self.M, "E": self.E, "R": self.R, "GATE": gate}
-            return Prepared(in_gluon, (programs,), self.scale, **sizes, num_warps=4, maxnreg=THIRD)
+            return Prepared(in_gluon, (programs,), self.scale, **sizes, num_warps=4, maxnreg=FOURTH)
         entry = self.entry("prepare")
         merge = "ieee" if INTERPRETED else "tf32x3" if self.dtype == torch.float32 else "tf32"
         constants = {"BK": min(entry.keys, key_block(self.K)), "GATE": gate, "MERGE": merge}
