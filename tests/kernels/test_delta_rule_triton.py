@@ -410,6 +410,18 @@ def test_real_sizes(options: dict[str, Any], gate: str):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("options", [{"T": 4096, "B": 2, "G": 16}, {"T": 8192, "G": 8}])  # whole, and in segments
+def test_programs_that_share_multiprocessors(options: dict[str, Any], gate: str):
+    a = on_device(**options, K=128, V=128, gate=gate)
+    agree_on_device(a, torch.bfloat16)
+    expected = results(kernels.delta_rule, a, backend="triton")
+    for _ in range(20):  # what one program does while another waits differs from run to run
+        found = results(kernels.delta_rule, a, backend="triton")
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("gate", ["none", "head"])
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize(
