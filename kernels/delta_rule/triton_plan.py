@@ -187,7 +187,7 @@ class DeltaRule(Plan):
         if self.in_gluon:
             from .gluon_prepare import prepare as in_gluon  # the interpreter and other devices do without Gluon
 
-            sizes = {"M": self.M, "E": self.E, "R": self.R, "GATE": gate}
+            sizes: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "GATE": gate}
             return Prepared(in_gluon, (programs,), self.scale, **sizes, num_warps=4, maxnreg=FOURTH)
         entry = self.entry("prepare")
         merge = "ieee" if INTERPRETED else "tf32x3" if self.dtype == torch.float32 else "tf32"

@@ -19,7 +19,7 @@ ELEMENTS = 1024  # per tile of short rows
 PER_WARP, MOST_WARPS = 512, 16
 # Programs per multiprocessor in the backward pass, all of which finish at about the same time: each walks over many
 # rows, because it stores a part of the weight's gradient.
-PROGRAMS, PROGRAMS_GATED = 12, 8
+PROGRAMS, PROGRAMS_GATED = 12, 6
 
 
 def inner(x: Tensor) -> int:

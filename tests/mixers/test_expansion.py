@@ -269,6 +269,19 @@ def test_factors_below_one():
         Expanded(SITE, mixer=GatedDeltaNet, factor=0)
 
 
+@pytest.mark.parametrize(
+    ("recompute", "kept"), [(True, (False, False)), ("queries", (False, True)), (False, (True, True))]
+)
+def test_which_streams_are_kept(recompute: Any, kept: tuple[bool, bool]):
+    built = Expanded(SITE, mixer=GatedDeltaNet, factor=2, recompute=recompute)
+    assert (built.q_features.kept, built.k_features.kept) == kept
+
+
+def test_unknown_recompute():
+    with pytest.raises(mixers.UserError, match=r"^recompute: 'keys' must be true, false or queries"):
+        Expanded(SITE, mixer=GatedDeltaNet, factor=2, recompute="keys")
+
+
 @pytest.mark.parametrize("factor", [1, 2])
 def test_expanded_inside_expanded(factor: int):
     inner = partial(Expanded, mixer=GatedDeltaNet, factor=factor)
