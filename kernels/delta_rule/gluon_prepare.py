@@ -167,8 +167,8 @@ def prepare(
         growth = gl.sum(gl.log2(gl.maximum(beyond, 1.0)), 0)
         gl.store(bounds + tile, gl.sum(g, 0).to(gl.float32) + growth)
     barrier()  # nobody reads keys and queries any more
-    n_s = queries_s._reinterpret(gl.float16, [2, 64, 64], SHARED).index(0)
-    dots_s = queries_s._reinterpret(gl.float16, [2, 64, 64], SHARED).index(1)
+    pairs_s = queries_s._reinterpret(gl.float16, [2, 64, 64], SHARED)
+    n_s, dots_s = pairs_s.index(0), pairs_s.index(1)
     x_s = keys_s._reinterpret(gl.float16, [2, 64, 64], SHARED)
     dots_s.store((dots * D).to(gl.float16))
     N = gl.where(r > c, -(overlap * D), 0.0)

@@ -39,7 +39,8 @@ def prepared(to: DeltaRule, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tenso
     gate = "none" if log_decay is None else GATES[log_decay.dim()]
     decays = None if log_decay is None else log_decay.contiguous()
     bounds = chunks[3] if to.cut or to.halved else None
-    q, k = (aligned(x) for x in (q, k))
+    if to.in_gluon:
+        q, k = aligned(q), aligned(k)
     to.prepare(gate)(q, k, decays, beta, *chunks[:3], bounds, to.layout.chunks)
     return chunks
 

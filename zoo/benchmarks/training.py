@@ -175,7 +175,7 @@ class Learner:
         loss.backward()
         clock.mark()
         if self.clip is not None:
-            parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+            parameters = list(self.model.parameters())
             clip(parameters, self.clip, total_norm(p.grad for p in parameters if p.grad is not None))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
