@@ -2,7 +2,7 @@
 
 With N the strict lower part of D ⊙ K Kᵀ, everything follows from one symmetric form of the inverse:
 
-    H = (β⁻¹ + N)⁻¹ β⁻¹      inverse = (I + βN)⁻¹ β = β H β      scores = (scale · D ⊙ Q Kᵀ) (β H) β
+    H = (β + βNβ)⁻¹      inverse = (I + βN)⁻¹ β = β H β      scores = (scale · D ⊙ Q Kᵀ) (β H) β
 
 H is 1/β on the diagonal. Neither β H nor H β, which have ones there, shrinks with β in any row, so that both keep their
 digits in fp16, which has as many as tf32. (Where β|k|² ≤ 2, none of their numbers is above 2.) Blocks of 16 tokens are
