@@ -5,9 +5,9 @@ With N the strict lower part of D ⊙ K Kᵀ, everything follows from one symmet
     H = (β + βNβ)⁻¹      inverse = (I + βN)⁻¹ β = β H β      scores = (scale · D ⊙ Q Kᵀ) (β H) β
 
 H is 1/β on the diagonal. Neither β H nor H β, which have ones there, shrinks with β in any row, so that both keep their
-digits in fp16, which has as many as tf32. (Where β|k|² ≤ 2, none of their numbers is above 2.) Blocks of 16 tokens are
-solved by substitution in fp32, one in each warp, without memory. Two rounds merge neighbours by H ← H − (H β) N (β H),
-N being what is between them. Four programs fit on a multiprocessor.
+digits in fp16, which has as many as tf32. For keys of length one and β ≤ 2, none of their numbers is above 2. Blocks of
+16 tokens are solved by substitution in fp32, one in each warp, without memory. Two rounds merge neighbours by
+H ← H − (H β) N (β H), N being what is between them. Four programs fit on a multiprocessor.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

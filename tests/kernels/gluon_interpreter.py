@@ -112,7 +112,7 @@ def copy(to: Shared, source: Pointer, mask: Tensor | None = None) -> None:
 def in_lanes(instructions: str, *given: Tensor) -> Tensor:
     """What PTX makes of tiles of 16 columns, whose blocks of 16 rows have a warp each and 8 numbers in each lane.
 
-    It may move numbers between lanes, negate them, and add products. The layout is that of a matrix product's results.
+    It may move numbers between lanes, and add products. The layout is that of a matrix product's results.
     """
     lane, i = torch.arange(32)[:, None], torch.arange(8)
     at = (lane // 4 + i // 2 % 2 * 8, lane % 4 * 2 + i % 2 + i // 4 * 8)
@@ -131,7 +131,8 @@ def in_lanes(instructions: str, *given: Tensor) -> Tensor:
             elif operation == "fma.rn.f32":
                 registers[to] = registers[first] * registers[others[0]] + registers[others[1]]
             else:
-                registers[to] = {"mov.f32": 1, "neg.f32": -1}[operation] * registers[first]
+                assert operation == "mov.f32", operation
+                registers[to] = registers[first]
         results[block : block + 16][at] = torch.stack([registers[f"${i}"] for i in range(8)], 1)
     return value(results)
 
