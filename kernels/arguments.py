@@ -8,6 +8,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .documents import Documents, documents
 
+FEW_CHANNELS = 512  # of a head's keys in all subheads: so many of its states take little memory
+
 
 def at_least_fp32(x: Tensor) -> Tensor:
     """`x` in fp32, or unchanged if it is in fp64."""
@@ -32,6 +34,13 @@ class Recurrences:
     initial_state: Tensor | None  # [N,H·E,K,V]
     cu_seqlens: Tensor | None  # [N+1]
     consume_state: bool = False  # whether `first_state()` may be overwritten; never if autograd may need it
+    keep_states: bool = False  # whether kernels keep the states before all chunks, if there is to be a backward pass
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether a gradient is needed."""
+        given = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
     @property
     def documents(self) -> Documents | None:
@@ -80,6 +89,7 @@ def check(
     *,
     per_channel: bool,
     consume_state: bool = False,
+    keep_states: bool | None = None,
 ) -> Recurrences:
     """Check shapes, dtypes and devices; every message starts with the argument's name.
 
@@ -113,7 +123,9 @@ def check(
         raise ValueError(f"beta: expected [{B},{T},{count}], got shape {tuple(beta.shape)}")
     scale = K**-0.5 if scale is None else scale
     consume_state = consume_state and _may_change(q, k, v, log_decay, beta, initial_state)
-    result = Recurrences(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens, consume_state)
+    keep_states = subheads * K <= FEW_CHANNELS if keep_states is None else keep_states
+    given = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
+    result = Recurrences(*given, consume_state, keep_states)
     if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
         documents(cu_seqlens, T, B, q.device)
     if initial_state is not None and tuple(initial_state.shape) != result.state_shape:

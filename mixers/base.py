@@ -203,7 +203,8 @@ class LinearMixer(TokenMixer):
         self.subhead_size = key_size * (expand.factor if expand else 1) // self.subheads
         self.gate_heads = num_heads * self.subheads
         again = True if expand is None else expand.recompute
-        self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size, kept=again is False)
+        self.keep_states = True if again is False else None
+        self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size, kept=again in ("states", False))
         self.k_features = FeaturePath(k, G * self.subheads, self.subhead_size, kept=again is not True)
         self.v_features = FeaturePath(v, num_heads, value_size)
 
@@ -249,6 +250,7 @@ class LinearMixer(TokenMixer):
             return_state=state is not None,
             cu_seqlens=cu_seqlens,
             consume_state=True,
+            keep_states=self.keep_states,
             context_parallel=context_parallel,
         )
         return self.readout(o, s), None if matrix is None else LinearState(matrix, histories, position)

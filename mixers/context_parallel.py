@@ -164,6 +164,7 @@ def run_recurrence(
     return_state: bool,
     cu_seqlens: Tensor | None,
     consume_state: bool,
+    keep_states: bool | None,
     context_parallel: ContextParallel | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply `run`, a recurrence that is linear in its state, to whole sequences or to a part of each.
@@ -183,6 +184,7 @@ def run_recurrence(
         return_state: Whether to return the final states.
         cu_seqlens: Boundaries of packed documents.
         consume_state: Whether a step of a single token may overwrite `initial_state`.
+        keep_states: Whether kernels keep the states before all chunks for the backward pass; None for their choice.
         context_parallel: Which part of each sequence this is; None for whole sequences.
 
     Returns:
@@ -202,6 +204,7 @@ def run_recurrence(
         return_state=return_state,
         cu_seqlens=cu_seqlens,
         consume_state=consume_state,
+        keep_states=keep_states,
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -193,6 +193,9 @@ class SubheadGain(KeepsFp32):
         return q * gains[:, None].to(q.dtype)
 
 
+Recomputed = Literal["queries", "states"]
+
+
 @dataclass(frozen=True)
 class Expand:
     """How the mixer at a site is to be expanded."""
@@ -201,7 +204,7 @@ class Expand:
     subheads: int
     build_expansion: Callable[[int, int, int, int], Expansion]
     residual: bool = False
-    recompute: bool | Literal["queries"] = True
+    recompute: bool | Recomputed = True
 
     def build(self, heads: int, size: int, hidden_size: int) -> Expansion:
         """The expansion of queries or keys with `heads` heads of `size`."""
@@ -229,8 +232,10 @@ class Expanded(LinearMixer):
         expansion: How queries and keys are expanded: HeadWise, LowRank, DPFP, LFM, or your own.
         residual: Whether subhead 0 is the head as it is, and the expansion makes the E − 1 others, whose outputs are
             multiplied by learned gains that start at 0. The mixer then starts as the one that is not expanded.
-        recompute: Whether training on a GPU computes expanded queries and keys again in the backward pass, in place of
-            keeping them: two tensors of E·K·heads channels per token and layer. With `queries`, it keeps the keys.
+        recompute: What training on a GPU computes again in the backward pass, in place of keeping it: expanded queries
+            and keys, each a tensor [B,T,heads·E·K], and the states before all chunks, [B,T/64,heads·E,K,V] (with few
+            subheads, these are kept anyway). `true` is all of it, `queries` spares the keys, `states` the queries as
+            well, and `false` keeps everything.
     """
 
     def __new__(  # type: ignore[misc]
@@ -242,14 +247,14 @@ class Expanded(LinearMixer):
         subheads: bool = True,
         expansion: Callable[[int, int, int, int], Expansion] = HeadWise,
         residual: bool = False,
-        recompute: bool | Literal["queries"] = True,
+        recompute: bool | Recomputed = True,
     ) -> LinearMixer:
         if factor < 1:
             raise kernels.UserError(f"factor: {factor} must be at least 1 (no expansion)")
         if residual and not subheads:
             raise kernels.UserError("residual: true needs subheads, one of which is the head as it is")
-        if recompute not in (True, False, "queries"):
-            raise kernels.UserError(f"recompute: {recompute!r} must be true, false or queries")
+        if recompute not in (True, False, *get_args(Recomputed)):
+            raise kernels.UserError(f"recompute: {recompute!r} must be true, queries, states or false")
         if site.expand is not None:
             raise kernels.UserError("mixer: an Expanded inside an Expanded; multiply the factors instead")
         if factor > 1:

@@ -26,12 +26,6 @@ IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": refere
 WHOLE, LONGEST = 256, 2048  # channels of a key: whose state fits into registers, and of any
 
 
-def differentiated(a: Recurrences) -> bool:
-    """Whether a gradient is needed."""
-    given = (a.q, a.k, a.v, a.beta, a.log_decay, a.initial_state)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-
-
 def learned_constant(a: Recurrences) -> bool:
     """Whether the gradient of a constant decay is needed."""
     g = a.log_decay
@@ -65,6 +59,7 @@ def delta_rule(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
     consume_state: bool = False,
+    keep_states: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ and read o_t = scale · S_tᵀ q_t (arXiv 2412.06464).
 
@@ -86,6 +81,8 @@ def delta_rule(
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
         consume_state: Whether a single step (T = 1) may write the final states into `initial_state`, which saves a
             copy; the contents of `initial_state` are undefined afterwards. Ignored if a gradient is needed.
+        keep_states: Whether the Triton kernels keep the states before all chunks for the backward pass, in place of
+            computing them again; by default where a head's keys, in all subheads, have few channels. Equal results.
 
     Returns:
         o [B,T,H,V] in the dtype of v, and the final states (shaped as `initial_state`, at least fp32) or None.
@@ -94,7 +91,7 @@ def delta_rule(
         ValueError: An argument does not fit the others; the message starts with its name.
     """
     given = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    a = check(*given, per_channel=False, consume_state=consume_state)
+    a = check(*given, per_channel=False, consume_state=consume_state, keep_states=keep_states)
     if a.beta is None:
         raise ValueError("beta: the delta rule needs it")
     one = v.shape[1] == 1 and cu_seqlens is None

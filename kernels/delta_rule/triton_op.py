@@ -17,13 +17,13 @@ from .. import op
 from ..arguments import Recurrences
 from ..triton.layout import CHUNK
 from ..triton.parts import add_heads, add_subheads
-from . import differentiated, learned_constant, triton_step
+from . import learned_constant, triton_step
 from .triton_plan import DeltaRule
 
 SHORT = 16  # up to this key size, everything is computed in fp32
 NOTHING, CHUNKS, ALL = range(3)  # what is kept for the gradients; chunks are what `prepared` returns
 KEPT = (0, 4, 7)  # how many tensors that is
-MOST = {ALL: 512, CHUNKS: 1024, NOTHING: float("inf")}  # up to how many channels of a head's keys, in all subheads
+FEW_ENOUGH = 1024  # channels of a head's keys, in all subheads, up to which chunks are kept
 GATES = {1: "constant", 3: "per step"}  # by the number of axes of the log decay
 
 
@@ -269,13 +269,13 @@ delta_rule = op.register("delta_rule", compute, differentiate, fake, results=2, 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     assert a.beta is not None
-    wanted = differentiated(a)
+    wanted = a.differentiated
     if a.v.shape[1] == 1 and a.documents is None and not wanted:
         return triton_step.forward(a)
     # With subheads everything takes E times the memory, with a long head the states do. What goes first are U and the
     # states, which take three times as much as the rest.
-    channels = a.subheads * a.q.shape[3]
-    keep = NOTHING if not wanted else next(level for level, most in MOST.items() if channels <= most)
+    few = a.subheads * a.q.shape[3] <= FEW_ENOUGH
+    keep = NOTHING if not wanted else ALL if a.keep_states else CHUNKS if few else NOTHING
     # fp16 lacks the range for a state, and for what a small β multiplies. Two more cases would exceed the error that
     # bf16 is allowed: a chunk of far more tokens than its keys can tell apart, and the gradient of a constant decay, a
     # sum of contributions of either sign from all steps.

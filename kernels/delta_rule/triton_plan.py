@@ -11,7 +11,7 @@ from torch import Tensor
 from ..documents import Documents
 from ..triton.enqueue import DIRECT, Prepared, cdiv, next_power_of_2
 from ..triton.launches import HOPPER, Launch, capability, launch, multiprocessors, optional
-from ..triton.layout import CHUNK, layout
+from ..triton.layout import CHUNK, layout, most_chunks
 from ..triton.plan import Plan, prepared
 from . import WHOLE
 from .triton_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
@@ -59,11 +59,8 @@ class DeltaRule(Plan):
         self.long = self.K > WHOLE
         self.scale, self.documents = scale, documents
         chunks = -(-self.T // CHUNK)
-        if documents is None:
-            self.N, self.slots, together = self.B, self.B * chunks, chunks
-        else:  # upper bounds, whatever the boundaries are
-            self.N, self.slots = documents, self.T // CHUNK + documents
-            together = self.slots
+        self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.T, documents)
+        together = chunks if documents is None else self.slots
         # If sequences are cut: chunks per segment, and the largest possible number of segments.
         rows = self.B if documents is None else 1
         room = 1 if self.long else self._room(rows * self.M)

@@ -32,6 +32,7 @@ def linear_recurrence(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
     consume_state: bool = False,
+    keep_states: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run S_t = diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ and read o_t = scale · S_tᵀ q_t.
 
@@ -52,6 +53,8 @@ def linear_recurrence(
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
         consume_state: Whether a single step (T = 1) may write the final states into `initial_state`, which saves a
             copy; the contents of `initial_state` are undefined afterwards. Ignored if a gradient is needed.
+        keep_states: Whether the Triton kernels keep the states before all chunks for the backward pass, in place of
+            computing them again; by default where a head's keys, in all subheads, have few channels. Equal results.
 
     Returns:
         o [B,T,H,V] in the dtype of v, and the final states (shaped as `initial_state`, at least fp32) or None.
@@ -60,7 +63,7 @@ def linear_recurrence(
         ValueError: An argument does not fit the others; the message starts with its name.
     """
     given = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    a = check(*given, per_channel=True, consume_state=consume_state)
+    a = check(*given, per_channel=True, consume_state=consume_state, keep_states=keep_states)
     run = choose("linear_recurrence", IMPLEMENTATIONS, v)
     if run is chunk.forward and v.shape[1] == 1 and cu_seqlens is None:
         run = step.forward

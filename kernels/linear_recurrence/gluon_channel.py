@@ -16,8 +16,8 @@ which is nothing. Two kernels add the truth to the results afterwards (`triton_s
 
 A program has a whole state, in the registers of eight warps. Sums of decays from the start of a chunk are products with
 the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8 bits. The states S' before
-all chunks, which the gradients need, are computed again. In the gradient pass, the loads of a chunk are issued as soon
-as the chunk before has read a buffer for the last time.
+all chunks, which the gradients need, are stored with the outputs or computed again. In the gradient pass, the loads of
+a chunk are issued as soon as the chunk before has read a buffer for the last time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -166,6 +166,7 @@ def outputs(
     v,
     log_decay,
     out,
+    into,
     ends,
     first,
     last,
@@ -186,7 +187,8 @@ def outputs(
     segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
     start = gl.load(segments + segment * 5)
     stop = start + gl.load(segments + segment * 5 + 1)
-    place = n.to(gl.int64) * chunks + gl.load(segments + segment * 5 + 2)
+    first_chunk = gl.load(segments + segment * 5 + 2)
+    place = n.to(gl.int64) * chunks + first_chunk
     state = gl.load(segments + segment * 5 + 4)
     value_head = n // SUBHEADS
     key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
@@ -258,6 +260,9 @@ def outputs(
         fence_async_shared()
         barrier()
         O = warpgroup_mma(scores_s, values, O, is_async=True)
+        if into is not None:
+            at = at_tile(into, ((first_chunk + i).to(gl.int64) * heads + n) * 128, 0, 128, COPY, 128, 128)
+            gl.store(at, state_s.load(COPY))
         S = warpgroup_mma_wait(1, deps=[S])
         S *= gl.expand_dims(rest, 1)
         O = warpgroup_mma_wait(0, deps=[O])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..triton.layout import CHUNK
 from ..triton.parts import add_heads, add_subheads
-from .triton_plan import PASSES, LinearRecurrence, gate_of
+from .triton_plan import PASSES, LinearRecurrence, gate_of, states_of_chunks, sums_of_chunks
 
 FP32 = torch.float32
 
@@ -107,20 +107,37 @@ class Call:
         to.scan(mode == "dv")(local, shrunk, first, last, to.layout.sequences)
         return local
 
-    def outputs(self, o: Tensor, first: Tensor | None, last: Tensor) -> None:
-        """Fill o, and if sequences are not cut the last states as well."""
+    def outputs(self, o: Tensor, first: Tensor | None, last: Tensor, keep: bool) -> tuple[Tensor, Tensor] | None:
+        """Fill o, and if sequences are not cut the last states as well.
+
+        Returns:
+            The states before all chunks and the sums of decays in them, which the gradients need, if these are to be
+            kept and one pass does all; otherwise None.
+        """
         to = self.plan
         if not to.one_pass:
             self.carry("o", o, first, last)
-            return
+            return None
         q, k, v = (self.streams[name] for name in "qkv")
-        given = (k, v, self.log_decay, o, to.new(to.heads, to.chunks, 2, to.K, dtype=FP32))
-        to.channel_forward()(q, *given, first, None if to.segmented else last, to.layout.segments)
-        to.steep_forward()(q, *given, to.layout.chunks)
+        states, ends = self._states_of_chunks() if keep else None, self._sums_of_chunks()
+        given, final = (k, v, self.log_decay, o), None if to.segmented else last
+        to.channel_forward()(q, *given, states, ends, first, final, to.layout.segments)
+        to.steep_forward()(q, *given, ends, to.layout.chunks)
+        return None if states is None else (states, ends)
+
+    def _states_of_chunks(self) -> Tensor:
+        """Uninitialised states before all chunks."""
+        return self.plan.new(*states_of_chunks(self.plan.slots, self.plan.heads, self.plan.K, self.plan.V))
+
+    def _sums_of_chunks(self) -> Tensor:
+        """Uninitialised sums of the decays in both halves of all chunks."""
+        return self.plan.new(*sums_of_chunks(self.plan.slots, self.plan.heads, self.plan.K), dtype=FP32)
 
     def gradients(
         self,
         first: Tensor | None,
+        states: Tensor | None,
+        ends: Tensor | None,
         last: Tensor | None,
         first_grad: Tensor | None,
         decay_grad: bool,
@@ -129,7 +146,9 @@ class Call:
         """The gradients of q, k and v per recurrence, and of log_decay and beta.
 
         Args:
-            first: The states that segments start from.
+            first: The states that segments start from; not needed with `states`.
+            states: What `outputs` kept.
+            ends: Likewise.
             last: The gradients of the states that they end with.
             first_grad: Where to put the gradient of the initial states, if sequences are not cut.
             decay_grad: Whether log_decay needs a gradient.
@@ -138,7 +157,11 @@ class Call:
         to = self.plan
         dq, dk, dv = (self.per_token(size) for size in (to.K, to.K, to.V))
         if to.one_pass:
-            return dq, dk, dv, self._channel_backward(dq, dk, dv, first, last, first_grad, decay_grad), None
+            if states is None or ends is None:
+                states, ends = self._states_of_chunks(), self._sums_of_chunks()
+                self._channel_states(False, states, ends, first)
+            given = (dq, dk, dv, states, ends, last, first_grad, decay_grad)
+            return dq, dk, dv, self._channel_backward(*given), None
         if to.head_pass:
             return dq, dk, dv, self._head_backward(dq, dk, dv, first, last, first_grad, decay_grad), None
         self.carry("dv", dv, last, first_grad)
@@ -164,15 +187,14 @@ class Call:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
-        first: Tensor | None,
+        states: Tensor,
+        ends: Tensor,
         last: Tensor | None,
         first_grad: Tensor | None,
         decay_grad: bool,
     ) -> Tensor | None:
         """Fill dq, dk and dv; return the gradient of log_decay, which is per channel."""
         to, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
-        states, ends = to.new(to.chunks, to.heads, to.K, to.V), to.new(to.heads, to.chunks, 2, to.K, dtype=FP32)
-        self._channel_states(False, states, ends, first)
         dg = to.new(to.B, to.T, to.heads, to.K, dtype=to.decay_dtype) if decay_grad else None
         given, results = (k, v, grad, self.log_decay), (dq, dk, dv, dg)
         first_grad = None if to.segmented else first_grad

@@ -5,8 +5,9 @@ Backward: the same, with the gradients of the scores, then three passes, and one
 Decays per channel take one pass forward and one backward where `at_once` says so, others one backward where
 `all_gradients_at_once` does and programs enough can run.
 Saved for backward are the arguments and, if the rows of a batch are cut into segments, the states that these start
-from. How often packed documents are cut does not follow from shapes; their states are recomputed. There are no atomics:
-results are bitwise repeatable.
+from. How often packed documents are cut does not follow from shapes; their states are recomputed. Where one pass does
+all, the states before all chunks are saved in place of these, if they are to be kept. There are no atomics: results are
+bitwise repeatable.
 
 Results per recurrence are summed over the subheads of a head (o, dv) or the value heads of a key head (dq, dk) at the
 end, in tensors of the inputs' dtype.
@@ -22,7 +23,7 @@ from ..arguments import Recurrences
 from ..op import register
 from ..triton.launches import largest
 from .triton_call import Call
-from .triton_plan import at_once, gate_of, kept_states
+from .triton_plan import at_once, gate_of, kept
 from .triton_step import step
 
 
@@ -36,14 +37,17 @@ def _forward(
     cu_seqlens: Tensor | None,
     scale: float,
     subheads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads)
     o, final = call.per_token(call.plan.V), call.states()
     first = call.starts("o", initial_state, final)
-    call.outputs(o, first, final)
-    if first is None or cu_seqlens is not None or not call.plan.segmented:
-        first = call.plan.new(0, *final.shape[1:], dtype=torch.float32)
-    return call.per_head(o), final, first
+    of_chunks = call.outputs(o, first, final, keep)
+    if cu_seqlens is not None or not call.plan.segmented or of_chunks:
+        first = None
+    residuals = (first, *(of_chunks or (None, None)))
+    first, states, ends = (call.plan.new(0, dtype=torch.float32) if x is None else x for x in residuals)
+    return call.per_head(o), final, first, states, ends
 
 
 def _fake(
@@ -56,11 +60,13 @@ def _fake(
     cu_seqlens: Tensor | None,
     scale: float,
     subheads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    keep: bool,
+) -> tuple[Tensor, ...]:
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state = (sequences, v.shape[2] * subheads, q.shape[3], v.shape[3])
-    kept = (0, *state[1:]) if cu_seqlens is not None else kept_states(q, v, log_decay, beta, subheads)
-    return v.new_empty(v.shape), v.new_empty(state, dtype=torch.float32), v.new_empty(kept, dtype=torch.float32)
+    packed = None if cu_seqlens is None else sequences
+    shapes = ((state, torch.float32), *kept(q, v, log_decay, beta, subheads, keep, packed))
+    return v.new_empty(v.shape), *(v.new_empty(shape, dtype=dtype) for shape, dtype in shapes)
 
 
 def _backward(
@@ -76,6 +82,7 @@ def _backward(
     cu_seqlens: Tensor | None,
     scale: float,
     subheads: int,
+    keep: bool,
 ) -> Sequence[Tensor | None]:
     o_grad, state_grad = gradients
     grad = torch.zeros_like(v) if o_grad is None else o_grad.contiguous()
@@ -83,10 +90,11 @@ def _backward(
     decay_grad, beta_grad = log_decay is not None and needed[3], beta is not None and needed[4]
     call = Call(q, k, v, log_decay, beta, cu_seqlens, scale, subheads, grad, decay_grad or beta_grad)
     first_grad = call.states() if initial_state is not None and needed[5] else None
-    (kept,) = residuals
-    first = kept if kept.numel() else call.starts("o", initial_state, None)
+    first, states, ends = (x if x.numel() else None for x in residuals)
+    if first is None and states is None:
+        first = call.starts("o", initial_state, None)
     last = call.starts("dv", state_grad, first_grad)
-    dq, dk, dv, dg, dbeta = call.gradients(first, last, first_grad, decay_grad, beta_grad)
+    dq, dk, dv, dg, dbeta = call.gradients(first, states, ends, last, first_grad, decay_grad, beta_grad)
     return call.per_key_head(dq), call.per_key_head(dk), call.per_head(dv), dg, dbeta, first_grad, None
 
 
@@ -101,7 +109,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     g = None if a.log_decay is None else _as_taken(a.log_decay, a.beta is not None, q, v).contiguous()
     beta = None if a.beta is None else a.beta.float().contiguous()
     state = None if a.initial_state is None else a.initial_state.float().contiguous()
-    if v.shape[1] == 1 and a.cu_seqlens is None and not _differentiated(q, k, v, g, beta, state):
+    if v.shape[1] == 1 and a.cu_seqlens is None and not a.differentiated:
         o, final = step(q, k, v, g, beta, state, a.scale, E)
         return o.to(a.v.dtype), final
     most = largest("linear_recurrence", q.dtype, q.device)
@@ -123,7 +131,8 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         if state is not None:
             state = state.unflatten(3, (values, -1)).unflatten(1, (-1, E * keys))
             state = state.permute(0, 1, 4, 2, 3, 5).flatten(1, 3).contiguous()
-    o, final = _op(q, k, v, g, beta, state, a.cu_seqlens, a.scale, E * keys)
+    keep = a.keep_states and a.differentiated
+    o, final = _op(q, k, v, g, beta, state, a.cu_seqlens, a.scale, E * keys, keep)
     if values > 1:
         o = o.unflatten(2, (-1, values)).flatten(3)
         final = final.unflatten(1, (-1, values, E * keys)).permute(0, 1, 3, 4, 2, 5).flatten(4).flatten(1, 2)
@@ -140,10 +149,6 @@ def _as_taken(log_decay: Tensor, beta: bool, q: Tensor, v: Tensor) -> Tensor:
     if narrow and at_once(gate_of(log_decay), beta, q.shape[3], v.shape[3], q.dtype, q.device):
         return log_decay
     return log_decay.float()
-
-
-def _differentiated(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _parts(size: int, largest: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..documents import Documents
 from ..triton.enqueue import DIRECT, Prepared, next_power_of_2
 from ..triton.launches import HOPPER, Launch, capability, launch, multiprocessors
-from ..triton.layout import CHUNK, layout
+from ..triton.layout import CHUNK, layout, most_chunks
 from ..triton.plan import Plan, prepared
 from .triton_carry import COLUMNS, REST_OF_SUMS, TOTAL, carry, scan
 from .triton_channel import channel_grads, channel_score_grads, channel_scores
@@ -21,6 +21,7 @@ BLOCK = 512  # tokens between two anchors of the gradients of the gates; segment
 SCAN_BLOCK = 1024
 LARGEST = 1 << 31  # elements of a segment, which are indexed with 32 bits
 RESIDENT = 2  # programs of the sequential pass that run at once on one multiprocessor
+Shape = tuple[int, ...]
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
 AT_ONCE = 128  # channels of keys and of values for which a decay per channel takes one pass on Hopper
 ALIGNED = 8  # elements that are copied at a time there
@@ -119,6 +120,7 @@ class LinearRecurrence(Plan):
         self.segmented = self.layout.cut > 0
         self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
         self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
+        self.slots = most_chunks(self.B, self.T, len(packed.spans) if packed else None)
 
     @property
     def aligned(self) -> bool:
@@ -424,13 +426,43 @@ def segment_length(q_shape: Sequence[int], v_shape: Sequence[int], subheads: int
     return BLOCK * max(1, min(most // BLOCK, wanted))
 
 
-def kept_states(q: Tensor, v: Tensor, log_decay: Tensor | None, beta: Tensor | None, subheads: int) -> Sequence[int]:
-    """Shape [segments,H·E,K,V] of the states that segments start from; no segments if rows are not cut."""
-    (B, T, _, K), (H, V) = q.shape, v.shape[2:]
+def kept(
+    q: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    subheads: int,
+    keep: bool,
+    documents: int | None,
+) -> Sequence[tuple[Shape, torch.dtype]]:
+    """Shapes and dtypes of what is kept for the gradients; (0,) of what is not.
+
+    That is the states [segments,H·E,K,V] that segments start from, or the states before all chunks with the sums of
+    decays in them.
+    """
+    (B, T, _, K), V, heads = q.shape, v.shape[3], v.shape[2] * subheads
     one_pass = at_once(gate_of(log_decay), beta is not None, K, V, v.dtype, v.device)
-    room = filling(H * subheads, K, V, v.dtype, v.device, one_pass)
-    segments = B * -(-T // segment_length(q.shape, v.shape, subheads, room))
-    return segments if segments > B else 0, H * subheads, K, V
+    starts: Shape = (0,)
+    states: Shape = (0,)
+    ends: Shape = (0,)
+    if keep and one_pass:
+        slots = most_chunks(B, T, documents)
+        states, ends = states_of_chunks(slots, heads, K, V), sums_of_chunks(slots, heads, K)
+    elif documents is None:
+        room = filling(heads, K, V, v.dtype, v.device, one_pass)
+        segments = B * -(-T // segment_length(q.shape, v.shape, subheads, room))
+        starts = (segments, heads, K, V) if segments > B else starts
+    return (starts, torch.float32), (states, v.dtype if len(states) > 1 else torch.float32), (ends, torch.float32)
+
+
+def states_of_chunks(slots: int, heads: int, K: int, V: int) -> Shape:
+    """Shape of the states before all chunks."""
+    return slots, heads, K, V
+
+
+def sums_of_chunks(slots: int, heads: int, K: int) -> Shape:
+    """Shape of the sums of decays in both halves of all chunks; those of a recurrence lie together."""
+    return heads, slots, 2, K
 
 
 def gate_of(log_decay: Tensor | None) -> str:

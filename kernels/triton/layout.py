@@ -36,6 +36,11 @@ class Layout:
     cut: int
 
 
+def most_chunks(batch: int, length: int, documents: int | None) -> int:
+    """The number of chunks of rows, or the largest possible one of that many documents in a row."""
+    return batch * -(-length // CHUNK) if documents is None else length // CHUNK + documents
+
+
 def layout(
     packed: Documents | None, batch: int, length: int, chunk: int, block: int, segment: int, device: torch.device
 ) -> Layout:

@@ -61,11 +61,11 @@ def test_lengths(length: int, gate: str):
 @interpreted
 def test_what_is_kept_for_the_gradients_changes_only_memory(monkeypatch: pytest.MonkeyPatch):
     a, found, saved = small(130, gate="head", E=2), [], []
-    for level in (triton_op.ALL, triton_op.CHUNKS, triton_op.NOTHING):
-        monkeypatch.setattr(triton_op, "MOST", {level: 32})
+    for keep, few in ((True, 0), (False, 32), (False, 31)):  # its keys have 32 channels in all subheads
+        monkeypatch.setattr(triton_op, "FEW_ENOUGH", few)
         numbers: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, n=numbers: n.append(x.numel()) or x, lambda x: x):
-            found.append(agree(a, subheads=2))
+            found.append(agree(a, subheads=2, keep_states=keep))
         saved.append(sum(numbers))
     for each in found[1:]:
         assert all(torch.equal(x, found[0][name]) for name, x in each.items())

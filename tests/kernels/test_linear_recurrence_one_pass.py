@@ -15,7 +15,7 @@ from .hopper import MOST, shared_memory
 from .recurrences import inputs, results
 
 pytest.importorskip("triton")
-from kernels.linear_recurrence import triton_op, triton_plan
+from kernels.linear_recurrence import triton_call, triton_op, triton_plan
 from kernels.triton import plan
 
 from .test_linear_recurrence_triton import compare, poison, short_segments
@@ -70,6 +70,45 @@ def test_segments(documents: list[int] | None, gluon: None, short_segments: None
     compare(small(320, documents=documents))
 
 
+def same_with_states_kept_or_not(a: dict[str, torch.Tensor], E: int = 1) -> None:
+    again, kept = (run(a, backend="triton", subheads=E, keep_states=keep) for keep in (False, True))
+    assert all(torch.equal(kept[name], again[name]) for name in again)
+
+
+@without_a_gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"T": 130, "state": False},
+        {"T": 130, "B": 2, "R": 2, "E": 2, "decay": "mixed"},
+        {"T": 320, "documents": [0, 0, 5, 300, 320, 320]},  # there can be more chunks than there are
+    ],
+)
+def test_states_that_are_kept_change_no_bit(options: dict[str, Any], gluon: None):
+    same_with_states_kept_or_not(small(**options), options.get("E", 1))
+
+
+@without_a_gpu
+@pytest.mark.parametrize("documents", [None, [0, 0, 5, 300, 320, 320]])
+def test_states_that_are_kept_of_segments(documents: list[int] | None, gluon: None, short_segments: None):
+    same_with_states_kept_or_not(small(320, documents=documents))
+
+
+@without_a_gpu
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_is_kept(keep: bool, gluon: None, monkeypatch: pytest.MonkeyPatch):
+    """The states before all chunks are computed twice, or once; for an output alone, once."""
+    passes = []
+    states = triton_call.Call._channel_states
+    monkeypatch.setattr(
+        triton_call.Call,
+        "_channel_states",
+        lambda call, *given, **also: passes.append(given) or states(call, *given, **also),
+    )
+    run(small(130), backend="triton", keep_states=keep)
+    assert len(passes) == (not keep)
+
+
 @without_a_gpu
 @pytest.mark.parametrize("through", ["o", "state"])
 def test_a_gradient_of_one_result_alone(through: str, gluon: None):
@@ -94,10 +133,11 @@ def test_steep_channels_beside_others(steep: float, gluon: None):
 
 @without_a_gpu
 @pytest.mark.parametrize("length", [64, 320])
-def test_registered_as_it_should_be(length: int, gluon: None, short_segments: None):
+@pytest.mark.parametrize("keep", [False, True])
+def test_registered_as_it_should_be(length: int, keep: bool, gluon: None, short_segments: None):
     a = small(length)
     tensors = [a[name].requires_grad_() for name in ("q", "k", "v", "log_decay")]
-    given = (*tensors, None, a["initial_state"].requires_grad_(), None, 0.25, 1)
+    given = (*tensors, None, a["initial_state"].requires_grad_(), None, 0.25, 1, keep)
     torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, given)
 
 
@@ -176,6 +216,7 @@ NUMBERS = dict.fromkeys(("q_head", "k_head", "v_head", "grad_head", "x_head", "y
     ("kernel", "tokens", "fixed"),
     [
         ("outputs", STRIDES[:3], {"first": None}),
+        ("outputs", STRIDES[:3], {"first": None, "into": None}),
         ("states", STRIDES[4:], {"first": None, "last": None, "shrunk": None, "REVERSE": False}),
         ("states", STRIDES[4:], {"into": None, "ends": None, "REVERSE": True}),
         ("gradients", STRIDES[:4], {"last": None, "first": None}),
@@ -224,6 +265,7 @@ def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: 
     E = options.get("E", 1)
     compare(a, tolerance=1e-2, reference="torch", subheads=E)
     a = {name: x.cuda() for name, x in a.items()}
+    same_with_states_kept_or_not(a, E)
     first = run(a, backend="triton", subheads=E)
     for _ in range(20):  # no atomics: a difference would be a race
         again = run(a, backend="triton", subheads=E)

@@ -270,15 +270,21 @@ def test_factors_below_one():
 
 
 @pytest.mark.parametrize(
-    ("recompute", "kept"), [(True, (False, False)), ("queries", (False, True)), (False, (True, True))]
+    ("recompute", "kept"),
+    [
+        (True, (False, False, None)),
+        ("queries", (False, True, None)),
+        ("states", (True, True, None)),
+        (False, (True, True, True)),
+    ],
 )
-def test_which_streams_are_kept(recompute: Any, kept: tuple[bool, bool]):
+def test_which_streams_are_kept(recompute: Any, kept: tuple[bool, bool, bool | None]):
     built = Expanded(SITE, mixer=GatedDeltaNet, factor=2, recompute=recompute)
-    assert (built.q_features.kept, built.k_features.kept) == kept
+    assert (built.q_features.kept, built.k_features.kept, built.keep_states) == kept
 
 
 def test_unknown_recompute():
-    with pytest.raises(mixers.UserError, match=r"^recompute: 'keys' must be true, false or queries"):
+    with pytest.raises(mixers.UserError, match=r"^recompute: 'keys' must be true, queries, states or false"):
         Expanded(SITE, mixer=GatedDeltaNet, factor=2, recompute="keys")
 
 

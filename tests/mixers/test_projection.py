@@ -1,8 +1,8 @@
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mixers import GatedDeltaNet, Projection, Site
+from mixers import GatedDeltaNet, Projection, Site, projection
 
 WIDTHS = {"q": 4, "k": 4, "v": 10}
 
@@ -17,6 +17,39 @@ def test_outputs_are_those_of_separate_maps():
 def test_outputs_are_views_of_one_product():
     q, k, v = Projection(6, WIDTHS)(torch.randn(2, 3, 6))
     assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_columns_that_a_product_lacks_change_nothing(bias: bool, monkeypatch: pytest.MonkeyPatch):
+    module, x = Projection(6, WIDTHS, bias=bias), torch.randn(2, 3, 6, requires_grad=True)
+
+    def results() -> list[Tensor]:
+        q, k, v = module(x)
+        loss = q.square().sum() + v.sin().sum()  # nobody uses k
+        return [q, k, v, *torch.autograd.grad(loss, [x, *module.parameters()])]
+
+    expected = results()
+    monkeypatch.setattr(projection, "lacking", lambda x, columns: -columns % 8)
+    found = results()
+    assert found[0].stride() == (3 * 24, 24, 1)
+    for y, z in zip(found, expected, strict=True):
+        torch.testing.assert_close(y, z)
+
+
+@pytest.mark.gpu
+def test_rows_of_whole_units_on_a_gpu():
+    assert projection.lacking(torch.zeros(600, 8), 10818) == 0
+    x = torch.zeros(600, 8, dtype=torch.bfloat16, device="cuda")
+    assert [projection.lacking(x, n) for n in (10818, 4112, 4113)] == [6, 0, 7]
+    assert projection.lacking(x.float(), 10818) == 2
+    with torch.autocast("cuda", torch.bfloat16):
+        assert projection.lacking(x.float(), 10818) == 6
+    assert projection.lacking(x[:4], 10818) == 0
+    module = Projection(8, {"q": 16, "k": 18}, bias=True).to("cuda", torch.bfloat16)
+    for y, part in zip(
+        module(x + 1), torch.nn.functional.linear(x + 1, module.weight, module.bias).split([16, 18], -1), strict=True
+    ):
+        torch.testing.assert_close(y, part)
 
 
 def test_a_state_dict_goes_by_names():
