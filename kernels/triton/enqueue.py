@@ -3,8 +3,15 @@
 On every launch, Triton spells out what its compiler would know of all arguments, and looks that text up among the
 kernels it has compiled. On the host that takes as long as some kernels take on the device. Here a launch that the
 compiler could not tell from an earlier one calls the kernel that was compiled then.
+
+Triton compiles a kernel where it is launched first, and the host waits. Inside `compiling_ahead()` a launch only hands
+its kernel to a pool of threads, so that the kernels of a whole step are compiled side by side.
 """
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +25,49 @@ PLAIN = torch.version.hip is not None  # the ROCm compiler also looks at the siz
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))  # their `CompiledKernel.run` takes the arguments below
 Found = tuple[CompiledKernel, tuple[Any, ...]]  # a compiled kernel, and its constants in order
 _compiled: dict[tuple[Any, ...], Found] = {}  # by what the compiler knows of a launch
+# Not a context variable: the backward pass runs in a thread of its own, which no context reaches.
+_ahead: "_Ahead | None" = None
+
+
+class _Ahead:
+    """Kernels that are being compiled, by what the compiler knows of a launch."""
+
+    def __init__(self, pool: Executor):
+        self.pool, self.known = pool, set[tuple[Any, ...]]()
+
+    def compile(
+        self, alike: tuple[Any, ...], kernel: Any, device: int, given: tuple[Any, ...], constants: dict[str, Any]
+    ) -> None:
+        """Compile and load a kernel, unless one for such launches is already on its way."""
+        if alike not in self.known:
+            self.known.add(alike)
+            self.pool.submit(self._compile, kernel, device, given, constants)
+
+    @staticmethod
+    def _compile(kernel: Any, device: int, given: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        with torch.cuda.device(device):
+            compiled = kernel.warmup(*given, grid=(1,), **constants)
+            compiled.run  # noqa: B018 - loads the code, and compiles the launcher of the host
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Inside the ``with`` block, launches compile their kernels and run none; leaving it waits until all are compiled.
+
+    It holds for launches of all threads. What the kernels would have written is undefined. A kernel that cannot be
+    compiled is none of its business: that error comes when the kernel is launched.
+    """
+    global _ahead
+    pool = ThreadPoolExecutor(os.cpu_count())
+    _ahead = _Ahead(pool)
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+    finally:
+        _ahead = None
+        pool.shutdown()
 
 
 def enqueue(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> Found | None:
@@ -128,6 +178,9 @@ def _enqueue(
         compiled, rest = found
         _start(compiled, grid, device, given[:first], values, (*given[first:], *rest))
         return found
+    if _ahead is not None:
+        _ahead.compile(alike, kernel, device, given, constants)
+        return None
     compiled = kernel[grid](*given, **constants)
     last = kernel.params[len(given) :]
     if isinstance(compiled, CompiledKernel) and all(p.is_constexpr for p in (*kernel.params[first:], *last)):
@@ -144,6 +197,8 @@ def _start(
     rest: tuple[Any, ...],
 ) -> None:
     """Launch a compiled kernel on the given arguments (or on their values, past the launcher) and the rest."""
+    if _ahead is not None:
+        return
     grid = (*grid, 1, 1)[:3]
     if _observed() or not DIRECT:
         compiled[grid](*given, *rest)

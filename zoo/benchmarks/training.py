@@ -25,6 +25,7 @@ from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.clipping import clip, total_norm
 from zoo.train.cpu import use_processor
 from zoo.train.devices import peak_flops, pick_device
+from zoo.train.first_step import compile_ahead
 from zoo.train.module import best_precision
 from zoo.train.optim import Optimisation, build_optimizer
 
@@ -165,6 +166,12 @@ class Learner:
         self.clock = Clock(self.device)
         self.peak_gib: float | None = None
 
+    def prepare(self) -> None:
+        """Compile our kernels for a step."""
+        if isinstance(self.model, LanguageModel):
+            with models.running(self.precision, self.device, self.backend):
+                compile_ahead(self.model, self.loss)
+
     def step(self) -> None:
         """Run a training step without synchronising, so that the device stays busy while the host prepares the next."""
         clock = self.clock
@@ -219,6 +226,7 @@ def warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> 
     start = time.perf_counter()
     try:
         with kernels.implementations() as ran:
+            learner.prepare()
             learner.step()
         row["implementations"] = {op: sorted(names) for op, names in sorted(ran.items())}
         synchronize(learner.device)

@@ -1,5 +1,7 @@
 """What looks alike to the compiler, and only that, shares a compiled kernel."""
 
+from contextlib import nullcontext
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -92,6 +94,69 @@ def test_a_prepared_launch_knows_what_the_compiler_does(checked: bool, monkeypat
         for tensors in different:
             launch(*tensors)
     assert started == compiled * 2
+
+
+class Compiled:
+    """A kernel that notes what is done with it."""
+
+    constexprs, params = (), ("x", "size")
+
+    def __init__(self):
+        self.done: list[str] = []
+
+    def warmup(self, *given, grid, **constants):
+        self.done.append("compiled")
+        return SimpleNamespace(run=self.done.append("loaded"))
+
+    def __getitem__(self, grid):
+        return lambda *given, **constants: self.done.append("launched")
+
+
+def test_kernels_are_compiled_ahead_once_and_not_launched(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(enqueue_module, "PLAIN", False)
+    kernel, x = Compiled(), SimpleNamespace(get_device=lambda: 0)
+
+    def launch() -> None:
+        enqueue(kernel, (1,), x, 16)
+        enqueue(kernel, (1,), x, 32)
+
+    with enqueue_module.compiling_ahead():
+        launch()
+        in_another_thread = Thread(target=launch)
+        in_another_thread.start()
+        in_another_thread.join()
+        enqueue(kernel, (1,), x, 17)  # which is another kernel, as it is no multiple of 16
+    assert sorted(kernel.done) == ["compiled"] * 2 + ["loaded"] * 2
+    launch()
+    assert kernel.done[4:] == ["launched"] * 2
+
+
+def test_after_an_error_kernels_are_launched_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(enqueue_module, "PLAIN", False)
+    kernel = Compiled()
+    with pytest.raises(KeyboardInterrupt), enqueue_module.compiling_ahead():
+        raise KeyboardInterrupt
+    enqueue(kernel, (1,), SimpleNamespace(get_device=lambda: 0))
+    assert kernel.done == ["launched"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_is_compiled_ahead_does_not_run():
+    x = torch.randn(100, device="cuda")
+    launch, out = Prepared(scale, (2,), 100, 2.0, ADD=True, BLOCK=64), torch.zeros_like(x)
+    scaled(x, x, 2.0)  # known before
+    with enqueue_module.compiling_ahead():
+        assert scaled(x, x, 2.0).isnan().all()
+        assert scaled(x, None, 5.0, 32).isnan().all()
+        launch(x, x, out)
+        assert not out.any()
+    torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
+    torch.testing.assert_close(scaled(x, None, 5.0, 32), 5 * x)
+    launch(x, x, out)
+    torch.testing.assert_close(out, 3 * x)
 
 
 @pytest.mark.gpu
