@@ -24,7 +24,7 @@ from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_recurrence import linear_recurrence
 from .norm import add_rms_norm, gated_rms_norm, rms_norm
-from .recompute import keeping, recomputing
+from .recompute import recomputing
 from .selective_scan import selective_scan
 from .short_conv import short_conv
 from .window_attention import window_attention
@@ -56,7 +56,6 @@ __all__ = [
     "gated_rms_norm",
     "head_linear",
     "implementations",
-    "keeping",
     "linear",
     "linear_cross_entropy",
     "linear_recurrence",

@@ -65,7 +65,6 @@ class _Later(NamedTuple):
 
 _notes: ContextVar[dict[int, _Note] | None] = ContextVar("notes", default=None)
 _allowed: ContextVar[bool] = ContextVar("allowed", default=True)
-_kept: ContextVar[bool] = ContextVar("kept", default=False)
 
 
 @contextmanager
@@ -111,22 +110,6 @@ def _later(x: Tensor, notes: dict[int, _Note]) -> _Later | None:
     """The tensor as a note on how to recompute it; None if there is none."""
     note = notes.get(x.data_ptr())
     return None if note is None or not note.is_of(x) else _Later(note, x.shape, x.stride())
-
-
-@contextmanager
-def keeping() -> Iterator[None]:
-    """Inside the ``with`` block, everything is saved for the backward pass, the products inside gated MLPs as well."""
-    before = _kept.set(True)
-    try:
-        with recomputing(False):
-            yield
-    finally:
-        _kept.reset(before)
-
-
-def kept() -> bool:
-    """Whether this is inside `keeping()`."""
-    return not torch.compiler.is_compiling() and _kept.get()
 
 
 def noted(x: Tensor) -> bool:

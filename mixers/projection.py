@@ -9,19 +9,17 @@ from torch import Tensor, nn
 
 import kernels
 
-UNIT = 16  # bytes that tensor cores are fed with at once
+UNIT = 16  # columns: rows of whole units are what tensor cores and the compiler of our kernels can read in large pieces
 MANY = 512  # rows of a product that takes longer than a copy of its weight
 
 
 def lacking(x: Tensor, columns: int) -> int:
     """How many columns a product of x lacks for rows of whole units.
 
-    Without them, cuBLAS falls back to kernels of older GPUs in half precision, at a third of the speed on Hopper.
+    Without these, cuBLAS falls back to kernels of older GPUs in half precision, at a third of the speed on Hopper, and
+    kernels in Triton read the columns one by one.
     """
-    if not x.is_cuda or x.numel() < MANY * x.shape[-1]:
-        return 0
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-    return -columns % (UNIT // dtype.itemsize)
+    return -columns % UNIT if x.is_cuda and x.numel() >= MANY * x.shape[-1] else 0
 
 
 class Projection(nn.Linear):

@@ -1,4 +1,4 @@
-"""The second half of a gated MLP: (activation(gate) ⊙ up) Wᵀ."""
+"""The second half of a gated MLP: (activation(gate) ⊙ up) Wᵀ, without saving the product for the backward pass."""
 
 from typing import Literal
 
@@ -21,8 +21,7 @@ IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": 
 def gated_linear(gate_up: Tensor, weight: Tensor, *, activation: Literal["identity", "silu"] = "silu") -> Tensor:
     """(activation(gate) ⊙ up) Wᵀ (arXiv 2002.05202; 2406.16690 with the identity).
 
-    On a GPU the elementwise product is one launch, and is recomputed in the backward pass instead of saved. Inside
-    `keeping()` it is saved.
+    On a GPU the elementwise product is one launch, and is recomputed in the backward pass instead of saved.
 
     Args:
         gate_up: gate and up side by side […,2·I], as one projection returns them.

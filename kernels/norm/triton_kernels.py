@@ -84,12 +84,13 @@ def backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     GATE: tl.constexpr,  # none, first or last: where it is applied
+    STAGES: tl.constexpr,  # tiles on their way at a time
 ):
     c = tl.arange(0, BLOCK)
     if weight is not None:
         scale = load(weight, c, c < D)[None, :]
         parts = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         outer, within, dense, inside = tile_of(first, rows, INNER, D, ROWS, BLOCK)
         u, dh = load(x, outer * x_outer + within, inside), load(dy, dense, inside)
         if GATE != "none":

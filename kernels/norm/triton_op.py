@@ -18,8 +18,10 @@ from . import triton_kernels
 ELEMENTS = 1024  # per tile of short rows
 PER_WARP, MOST_WARPS = 512, 16
 # Programs per multiprocessor in the backward pass, all of which finish at about the same time: each walks over many
-# rows, because it stores a part of the weight's gradient.
-PROGRAMS, PROGRAMS_GATED = 12, 6
+# rows, because it stores a part of the weight's gradient. Of short rows without a gate, several tiles fit into shared
+# memory, and fewer programs do.
+PROGRAMS, PROGRAMS_GATED, PROGRAMS_AHEAD = 12, 6, 8
+AHEAD, LONGEST_AHEAD = 3, 1024  # tiles on their way, and the longest rows of these
 
 
 def inner(x: Tensor) -> int:
@@ -61,8 +63,18 @@ def forward(rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepa
 @lru_cache(maxsize=1024)
 def backward(programs: int, rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepared:
     """The launch of `programs` programs over `rows` rows; `numbers` are the strides of x, gate and dgate, and eps."""
-    fixed = constants(inner, size, gate)
-    return Prepared(triton_kernels.backward, (programs,), rows, *numbers, **fixed)
+    stages = AHEAD if ahead(size, gate) else 1
+    return Prepared(triton_kernels.backward, (programs,), rows, *numbers, **constants(inner, size, gate), STAGES=stages)
+
+
+def ahead(size: int, gate: str) -> bool:
+    """Whether the backward pass loads tiles before it needs them."""
+    return gate == "none" and size <= LONGEST_AHEAD
+
+
+def most_programs(size: int, gate: str) -> int:
+    """Programs of the backward pass on a multiprocessor."""
+    return PROGRAMS_AHEAD if ahead(size, gate) else PROGRAMS if gate == "none" else PROGRAMS_GATED
 
 
 def compute(
@@ -98,7 +110,7 @@ def differentiate_rows(
     dtotal = None if dtotal is None else dtotal.contiguous()
     weight = None if weight is None else weight.contiguous()
     sizes = (inner(x), x.shape[-1], order(gate, gate_first))
-    most = multiprocessors(x.device) * (PROGRAMS if gate is None else PROGRAMS_GATED)
+    most = multiprocessors(x.device) * most_programs(*sizes[1:])
     programs = min(cdiv(rows, constants(*sizes)["ROWS"]), most)
     parts = None if weight is None else new(x, programs, 1, x.shape[-1], dtype=torch.float32)
     dx, (dgate, dgate_outer) = new(x), (None, 0) if gate is None else strided(gradient_for(gate, new))

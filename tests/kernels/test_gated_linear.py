@@ -1,6 +1,5 @@
 """The gated product with its linear map: by hand, and in Triton against fp32."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -78,26 +77,19 @@ def test_a_frozen_weight():
 
 
 @interpreted
-@pytest.mark.parametrize("keep", [False, True])
-def test_the_op_is_registered_properly(keep: bool):
+def test_the_op_is_registered_properly():
     results(inputs(2, 3), "triton")
     given = [x.requires_grad_() for x in inputs(3, 4).values()]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.gated_linear, (*given, "silu", keep))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.gated_linear, (*given, "silu"))
 
 
-@pytest.mark.parametrize(("keep", "product"), [(False, 0), (True, 120)])
-def test_the_product_is_kept_only_where_everything_is(keep: bool, product: int):
+def test_the_product_is_not_kept():
     a = {name: x.requires_grad_() for name, x in inputs(3, 40).items()}
     kept: list[int] = []
-    saving = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x)
-    with saving, kernels.backend("triton"), kernels.keeping() if keep else nullcontext():
-        y = kernels.gated_linear(**a)
-    assert kept == [*(x.numel() for x in a.values()), product]
-    found = torch.autograd.grad(y.sum(), list(a.values()))
-    with kernels.backend("reference"):
-        expected = torch.autograd.grad(kernels.gated_linear(**a).sum(), list(a.values()))
-    for x, z in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, z)
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x)
+    with keep, kernels.backend("triton"):
+        kernels.gated_linear(**a)
+    assert kept == [x.numel() for x in a.values()]
 
 
 @pytest.mark.parametrize(

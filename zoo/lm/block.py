@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels import UserError, keeping, recomputing
+from kernels import UserError, recomputing
 from mixers import ContextParallel, Norm, TokenMixer, takes_context_parallel
 from zoo.lm.mlp import ChannelMixer
 
@@ -20,12 +20,10 @@ class Block(nn.Module):
         mixer: The token mixer.
         mlp: The channel mixer, if any.
         norm: Makes a norm of the residual stream's size.
-        recompute: Whether training on a GPU computes cheap results again in the backward pass, and does not keep them.
     """
 
-    def __init__(self, mixer: TokenMixer, mlp: ChannelMixer | None, norm: Callable[[], Norm], recompute: bool = True):
+    def __init__(self, mixer: TokenMixer, mlp: ChannelMixer | None, norm: Callable[[], Norm]):
         super().__init__()
-        self.recompute = recompute
         self.mixer_norm, self.mixer = norm(), mixer
         self.mlp_norm = None if mlp is None else norm()
         self.mlp = mlp
@@ -40,7 +38,7 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor, Any]:
         """x and y [B,T,hidden], whose sum is the residual stream, and a state → all three after the block."""
         if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler decides for itself
-            with recomputing() if self.recompute else keeping():
+            with recomputing():
                 return self._forward(x, y, state, cu_seqlens, context_parallel)
         return self._forward(x, y, state, cu_seqlens, context_parallel)
 

@@ -66,8 +66,6 @@ class LanguageModel(nn.Module):
         linear_initializer: How linear weights start: `normal`, as above, or `uniform`, PyTorch's default U(±inputs^-½).
         scale_output_projections: Whether the weights of every `OutputProjection`, whose results are added to the
             residual stream, are initially divided by the square root of their number, one or two per block.
-        recompute: Whether training on a GPU computes the results of norms, of gates and of expansions, and the products
-            inside MLPs, again in the backward pass, in place of keeping them (which takes a third more memory).
         nominal_size: How many parameters the model is meant to have; a difference of more than 3 % is logged.
 
     Attributes:
@@ -96,7 +94,6 @@ class LanguageModel(nn.Module):
         initializer_range: float = 0.02,
         linear_initializer: LinearInitializer = "normal",
         scale_output_projections: bool = False,
-        recompute: bool = True,
         nominal_size: float | None = None,
     ):
         super().__init__()
@@ -123,7 +120,7 @@ class LanguageModel(nn.Module):
             mixer = stack(Site(hidden_size, num_heads, layer, num_layers))
             channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)
             kind = PostNormBlock if stack.post_norm(layer) else Block
-            self.layers.append(kind(mixer, channel_mixer, partial(norm, hidden_size, norm_eps), recompute))
+            self.layers.append(kind(mixer, channel_mixer, partial(norm, hidden_size, norm_eps)))
         self.norm = norm(hidden_size, norm_eps)
         self.head = None if head is None else head(hidden_size)
         self.lm_head = (
