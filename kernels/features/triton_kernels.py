@@ -154,6 +154,7 @@ def forward(
     documents,
     x_batch,
     x_row,
+    UNIT: tl.constexpr,  # of strides, which are passed divided by it: the compiler then sees that addresses are aligned
     C: tl.constexpr,
     W: tl.constexpr,
     HEADS: tl.constexpr,
@@ -169,7 +170,8 @@ def forward(
     row, first = run // runs, run % runs * length
     last = tl.minimum(first + length, T)
     c, inside = channels(block, C, HEADS, SIZE, BLOCK)
-    x += row.to(tl.int64) * x_batch
+    x_row *= UNIT
+    x += row.to(tl.int64) * x_batch * UNIT
     y += row.to(tl.int64) * T * C
     added = tl.zeros([HEADS, BLOCK], tl.float32)
     if bias is not None:
@@ -227,6 +229,7 @@ def backward(
     dy_row,
     dx_batch,
     dx_row,
+    UNIT: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
     HEADS: tl.constexpr,
@@ -242,9 +245,10 @@ def backward(
     row, first = run // runs, run % runs * length
     last = tl.minimum(first + length, T)
     c, inside = channels(block, C, HEADS, SIZE, BLOCK)
-    x += row.to(tl.int64) * x_batch
-    dy += row.to(tl.int64) * dy_batch
-    dx += row.to(tl.int64) * dx_batch
+    x_row, dy_row, dx_row = x_row * UNIT, dy_row * UNIT, dx_row * UNIT
+    x += row.to(tl.int64) * x_batch * UNIT
+    dy += row.to(tl.int64) * dy_batch * UNIT
+    dx += row.to(tl.int64) * dx_batch * UNIT
     nothing = tl.zeros([HEADS, BLOCK], tl.float32)
     added = nothing
     if bias is not None:

@@ -1,5 +1,6 @@
 """Features in Triton: one launch forward and one backward, which saves only the arguments and is bitwise repeatable."""
 
+import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ LOAD = 256  # bytes that a warp reads at once, 8 per thread: with 16, too few wa
 # registers. Forward there is room for 32, but runs as long as a power of two keep to the same channels of memory.
 WARPS, WARPS_BACKWARD = 28, 16
 TOKENS, TOKENS_BACKWARD = 4, 2  # per iteration
+ALIGNED = 16  # channels: more would not be loaded at once
 SHORTEST = 16  # tokens of a run: the W − 1 before or after it are read as well
 MOST_WAVES = 4  # of programs, one after the other on the same multiprocessors
 
@@ -88,18 +90,19 @@ def launch(
     taps: int,
     activation: str,
     norm: str,
-    *numbers: int,
+    documents: int,
+    *strides: int,
 ) -> Prepared:
-    """The launch for an x of this shape.
-
-    `numbers` are the number of documents, and the strides of the rows and tokens of all streams.
-    """
+    """The launch for an x of this shape; `strides` are those of the rows and tokens of all streams."""
+    unit = math.gcd(ALIGNED, *strides)
     return Prepared(
         triton_kernels.backward if backward else triton_kernels.forward,
         (pieces.programs,),
         shape[1],
         pieces.length,
-        *numbers,
+        documents,
+        *(stride // unit for stride in strides),
+        UNIT=unit,
         C=shape[2] * shape[3],
         W=taps,
         HEADS=pieces.heads,
