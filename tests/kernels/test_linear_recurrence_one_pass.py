@@ -80,7 +80,7 @@ def same_with_states_kept_or_not(a: dict[str, torch.Tensor], E: int = 1) -> None
     "options",
     [
         {"T": 130, "state": False},
-        {"T": 130, "B": 2, "R": 2, "E": 2, "decay": "mixed"},
+        {"T": 70, "R": 2, "E": 2, "decay": "mixed"},
         {"T": 320, "documents": [0, 0, 5, 300, 320, 320]},  # there can be more chunks than there are
     ],
 )
