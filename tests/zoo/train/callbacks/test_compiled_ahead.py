@@ -1,0 +1,62 @@
+"""The pass that finds the kernels of the first step: once, as the step itself will be, and without a trace."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mixers import GatedDeltaNet
+from tests.zoo.tiny import VOCAB, ResumableLoader, trainer, validation_loader
+from zoo.lm.model import LanguageModel
+from zoo.lm.stack import Uniform
+from zoo.train.callbacks import compiled_ahead
+from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
+from zoo.train.callbacks.compiled_ahead import CompiledAhead
+from zoo.train.callbacks.compiled_blocks import CompiledBlocks
+from zoo.train.module import Pretraining
+from zoo.train.optim import Optimisation
+
+
+@pytest.fixture
+def losses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, bool]]:
+    """The loss of each such pass, and whether blocks were replaced in it."""
+    found = []
+
+    def run(model: LanguageModel, loss) -> None:
+        found.append((loss().detach(), "forward" in vars(model.layers[0])))
+
+    monkeypatch.setattr(compiled_ahead, "compile_ahead", run)
+    return found
+
+
+def fitted(folder: Path, *callbacks, **options) -> Pretraining:
+    torch.manual_seed(0)
+    model = LanguageModel(Uniform(GatedDeltaNet), vocab_size=VOCAB, hidden_size=16, num_heads=2, num_layers=1)
+    module = Pretraining(model, Optimisation(warmup_steps=2), config={"model": {}})
+    run = trainer(folder, callbacks, max_steps=3, val_check_interval=3, **options)
+    run.fit(module, ResumableLoader(8), validation_loader())
+    return module
+
+
+def test_it_runs_once_with_the_blocks_of_the_step(losses, tmp_path):
+    module = fitted(tmp_path / "with", CheckpointedBlocks(1), CompiledAhead())
+    assert [replaced for _, replaced in losses] == [True]
+    assert losses[0][0] > 0
+    plain = fitted(tmp_path / "without", CheckpointedBlocks(1))
+    for x, y in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_it_runs_in_the_precision_of_the_step(precision: str, monkeypatch: pytest.MonkeyPatch, tmp_path):
+    mixed = []
+    monkeypatch.setattr(
+        compiled_ahead, "compile_ahead", lambda model, loss: mixed.append(torch.is_autocast_enabled("cpu"))
+    )
+    fitted(tmp_path, CompiledAhead(), precision=precision)
+    assert mixed == [precision == "bf16-mixed"]
+
+
+def test_it_leaves_compiled_blocks_alone(losses, tmp_path):
+    fitted(tmp_path, CompiledBlocks(backend="eager"), CompiledAhead())
+    assert losses == []
