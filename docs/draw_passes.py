@@ -12,6 +12,7 @@ from matplotlib.patches import FancyBboxPatch, Patch
 CHUNKS, FORTH, BACK = "over chunks", "along time", "along time, from the end"
 COLORS = {CHUNKS: "#dbe7f5", FORTH: "#d9eedb", BACK: "#f8e3cf"}
 WIDTH, HEIGHT, STEP, ROW = 2.6, 0.62, 3.75, 2.05
+NOT_KEPT = "where these were not kept"
 
 
 class Kernel(NamedTuple):
@@ -29,7 +30,7 @@ ROWS = dict[str, list[Kernel]]
 GATES = Kernel("head_gates", CHUNKS, "g", passes="b, e^b, …")
 SCORES = Kernel("head_scores", CHUNKS, "q k v dO g", passes="P, dP,\ngates")
 PREPARE = Kernel("prepare", CHUNKS, "q k β g", passes="inverse,\nscores,\ngates")
-AGAIN = Kernel("scan_forward", FORTH, "k v", passes="U, states", note="where these were not kept")
+AGAIN = Kernel("scan_forward", FORTH, "k v", passes="U, states", note=NOT_KEPT)
 FAMILIES: dict[str, ROWS] = {
     "head": {
         "forward": [GATES, Kernel("carry", FORTH, "q k v", "o, state")],
@@ -52,7 +53,7 @@ FAMILIES: dict[str, ROWS] = {
             Kernel("steep_forward", CHUNKS, "q k v g", "adds to o"),
         ],
         "backward, Hopper": [
-            Kernel("states", FORTH, "k v g", passes="states,\nsums of g"),
+            Kernel("states", FORTH, "k v g", passes="states,\nsums of g", note=NOT_KEPT),
             Kernel("gradients", BACK, "q k v g dO", "dq dk dv dg", "sums of g"),
             Kernel("steep_backward", CHUNKS, "q k v g dO", "adds to all"),
         ],

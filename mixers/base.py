@@ -203,7 +203,7 @@ class LinearMixer(TokenMixer):
         self.subhead_size = key_size * (expand.factor if expand else 1) // self.subheads
         self.gate_heads = num_heads * self.subheads
         again = True if expand is None else expand.recompute
-        self.keep_states = True if again is False else None
+        self.keep_states = True if again is False else None  # None: few are kept, many are not
         self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size, kept=again in ("states", False))
         self.k_features = FeaturePath(k, G * self.subheads, self.subhead_size, kept=again is not True)
         self.v_features = FeaturePath(v, num_heads, value_size)

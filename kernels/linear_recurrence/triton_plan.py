@@ -22,6 +22,7 @@ SCAN_BLOCK = 1024
 LARGEST = 1 << 31  # elements of a segment, which are indexed with 32 bits
 RESIDENT = 2  # programs of the sequential pass that run at once on one multiprocessor
 Shape = tuple[int, ...]
+Kept = tuple[Shape, torch.dtype]
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
 AT_ONCE = 128  # channels of keys and of values for which a decay per channel takes one pass on Hopper
 ALIGNED = 8  # elements that are copied at a time there
@@ -434,7 +435,7 @@ def kept(
     subheads: int,
     keep: bool,
     documents: int | None,
-) -> Sequence[tuple[Shape, torch.dtype]]:
+) -> tuple[Kept, Kept, Kept]:
     """Shapes and dtypes of what is kept for the gradients; (0,) of what is not.
 
     That is the states [segments,H·E,K,V] that segments start from, or the states before all chunks with the sums of
@@ -442,17 +443,17 @@ def kept(
     """
     (B, T, _, K), V, heads = q.shape, v.shape[3], v.shape[2] * subheads
     one_pass = at_once(gate_of(log_decay), beta is not None, K, V, v.dtype, v.device)
-    starts: Shape = (0,)
-    states: Shape = (0,)
-    ends: Shape = (0,)
+    nothing: Kept = (0,), torch.float32
     if keep and one_pass:
         slots = most_chunks(B, T, documents)
-        states, ends = states_of_chunks(slots, heads, K, V), sums_of_chunks(slots, heads, K)
-    elif documents is None:
+        ends = sums_of_chunks(slots, heads, K), torch.float32
+        return nothing, (states_of_chunks(slots, heads, K, V), v.dtype), ends
+    if documents is None:
         room = filling(heads, K, V, v.dtype, v.device, one_pass)
         segments = B * -(-T // segment_length(q.shape, v.shape, subheads, room))
-        starts = (segments, heads, K, V) if segments > B else starts
-    return (starts, torch.float32), (states, v.dtype if len(states) > 1 else torch.float32), (ends, torch.float32)
+        if segments > B:
+            return ((segments, heads, K, V), torch.float32), nothing, nothing
+    return nothing, nothing, nothing
 
 
 def states_of_chunks(slots: int, heads: int, K: int, V: int) -> Shape:

@@ -97,7 +97,7 @@ def test_states_that_are_kept_of_segments(documents: list[int] | None, gluon: No
 @without_a_gpu
 @pytest.mark.parametrize("keep", [False, True])
 def test_what_is_kept(keep: bool, gluon: None, monkeypatch: pytest.MonkeyPatch):
-    """The states before all chunks are computed twice, or once; for an output alone, once."""
+    """The states before all chunks are computed by the outputs, and by the gradients unless they are kept."""
     passes = []
     states = triton_call.Call._channel_states
     monkeypatch.setattr(

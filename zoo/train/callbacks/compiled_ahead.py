@@ -31,6 +31,5 @@ class CompiledAhead(RunCallback):
             return
         self._done = True
         model = pl_module.model
-
         with trainer.precision_plugin.train_step_context():
             compile_ahead(model, lambda: total_loss(model, batch.tokens, batch.labels, batch.cu_seqlens))
