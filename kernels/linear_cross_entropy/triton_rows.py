@@ -5,7 +5,10 @@
 import triton
 import triton.language as tl
 
-BLOCK, WARPS = 4096, 8  # logits that one program holds in registers; it reads them twice, the second time from L2
+# Logits that one program holds in registers; it reads them twice, the second time from L2, where the rows of all
+# programs fit if these are large and few.
+BLOCK, WARPS = 8192, 16
+SCALED = 4096  # numbers that one program scales
 
 
 @triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["labels", "losses"])
@@ -39,3 +42,11 @@ def softmax_loss(logits, labels, losses, ignore_index, stride, V, BLOCK: tl.cons
                 z = tl.load(at + first + c, mask=first + c < V, other=0.0).to(tl.float32)
                 gradient = tl.exp(z - lse) - tl.where(first + c == label, 1.0, 0.0)
                 tl.store(at + first + c, gradient.to(logits.dtype.element_ty), mask=first + c < V)
+
+
+@triton.jit  # specialised on whether the size is a multiple of 16: only then are loads wide
+def scale(x, factor, y, size, BLOCK: tl.constexpr):
+    """y = x · factor, a scalar in memory."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    product = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
+    tl.store(y + at, product.to(y.dtype.element_ty), mask=at < size)
