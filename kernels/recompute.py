@@ -112,6 +112,11 @@ def _later(x: Tensor, notes: dict[int, _Note]) -> _Later | None:
     return None if note is None or not note.is_of(x) else _Later(note, x.shape, x.stride())
 
 
+def keeping() -> bool:
+    """Whether an op that makes a cheap result inside itself is to save it: in eager calls outside `recomputing()`."""
+    return not torch.compiler.is_compiling() and _notes.get() is None
+
+
 def noted(x: Tensor) -> bool:
     """Whether a tensor is to be recomputed in the backward pass."""
     notes = None if torch.compiler.is_compiling() else _notes.get()

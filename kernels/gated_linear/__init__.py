@@ -1,4 +1,4 @@
-"""The second half of a gated MLP: (activation(gate) ⊙ up) Wᵀ, without saving the product for the backward pass."""
+"""The second half of a gated MLP: (activation(gate) ⊙ up) Wᵀ."""
 
 from typing import Literal
 
@@ -21,7 +21,8 @@ IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": 
 def gated_linear(gate_up: Tensor, weight: Tensor, *, activation: Literal["identity", "silu"] = "silu") -> Tensor:
     """(activation(gate) ⊙ up) Wᵀ (arXiv 2002.05202; 2406.16690 with the identity).
 
-    On a GPU the elementwise product is one launch, and is recomputed in the backward pass instead of saved.
+    On a GPU the elementwise product is one launch. Inside `recomputing()`, and where it is compiled, it is recomputed
+    in the backward pass instead of saved.
 
     Args:
         gate_up: gate and up side by side […,2·I], as one projection returns them.

@@ -16,6 +16,7 @@ from .. import op
 from ..allocation import new
 from ..linear import few_rows
 from ..linear import triton_op as few
+from ..recompute import keeping
 from ..triton.enqueue import cdiv, enqueue
 
 BLOCK, WARPS = 1024, 4
@@ -45,7 +46,7 @@ def multiply(gate_up, h, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def differentiate_product(gate_up, dh, h, dgate_up, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradients of gate and up, and the product, recomputed."""
+    """The gradients of gate and up, and unless it was kept the product, recomputed."""
     at, at_gate, inside = places(SIZE, BLOCK)
     gate, up, d = load(gate_up, at_gate, inside), load(gate_up, at_gate + SIZE, inside), load(dh, at, inside)
     opened, dgate = gate, d * up
@@ -53,9 +54,10 @@ def differentiate_product(gate_up, dh, h, dgate_up, SIZE: tl.constexpr, SILU: tl
         s = tl.sigmoid(gate)
         opened = gate * s
         dgate *= s * (1 + gate * (1 - s))
-    tl.store(h + at, (opened * up).to(h.dtype.element_ty), mask=inside)
-    tl.store(dgate_up + at_gate, dgate.to(h.dtype.element_ty), mask=inside)
-    tl.store(dgate_up + at_gate + SIZE, (d * opened).to(h.dtype.element_ty), mask=inside)
+    if h is not None:
+        tl.store(h + at, (opened * up).to(h.dtype.element_ty), mask=inside)
+    tl.store(dgate_up + at_gate, dgate.to(dgate_up.dtype.element_ty), mask=inside)
+    tl.store(dgate_up + at_gate + SIZE, (d * opened).to(dgate_up.dtype.element_ty), mask=inside)
 
 
 def as_given(device: str) -> AbstractContextManager[Any]:
@@ -63,19 +65,20 @@ def as_given(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def compute(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
-    """y […,O] of gate and up […,2·I]."""
+def compute(gate_up: Tensor, weight: Tensor, activation: str, keep: bool) -> tuple[Tensor, Tensor]:
+    """y […,O] of gate and up […,2·I], and the product […,I], empty unless it is to be kept."""
     (*outer, both), size = gate_up.shape, weight.shape[1]
     with as_given(gate_up.device.type):
         h = new(gate_up, *outer, size)
         grid = (gate_up.numel() // max(both, 1) * cdiv(size, BLOCK),)
         enqueue(multiply, grid, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, num_warps=WARPS)
-        return (F.linear(h, weight.to(gate_up.dtype)),)
+        return F.linear(h, weight.to(gate_up.dtype)), h if keep else new(gate_up, 0)
 
 
-def fake(gate_up: Tensor, weight: Tensor, activation: str) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute` returns."""
-    return (gate_up.new_empty(*gate_up.shape[:-1], weight.shape[0]),)
+def fake(gate_up: Tensor, weight: Tensor, activation: str, keep: bool) -> tuple[Tensor, Tensor]:
+    """Empty tensors of the shapes and dtypes that `compute` returns."""
+    outer, (O, I) = gate_up.shape[:-1], weight.shape
+    return gate_up.new_empty(*outer, O), gate_up.new_empty(*outer, I) if keep else gate_up.new_empty(0)
 
 
 def differentiate(
@@ -85,16 +88,18 @@ def differentiate(
     gate_up: Tensor,
     weight: Tensor,
     activation: str,
+    keep: bool,
 ) -> list[Tensor | None]:
     """The gradients of `gate_up` and of the weight."""
     assert gradients[0] is not None
     dy, size = gradients[0].reshape(-1, weight.shape[0]), weight.shape[1]
     with as_given(gate_up.device.type):
         dh = dy @ weight.to(gate_up.dtype)
-        h, dgate_up = new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
+        again, dgate_up = None if keep else new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
         grid = (len(dy) * cdiv(size, BLOCK),)
         constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
-        enqueue(differentiate_product, grid, gate_up, dh, h, dgate_up, **constants, num_warps=WARPS)
+        enqueue(differentiate_product, grid, gate_up, dh, again, dgate_up, **constants, num_warps=WARPS)
+        h = kept[0].view(dh.shape) if again is None else again
         return [dgate_up, (dy.T @ h).to(weight.dtype) if needed[1] else None]
 
 
@@ -107,5 +112,6 @@ def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
         return few.forward(gate_up, weight, None, activation)
     if torch.is_autocast_enabled(gate_up.device.type):
         gate_up = gate_up.to(torch.get_autocast_dtype(gate_up.device.type))
-    (y,) = gated_linear(gate_up.contiguous(), weight, activation)
+    keep = keeping() and torch.is_grad_enabled() and weight.requires_grad
+    (y,) = gated_linear(gate_up.contiguous(), weight, activation, keep)
     return y

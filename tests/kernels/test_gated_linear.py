@@ -1,5 +1,6 @@
 """The gated product with its linear map: by hand, and in Triton against fp32."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -80,16 +81,24 @@ def test_a_frozen_weight():
 def test_the_op_is_registered_properly():
     results(inputs(2, 3), "triton")
     given = [x.requires_grad_() for x in inputs(3, 4).values()]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.gated_linear, (*given, "silu"))
+    for keep in (True, False):
+        torch.library.opcheck(torch.ops.token_mixer_zoo.gated_linear, (*given, "silu", keep))
 
 
-def test_the_product_is_not_kept():
-    a = {name: x.requires_grad_() for name, x in inputs(3, 40).items()}
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_the_product_is_kept_for_a_weight_or_computed_again(again: bool, learns: bool):
+    a = inputs(3, 40)
+    leaves = [a["gate_up"].requires_grad_(), *([a["weight"].requires_grad_()] if learns else [])]
     kept: list[int] = []
     keep = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x)
-    with keep, kernels.backend("triton"):
-        kernels.gated_linear(**a)
-    assert kept == [x.numel() for x in a.values()]
+    with kernels.backend("triton"):
+        with kernels.recomputing() if again else nullcontext(), keep:
+            y = kernels.gated_linear(**a)
+        expected = kernels.gated_linear(**a)
+    assert kept == [a["gate_up"].numel(), a["weight"].numel(), 3 * 40 if learns and not again else 0]
+    found, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (y, expected))
+    assert all(torch.equal(x, z) for x, z in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -108,12 +117,13 @@ def test_misfits(change: dict[str, Any], message: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["silu", "identity"])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_on_device(activation: str, mixed: bool):
+@pytest.mark.parametrize("again", [False, True])
+def test_on_device(again: bool, activation: str, mixed: bool):
     a = inputs(2, 1000, 2816, outputs=1024, dtype=torch.bfloat16)
     expected = results({name: x.float() for name, x in a.items()}, "reference", activation)
     if mixed:
         a["weight"] = a["weight"].float()
-    with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
+    with torch.autocast("cuda", torch.bfloat16, enabled=mixed), kernels.recomputing(again):
         found = results(a, "triton", activation)
     assert found["weight"].dtype == a["weight"].dtype
     assert_close({"y": found["y"]}, {"y": expected["y"]}, 5e-3)

@@ -20,10 +20,15 @@ class Block(nn.Module):
         mixer: The token mixer.
         mlp: The channel mixer, if any.
         norm: Makes a norm of the residual stream's size.
+        recompute: Whether a GPU computes what is cheap (norms, gates, gated products, expanded queries and keys) again
+            in the backward pass, rather than keeping it.
     """
 
-    def __init__(self, mixer: TokenMixer, mlp: ChannelMixer | None, norm: Callable[[], Norm]):
+    def __init__(
+        self, mixer: TokenMixer, mlp: ChannelMixer | None, norm: Callable[[], Norm], *, recompute: bool = True
+    ):
         super().__init__()
+        self.recompute = recompute
         self.mixer_norm, self.mixer = norm(), mixer
         self.mlp_norm = None if mlp is None else norm()
         self.mlp = mlp
@@ -37,7 +42,8 @@ class Block(nn.Module):
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor, Any]:
         """x and y [B,T,hidden], whose sum is the residual stream, and a state → all three after the block."""
-        if x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler decides for itself
+        # a compiler decides for itself
+        if self.recompute and x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             with recomputing():
                 return self._forward(x, y, state, cu_seqlens, context_parallel)
         return self._forward(x, y, state, cu_seqlens, context_parallel)

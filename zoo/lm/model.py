@@ -66,6 +66,8 @@ class LanguageModel(nn.Module):
         linear_initializer: How linear weights start: `normal`, as above, or `uniform`, PyTorch's default U(±inputs^-½).
         scale_output_projections: Whether the weights of every `OutputProjection`, whose results are added to the
             residual stream, are initially divided by the square root of their number, one or two per block.
+        recompute: Whether a GPU computes what is cheap (norms, gates, gated products, expanded queries and keys) again
+            in the backward pass. False keeps it, even where an `Expanded` would not: more memory, less time.
         nominal_size: How many parameters the model is meant to have; a difference of more than 3 % is logged.
 
     Attributes:
@@ -94,6 +96,7 @@ class LanguageModel(nn.Module):
         initializer_range: float = 0.02,
         linear_initializer: LinearInitializer = "normal",
         scale_output_projections: bool = False,
+        recompute: bool = True,
         nominal_size: float | None = None,
     ):
         super().__init__()
@@ -120,7 +123,8 @@ class LanguageModel(nn.Module):
             mixer = stack(Site(hidden_size, num_heads, layer, num_layers))
             channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)
             kind = PostNormBlock if stack.post_norm(layer) else Block
-            self.layers.append(kind(mixer, channel_mixer, partial(norm, hidden_size, norm_eps)))
+            make_norm = partial(norm, hidden_size, norm_eps)
+            self.layers.append(kind(mixer, channel_mixer, make_norm, recompute=recompute))
         self.norm = norm(hidden_size, norm_eps)
         self.head = None if head is None else head(hidden_size)
         self.lm_head = (

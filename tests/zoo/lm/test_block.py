@@ -74,3 +74,23 @@ def test_zero_centred_norms_start_at_zero():
     norms = [part for part in built.modules() if isinstance(part, ZeroCentredRMSNorm)]
     assert len(norms) == 2 * 4 + 1
     assert all(part.eps == 0.1 and not part.weight.any() for part in norms)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_blocks_are_told_what_to_compute_again(recompute: bool):
+    built = zoo.build("transformer.yaml", *SIZES, f"model.recompute={str(recompute).lower()}")
+    assert [block.recompute for block in built.layers] == [recompute] * 4
+
+
+@pytest.mark.gpu
+def test_what_is_not_computed_again_is_kept():
+    tokens, kept, gradients = torch.randint(64, (2, 1000), device="cuda"), [], []
+    for recompute in ("true", "false"):
+        torch.manual_seed(0)
+        built = zoo.build("gdn_h2.yaml", *SIZES, f"model.recompute={recompute}").cuda()
+        before = torch.cuda.memory_allocated()
+        loss = built(tokens)[0].square().mean()
+        kept.append(torch.cuda.memory_allocated() - before)
+        gradients.append(torch.autograd.grad(loss, list(built.parameters())))
+    assert kept[1] > 1.1 * kept[0]
+    assert all(torch.equal(again, saved) for again, saved in zip(*gradients, strict=True))
