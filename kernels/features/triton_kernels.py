@@ -54,17 +54,11 @@ def taps_of(weight, c, inside, W: tl.constexpr):
 
 
 @triton.jit
-def input_at(x, t, T, x_row, c, inside):
-    """The inputs of token t; zeros past the last token."""
-    return tl.load(x + t.to(tl.int64) * x_row + c, mask=inside & (t < T), other=0.0)
-
-
-@triton.jit
-def inputs_from(x, t, T, x_row, c, inside, TOKENS: tl.constexpr):
-    """The inputs of the iteration that begins with token t."""
+def inputs_at(x, t, T, x_row, inside, TOKENS: tl.constexpr):
+    """The inputs of the iteration that begins with token t, which x points to; zeros past the last token."""
     coming = ()
     for m in tl.static_range(TOKENS):
-        coming = coming + (input_at(x, t + m, T, x_row, c, inside),)
+        coming = coming + (tl.load(x + m * x_row, mask=inside & (t + m < T), other=0.0),)
     return coming
 
 
@@ -108,7 +102,7 @@ def slope(z, ACTIVATION: tl.constexpr):
     """The derivative of the activation."""
     if ACTIVATION == "silu":
         s = sigmoid(z)
-        d = s * (1 + z * (1 - s))
+        d = s + z * s * (1 - s)  # the product z · s is the activation, which most callers have
     elif ACTIVATION == "relu":
         d = tl.where(z > 0, 1.0, 0.0)
     elif ACTIVATION == "elu1":
@@ -180,10 +174,11 @@ def forward(
         taps = taps_of(weight, c, inside, W)
     n, start, stop = document_at(first, row, cu_seqlens, documents, T)
     past = inputs_before(x, history, first, n, start, x_row, c, inside, C, W)
-    coming = inputs_from(x, first, T, x_row, c, inside, TOKENS)
+    coming = inputs_at(x + first.to(tl.int64) * x_row + c, first, T, x_row, inside, TOKENS)
     for i in tl.range(0, last - first, TOKENS):
         news = coming
-        coming = inputs_from(x, first + i + TOKENS, T, x_row, c, inside, TOKENS)
+        following = first + i + TOKENS
+        coming = inputs_at(x + following.to(tl.int64) * x_row + c, following, T, x_row, inside, TOKENS)
         for j in tl.static_range(TOKENS):
             t = first + i + j
             if cu_seqlens is not None:
@@ -245,10 +240,10 @@ def backward(
     row, first = run // runs, run % runs * length
     last = tl.minimum(first + length, T)
     c, inside = channels(block, C, HEADS, SIZE, BLOCK)
-    x_row, dy_row, dx_row = x_row * UNIT, dy_row * UNIT, dx_row * UNIT
+    x_row, dy_row, dx_row = x_row.to(tl.int64) * UNIT, dy_row.to(tl.int64) * UNIT, dx_row.to(tl.int64) * UNIT
     x += row.to(tl.int64) * x_batch * UNIT
-    dy += row.to(tl.int64) * dy_batch * UNIT
-    dx += row.to(tl.int64) * dx_batch * UNIT
+    dy += row.to(tl.int64) * dy_batch * UNIT + first * dy_row + c
+    dx += row.to(tl.int64) * dx_batch * UNIT + (first - (W - 1)) * dx_row + c
     nothing = tl.zeros([HEADS, BLOCK], tl.float32)
     added = nothing
     if bias is not None:
@@ -263,12 +258,15 @@ def backward(
             totals = totals + (nothing,)
     n, start, stop = document_at(first, row, cu_seqlens, documents, T)
     past = inputs_before(x, history, first, n, start, x_row, c, inside, C, W)
-    coming = inputs_from(x, first, T, x_row, c, inside, TOKENS)
-    dcoming = inputs_from(dy, first, T, dy_row, c, inside, TOKENS)
+    ahead = x + first * x_row + c
+    coming = inputs_at(ahead, first, T, x_row, inside, TOKENS)
+    dcoming = inputs_at(dy, first, T, dy_row, inside, TOKENS)
     for i in tl.range(0, last - first + W - 1, TOKENS):
         news, dnews = coming, dcoming
-        coming = inputs_from(x, first + i + TOKENS, T, x_row, c, inside, TOKENS)
-        dcoming = inputs_from(dy, first + i + TOKENS, T, dy_row, c, inside, TOKENS)
+        ahead += TOKENS * x_row
+        dy += TOKENS * dy_row
+        coming = inputs_at(ahead, first + i + TOKENS, T, x_row, inside, TOKENS)
+        dcoming = inputs_at(dy, first + i + TOKENS, T, dy_row, inside, TOKENS)
         for m in tl.static_range(TOKENS):
             t = first + i + m
             if cu_seqlens is not None:
@@ -313,9 +311,10 @@ def backward(
             else:
                 finished = dz
             token = t - (W - 1)
-            at = dx + token.to(tl.int64) * dx_row + c
+            at = dx + m * dx_row
             tl.store(at, finished.to(dx.dtype.element_ty), mask=inside & (token >= first) & (token < last))
             past = window[1:]
+        dx += TOKENS * dx_row
     if weight is not None:
         ROWS: tl.constexpr = W + 1 if bias is not None else W
         dtaps += run.to(tl.int64) * ROWS * C + c

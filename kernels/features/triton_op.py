@@ -24,7 +24,8 @@ LOAD = 256  # bytes that a warp reads at once, 8 per thread: with 16, too few wa
 # warps that run side by side on a multiprocessor; in the backward pass, which loads gradients too, each has twice the
 # registers. Forward there is room for 32, but runs as long as a power of two keep to the same channels of memory.
 WARPS, WARPS_BACKWARD = 28, 16
-TOKENS, TOKENS_BACKWARD = 4, 2  # per iteration
+REGISTERS_BACKWARD = 128  # of a thread, so that there is room for these warps: left alone, the compiler takes 163
+TOKENS = 4  # per iteration
 ALIGNED = 16  # channels: more would not be loaded at once
 SHORTEST = 16  # tokens of a run: the W − 1 before or after it are read as well
 MOST_WAVES = 4  # of programs, one after the other on the same multiprocessors
@@ -113,6 +114,7 @@ def launch(
         NORM=norm,
         EPS=EPS,
         num_warps=pieces.warps,
+        **({"maxnreg": REGISTERS_BACKWARD} if backward else {}),
     )
 
 
@@ -192,7 +194,7 @@ def differentiate(
     (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
     B, C, W = x.shape[0], x.shape[2] * x.shape[3], 1 if weight is None else weight.shape[2]
     room = WARPS_BACKWARD * multiprocessors(x.device)
-    pieces = cut(*x.shape, norm, LOAD // x.element_size(), room, TOKENS_BACKWARD, W - 1)
+    pieces = cut(*x.shape, norm, LOAD // x.element_size(), room, TOKENS, W - 1)
     dtaps = dhistory = None
     if weight is not None:
         dtaps = new(x, B * pieces.runs, W + (bias is not None), C, dtype=torch.float32)

@@ -87,7 +87,7 @@ def test_what_is_not_computed_again_is_kept():
     tokens, kept, gradients = torch.randint(64, (2, 1000), device="cuda"), [], []
     for recompute in ("true", "false"):
         torch.manual_seed(0)
-        built = zoo.build("gdn_h2.yaml", *SIZES, f"model.recompute={recompute}").cuda()
+        built = zoo.build("gated_deltanet.yaml", *SIZES, f"model.recompute={recompute}").cuda()
         before = torch.cuda.memory_allocated()
         loss = built(tokens)[0].square().mean()
         kept.append(torch.cuda.memory_allocated() - before)
