@@ -114,7 +114,7 @@ def launch(
         NORM=norm,
         EPS=EPS,
         num_warps=pieces.warps,
-        **({"maxnreg": REGISTERS_BACKWARD} if backward else {}),
+        maxnreg=REGISTERS_BACKWARD if backward else None,
     )
 
 
