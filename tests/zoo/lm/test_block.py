@@ -85,12 +85,12 @@ def test_blocks_are_told_what_to_compute_again(recompute: bool):
 @pytest.mark.gpu
 def test_what_is_not_computed_again_is_kept():
     tokens, kept, gradients = torch.randint(64, (2, 1000), device="cuda"), [], []
-    for recompute in ("true", "false"):
+    for recompute in ("true", "true", "false"):  # the first pass also allocates what the GPU's libraries work in
         torch.manual_seed(0)
         built = zoo.build("gated_deltanet.yaml", *SIZES, f"model.recompute={recompute}").cuda()
         before = torch.cuda.memory_allocated()
         loss = built(tokens)[0].square().mean()
         kept.append(torch.cuda.memory_allocated() - before)
         gradients.append(torch.autograd.grad(loss, list(built.parameters())))
-    assert kept[1] > 1.1 * kept[0]
-    assert all(torch.equal(again, saved) for again, saved in zip(*gradients, strict=True))
+    assert kept[2] > 1.1 * kept[1]
+    assert all(torch.equal(again, saved) for again, saved in zip(*gradients[1:], strict=True))
