@@ -240,10 +240,10 @@ def backward(
     row, first = run // runs, run % runs * length
     last = tl.minimum(first + length, T)
     c, inside = channels(block, C, HEADS, SIZE, BLOCK)
-    x_row, dy_row, dx_row = x_row.to(tl.int64) * UNIT, dy_row.to(tl.int64) * UNIT, dx_row.to(tl.int64) * UNIT
+    x_row, dy_row, dx_row = x_row * UNIT, dy_row * UNIT, dx_row * UNIT
     x += row.to(tl.int64) * x_batch * UNIT
-    dy += row.to(tl.int64) * dy_batch * UNIT + first * dy_row + c
-    dx += row.to(tl.int64) * dx_batch * UNIT + (first - (W - 1)) * dx_row + c
+    dy += row.to(tl.int64) * dy_batch * UNIT + first.to(tl.int64) * dy_row + c
+    dx += row.to(tl.int64) * dx_batch * UNIT + (first - (W - 1)).to(tl.int64) * dx_row + c
     nothing = tl.zeros([HEADS, BLOCK], tl.float32)
     added = nothing
     if bias is not None:
@@ -258,7 +258,7 @@ def backward(
             totals = totals + (nothing,)
     n, start, stop = document_at(first, row, cu_seqlens, documents, T)
     past = inputs_before(x, history, first, n, start, x_row, c, inside, C, W)
-    ahead = x + first * x_row + c
+    ahead = x + first.to(tl.int64) * x_row + c
     coming = inputs_at(ahead, first, T, x_row, inside, TOKENS)
     dcoming = inputs_at(dy, first, T, dy_row, inside, TOKENS)
     for i in tl.range(0, last - first + W - 1, TOKENS):

@@ -1,4 +1,4 @@
-"""Compile a kernel in Gluon for Hopper, without a GPU, in a process that does not interpret Triton."""
+"""Compile a kernel in Triton or Gluon for Hopper, without a GPU, in a process that does not interpret Triton."""
 
 import json
 import os
@@ -13,7 +13,8 @@ import json
 import sys
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 module, name, fixed, other, warps = json.loads(sys.argv[1])
 kernel = getattr(importlib.import_module(module), name)
@@ -21,7 +22,8 @@ names = [p.name for p in kernel.params]
 types = {n: "constexpr" if n in fixed else other.get(n, "*bf16") for n in names}
 aligned = [i for i, n in enumerate(names) if types[n][0] == "*" or n.endswith(("_head", "_batch"))]
 aligned = {(i,): [["tt.divisibility", 16]] for i in aligned}
-source = GluonASTSource(kernel, types, {(names.index(n),): x for n, x in fixed.items()}, aligned)
+Source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+source = Source(kernel, types, {(names.index(n),): x for n, x in fixed.items()}, aligned)
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).metadata.shared)
 """
 

@@ -8,6 +8,7 @@ import torch
 
 import kernels
 
+from .hopper import shared_memory
 from .test_features import PACKED, STAGES, Arguments, agree, assert_same, inputs, results
 
 pytest.importorskip("triton")
@@ -420,8 +421,21 @@ def test_programs_fill_whole_waves():
     """A last wave of a few programs would take as long as any other."""
     room = 132 * 16
     for B, T, heads in ((8, 4096, 64), (8, 4096, 8), (1, 65536, 8), (32, 2048, 64), (4, 4096, 12)):
-        programs = triton_op.cut(B, T, heads, 128, "l2", 128, room, 2, 3).programs
+        programs = triton_op.cut(B, T, heads, 128, "l2", 128, room, triton_op.TOKENS, 3).programs
         assert 0.9 < programs / room / -(-programs // room) <= 1
+
+
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_a_stride_may_be_one_unit(kernel: str):
+    """Triton compiles arguments that are 1 as constants, which have no methods; the interpreter does not."""
+    missing = dict.fromkeys(("bias", "history", "cu_seqlens", "tail", "dhistory"))
+    sizes = {"UNIT": 16, "C": 16, "W": 4, "HEADS": 1, "SIZE": 16, "BLOCK": 16, "TOKENS": triton_op.TOKENS}
+    stages = {"ACTIVATION": "silu", "NORM": "l2", "EPS": 1e-6}
+    strides = dict.fromkeys(("x_row", "dy_row", "dx_row"), 1)
+    numbers = dict.fromkeys(("T", "length", "documents", "x_batch", "dy_batch", "dx_batch"), "i32")
+    names = import_module("kernels.features.triton_kernels").__dict__[kernel].arg_names
+    fixed = {name: x for name, x in {**missing, **sizes, **stages, **strides}.items() if name in names}
+    shared_memory("kernels.features.triton_kernels", kernel, fixed, {**numbers, "dtaps": "*fp32"}, warps=1)
 
 
 @pytest.mark.gpu
@@ -438,6 +452,7 @@ def test_programs_fill_whole_waves():
         ({"T": 1001, "heads": 5, "size": 64, "W": 8}, ("silu", "l2")),
         ({"T": 1001, "heads": 5, "size": 24, "W": 3}, ("silu", "l1")),
         ({"T": 1001, "heads": 2048, "size": 1}, ("silu", "none")),
+        ({"T": 1001, "heads": 1, "size": 16}, ("silu", "l2")),
         ({"T": 1001, "heads": 8, "size": 128, "W": 0}, ("silu", "l2")),
         ({"T": 4000, "heads": 8, "size": 128, "documents": [0, 0, 1, 3, 700, 700, 2048, 4000, 4000]}, ("silu", "l2")),
         ({"T": 3, "B": 64, "heads": 8, "size": 128}, ("silu", "l2")),
