@@ -80,11 +80,11 @@ ROW = {
 }
 
 
-def finished_run(folder: Path) -> None:
+def finished_run(folder: Path, val_loss: float | None = 2.5) -> None:
     """A folder as a complete run leaves it, as far as a comparison reads it."""
     folder.mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps({**ROW, "run": folder.name}))
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "tokens": 128, "val_loss": 2.5}) + "\n")
+    (folder / "results.json").write_text(json.dumps({**ROW, "run": folder.name, "val_loss": val_loss}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "tokens": 128, "val_loss": val_loss}) + "\n")
 
 
 def recorded(folder: Path) -> dict:
@@ -101,6 +101,15 @@ def test_an_overlay_is_applied_to_every_config(command, desk, overlay) -> None:
     runs = recorded(desk / "out")
     assert [*runs] == ["gdn_h2", "gla"]
     assert all(run["model"]["hidden_size"] == 32 and run["model"]["num_layers"] == 6 for run in runs.values())
+
+
+def test_a_loss_that_is_not_finite_comes_last(command, desk) -> None:
+    finished_run(desk / "out" / "gla", None)
+    finished_run(desk / "out" / "gdn_h2")
+    done = command("compare", "gla.yaml", "gdn_h2.yaml", "--config=tiny.yaml", "--folder=out")
+    assert done.code == 0, done.err
+    assert 0 < done.out.index("2.500") < done.out.index("not finite")
+    assert (desk / "out" / "comparison.png").is_file()
 
 
 def test_a_run_that_fails_is_named_below_the_table_of_the_others(command, desk, monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """The verb `compare`: train several configs on the same data, and write one table and one picture."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from zoo.runs.command import COMMAND
 from zoo.sweeps.plan import Run
 from zoo.sweeps.runner import Runner, failed, result
 from zoo.train.metrics_file import read_metrics
+from zoo.train.results import rank
 
 
 def whole_configs() -> list[str]:
@@ -35,14 +37,14 @@ def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
     table = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("config", "params", "state", "tokens", "loss", "late", "tok/s", "min"):
         table.add_column(column, justify="left" if column == "config" else "right", no_wrap=True)
-    rows = sorted(rows, key=lambda row: row["val_loss"])
+    rows = sorted(rows, key=lambda row: rank(row["val_loss"]))
     for row in rows:
         table.add_row(
             row["run"],
             f"{row['parameters'] / 1e6:.2f} M",
             f"{row['state_size'] / 1e3:.0f} k",
             f"{row['tokens_seen'] / 1e6:.2f} M",
-            f"{row['val_loss']:.3f}",
+            "not finite" if row["val_loss"] is None else f"{row['val_loss']:.3f}",
             "" if row["val_loss_by_position"][-1] is None else f"{row['val_loss_by_position'][-1]:.3f}",
             f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else "",
             f"{row['wall_seconds'] / 60:.1f}",
@@ -60,18 +62,20 @@ def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
         rows: The results rows.
         folder: The folder of the runs.
     """
-    rows = sorted(rows, key=lambda row: row["val_loss"])
+    rows = sorted(rows, key=lambda row: rank(row["val_loss"]))
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="tokens", ylabel="validation loss (nats per token)")
     styles = ("-", "--", ":")
     for number, row in enumerate(rows):
         metrics = [m for m in read_metrics(folder / row["run"] / "metrics.jsonl") if "val_loss" in m]
-        tokens, losses = [m["tokens"] for m in metrics], [m["val_loss"] for m in metrics]
+        tokens = [m["tokens"] for m in metrics]
+        losses = [math.nan if m["val_loss"] is None else m["val_loss"] for m in metrics]
         if not metrics:  # of a run without a logger
             continue
+        loss = "not finite" if row["val_loss"] is None else f"{row['val_loss']:.2f}"
         color, style = f"C{number % 10}", styles[number // 10 % 3]
-        axes.plot(tokens, losses, color=color, linestyle=style, marker=".", label=f"{row['run']} {row['val_loss']:.2f}")
+        axes.plot(tokens, losses, color=color, linestyle=style, marker=".", label=f"{row['run']} {loss}")
     if rows and rows[0]["bigram_loss"] is not None:
         axes.axhline(rows[0]["bigram_loss"], color="gray", linewidth=1, label=f"bigram {rows[0]['bigram_loss']:.2f}")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,6 +22,7 @@ from zoo.files.atomic import atomic_write
 from zoo.sweeps.capacity import with_capacity
 from zoo.sweeps.plan import CONTROL, Run, Sweep
 from zoo.sweeps.runner import result
+from zoo.train.results import rank
 
 WIDE = 120  # columns in which a table of a sweep fits whole
 
@@ -63,28 +64,28 @@ def cells(sweep: Sweep, results: Sequence[Outcome]) -> list[Cell]:
     grouped: dict[tuple[tuple[str, str], ...], dict[float | None, list[Outcome]]] = {}
     for outcome in results:
         grouped.setdefault(outcome.run.cell, {}).setdefault(outcome.run.learning_rate, []).append(outcome)
-    sign = -1 if sweep.mode == "min" else 1
     best_cells = []
     for labels, rates in grouped.items():
         alternatives = []
         for rate, group in rates.items():
             rows = [row for _, row in group if row is not None]
-            cell = Cell(dict(labels), rate, rows, [_number(row, sweep.metric, "metric") for row in rows])
+            cell = Cell(dict(labels), rate, rows, [_number(row, sweep.metric, "metric", sweep.mode) for row in rows])
             passed = not any(_failure(sweep, run, row) for run, row in group)
-            alternatives.append((bool(rows), passed, sign * cell.median, cell))
-        best_cells.append(max(alternatives, key=lambda alternative: alternative[:-1])[-1])
+            alternatives.append((not rows, not passed, rank(cell.median, sweep.mode), cell))
+        best_cells.append(min(alternatives, key=lambda alternative: alternative[:-1])[-1])
     return best_cells
 
 
-def _number(row: dict[str, Any], name: str, argument: str) -> float:
-    """A number in a results row; null, which stands for nan, counts as infinite."""
+def _number(row: dict[str, Any], name: str, argument: str, mode: Literal["min", "max"] = "min") -> float:
+    """A number in a results row; null, which stands for NaN, becomes the worst infinity of the mode."""
     row = _flat(row)
     if name not in row:
         numbers = [key for key, value in row.items() if isinstance(value, int | float)]
         raise UserError(
             f"{argument}: {name!r} is not in results.json{did_you_mean(name, numbers)} ({', '.join(numbers)})"
         )
-    return math.inf if row[name] is None else float(row[name])
+    worst = math.inf if mode == "min" else -math.inf
+    return worst if row[name] is None else float(row[name])
 
 
 def table(sweep: Sweep, results: Sequence[Outcome], width: int = WIDE) -> Table:

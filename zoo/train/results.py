@@ -1,8 +1,9 @@
 """The results of a run: `results.json` in its folder, and a short table for the terminal."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -36,6 +37,18 @@ COLUMNS = (
     "decay_starts",
     "tokens_per_step",
 )
+
+
+def rank(value: float | None, mode: Literal["min", "max"] = "min") -> float:
+    """Return the sort key of a metric, best first; NaN, and the null that files have instead, come after all numbers.
+
+    Args:
+        value: The metric, such as a validation loss.
+        mode: Whether the lowest or the highest value is best.
+    """
+    if value is None or math.isnan(value):
+        return math.inf
+    return value if mode == "min" else -value
 
 
 def read_row(folder: Path) -> dict[str, Any] | None:
@@ -72,6 +85,8 @@ def result_table(row: Mapping[str, Any]) -> Table:
         "validation, its first batches": row["val_loss_same_batches"],
         "the same with all mixers zeroed": row["val_loss_mixers_zeroed"],
     }
+    if row["val_loss"] is None and batches:
+        table.add_row("validation", "not finite")
     for name, value in lines.items():
         if value is not None:
             table.add_row(name, f"{value:.3f}")

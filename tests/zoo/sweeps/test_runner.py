@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,8 @@ def test_the_best_learning_rate_stands_for_a_cell(tmp_path: Path):
         for run, loss in zip(both, (2.0, None), strict=True)
     ]
     (cell,) = report.cells(sweep, found)  # a diverged run is no winner
+    assert (cell.learning_rate, cell.values) == (0.1, [2.0])
+    (cell,) = report.cells(replace(sweep, mode="max"), found)  # also where the highest value is best
     assert (cell.learning_rate, cell.values) == (0.1, [2.0])
 
 

@@ -18,6 +18,7 @@ from tests.zoo.tiny import batch, pretraining, trainer, validation_loader
 from zoo.checkpoints.format import read_checkpoint
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.train.callbacks.checkpoints import Checkpoints
+from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.step_times import StepTimes
 from zoo.train.metrics_file import read_metrics
 
@@ -61,6 +62,24 @@ def train(folder: Path, rank: int, count: int, late: int | None = None) -> None:
     )
 
 
+class Corrupts(L.Callback):
+    """Makes a gradient of this process NaN at step 3, after the processes have averaged their gradients."""
+
+    def on_after_backward(self, trainer, pl_module):
+        if trainer.global_step == 2:
+            next(pl_module.parameters()).grad[0, 0] = float("nan")
+
+
+def train_corrupted(folder: Path, rank: int) -> None:
+    """A run of two processes, in one of which a gradient is NaN; writes its weights and how many steps it skipped."""
+    module, guard = pretraining(), LossGuard()
+    callbacks = [guard, *([Corrupts()] if rank == 1 else [])]
+    trainer(folder, callbacks, max_steps=STEPS, strategy="ddp", devices=2).fit(
+        module, Share(rank, 2), validation_loader()
+    )
+    torch.save({"skipped": guard.skipped, "weights": module.model.state_dict()}, folder / f"rank-{rank}.pt")
+
+
 def work(rank: int, folder: str) -> None:
     """One process of two."""
     torch.set_num_threads(1)
@@ -79,6 +98,7 @@ def work(rank: int, folder: str) -> None:
         train(Path(folder, "two"), rank, 2)
     for late in range(2):
         train(Path(folder, f"late-{late}"), rank, 2, late)
+    train_corrupted(Path(folder, "corrupted"), rank)
     Path(folder, f"sums-{rank}.json").write_text(json.dumps(shapes))
     dist.destroy_process_group()
 
@@ -110,6 +130,14 @@ def test_the_training_loss_is_that_of_all_tokens(found: Path) -> None:
         labels = torch.cat([given.labels for given in whole]).flatten()
         expected.append(torch.nn.functional.cross_entropy(logits, labels).item())
     assert losses[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_step_that_one_process_must_skip_is_skipped_by_all(found: Path) -> None:
+    first, second = (torch.load(found / "corrupted" / f"rank-{rank}.pt") for rank in range(2))
+    assert first["skipped"] == second["skipped"] == 1
+    for name, weight in first["weights"].items():
+        assert torch.equal(weight, second["weights"][name]), name
+        assert weight.isfinite().all()
 
 
 def test_processes_wait_for_it_only_where_it_is_logged(found: Path) -> None:

@@ -23,6 +23,7 @@ from zoo.files.atomic import atomic_link
 from zoo.train.callbacks.loss_guard import Diverged
 from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.metrics_file import MetricsFile
+from zoo.train.results import rank
 from zoo.train.signals import Agreement, Signals
 from zoo.train.trainer import install
 
@@ -220,7 +221,9 @@ class Checkpoints(RunCallback, Checkpoint):
         loss = trainer.callback_metrics.get("val_loss")
         if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run or loss is None:
             return
-        better = self.best_model_score is None or loss.item() < self.best_model_score
+        if trainer.global_step == 0:  # nothing is trained yet, so there is no checkpoint to keep
+            return
+        better = rank(loss.item()) < rank(self.best_model_score)
         if better:
             self.best_model_score, self._best_step = loss.item(), trainer.global_step
             self.best_model_path = str(self._folder(trainer) / "best.ckpt")
@@ -232,7 +235,7 @@ class Checkpoints(RunCallback, Checkpoint):
         """After the final validation: the last step may be the best, and its checkpoint exists."""
         self._make_up_row(trainer)
         loss = trainer.callback_metrics.get("val_loss")
-        if loss is not None and (self.best_model_score is None or loss.item() <= self.best_model_score):
+        if loss is not None and loss.isfinite() and rank(loss.item()) <= rank(self.best_model_score):
             self._name_best(trainer)
 
     def _make_up_row(self, trainer: L.Trainer) -> None:

@@ -1,5 +1,6 @@
 """The loss over tokens, plotted in `loss.png`."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -109,9 +110,12 @@ class LossCurve(RunCallback):
 
 
 def _smooth(values: Iterable[float], weight: float) -> list[float]:
-    """Exponential moving average with bias correction."""
+    """Exponential moving average with bias correction; a value that is not finite is a gap and changes no other."""
     smoothed, total, norm = [], 0.0, 0.0
     for value in values:
+        if not math.isfinite(value):
+            smoothed.append(math.nan)
+            continue
         total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
         smoothed.append(total / norm)
     return smoothed

@@ -104,6 +104,10 @@ class LossGuard(RunCallback):
             return
         norm = pl_module.gradient_norm()
         bad = ~(norm.isfinite() & (norm <= self._limit(self._norms)))
+        if trainer.world_size > 1:  # a gradient may have become bad in one process, after they were averaged
+            anywhere = bad.float()
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+            bad = anywhere > 0
         self._last = _copied_to_host(bad, self._loss, norm)
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None  # a scaler sets found_inf itself
         if optimizer.defaults.get("fused") and not scaled:

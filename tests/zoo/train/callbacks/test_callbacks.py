@@ -34,6 +34,8 @@ from zoo.train.callbacks.throughput import Throughput
 from zoo.train.callbacks.validations import Validations
 from zoo.train.devices import peak_flops
 from zoo.train.metrics_file import MetricsFile, read_metrics
+from zoo.train.module import Pretraining
+from zoo.train.optim import Optimisation
 from zoo.train.results import result_table
 
 
@@ -163,6 +165,53 @@ def test_only_the_newest_are_kept(tmp_path):
     kept = sorted((tmp_path / "checkpoints").glob("step-*"))
     assert [saved_step(path) for path in kept] == [8, 10, 12]
     assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 12
+
+
+class SometimesNaN(TinyModel):
+    """Its first validations give NaN."""
+
+    def __init__(self, bad_validations: int) -> None:
+        super().__init__()
+        self.left, self.was_training = bad_validations, True
+
+    def logits(self, x):
+        if self.was_training and not self.training:
+            self.left -= 1
+        self.was_training = self.training
+        return super().logits(x) * (math.nan if not self.training and self.left >= 0 else 1.0)
+
+
+def test_any_finite_loss_is_better_than_nan(tmp_path):
+    module = Pretraining(SometimesNaN(2), Optimisation(learning_rate=1e-2), config={"model": {"hidden_size": 8}})
+    run = trainer(tmp_path, checkpoints=(kept := Checkpoints()), num_sanity_val_steps=0)
+    run.fit(module, Data())
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "val_loss" in row]
+    assert [row["val_loss"] is None for row in rows] == [True, True, False]
+    assert kept.best_model_score == pytest.approx(rows[-1]["val_loss"])
+    assert saved_step(tmp_path / "checkpoints" / "best.ckpt") == 12
+
+
+def test_a_run_that_only_has_nan_has_no_best(tmp_path):
+    module = Pretraining(SometimesNaN(9), Optimisation(learning_rate=1e-2), config={"model": {"hidden_size": 8}})
+    trainer(tmp_path, checkpoints=(kept := Checkpoints()), num_sanity_val_steps=0).fit(module, Data())
+    assert kept.best_model_score is None
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
+
+
+def test_a_validation_before_the_first_step_keeps_nothing(tmp_path):
+    """The first of them is in the middle of the first step's gradient accumulation."""
+    run = trainer(tmp_path, val_check_interval=2, accumulate_grad_batches=4, max_steps=3)
+    run.fit(pretraining(), Data())
+    assert saved_step(tmp_path / "checkpoints" / "best.ckpt") > 0
+    losses = [row["val_loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "val_loss" in row]
+    assert len(losses) >= 3
+
+
+def test_the_smoothed_curve_goes_on_after_nan():
+    curve = LossCurve()
+    curve.training = [(1, 2.0), (2, math.nan), (3, 2.0), (4, 2.0)]
+    smoothed = curve.figure().axes[0].lines[1].get_ydata()
+    assert smoothed[2:] == pytest.approx([2.0, 2.0])
 
 
 def test_the_clock_saves_too(tmp_path, monkeypatch):
