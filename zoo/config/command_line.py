@@ -10,8 +10,8 @@ from kernels import UserError
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
 from zoo.config.help import purposes, short_help, topic_help
-from zoo.config.overlays import as_arguments, is_override, load_items
-from zoo.config.parser import ConfigFile, Parser, explained
+from zoo.config.overlays import is_override
+from zoo.config.parser import ConfigFile, Parser, explained, to_arguments
 
 # parameters of the functions that can only be passed from Python
 IN_PYTHON = {"configs_and_overrides", "callbacks", "stream", "config"}
@@ -102,7 +102,7 @@ def arguments_of(
             raise UserError(unknown(key, first, [*allowed, *parameters]))
     with explained(parser):
         if printing:
-            parser.parse_args([*as_arguments(load_items(items)), *printing])
+            parser.parse_args([*to_arguments(items), *printing])
         values = parser.parse_args(options)
     return items, {name: values[name] for name in parameters}
 

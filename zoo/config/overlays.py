@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from zoo.files.safe_yaml import dump_yaml, parse_yaml, read_yaml
 
 _OVERRIDE = re.compile(r"-*[\w.]+\+?=")
 _CLASS = re.compile(r"(\w+\.)*[A-Z]\w*")  # the name of a class, with or without its module
+NULL = ("null", "~")  # YAML's words for it
 Item = str | Path | Mapping[str, Any]  # a config's name or path, an override `key=value`, or a config itself
 
 
@@ -32,7 +33,7 @@ def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
 
 def _override(item: str) -> str:
     key, _, value = item.lstrip("-").partition("=")
-    if key == "optim" or key.startswith(("optim.class_path", "optim.init_args.")):
+    if (key == "optim" and value not in NULL) or key.startswith(("optim.class_path", "optim.init_args.")):
         key = key.replace("optim", "optim.optimizer", 1)
     return f"{current_key(key)}={value}"
 
@@ -92,6 +93,40 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     for part in reversed(key.split(".")):
         value = {part: value}
     return value
+
+
+def without_null_groups(
+    items: Iterable[str | Mapping[str, Any]], groups: Collection[str]
+) -> list[str | Mapping[str, Any]]:
+    """Let a group that is null, which is how YAML reads a group without keys, mean its defaults.
+
+    Args:
+        items: The result of `load_items`.
+        groups: The names of the groups, such as `samples`.
+
+    Returns:
+        The items without the groups that are null, and without what earlier items set in those groups.
+    """
+    kept: list[str | Mapping[str, Any]] = []
+    for item in items:
+        if isinstance(item, str):
+            key, _, value = item.partition("=")
+            null = {key} & {*groups} if value in NULL else set()
+            item = {} if null else item
+        else:
+            null = {key for key in groups if key in item and item[key] is None}
+            item = {key: value for key, value in item.items() if key not in null}
+        if null:
+            kept = [earlier for earlier in (_without(earlier, null) for earlier in kept) if earlier]
+        kept += [item] if item else []
+    return kept
+
+
+def _without(item: str | Mapping[str, Any], groups: Collection[str]) -> str | Mapping[str, Any]:
+    """An item without what it sets in some groups."""
+    if isinstance(item, str):
+        return "" if re.split(r"[.+=]", item)[0] in groups else item
+    return {key: value for key, value in item.items() if key not in groups}
 
 
 def first_name(items: Iterable[Item]) -> str | None:

@@ -10,7 +10,7 @@ import logging
 import operator
 import pydoc
 from argparse import ArgumentError
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -24,7 +24,7 @@ import mixers
 from kernels import BACKENDS, UserError
 from zoo.config.explain import explain
 from zoo.config.moved import up_to_date
-from zoo.config.overlays import Item, as_arguments, load_config, load_items
+from zoo.config.overlays import Item, as_arguments, load_config, load_items, without_null_groups
 from zoo.data import TextData
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.model import LanguageModel
@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 CALLBACKS: dict[str, type[RunCallback]] = {cls.key: cls for cls in run_callbacks() if cls.key is not None}
 CLASSES: dict[str, Any] = {"model": LanguageModel, "optim": Optimisation, "trainer": L.Trainer, **CALLBACKS}
-KEYS = ("seed_everything", "backend", "compile", "activation_checkpointing", "context_parallel", "data", *CLASSES)
+GROUPS = ("data", *CLASSES)
+KEYS = ("seed_everything", "backend", "compile", "activation_checkpointing", "context_parallel", *GROUPS)
 
 # Between its own steps, jsonargparse writes components to YAML and reads them again. Its dumper writes the text "1e5"
 # without quotes, and its loader reads that as a number.
@@ -194,6 +195,15 @@ def add_arguments(parser: LightningArgumentParser) -> None:
     )
 
 
+def to_arguments(configs_and_overrides: Iterable[Item]) -> list[str]:
+    """Configs and overrides as command-line arguments for the parser.
+
+    Raises:
+        UserError: A config is missing, or is not a YAML mapping.
+    """
+    return [*as_arguments(without_null_groups(load_items(configs_and_overrides), GROUPS))]
+
+
 def read(*configs_and_overrides: Item) -> Namespace:
     """Parse configs and `key=value` overrides, in order, without building anything.
 
@@ -202,7 +212,7 @@ def read(*configs_and_overrides: Item) -> Namespace:
     """
     parser = run_parser()
     parser.add_argument("-c", "--config", action=ConfigFile)
-    arguments = [*as_arguments(load_items(configs_and_overrides))]
+    arguments = to_arguments(configs_and_overrides)
     with explained(parser):
         config = parser.parse_args(arguments)
     seed = config.seed_everything
@@ -226,4 +236,6 @@ def parse(config: dict[str, Any]) -> Namespace:
     """
     parser = run_parser()
     with explained(parser):
-        return parser.parse_object(up_to_date(config))
+        return parser.parse_object(
+            {key: value for key, value in up_to_date(config).items() if not (value is None and key in GROUPS)}
+        )

@@ -20,8 +20,23 @@ _OPENING = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSING = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 
 
+class _RepeatedKey(Exception):
+    """A mapping sets a key twice."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-3 as a number, as the config parser does; YAML 1.1 wants 1.0e-3."""
+    """Reads 1e-3 as a number, as the config parser does (YAML 1.1 wants 1.0e-3), and refuses repeated keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:  # before `<<` adds keys that this mapping may replace
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            value, line = self.construct_object(key), key.start_mark.line + 1
+            if value in lines:
+                raise _RepeatedKey(f"line {line} sets {value!r} again, which line {lines[value]} sets; keep one")
+            lines[value] = line
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -59,6 +74,8 @@ def parse_yaml(text: str, name: str) -> Any:
     try:
         _check_events(text, name)
         return yaml.load(text, Loader=_Loader)
+    except _RepeatedKey as error:
+        raise UserError(f"{name}, {error}.") from None
     # not only YAML's errors: invalid dates and numbers and unhashable keys raise others
     except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{name} is not YAML: {' '.join(str(error).split())}") from None

@@ -5,11 +5,27 @@ from pathlib import Path
 import pytest
 
 import zoo
+from kernels import UserError
 from zoo import config as configs
 from zoo.config.overlays import first_name, is_override, load_items
-from zoo.files.safe_yaml import dump_yaml
+from zoo.files.safe_yaml import dump_yaml, parse_yaml
 
 pytest_plugins = "tests.desk"
+
+# a value for each group that is not its default
+LATER = {
+    "data": {"class_path": "MarkovChain", "init_args": {"vocab_size": 9}},
+    "model": {"hidden_size": 48, "stack": {"class_path": "Uniform", "init_args": {"mixer": "GLA"}}},
+    "optim": {"learning_rate": 0.5},
+    "trainer": {"max_steps": 3},
+    "samples": {"max_new_tokens": 3},
+    "guard": {"spike": 3},
+    "watchdog": {"timeout_minutes": 5},
+    "checkpoints": {"every_n_steps": 7},
+    "loss_curve": {"every_n_steps": 3},
+    "state_norms": {"every_n_validations": 2},
+    "profile": {"steps": 3},
+}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +69,43 @@ def test_later_ones_count_whatever_their_form(tmp_path: Path) -> None:
     )
     assert (config.trainer.max_steps, config.optim.weight_decay, config.optim.eps) == (3, 0.5, 1)
     assert load_items([file]) == [{"trainer": {"max_steps": 2}, "optim": {"weight_decay": 0.5}}]
+
+
+def test_a_group_that_is_null_has_its_defaults() -> None:
+    """Whatever earlier configs say; later ones count."""
+    groups = ["data", *configs.CLASSES]
+    assert sorted(LATER) == sorted(groups)
+    groups.remove("model")
+    null = dict.fromkeys(groups)
+    model = {"model": LATER["model"]}
+    parsed = configs.read(model), configs.read(LATER, null), configs.parse({**model, **null}), configs.read(null, LATER)
+    plain, reset, saved, changed = map(configs.to_dict, parsed)
+    for group in groups:
+        assert reset[group] == saved[group] == plain[group], group
+        assert changed[group] != plain[group], group
+    with pytest.raises(UserError, match=r"model\.stack: missing; give a config with a model"):
+        configs.read(LATER, {"model": None})
+
+
+@pytest.mark.parametrize("null", ["empty_group.yaml", "{optim: null}", "optim=null", "--optim=~"])
+def test_null_has_one_meaning_however_it_is_written(null: str, desk: Path) -> None:
+    (desk / "empty_group.yaml").write_text("optim:\n")
+    assert configs.read("gdn_h2.yaml", "optim.weight_decay=0.5", null).optim == configs.read(LATER, null).optim
+    assert configs.read(null, LATER).optim.learning_rate == 0.5
+
+
+def test_a_run_without_a_group(command, desk: Path) -> None:
+    (desk / "few.yaml").write_text("samples:\nguard: null\nloss_curve: ~\n")
+    done = command("fit", "--config=few.yaml", "--config=gla.yaml", "--trainer=null", "--print_config")
+    assert done.code == 0, done.err
+    printed = parse_yaml(done.out, "printed")
+    assert printed["trainer"]["max_steps"] == -1
+    assert printed["samples"]["max_new_tokens"] == 64
+
+
+def test_a_misspelt_group_that_is_null_is_still_refused() -> None:
+    with pytest.raises(UserError, match="smaples: unknown key; did you mean 'samples'"):
+        configs.read("gla.yaml", {"smaples": None})
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,15 @@ def test_merged_keys_and_anchors_used_twice():
     assert parse_yaml(text, "config")["f"] == "text"
 
 
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [("a: 1\nb: 2\na: 3\n", (3, 1)), ("m:\n  k: 1\n\n  'k': 2\n", (4, 2)), ("- {x: 1, y: 2,\n   x: 3}\n", (2, 1))],
+)
+def test_a_key_that_is_set_twice_is_refused(text: str, lines: tuple[int, int]):
+    with pytest.raises(UserError, match=rf"^config: it, line {lines[0]} sets '\w' again, which line {lines[1]} sets"):
+        parse_yaml(text, "config: it")
+
+
 @pytest.mark.parametrize("text", ["[" * 101, "{a: " * 101, "- " * 101, "? " * 101, "[" * 1_000_000])
 def test_depth(text: str):
     with pytest.raises(UserError, match="nested more than 100 levels deep"):
