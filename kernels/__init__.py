@@ -5,6 +5,7 @@ PyTorch form (``torch``); some also have Triton kernels (``triton``). :func:`bac
 :func:`implementations` tells which ran.
 """
 
+from . import openmp as openmp  # isort: skip  # before torch is imported
 from .arguments import at_least_fp32
 from .backend import BACKENDS, backend, implementations, same_backend
 from .columns import split_columns
