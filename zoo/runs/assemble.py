@@ -25,6 +25,7 @@ from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
 from zoo.train.callbacks.kernel_backend import KernelBackend
+from zoo.train.callbacks.lost_processes import LostProcesses
 from zoo.train.callbacks.model_summary import Summary
 from zoo.train.callbacks.progress_bar import Progress
 from zoo.train.callbacks.run_callback import run_callbacks
@@ -189,7 +190,7 @@ def evaluating_trainer(config: Namespace, folder: Path, callbacks: Sequence[Call
     arguments = _arguments(for_run(config, folder))
     arguments["logger"] = _loggers(arguments)
     given = [*_listed(arguments["callbacks"]), *callbacks]
-    arguments["callbacks"] = [*given, *_progress(arguments, given)]
+    arguments["callbacks"] = [*given, *_progress(arguments, given), LostProcesses()]
     return _trainer(arguments)
 
 
@@ -210,6 +211,18 @@ def misconfiguration_explained() -> Iterator[None]:
         if not str(error).startswith("Early stopping conditioned on metric"):
             raise
         raise _explained(error) from None
+
+
+@contextmanager
+def lost_processes_explained(trainer: L.Trainer) -> Iterator[None]:
+    """Raise a UserError in place of an exception that is due to the death of another process."""
+    try:
+        yield
+    except Exception:
+        for callback in trainer.callbacks:
+            if isinstance(callback, LostProcesses) and callback.reason is not None:
+                raise UserError(callback.reason) from None
+        raise
 
 
 def _explained(error: Exception) -> UserError:

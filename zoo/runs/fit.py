@@ -17,7 +17,14 @@ from zoo.config.overlays import Item, first_name, load_items
 from zoo.config.trust import user_input, vet_run
 from zoo.lm.model import LanguageModel
 from zoo.loading.load import checkpoint_of, saved
-from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, misconfiguration_explained, parts
+from zoo.runs.assemble import (
+    LIMITS,
+    evaluating_trainer,
+    fitting_trainer,
+    lost_processes_explained,
+    misconfiguration_explained,
+    parts,
+)
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
 from zoo.runs.initial_model import with_initial_model
 from zoo.runs.quiet import quiet
@@ -91,7 +98,7 @@ def fit(
         trainer = fitting_trainer(config, folder, callbacks)
         if trainer.num_nodes > 1 and trainer.is_global_zero:
             Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
-        with interruptible(), misconfiguration_explained():
+        with interruptible(), misconfiguration_explained(), lost_processes_explained(trainer):
             trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))
             if trainer.num_training_batches == 0 and trainer.limit_train_batches:
                 raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")
@@ -165,7 +172,7 @@ def predict(
     file, config = _checkpoint_and_config("predict", configs_and_overrides, checkpoint, trust)
     _, module, datamodule = parts(config)
     trainer = evaluating_trainer(config, run_of(file), [*callbacks, Predictions(output)])
-    with interruptible(), misconfiguration_explained():
+    with interruptible(), misconfiguration_explained(), lost_processes_explained(trainer):
         trainer.predict(module, datamodule=datamodule, ckpt_path=str(file), return_predictions=False)
     return Path(output)
 
@@ -182,7 +189,7 @@ def _evaluate(
     file, config = _checkpoint_and_config(verb, items, checkpoint, trust)
     _, module, datamodule = parts(config)
     trainer = evaluating_trainer(config, run_of(file), callbacks)
-    with interruptible(), misconfiguration_explained():
+    with interruptible(), misconfiguration_explained(), lost_processes_explained(trainer):
         rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=False)
     metrics = {name: value for row in rows for name, value in row.items()}
     if verbose and trainer.is_global_zero:

@@ -8,10 +8,12 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import numpy as np
 
+from kernels import UserError
 from zoo.data.text.split import Split
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.data.workers import end_with
@@ -98,6 +100,11 @@ def encode_all(bundles: Iterator[list[Piece]], tokenizer: Tokenizer, workers: in
                 yield done, future.result()
         for done, future in pending:
             yield done, future.result()
+    except BrokenProcessPool:
+        raise UserError(
+            f"data.preprocessing_workers: one of the {workers} processes that turn text into tokens was killed, "
+            "usually because the machine ran out of memory; set fewer of them, and the same command continues the work."
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
