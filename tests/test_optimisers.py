@@ -10,6 +10,7 @@ import yaml
 
 import zoo
 from kernels import UserError
+from zoo.config.find import CONFIGS
 from zoo.train.muon import Muon
 from zoo.train.optim import Optimisation, build_optimizer, parameter_groups
 
@@ -19,6 +20,7 @@ pytest_plugins = "tests.desk"
 
 SCHEDULES = "torch.optim.lr_scheduler"
 SHORT = (*FIT, "--optim.warmup_steps=null", "--checkpoints.keep_every_n_steps=1")
+PROJECTIONS = {"in_proj", "o_proj", "out_proj", "down_proj", "g_up", "decay_up", "x_proj", "dt_proj"}
 OPTIMISERS = {
     "muon": ("--config=train/muon.yaml",),
     "sgd": ("--optim.class_path=torch.optim.SGD", "--optim.init_args.momentum=0.9"),
@@ -148,14 +150,56 @@ def test_muon_takes_the_matrices_of_the_blocks():
     assert {"embeddings.weight", "lm_head.weight", "layers.0.mixer.q_features.weight"} <= {*by_algorithm[False]}
 
 
+@pytest.mark.parametrize("config", [path.name for path in CONFIGS.glob("*.yaml")])
+def test_muon_takes_projections_only(config: str):
+    """Convolutions, decays and the vectors of gates are AdamW's, in every mixer."""
+    model = zoo.build(config, "model.vocab_size=32", device="meta")
+    hidden, *_ = parameter_groups(model, 0.1, split=True)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners = {names[id(parameter)].rsplit(".", 2)[1] for parameter in hidden["params"]}
+    assert {"in_proj"} < owners <= PROJECTIONS
+    for parameter, rows in zip(hidden["params"], hidden["matrices"], strict=True):
+        assert parameter.ndim == 2
+        assert sum(rows) == parameter.shape[0]
+
+
+def test_muon_orthogonalises_each_map_of_a_fused_projection():
+    """One step without momentum or decay changes each map by a matrix whose singular values are about equal."""
+    model = zoo.build("gated_deltanet.yaml", "model.vocab_size=32", "model.hidden_size=32", "model.num_heads=2")
+    projection = model.layers[0].mixer.in_proj
+    before = projection.weight.detach().clone()
+    optimizer = build_optimizer(model, Optimisation(optimizer=Muon, learning_rate=0.01, weight_decay=0.0))
+    torch.manual_seed(1)
+    scale = torch.cat([torch.full((width, 1), 10.0**-n) for n, width in enumerate(projection.widths.values())])
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    projection.weight.grad *= scale  # together, the small ones would hardly be changed at first, then all alike
+    optimizer.step()
+    for change in (projection.weight.detach() - before).split([*projection.widths.values()]):
+        values = torch.linalg.svdvals(change) / (0.01 * 0.2 * max(change.shape) ** 0.5)
+        assert 0.3 < values.min() < values.max() < 1.6
+
+
+def test_a_checkpoint_of_muon_before_maps_were_apart_can_be_continued():
+    """Its groups have no `matrices`, which are not taken from there."""
+    model = zoo.build("gla.yaml", "model.vocab_size=32", "model.hidden_size=32", "model.num_heads=2")
+    optimizer = build_optimizer(model, Optimisation(optimizer=Muon))
+    assert all("matrices" not in group for group in optimizer.state_dict()["param_groups"])
+    optimizer.load_state_dict(optimizer.state_dict())
+    model(torch.zeros(1, 4, dtype=torch.long))[0].sum().backward()
+    optimizer.step()
+
+
 def test_muon_is_torchs_muon_and_torchs_adamw():
-    """A step is the step of PyTorch's two optimisers, each on its parameters."""
+    """A step is the step of PyTorch's two optimisers, each on its parameters and on each map of a projection."""
     models = [zoo.build("gla.yaml", "model.vocab_size=32", "model.hidden_size=32", "model.num_heads=2") for _ in "ab"]
     models[1].load_state_dict(models[0].state_dict())
     hidden, *others = parameter_groups(models[1], 0.1, split=True)
     ours = build_optimizer(models[0], Optimisation(optimizer=Muon, learning_rate=0.01))
+    whole = [*zip(hidden["params"], hidden["matrices"], strict=True)]
+    maps = [torch.nn.Parameter(part) for weight, rows in whole for part in weight.detach().split(rows)]
     theirs = [
-        torch.optim.Muon([hidden], 0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(maps, 0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, 0.01, betas=(0.9, 0.95)),
     ]
     tokens = torch.randint(32, (2, 16))
@@ -163,6 +207,10 @@ def test_muon_is_torchs_muon_and_torchs_adamw():
         for model, optimizers in zip(models, ([ours], theirs), strict=True):
             model.zero_grad()
             model(tokens)[0].square().mean().backward()
+            if model is models[1]:
+                gradients = [part for weight, rows in whole for part in weight.grad.split(rows)]
+                for part, gradient in zip(maps, gradients, strict=True):
+                    part.grad = gradient
             for optimizer in optimizers:
                 optimizer.step()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):

@@ -1,9 +1,10 @@
 """Muon for the matrices of the blocks, and AdamW for everything else, as one optimiser."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from kernels import UserError
@@ -12,11 +13,12 @@ from kernels import UserError
 class Muon(Optimizer):
     """`torch.optim.Muon` (PyTorch 2.9 and later) where it is meant to be used: on matrices between hidden vectors.
 
-    AdamW takes the rest: embeddings, the head, vectors, convolutions, and what modules exempt from weight decay. A
-    fused projection counts as one matrix. It needs whole matrices: no ZeRO, no FSDP.
+    AdamW takes the rest: embeddings, the head, vectors, convolutions, and what modules exempt from weight decay. Each
+    map of a fused projection is a matrix of its own: together they would share one spectrum, and a map with small
+    gradients would be turned into one with large updates. It needs whole matrices: no ZeRO, no FSDP.
 
     Args:
-        params: Parameter groups of `zoo.train.optim.parameter_groups`, each with a key `hidden`.
+        params: Parameter groups of `zoo.train.optim.parameter_groups`, each with the keys `hidden` and `matrices`.
         lr: The learning rate of both.
         momentum: Muon's momentum.
         nesterov: Whether it is Nesterov's.
@@ -41,15 +43,17 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        groups = list(params)
+        groups = [dict(group) for group in params]
+        # not left in the groups, which are replaced by those of a checkpoint
+        rows = {p: rows for group in groups for p, rows in zip(group["params"], group.pop("matrices"), strict=True)}
         matrices = [group for group in groups if group["hidden"]]
         others = [group for group in groups if not group["hidden"]]
         if not matrices:
             raise UserError("optim.optimizer is Muon, but no trained parameter is a matrix of one of model.layers.")
         if not 1 <= ns_steps < 100:
             raise UserError(f"optim.optimizer.ns_steps is {ns_steps}, but must be from 1 to 99.")
-        muon = torch.optim.Muon(
-            matrices, lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn
+        muon = _MuonOfParts(
+            matrices, rows, lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn
         )
         self._parts: dict[bool, Optimizer] = {True: muon}
         if others:
@@ -69,3 +73,28 @@ class Muon(Optimizer):
             part.state = self.state
             part.step()
         return loss
+
+
+class _MuonOfParts(torch.optim.Muon):
+    """PyTorch's Muon on parameters that hold several matrices, one below the other.
+
+    Args:
+        params: Parameter groups.
+        rows: Parameter → the number of rows of each of its matrices.
+        settings: The arguments of `torch.optim.Muon`.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]], rows: Mapping[Tensor, Sequence[int]], **settings: Any) -> None:
+        self._rows = rows
+        super().__init__(params, **settings)
+
+    def _init_group(
+        self, group: MutableMapping[str, Any], params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]
+    ) -> bool:
+        """Collect views of the matrices, with their gradients and momenta, which the update changes in place."""
+        whole: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        is_complex = super()._init_group(group, *whole)
+        for parameter, *others in zip(*whole, strict=True):
+            for parts, tensor in zip((params, grads, momenta), (parameter, *others), strict=True):
+                parts += tensor.split(list(self._rows[parameter]))
+        return is_complex

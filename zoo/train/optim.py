@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from kernels.errors import UserError
+from mixers import Projection
 from zoo.train.muon import Muon
 
 log = logging.getLogger(__name__)
@@ -179,7 +180,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, split: bool = False)
         model: The model.
         weight_decay: The decay of parameters that are not exempt.
         split: Whether the matrices of `model.layers` that are not exempt are a group of their own, whose key `hidden`
-            is true; it is false in the other groups.
+            is true; it is false in the other groups. Their key `matrices` has the number of rows of each matrix that a
+            parameter holds, as a fused projection holds several.
 
     Returns:
         Parameter groups for an optimiser, in the order of `model.named_parameters()`, without empty groups.
@@ -203,6 +205,9 @@ def parameter_groups(model: nn.Module, weight_decay: float, split: bool = False)
         groups = [{**group, "hidden": False} for group in groups]
         hidden = [p for p in decayed if id(p) in matrices]
         groups.insert(0, {"params": hidden, "weight_decay": weight_decay, "hidden": True})
+        fused = {id(part.weight): [*part.widths.values()] for part in model.modules() if isinstance(part, Projection)}
+        for group in groups:
+            group["matrices"] = [fused.get(id(p), [p.shape[0]] if p.ndim else []) for p in group["params"]]
     return [group for group in groups if group["params"]]
 
 
