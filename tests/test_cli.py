@@ -424,6 +424,11 @@ MISTAKES = {
     (*FIT[1:], "--trainer.accumulate_grad_batches=0"): ("trainer.accumulate_grad_batches: 0 must be at least 1",),
     (*FIT[1:], "--trainer.limit_val_batches=-1"): ("trainer.limit_val_batches: -1", "at least 0"),
     (*FIT[1:], "--trainer.val_check_interval=0"): ("trainer.val_check_interval: 0 must be above 0",),
+    # options without effect, since another one is missing
+    (*FIT[1:], "--guard.window=50"): ("guard.window is 50, but guard.spike is null",),
+    (*FIT[1:], "--checkpoints.keep_last=3"): ("checkpoints.keep_last is 3, but keep_every_n_steps is null",),
+    ("sweep", "--config", "sweep/heads.yaml", "--cluster_options={a: 1}"): ("cluster_options: {'a': 1}", "--cluster"),
+    ("sweep", "--config", "sweep/heads.yaml", "--cluster=slurm", "--jobs=2"): ("jobs: 2", "cluster is slurm"),
     # other verbs
     ("train",): ("'train' is not a verb", "fit, validate"),
     ("fti",): ("did you mean 'fit'?",),
@@ -440,7 +445,7 @@ MISTAKES = {
     ("mixers", "GatedDeltaNte"): ("did you mean 'GatedDeltaNet'?",),
     ("mixers", "--hidden_size=100"): ("num_heads: 8 does not divide hidden_size 100",),
 }
-VERBS = ("fit", "fti", "train", "validate", "predict", "generate", "mixers")
+VERBS = ("fit", "sweep", "fti", "train", "validate", "predict", "generate", "mixers")
 
 
 @pytest.mark.slow

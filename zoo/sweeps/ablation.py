@@ -53,6 +53,10 @@ def sweep(
     Raises:
         UserError: The sweep or one of its configs is wrong; or runs failed, after all others have completed.
     """
+    if cluster is None and cluster_options:
+        raise UserError(f"cluster_options: {cluster_options} are for a cluster, and none is named; add --cluster=slurm")
+    if cluster is not None and jobs is not None:
+        raise UserError(f"jobs: {jobs} runs at a time on this machine, but cluster is {cluster}, which queues all runs")
     items = load_items(configs_and_overrides)
     settings = [item for item in items if not isinstance(item, str) or item.partition("=")[0].split(".")[0] in FIELDS]
     overrides = tuple(item for item in items if isinstance(item, str) and item not in settings)

@@ -70,6 +70,11 @@ class Checkpoints(RunCallback, Checkpoint):
             )
         if (every_n_minutes is not None and every_n_minutes <= 0) or (keep_last is not None and keep_last < 1):
             raise UserError(f"every_n_minutes is {every_n_minutes} and keep_last {keep_last}, but must be above 0.")
+        if keep_last is not None and keep_every_n_steps is None:
+            raise UserError(
+                f"checkpoints.keep_last is {keep_last}, but keep_every_n_steps is null, so that there is no permanent "
+                "checkpoint to keep; set checkpoints.keep_every_n_steps, or keep_last to null."
+            )
         self.every_n_steps = every_n_steps
         self.every_n_minutes, self.keep_last = every_n_minutes, keep_last
         self.keep_every_n_steps = keep_every_n_steps

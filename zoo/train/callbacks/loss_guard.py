@@ -12,6 +12,8 @@ from torch import Tensor
 from kernels.errors import UserError
 from zoo.train.callbacks.run_callback import RunCallback
 
+WINDOW = 100  # steps
+
 
 class Diverged(UserError):
     """Too many steps in a row were skipped."""
@@ -51,11 +53,16 @@ class LossGuard(RunCallback):
     key = "guard"
     order = 100
 
-    def __init__(self, spike: float | None = None, window: int = 100, patience: int = 10) -> None:
+    def __init__(self, spike: float | None = None, window: int = WINDOW, patience: int = 10) -> None:
         if (spike is not None and spike <= 1) or window < 2 or patience < 0:
             raise UserError(
                 f"guard: spike is {spike}, window {window} and patience {patience}; they must be above 1 or null, "
                 "at least 2, and at least 0."
+            )
+        if spike is None and window != WINDOW:
+            raise UserError(
+                f"guard.window is {window}, but guard.spike is null, so that no step counts as too high; set "
+                f"guard.spike, or guard.window to {WINDOW}."
             )
         self.spike, self.window, self.patience = spike, window, patience
         self.skipped = 0
