@@ -94,6 +94,13 @@ IN_MODEL: dict[str, Change] = {
 }
 PROFILE = {"class_path": "cProfile.run", "init_args": {"statement": TOUCH}}
 LAMBDA = {"class_path": "lightning.pytorch.callbacks.LambdaCallback", "init_args": {"setup": "evil.run"}}
+PATHS = (
+    ("data", "init_args", "path"),
+    ("data", "init_args", "shards"),
+    ("data", "init_args", "tokenizer"),
+    ("checkpoints", "folder"),
+    ("checkpoints", "resume_command"),
+)
 IN_RUN: dict[str, Change] = {
     "callback": put("trainer", "callbacks")([LAMBDA]),
     "callback in short": put("trainer", "callbacks")("LambdaCallback"),
@@ -131,6 +138,28 @@ IN_RUN: dict[str, Change] = {
     "option of a verb": put("output")("canary"),
     "more configs": put("config")(["evil.yaml"]),
     "dotted key": put("trainer.callbacks")([LAMBDA]),
+    **{
+        f"a path behind embedded: as {'.'.join(map(str, place))}": put(*place)("embedded:/../../../canary")
+        for place in PATHS
+    },
+    **{
+        f"a path behind synthetic: as {'.'.join(map(str, place))}": put(*place)("synthetic:needles/../canary")
+        for place in PATHS
+    },
+    **{f"built-in text as {'.'.join(map(str, place))}": put(*place)("embedded:library") for place in PATHS[1:]},
+    "built-in text in a list of files": put("data", "init_args", "path")(["embedded:library"]),
+    "built-in text that does not exist": put("data", "init_args", "path")("embedded:else"),
+    "built-in text and a line": put("data", "init_args", "path")("synthetic:needles:2000\n"),
+    "source behind embedded:": put("data")(
+        {"class_path": "zoo.data.MixedText", "init_args": {"sources": {"a": {"path": "embedded:/../../secret.txt"}}}}
+    ),
+    "validation set behind embedded:": put("data", "init_args", "validation_sets")(
+        {"a": {"path": "embedded:/../secret.txt"}}
+    ),
+    "a source called as a harmless argument": put("data")(
+        {"class_path": "zoo.data.MixedText", "init_args": {"sources": {"text_field": {"path": "secret.txt"}}}}
+    ),
+    "a set called as a harmless argument": put("data", "init_args", "validation_sets")({"eos_token": "secret.txt"}),
 }
 
 
@@ -228,6 +257,29 @@ def test_a_run_runs_reads_and_writes_nothing(command: Command, theirs: Path, wha
     done = command(*VERBS["generate"])  # which needs the model only
     assert done.code == 0, done.err
     nothing_ran()
+
+
+@pytest.mark.slow
+def test_built_in_text_is_harmless(command: Command, theirs: Path):
+    rewrite(theirs, of_config(put("data", "init_args", "path")("embedded:documentation")))
+    done = command(*VERBS["validate"])
+    assert done.code == 0, done.err
+
+
+@pytest.mark.slow
+def test_a_word_of_the_user_is_for_its_own_key(command: Command, theirs: Path):
+    Path("mine").mkdir()
+    rewrite(theirs, of_config(put("checkpoints", "folder")("mine")))
+    done = command(*VERBS["fit"], "--data.text_field=mine")
+    refused(done)
+    assert "checkpoints.folder names 'mine'" in done.err
+
+
+@pytest.mark.parametrize("folder", ["/tmp/elsewhere", "../elsewhere", "a/../../elsewhere"])
+def test_checkpoints_lie_inside_their_run(command: Command, desk: Path, folder: str):
+    done = command(*FIT, f"--checkpoints.folder={folder}")
+    refused(done)
+    assert f"checkpoints.folder: {folder!r} is not inside the run's folder" in done.err
 
 
 def test_a_forged_signature_is_none(command: Command, theirs: Path):

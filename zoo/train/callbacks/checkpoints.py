@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import lightning as L
@@ -69,6 +69,8 @@ class Checkpoints(RunCallback, Checkpoint):
             )
         if (every_n_minutes is not None and every_n_minutes <= 0) or (keep_last is not None and keep_last < 1):
             raise UserError(f"every_n_minutes is {every_n_minutes} and keep_last {keep_last}, but must be above 0.")
+        if folder and (PurePath(folder).is_absolute() or ".." in PurePath(folder).parts):
+            raise UserError(f"checkpoints.folder: {folder!r} is not inside the run's folder; name a relative folder.")
         self.every_n_steps = every_n_steps
         self.every_n_minutes, self.keep_last = every_n_minutes, keep_last
         self.keep_every_n_steps = keep_every_n_steps
