@@ -338,6 +338,101 @@ FILES: dict[str, Callable[[Path], None]] = {
     "overlapping entries": overlapping,
     "a bytearray": with_bytearray,
 }
+WRITTEN = (
+    *("config.yaml", "tokenizer.json", "metrics.jsonl", "metrics.csv", "samples.txt", "results.json", "loss.png"),
+    *(".lock", "hang-0.txt", "profile", "checkpoints", "checkpoints/last.ckpt", "checkpoints/best.ckpt"),
+)
+
+
+def moved_out(path: Path, outside: Path) -> None:
+    """Put a symbolic link to `outside`, which has its content, in the place of a file or folder."""
+    if path.exists():
+        path.rename(outside)
+    else:
+        outside.write_text("precious")
+    path.symlink_to(outside)
+
+
+def state_of(*folders: Path) -> dict[str, tuple[int, bytes | str]]:
+    """Path → mode, and content or target, of everything in some folders."""
+    return {
+        str(path): (path.lstat().st_mode, os.readlink(path) if path.is_symlink() else path.read_bytes())
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITTEN)
+def test_nothing_is_written_through_a_link(command: Command, theirs: Path, tmp_path: Path, name: str):
+    rewrite(theirs, lambda contents: None)
+    moved_out(theirs / name, tmp_path / "outside")
+    before = state_of(tmp_path)
+    done = command(*VERBS["fit"])
+    refused(done)
+    assert f"theirs/{name} in it is a symbolic link" in done.err
+    assert state_of(tmp_path) == before
+    if name.startswith("checkpoints") and name != "checkpoints/best.ckpt":
+        for verb in ("validate", "generate"):
+            done = command(*VERBS[verb])
+            refused(done)
+            assert "is a link that leaves its folder" in done.err
+    assert state_of(tmp_path) == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes with names")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_nothing_waits_for_a_pipe(command: Command, theirs: Path, tmp_path: Path, name: str):
+    rewrite(theirs, lambda contents: None)
+    if (theirs / name).exists():
+        (theirs / name).rename(tmp_path / "outside")
+    os.mkfifo(theirs / name)
+    refused(command(*VERBS["fit"]))
+
+
+def test_a_hard_link_out_of_a_folder_is_refused(command: Command, theirs: Path, tmp_path: Path):
+    rewrite(theirs, lambda contents: None)
+    os.link(theirs / "metrics.jsonl", tmp_path / "outside")
+    before = state_of(tmp_path)
+    done = command(*VERBS["fit"])
+    refused(done)
+    assert "theirs/metrics.jsonl in it is a file with another name outside it" in done.err
+    assert state_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "checkpoints"])
+def test_a_new_run_starts_in_no_folder_with_links(command: Command, desk: Path, name: str):
+    (desk / "runs" / "x").mkdir(parents=True)
+    outside = desk / "outside"
+    outside.mkdir() if name == "checkpoints" else outside.write_text("precious")
+    (desk / "runs" / "x" / name).symlink_to(outside)
+    done = command(*FIT, "--run", "x")
+    refused(done)
+    assert f"holds {name}, which is not a run's file" in done.err
+
+
+@pytest.mark.slow
+def test_ones_own_run_may_lie_behind_a_link(command: Command, finished: Path, desk: Path):
+    (desk / "runs").mkdir()
+    shutil.copytree(finished / "runs" / "done", desk / "big disk")
+    (desk / "runs" / "done").symlink_to(desk / "big disk")
+    assert command("fit", "--resume", "done", "--trainer.max_steps=5").code == 0
+    assert (desk / "runs" / "done").is_symlink()
+    # a link where a run appends is refused; one where it replaces a file is replaced
+    for name, appended in (("metrics.jsonl", True), ("config.yaml", False)):
+        moved_out(desk / "big disk" / name, desk / name)
+        content = (desk / name).read_bytes()
+        done = command("fit", "--resume", "done", "--trainer.max_steps=6")
+        assert (done.code == 2) == appended, done.err
+        assert ("metrics.jsonl is a symbolic link" in done.err) == appended
+        assert (desk / name).read_bytes() == content
+        if appended:
+            (desk / "big disk" / name).unlink()
+            shutil.move(desk / name, desk / "big disk" / name)
+    assert not (desk / "big disk" / "config.yaml").is_symlink()
+
+
 CONTENTS: dict[str, Callable[[dict[str, Any]], None]] = {
     # not through `put`, whose copy would take as long as what is tested
     "shared references": lambda contents: contents["zoo"]["config"]["model"].update(fancy=doubled(40)),

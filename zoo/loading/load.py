@@ -18,6 +18,7 @@ from zoo.conversion.convert import imported
 from zoo.conversion.folder import CONFIG, is_public
 from zoo.conversion.tokenizer import read_tokenizer
 from zoo.data.text.tokenizer import Tokenizer
+from zoo.files.links import check_inside
 from zoo.files.safe_yaml import read_yaml
 from zoo.lm.model import LanguageModel
 from zoo.loading.hashes import check_hashes
@@ -84,6 +85,8 @@ def find(path: str | Path) -> Saved:
         source = checkpoint_of(path)
         contents, files = saved(source), [source]
         config, signature = contents["config"], contents.get("signature")
+        if folder.is_dir() and not is_own(config, signature):
+            check_inside(source, folder)
     if not isinstance(config, dict) or "model" not in config:
         raise UserError(f"checkpoint: {source} has no config of a model")
     return Saved(files, source, config, signature, weights)

@@ -15,6 +15,7 @@ from zoo.checkpoints.signature import is_own
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, load_items
 from zoo.config.trust import user_input, vet_run
+from zoo.files.links import check_inside, check_plain_folder
 from zoo.lm.model import LanguageModel
 from zoo.loading.load import checkpoint_of, saved
 from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, misconfiguration_explained, parts
@@ -74,7 +75,7 @@ def fit(
     items = load_items(configs_and_overrides)
     folder, checkpoint = (None, None) if resume is None else find_run(str(resume))
     if checkpoint is not None:
-        items = [_config_of(checkpoint, items, trust), *items]
+        items = [_config_of(checkpoint, items, trust, continued=folder), *items]
     else:
         items = with_initial_model(items, trust)
     config = configs.read(*items)
@@ -203,10 +204,23 @@ def _checkpoint_and_config(
     return file, configs.read(base, *overlays)
 
 
-def _config_of(checkpoint: Path, items: Sequence[str | dict[str, Any]], trust: bool) -> dict[str, Any]:
-    """The config that a checkpoint was trained with, vetted unless the user signed it."""
+def _config_of(
+    checkpoint: Path, items: Sequence[str | dict[str, Any]], trust: bool, continued: Path | None = None
+) -> dict[str, Any]:
+    """The config that a checkpoint was trained with, vetted unless the user signed it.
+
+    Args:
+        checkpoint: The checkpoint.
+        items: What the user set.
+        trust: Whether to vet nothing.
+        continued: The run's folder if it will be written to; that of someone else must have no links in it.
+    """
     contents = saved(checkpoint)
     config = up_to_date(contents["config"])
     if trust or is_own(contents["config"], contents.get("signature")):
         return config
+    if continued is None:
+        check_inside(checkpoint, run_of(checkpoint))
+    else:
+        check_plain_folder(continued)
     return vet_run(config, checkpoint, user_input(items))
