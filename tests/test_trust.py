@@ -631,13 +631,16 @@ def test_another_user_is_asked(command: Command, own: Path, tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_what_is_imported_already_may_be_built(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_registered_may_be_built(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another home"))
     with pytest.raises(UserError, match=r"my_mixer.MyMixer"):
         zoo.load("runs/mine")
     assert zoo.load("runs/mine", trust=True)
-    sys.modules.pop("my_mixer")
-    assert issubclass(mixers.get("my_mixer.MyMixer"), mixers.TokenMixer)
+    mixer = mixers.get("my_mixer.MyMixer")
+    with pytest.raises(UserError, match=r"my_mixer.MyMixer"):  # imported, which is no consent
+        zoo.load("runs/mine")
+    monkeypatch.setattr("mixers.registry._entries", dict(mixers.registry._entries))
+    mixers.register(recurrence="as that of GatedDeltaNet", paper="none")(mixer)
     assert zoo.load("runs/mine")
 
 

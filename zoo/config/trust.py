@@ -1,8 +1,9 @@
 """Vetting of foreign configs: nothing they name is imported, called, read or written without the user's consent.
 
 The parser imports and calls whatever a `class_path` names, anywhere in a config. So a foreign config is vetted first,
-along the signatures of the constructors. Where a component is expected it may name a matching class of this project,
-one that is imported already, or one that the user names as well; elsewhere it may name no class at all.
+along the signatures of the constructors. Where a component is expected it may name a matching class of the table in
+`own.py`, a mixer that the user or an installed plug-in registered, or a class that the user names as well; elsewhere it
+may name no class at all. That a class is imported allows nothing.
 """
 
 import collections.abc
@@ -18,9 +19,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import lightning as L
 
-import mixers
 from kernels import UserError
-from zoo.config.components import component, constructor, hints, is_ours, subclasses
+from zoo.config.components import component, constructor, hints, subclasses
+from zoo.config.own import own_component, registered
 from zoo.config.parser import CLASSES, KEYS
 from zoo.data.text.corpus import is_built_in
 from zoo.data.text.mixed_text import Source
@@ -251,8 +252,9 @@ class _Vetting:
                     raise self._refusal(f"trainer.{name}", word, "called, read or written")
 
     def _allowed_class(self, name: str, bases: tuple[type, ...], key: str) -> type | None:
-        """The class of that name, if it is imported already or the user names it as well; None if not."""
-        mixers.names()  # imports installed plug-ins
+        """The class of that name, if it is in the table of components, registered or named by the user; None if not."""
+        if (own := own_component(name)) is not None:
+            return own if issubclass(own, bases) else None
         module, _, last = name.rpartition(".")
         named = name in self.user.words
         if module and named and module not in sys.modules:
@@ -269,8 +271,7 @@ class _Vetting:
             for cls in candidates:
                 if not isinstance(cls, type) or not issubclass(cls, base):
                     continue
-                # PyTorch's optimisers and schedules only compute
-                if named or is_ours(cls) or is_ours(base) or cls.__module__.startswith("torch.optim."):
+                if named or registered(cls):
                     return cls
         return None
 

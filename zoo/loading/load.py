@@ -100,7 +100,7 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
             or flash-linear-attention in one of the layouts that `convert` reads.
         device: Device of the model; None is the CPU.
         trust: Whether to import and call whatever classes its config names. Otherwise a model that someone else saved
-            may only use components of this project, and classes that are already imported or registered.
+            may only use components of this project, and mixers that you or an installed plug-in registered.
 
     Raises:
         UserError: The model does not exist, is damaged, not trusted, or of another format; or the device is invalid.
