@@ -2,11 +2,13 @@
 
 import copy
 import io
+import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -338,6 +340,68 @@ FILES: dict[str, Callable[[Path], None]] = {
     "overlapping entries": overlapping,
     "a bytearray": with_bytearray,
 }
+SIZES: dict[str, Change] = {
+    "layers": put("model", "num_layers")(300_000),
+    "layers as text": put("model", "num_layers")("300000"),
+    "hidden size": put("model", "hidden_size")(10**9),
+    "a few more layers": put("model", "num_layers")(4),
+    "another hidden size": put("model", "hidden_size")(64),
+    "vocabulary": put("model", "vocab_size")(10**12),
+    "heads": put("model", "num_heads")(10**9),
+    "endless size": put("model", "intermediate_size")(float("inf")),
+    "inner size": put("model", "intermediate_size")(10**12),
+    "channel of a mixer": put(*SECOND, "mixer", "init_args", "head_dim")(10**9),
+    "factor of an expansion": put(*SECOND, "factor")(10**9),
+    "of nothing": put("model", "hidden_size")(0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", SIZES)
+def test_sizes_are_compared_with_the_weights(command: Command, theirs: Path, what: str):
+    rewrite(theirs, of_config(SIZES[what]))
+    start = time.process_time()
+    for verb in ("generate", "validate", "fit"):
+        refused(command(*VERBS[verb]))
+    refused(command("statex", "--checkpoint", "theirs", "--output", "out"))
+    refused(command("fit", "--config=tiny.yaml", "--optim.initial_weights=theirs", "--model.num_layers=3"))
+    assert time.process_time() - start < 15  # of which most is for reading configs
+
+
+@pytest.mark.parametrize("what", ["layers", "hidden size"])
+def test_sizes_of_an_exported_folder(command: Command, theirs: Path, what: str):
+    assert command("export", "--checkpoint", "theirs", "--output", "out").code == 0
+    Path("out/hashes.json").unlink()
+    config = yaml.safe_load(Path("out/config.yaml").read_text())
+    SIZES[what](config)
+    Path("out/config.yaml").write_text(yaml.safe_dump(config))
+    refused(command("generate", "--checkpoint", "out"))
+    refused(command("statex", "--checkpoint", "out", "--output", "more"))
+
+
+def test_sizes_of_a_public_folder(command: Command, desk: Path):
+    transformer = "{class_path: zoo.lm.Uniform, init_args: {mixer: mixers.SoftmaxAttention}}"
+    assert command("fit", "--config=tiny.yaml", f"--model.stack={transformer}", "--run=x").code == 0
+    assert command("convert", "--checkpoint=runs/x", "--to=huggingface", "--output=public").code == 0
+    content = json.loads(Path("public/config.json").read_text())
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "head_dim"):
+        for value in (999, 10**6):
+            Path("public/config.json").write_text(json.dumps({**content, key: value}))
+            start = time.process_time()
+            refused(command("convert", "--checkpoint=public", "--output=ours"))
+            assert time.process_time() - start < 3
+
+
+def test_a_shape_needs_its_bytes(command: Command, theirs: Path):
+    def change(contents: dict[str, Any]) -> None:
+        weights = contents["state_dict"]
+        weights["model.embeddings.weight"] = torch.zeros(1).expand(512, 10**9)
+        contents["zoo"]["config"]["model"]["hidden_size"] = 10**9
+
+    rewrite(theirs, change)
+    refuse_all(command, tuple(VERBS), "has a shape that its bytes do not fill")
+
+
 WRITTEN = (
     *("config.yaml", "tokenizer.json", "metrics.jsonl", "metrics.csv", "samples.txt", "results.json", "loss.png"),
     *(".lock", "hang-0.txt", "profile", "checkpoints", "checkpoints/last.ckpt", "checkpoints/best.ckpt"),

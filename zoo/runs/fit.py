@@ -17,7 +17,7 @@ from zoo.config.overlays import Item, first_name, load_items
 from zoo.config.trust import user_input, vet_run
 from zoo.files.links import check_inside, check_plain_folder
 from zoo.lm.model import LanguageModel
-from zoo.loading.load import checkpoint_of, saved
+from zoo.loading.load import checkpoint_of, described, find, saved
 from zoo.runs.assemble import LIMITS, evaluating_trainer, fitting_trainer, misconfiguration_explained, parts
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
 from zoo.runs.initial_model import with_initial_model
@@ -223,4 +223,6 @@ def _config_of(
         check_inside(checkpoint, run_of(checkpoint))
     else:
         check_plain_folder(continued)
-    return vet_run(config, checkpoint, user_input(items))
+    vetted = vet_run(config, checkpoint, user_input(items))
+    described(find(checkpoint), trust=False)  # compares its sizes with its weights
+    return vetted
