@@ -88,7 +88,8 @@ def meet(case: Case, nursery: Nursery, prepared: Path, cache: Path, folder: Path
     log = folder / "log"
     without = [log, folder / "tmp", *(desk / name for name in case.may_write)]
     before = contents(folder, without)
-    environment = {"ZOO_CACHE": cache, "HOME": home, "XDG_CONFIG_HOME": home / ".config", "TMPDIR": folder / "tmp"}
+    environment = {"ZOO_CACHE": cache, "HOME": home, "XDG_CONFIG_HOME": home / ".config"}
+    environment |= dict.fromkeys(("TMPDIR", "MPLCONFIGDIR", "XDG_CACHE_HOME"), folder / "tmp")
     number = nursery.ask(
         folder=str(desk),
         arguments=case.arguments,
@@ -129,10 +130,11 @@ def test_hostile(name: str, nursery: Nursery, prepared: Path, shared_cache: Path
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", sorted({*VERBS} - {"scaling fit"}))  # which needs runs of several sizes
 def test_what_is_harmless_works(verb: str, nursery: Nursery, prepared: Path, shared_cache: Path, tmp_path: Path):
     """Without an attack: the cases above are refused for the attack, and not for a slip in their command lines."""
     inputs = {"convert": "public", "evaluate into": "evaluation", "sweep": "sweep", "sweep into": "fresh"}
+    inputs |= {"convert back": "transformer", "initial tensors": "exported"}
     case = Case(verb, lambda desk: None, verb, inputs.get(verb, "theirs"))
     meet(case, nursery, prepared, shared_cache, tmp_path)
     assert "error: " not in (tmp_path / "log").read_text(), (tmp_path / "log").read_text()

@@ -9,7 +9,7 @@ import os
 import stat
 from collections import Counter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 
 from filelock import FileLock
 
@@ -19,6 +19,10 @@ _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither, and no links w
 _NO_WAITING = getattr(os, "O_NONBLOCK", 0)  # a pipe would otherwise wait for its reader
 
 
+@overload
+def open_in_place(path: str | os.PathLike[str], mode: Literal["a"]) -> TextIO: ...
+@overload
+def open_in_place(path: str | os.PathLike[str], mode: Literal["ab", "ab+", "r+b", "wb"]) -> BinaryIO: ...
 def open_in_place(path: str | os.PathLike[str], mode: str) -> IO[Any]:
     """Open a file to change or extend it, unless its name is a symbolic link or it is not a regular file.
 

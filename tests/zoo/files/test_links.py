@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from zoo.files.links import check_inside, check_plain_folder, lock_of, open_in_p
 
 
 @pytest.mark.parametrize("mode", ["a", "ab+", "r+b", "wb"])
-def test_a_link_is_not_followed(tmp_path: Path, mode: str):
+def test_a_link_is_not_followed(tmp_path: Path, mode: Any):
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "link").symlink_to("precious")
     with pytest.raises(UserError, match="link is a symbolic link, and nothing is written through one"):
@@ -21,7 +22,7 @@ def test_a_link_is_not_followed(tmp_path: Path, mode: str):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes with names")
 @pytest.mark.parametrize("mode", ["a", "ab+", "r+b", "wb"])
-def test_a_pipe_is_refused_without_waiting(tmp_path: Path, mode: str):
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path, mode: Any):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe is a pipe"):
         open_in_place(tmp_path / "pipe", mode)
