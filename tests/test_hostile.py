@@ -98,7 +98,7 @@ def meet(case: Case, nursery: Nursery, prepared: Path, cache: Path, folder: Path
         cpu_seconds=CPU_SECONDS,
         gigabytes=2 * GIGABYTES,
     )
-    ended = nursery.ask(usage=number, seconds=120)
+    ended = nursery.ask(usage=number, seconds=60)
     if ended is None:
         os.kill(number, 9)
         nursery.ask(wait=number, seconds=10)

@@ -6,7 +6,7 @@ from typing import Any
 
 from kernels import UserError
 from zoo.checkpoints.tensor_files import INDEX, TensorFiles, has_tensor_files
-from zoo.files.links import check_inside
+from zoo.files.links import check_inside, open_to_read
 from zoo.files.safe_yaml import check_plain
 
 CONFIG = "config.json"
@@ -29,8 +29,10 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
     file = folder / name
     check_inside(file, folder)
     try:
-        with open(file, "rb") as opened:
+        with open_to_read(file) as opened:
             contents = json.loads(opened.read(_LARGEST))
+    except UserError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"checkpoint: {file} cannot be read as JSON: {' '.join(str(error).split())}.") from None
     if not isinstance(contents, dict):

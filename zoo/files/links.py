@@ -50,6 +50,25 @@ def open_in_place(path: str | os.PathLike[str], mode: str) -> IO[Any]:
     return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
 
 
+def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file to read it, also through a link, unless it is a pipe or a device, which may have no end.
+
+    Raises:
+        UserError: It is.
+        OSError: It cannot be opened.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | _NO_WAITING)
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(descriptor)
+            raise UserError(f"{path} is a {_kind(mode)}, but a file is needed.")
+        return descriptor
+
+    return open(path, "rb", opener=opener)
+
+
 def check_in_place(path: str | os.PathLike[str]) -> None:
     """Raise a UserError if `path` exists and `open_in_place` would refuse it."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
