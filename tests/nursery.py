@@ -1,12 +1,15 @@
 """A process that has imported everything, and makes a child for each line that it reads: a command line without the
-seconds that imports take. Started by `test_kills.py`; the children are real processes, which can be killed.
+seconds that imports take. Started by `fork_server.py`; the children are real processes, which can be killed.
 
     {"folder": ..., "arguments": [...], "environment": {...}, "log": ...}    → the child's number
+    {..., "cpu_seconds": 10, "gigabytes": 2}                                 → the same, and it may use no more
     {"wait": 4711, "seconds": 60}                                            → its exit code, or null if it still runs
+    {"usage": 4711, "seconds": 60}       → [exit code, CPU seconds, gigabytes beyond the imports], or null
 """
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -23,6 +26,10 @@ def born(order: dict) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(order["folder"])
     os.environ.update(order["environment"])
+    if "cpu_seconds" in order:
+        resource.setrlimit(resource.RLIMIT_CPU, (order["cpu_seconds"], order["cpu_seconds"] + 1))
+        more = data_bytes() + int(order["gigabytes"] * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (more, more))
     sys.argv = [cli.__file__, *order["arguments"]]
     sys.modules["__main__"].__spec__ = None  # else the processes for other devices would be nurseries
     try:
@@ -44,25 +51,47 @@ def born(order: dict) -> None:
     os._exit(code)
 
 
-def wait(number: int, seconds: float) -> int | None:
-    """The exit code of a child, negative for a signal."""
+def data_bytes() -> int:
+    """The memory of this process that RLIMIT_DATA counts."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+
+
+def wait(number: int, seconds: float) -> tuple[int, float, float] | None:
+    """The exit code of a child, negative for a signal, its CPU seconds, and its gigabytes beyond the imports."""
     deadline = time.monotonic() + seconds
+    imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     while True:
-        ended, status = os.waitpid(number, os.WNOHANG)
+        ended, status, usage = os.wait4(number, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status)
+            code = os.waitstatus_to_exitcode(status)
+            return code, usage.ru_utime + usage.ru_stime, (usage.ru_maxrss - imports) / 2**20
         if time.monotonic() > deadline:
             return None
         time.sleep(0.01)
 
 
 if __name__ == "__main__":
-    import cli
+    import contextlib
 
+    import safetensors.torch  # noqa: F401
+
+    import cli
+    import mixers
+    import zoo
+    import zoo.benchmarks.command_line
+    import zoo.scaling.command_line  # noqa: F401
+
+    with contextlib.suppress(ImportError):  # of an extra
+        import bokeh.embed  # noqa: F401
+    mixers.names()
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
-            answer = wait(order["wait"], order["seconds"])
+            ended = wait(order["wait"], order["seconds"])
+            answer = None if ended is None else ended[0]
+        elif "usage" in order:
+            answer = wait(order["usage"], order["seconds"])
         elif not (answer := os.fork()):
             born(order)
         print(json.dumps(answer), flush=True)  # noqa: T201

@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +25,8 @@ from zoo.checkpoints.format import read_checkpoint
 from zoo.runs.folder import has_checkpoint
 from zoo.train.metrics_file import read_metrics
 
-from .commands import FIT, ROOT, sitting_at
+from .commands import FIT, sitting_at
+from .fork_server import Nursery
 
 pytest_plugins = "tests.desk"
 pytestmark = [
@@ -76,40 +76,6 @@ VARIANTS = {
     "zero2": Variant(("--config", "train/cpu_deepspeed.yaml", "--trainer.accumulate_grad_batches=2"), 4),
 }
 CHAINS = [(name, number) for name, variant in VARIANTS.items() for number in range(variant.chains)]
-
-
-class Nursery:
-    """Starts command lines quickly (see `nursery.py`)."""
-
-    def __init__(self, folder: Path) -> None:
-        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.nursery"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env={
-                **os.environ,
-                **one,
-                "PYTHONPATH": str(ROOT),
-                "ZOO_RUN": "",
-                "ZOO_PARENT": "",
-                "DS_ACCELERATOR": "cpu",
-            },
-        )
-
-    def ask(self, **order: object) -> int | None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 @pytest.fixture(scope="module")

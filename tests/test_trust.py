@@ -2,11 +2,13 @@
 
 import copy
 import io
+import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +96,13 @@ IN_MODEL: dict[str, Change] = {
 }
 PROFILE = {"class_path": "cProfile.run", "init_args": {"statement": TOUCH}}
 LAMBDA = {"class_path": "lightning.pytorch.callbacks.LambdaCallback", "init_args": {"setup": "evil.run"}}
+PATHS = (
+    ("data", "init_args", "path"),
+    ("data", "init_args", "shards"),
+    ("data", "init_args", "tokenizer"),
+    ("checkpoints", "folder"),
+    ("checkpoints", "resume_command"),
+)
 IN_RUN: dict[str, Change] = {
     "callback": put("trainer", "callbacks")([LAMBDA]),
     "callback in short": put("trainer", "callbacks")("LambdaCallback"),
@@ -131,6 +140,28 @@ IN_RUN: dict[str, Change] = {
     "option of a verb": put("output")("canary"),
     "more configs": put("config")(["evil.yaml"]),
     "dotted key": put("trainer.callbacks")([LAMBDA]),
+    **{
+        f"a path behind embedded: as {'.'.join(map(str, place))}": put(*place)("embedded:/../../../canary")
+        for place in PATHS
+    },
+    **{
+        f"a path behind synthetic: as {'.'.join(map(str, place))}": put(*place)("synthetic:needles/../canary")
+        for place in PATHS
+    },
+    **{f"built-in text as {'.'.join(map(str, place))}": put(*place)("embedded:library") for place in PATHS[1:]},
+    "built-in text in a list of files": put("data", "init_args", "path")(["embedded:library"]),
+    "built-in text that does not exist": put("data", "init_args", "path")("embedded:else"),
+    "built-in text and a line": put("data", "init_args", "path")("synthetic:needles:2000\n"),
+    "source behind embedded:": put("data")(
+        {"class_path": "zoo.data.MixedText", "init_args": {"sources": {"a": {"path": "embedded:/../../secret.txt"}}}}
+    ),
+    "validation set behind embedded:": put("data", "init_args", "validation_sets")(
+        {"a": {"path": "embedded:/../secret.txt"}}
+    ),
+    "a source called as a harmless argument": put("data")(
+        {"class_path": "zoo.data.MixedText", "init_args": {"sources": {"text_field": {"path": "secret.txt"}}}}
+    ),
+    "a set called as a harmless argument": put("data", "init_args", "validation_sets")({"eos_token": "secret.txt"}),
 }
 
 
@@ -230,6 +261,29 @@ def test_a_run_runs_reads_and_writes_nothing(command: Command, theirs: Path, wha
     nothing_ran()
 
 
+@pytest.mark.slow
+def test_built_in_text_is_harmless(command: Command, theirs: Path):
+    rewrite(theirs, of_config(put("data", "init_args", "path")("embedded:documentation")))
+    done = command(*VERBS["validate"])
+    assert done.code == 0, done.err
+
+
+@pytest.mark.slow
+def test_a_word_of_the_user_is_for_its_own_key(command: Command, theirs: Path):
+    Path("mine").mkdir()
+    rewrite(theirs, of_config(put("checkpoints", "folder")("mine")))
+    done = command(*VERBS["fit"], "--data.text_field=mine")
+    refused(done)
+    assert "checkpoints.folder names 'mine'" in done.err
+
+
+@pytest.mark.parametrize("folder", ["/tmp/elsewhere", "../elsewhere", "a/../../elsewhere"])
+def test_checkpoints_lie_inside_their_run(command: Command, desk: Path, folder: str):
+    done = command(*FIT, f"--checkpoints.folder={folder}")
+    refused(done)
+    assert f"checkpoints.folder: {folder!r} is not inside the run's folder" in done.err
+
+
 def test_a_forged_signature_is_none(command: Command, theirs: Path):
     for forged in ("", "ü" * 64, 7, None, sign({"model": {}})):
 
@@ -286,6 +340,163 @@ FILES: dict[str, Callable[[Path], None]] = {
     "overlapping entries": overlapping,
     "a bytearray": with_bytearray,
 }
+SIZES: dict[str, Change] = {
+    "layers": put("model", "num_layers")(300_000),
+    "layers as text": put("model", "num_layers")("300000"),
+    "hidden size": put("model", "hidden_size")(10**9),
+    "a few more layers": put("model", "num_layers")(4),
+    "another hidden size": put("model", "hidden_size")(64),
+    "vocabulary": put("model", "vocab_size")(10**12),
+    "heads": put("model", "num_heads")(10**9),
+    "endless size": put("model", "intermediate_size")(float("inf")),
+    "inner size": put("model", "intermediate_size")(10**12),
+    "channel of a mixer": put(*SECOND, "mixer", "init_args", "head_dim")(10**9),
+    "factor of an expansion": put(*SECOND, "factor")(10**9),
+    "of nothing": put("model", "hidden_size")(0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", SIZES)
+def test_sizes_are_compared_with_the_weights(command: Command, theirs: Path, what: str):
+    rewrite(theirs, of_config(SIZES[what]))
+    start = time.process_time()
+    for verb in ("generate", "validate", "fit"):
+        refused(command(*VERBS[verb]))
+    refused(command("statex", "--checkpoint", "theirs", "--output", "out"))
+    refused(command("fit", "--config=tiny.yaml", "--optim.initial_weights=theirs", "--model.num_layers=3"))
+    assert time.process_time() - start < 15  # of which most is for reading configs
+
+
+@pytest.mark.parametrize("what", ["layers", "hidden size"])
+def test_sizes_of_an_exported_folder(command: Command, theirs: Path, what: str):
+    assert command("export", "--checkpoint", "theirs", "--output", "out").code == 0
+    Path("out/hashes.json").unlink()
+    config = yaml.safe_load(Path("out/config.yaml").read_text())
+    SIZES[what](config)
+    Path("out/config.yaml").write_text(yaml.safe_dump(config))
+    refused(command("generate", "--checkpoint", "out"))
+    refused(command("statex", "--checkpoint", "out", "--output", "more"))
+
+
+def test_sizes_of_a_public_folder(command: Command, desk: Path):
+    transformer = "{class_path: zoo.lm.Uniform, init_args: {mixer: mixers.SoftmaxAttention}}"
+    assert command("fit", "--config=tiny.yaml", f"--model.stack={transformer}", "--run=x").code == 0
+    assert command("convert", "--checkpoint=runs/x", "--to=huggingface", "--output=public").code == 0
+    content = json.loads(Path("public/config.json").read_text())
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "head_dim"):
+        for value in (999, 10**6):
+            Path("public/config.json").write_text(json.dumps({**content, key: value}))
+            start = time.process_time()
+            refused(command("convert", "--checkpoint=public", "--output=ours"))
+            assert time.process_time() - start < 3
+
+
+def test_a_shape_needs_its_bytes(command: Command, theirs: Path):
+    def change(contents: dict[str, Any]) -> None:
+        weights = contents["state_dict"]
+        weights["model.embeddings.weight"] = torch.zeros(1).expand(512, 10**9)
+        contents["zoo"]["config"]["model"]["hidden_size"] = 10**9
+
+    rewrite(theirs, change)
+    refuse_all(command, tuple(VERBS), "has a shape that its bytes do not fill")
+
+
+WRITTEN = (
+    *("config.yaml", "tokenizer.json", "metrics.jsonl", "metrics.csv", "samples.txt", "results.json", "loss.png"),
+    *(".lock", "hang-0.txt", "profile", "checkpoints", "checkpoints/last.ckpt", "checkpoints/best.ckpt"),
+)
+
+
+def moved_out(path: Path, outside: Path) -> None:
+    """Put a symbolic link to `outside`, which has its content, in the place of a file or folder."""
+    if path.exists():
+        path.rename(outside)
+    else:
+        outside.write_text("precious")
+    path.symlink_to(outside)
+
+
+def state_of(*folders: Path) -> dict[str, tuple[int, bytes | str]]:
+    """Path → mode, and content or target, of everything in some folders."""
+    return {
+        str(path): (path.lstat().st_mode, os.readlink(path) if path.is_symlink() else path.read_bytes())
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WRITTEN)
+def test_nothing_is_written_through_a_link(command: Command, theirs: Path, tmp_path: Path, name: str):
+    rewrite(theirs, lambda contents: None)
+    moved_out(theirs / name, tmp_path / "outside")
+    before = state_of(tmp_path)
+    done = command(*VERBS["fit"])
+    refused(done)
+    assert f"theirs/{name} in it is a symbolic link" in done.err
+    assert state_of(tmp_path) == before
+    if name.startswith("checkpoints") and name != "checkpoints/best.ckpt":
+        for verb in ("validate", "generate"):
+            done = command(*VERBS[verb])
+            refused(done)
+            assert "is a link that leaves its folder" in done.err
+    assert state_of(tmp_path) == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes with names")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_nothing_waits_for_a_pipe(command: Command, theirs: Path, tmp_path: Path, name: str):
+    rewrite(theirs, lambda contents: None)
+    if (theirs / name).exists():
+        (theirs / name).rename(tmp_path / "outside")
+    os.mkfifo(theirs / name)
+    refused(command(*VERBS["fit"]))
+
+
+def test_a_hard_link_out_of_a_folder_is_refused(command: Command, theirs: Path, tmp_path: Path):
+    rewrite(theirs, lambda contents: None)
+    os.link(theirs / "metrics.jsonl", tmp_path / "outside")
+    before = state_of(tmp_path)
+    done = command(*VERBS["fit"])
+    refused(done)
+    assert "theirs/metrics.jsonl in it is a file with another name outside it" in done.err
+    assert state_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "checkpoints"])
+def test_a_new_run_starts_in_no_folder_with_links(command: Command, desk: Path, name: str):
+    (desk / "runs" / "x").mkdir(parents=True)
+    outside = desk / "outside"
+    outside.mkdir() if name == "checkpoints" else outside.write_text("precious")
+    (desk / "runs" / "x" / name).symlink_to(outside)
+    done = command(*FIT, "--run", "x")
+    refused(done)
+    assert f"holds {name}, which is not a run's file" in done.err
+
+
+@pytest.mark.slow
+def test_ones_own_run_may_lie_behind_a_link(command: Command, finished: Path, desk: Path):
+    (desk / "runs").mkdir()
+    shutil.copytree(finished / "runs" / "done", desk / "big disk")
+    (desk / "runs" / "done").symlink_to(desk / "big disk")
+    assert command("fit", "--resume", "done", "--trainer.max_steps=5").code == 0
+    assert (desk / "runs" / "done").is_symlink()
+    # a link where a run appends is refused; one where it replaces a file is replaced
+    for name, appended in (("metrics.jsonl", True), ("config.yaml", False)):
+        moved_out(desk / "big disk" / name, desk / name)
+        content = (desk / name).read_bytes()
+        done = command("fit", "--resume", "done", "--trainer.max_steps=6")
+        assert (done.code == 2) == appended, done.err
+        assert ("metrics.jsonl is a symbolic link" in done.err) == appended
+        assert (desk / name).read_bytes() == content
+        if appended:
+            (desk / "big disk" / name).unlink()
+            shutil.move(desk / name, desk / "big disk" / name)
+    assert not (desk / "big disk" / "config.yaml").is_symlink()
+
+
 CONTENTS: dict[str, Callable[[dict[str, Any]], None]] = {
     # not through `put`, whose copy would take as long as what is tested
     "shared references": lambda contents: contents["zoo"]["config"]["model"].update(fancy=doubled(40)),
@@ -484,13 +695,16 @@ def test_another_user_is_asked(command: Command, own: Path, tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_what_is_imported_already_may_be_built(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_registered_may_be_built(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another home"))
     with pytest.raises(UserError, match=r"my_mixer.MyMixer"):
         zoo.load("runs/mine")
     assert zoo.load("runs/mine", trust=True)
-    sys.modules.pop("my_mixer")
-    assert issubclass(mixers.get("my_mixer.MyMixer"), mixers.TokenMixer)
+    mixer = mixers.get("my_mixer.MyMixer")
+    with pytest.raises(UserError, match=r"my_mixer.MyMixer"):  # imported, which is no consent
+        zoo.load("runs/mine")
+    monkeypatch.setattr("mixers.registry._entries", dict(mixers.registry._entries))
+    mixers.register(recurrence="as that of GatedDeltaNet", paper="none")(mixer)
     assert zoo.load("runs/mine")
 
 

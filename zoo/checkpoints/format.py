@@ -56,6 +56,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     weights = checkpoint.get("state_dict", {})
     if not isinstance(weights, Mapping) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise UserError(f"{path} is not a checkpoint of this project: its state_dict is invalid.")
+    _check_held(weights, path)
     _check_shards(path, checkpoint)
     return checkpoint
 
@@ -105,7 +106,16 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         contents = {str(name).removeprefix("model."): tensor for name, tensor in contents["state_dict"].items()}
     if not isinstance(contents, Mapping) or not contents or not all(isinstance(t, Tensor) for t in contents.values()):
         raise UserError(f"{path} holds no weights: expected a checkpoint, a state dict or a .safetensors file.")
+    _check_held(contents, path)
     return dict(contents)
+
+
+def _check_held(weights: Mapping[Any, Tensor], path: str | os.PathLike[str]) -> None:
+    """Raise a UserError if a tensor has more elements than the file holds: a few bytes can claim any shape."""
+    for name, tensor in weights.items():
+        held = tensor.layout is torch.strided and not tensor.is_meta
+        if not held or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise UserError(f"{path} is refused: {str(name)!r:.80} in it has a shape that its bytes do not fill.")
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.errors import UserError
+from zoo.files.links import open_to_read
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -180,7 +181,7 @@ def _read_index(file: Path) -> dict[str, str]:
         UserError: It is no index, or names a file outside its folder.
     """
     try:
-        with open(file, "rb") as opened:
+        with open_to_read(file) as opened:
             contents = json.loads(opened.read(_LARGEST_INDEX))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as an index of weights: {error}.") from None

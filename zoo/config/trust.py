@@ -1,8 +1,9 @@
 """Vetting of foreign configs: nothing they name is imported, called, read or written without the user's consent.
 
 The parser imports and calls whatever a `class_path` names, anywhere in a config. So a foreign config is vetted first,
-along the signatures of the constructors. Where a component is expected it may name a matching class of this project,
-one that is imported already, or one that the user names as well; elsewhere it may name no class at all.
+along the signatures of the constructors. Where a component is expected it may name a matching class of the table in
+`own.py`, a mixer that the user or an installed plug-in registered, or a class that the user names as well; elsewhere it
+may name no class at all. That a class is imported allows nothing.
 """
 
 import collections.abc
@@ -18,19 +19,32 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import lightning as L
 
-import mixers
 from kernels import UserError
-from zoo.config.components import component, constructor, hints, is_ours, subclasses
+from zoo.config.components import component, constructor, hints, subclasses
+from zoo.config.own import own_component, registered
 from zoo.config.parser import CLASSES, KEYS
-from zoo.data.text.corpus import BUILT_IN
+from zoo.data.text.corpus import is_built_in
+from zoo.data.text.mixed_text import Source
+from zoo.data.text.text_data import TextData
+from zoo.data.text.tokenised_text import TokenisedText, ValidationSet
 from zoo.files.safe_yaml import check_plain, parse_yaml
 from zoo.lm.model import LanguageModel
+from zoo.train.callbacks.samples import Samples
+from zoo.train.optim import Optimisation
 
 _NUMBERS = (NoneType, bool, int, float)
 _MAPPINGS = (dict, collections.abc.Mapping)
 _CONTAINERS = (*_MAPPINGS, list, tuple, collections.abc.Sequence)
 _WORD = re.compile(r"\w*")
-_NO_FILES = ("text_field", "bos_token", "eos_token")  # strings in `data` that name neither files nor choices
+# Arguments whose strings are text and name nothing that is read, written or printed as a command.
+_PLAIN_TEXT = (
+    *((TokenisedText, name) for name in ("text_field", "bos_token", "eos_token")),
+    (Source, "text_field"),
+    (ValidationSet, "text_field"),
+    (Samples, "prompts"),
+    (Optimisation, "train_only"),
+)
+_CORPORA = ((TextData, "path"), (Source, "path"), (ValidationSet, "path"))  # arguments that may name built-in text
 _HOW = "if you trust who wrote it, add --trust (in Python: trust=True)"
 
 # Keys of `trainer` whose strings choose among a few harmless options. A string under any other key names something to
@@ -53,10 +67,12 @@ class UserInput:
     Args:
         keys: The keys that are set, such as `data.path` and `data.class_path`, without `init_args`.
         words: The values that are strings, and the strings inside lists and mappings.
+        pairs: Each of these strings after its key.
     """
 
     keys: frozenset[str] = frozenset()
     words: frozenset[str] = frozenset()
+    pairs: frozenset[tuple[str, str]] = frozenset()
 
 
 NOTHING = UserInput()
@@ -65,7 +81,7 @@ NOTHING = UserInput()
 def user_input(items: Iterable[str | Mapping[str, Any]]) -> UserInput:
     """Collect what the user set in overrides `key=value` and in configs as plain containers."""
     keys: set[str] = set()
-    words: set[str] = set()
+    pairs: set[tuple[str, str]] = set()
 
     def add(value: Any, key: str) -> None:
         keys.add(key)
@@ -76,7 +92,7 @@ def user_input(items: Iterable[str | Mapping[str, Any]]) -> UserInput:
             for part in value:
                 add(part, key)
         elif isinstance(value, str):
-            words.add(value)
+            pairs.add((key, value))
             if key == "data":  # short for its class
                 keys.add("data.class_path")
 
@@ -88,7 +104,7 @@ def user_input(items: Iterable[str | Mapping[str, Any]]) -> UserInput:
             add(parse_yaml(value, key) if value.startswith(("[", "{")) else value, key)
         else:
             add(item, "")
-    return UserInput(frozenset(keys), frozenset(words))
+    return UserInput(frozenset(keys), frozenset(word for _, word in pairs), frozenset(pairs))
 
 
 def vet_model(model: Any, source: object) -> None:
@@ -120,10 +136,9 @@ def vet_run(config: Mapping[str, Any], source: object, user: UserInput) -> dict[
         UserError: Something would be called, read or written; the message names the key and the value.
     """
     check_plain(config, f"{source}: its config")
-    plain, files = _Vetting(source, user), _Vetting(source, user, files=True)
     vetted: dict[str, Any] = {}
     for key, value in config.items():
-        vetting = files if key in ("data", "checkpoints") else plain
+        vetting = _Vetting(source, user, files=key != "model")
         if key not in KEYS:
             raise UserError(f"{source} was not written by you, and sets {key}, which is not a key of a run; {_HOW}.")
         if key in ("data", *CLASSES) and not isinstance(value, Mapping):
@@ -134,6 +149,8 @@ def vet_run(config: Mapping[str, Any], source: object, user: UserInput) -> dict[
                 vetted[key] = data
         elif key in CLASSES:
             section = {name: part for name, part in value.items() if key == "model" or f"{key}.{name}" not in user.keys}
+            if key == "optim":
+                section["initial_weights"] = None  # those of the checkpoint replace them
             if key == "trainer":
                 vetting.trainer(section)
             else:
@@ -142,8 +159,6 @@ def vet_run(config: Mapping[str, Any], source: object, user: UserInput) -> dict[
         else:
             vetting.value(value, bool | int | None, key)
             vetted[key] = value
-    if vetted.get("optim"):
-        vetted["optim"]["initial_weights"] = None
     return vetted
 
 
@@ -182,7 +197,7 @@ class _Vetting:
         parameters = inspect.signature(constructor(cls)).parameters
         for name, value in values.items():
             default = parameters[name].default if name in parameters else inspect.Parameter.empty
-            if value != default:
+            if value != default and not _is_harmless(value, cls, name):
                 self.value(value, types.get(name), f"{key}.{name}")
 
     def value(self, value: Any, hint: Any, key: str) -> None:
@@ -237,8 +252,9 @@ class _Vetting:
                     raise self._refusal(f"trainer.{name}", word, "called, read or written")
 
     def _allowed_class(self, name: str, bases: tuple[type, ...], key: str) -> type | None:
-        """The class of that name, if it is imported already or the user names it as well; None if not."""
-        mixers.names()  # imports installed plug-ins
+        """The class of that name, if it is in the table of components, registered or named by the user; None if not."""
+        if (own := own_component(name)) is not None:
+            return own if issubclass(own, bases) else None
         module, _, last = name.rpartition(".")
         named = name in self.user.words
         if module and named and module not in sys.modules:
@@ -255,8 +271,7 @@ class _Vetting:
             for cls in candidates:
                 if not isinstance(cls, type) or not issubclass(cls, base):
                     continue
-                # PyTorch's optimisers and schedules only compute
-                if named or is_ours(cls) or is_ours(base) or cls.__module__.startswith("torch.optim."):
+                if named or registered(cls):
                     return cls
         return None
 
@@ -266,8 +281,7 @@ class _Vetting:
             return  # the parser checks choices
         if str not in options and not _WORD.fullmatch(value):  # it might be parsed as YAML that names a class
             raise self._refusal(key, value, "imported and called")
-        harmless = value.startswith(BUILT_IN) or key.rpartition(".")[2] in _NO_FILES
-        if self.files and not harmless and value not in self.user.words:
+        if self.files and (key, value) not in self.user.pairs:
             raise self._refusal(key, value, "read or written")
 
     def _check_keys(self, values: Mapping[Any, Any], key: str) -> None:
@@ -280,6 +294,19 @@ class _Vetting:
         return UserError(
             f"{self.source} was not written by you, and its {key} names {shown!r}, which would be {action}; {_HOW}."
         )
+
+
+def _is_harmless(value: Any, cls: Any, name: str) -> bool:
+    """Whether an argument is text, or names built-in text where the code resolves such names."""
+    if not isinstance(cls, type):
+        return False
+
+    def among(arguments: tuple[tuple[type, str], ...]) -> bool:
+        return any(name == other and issubclass(cls, owner) for owner, other in arguments)
+
+    if among(_PLAIN_TEXT):
+        return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))
+    return among(_CORPORA) and isinstance(value, str) and is_built_in(value)
 
 
 def _texts(value: Any) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from kernels import UserError
 from mixers import did_you_mean
+from zoo.checkpoints.sizes import check_sizes
 from zoo.checkpoints.tensor_files import TensorFiles, Weights
 from zoo.config.build import from_config
 from zoo.config.parser import parse
@@ -49,12 +50,18 @@ def imported(folder: Path) -> Imported:
         model = family.read(config)
         if not 1 <= model["num_layers"] <= _MOST_LAYERS:
             raise UserError(f"config.json: {model['num_layers']} layers are not between 1 and {_MOST_LAYERS}.")
-        ours = on_meta(model)
     except UserError as error:
         raise UserError(f"checkpoint: {folder}, {error}") from None
     except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError) as error:  # a value of another type
         raise UserError(f"checkpoint: {folder / CONFIG} has a value that no {family.name} has: {error}.") from None
     tensors: TensorFiles = read_tensors(folder)
+    check_sizes(model, tensors.specs, f"checkpoint: {folder}")
+    try:
+        ours = on_meta(model)
+    except UserError as error:
+        raise UserError(f"checkpoint: {folder}, {error}") from None
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError, RuntimeError) as error:
+        raise UserError(f"checkpoint: {folder / CONFIG} describes no {family.name}: {error}.") from None
     return Imported(family, model, Correspondence(family, ours).as_ours(tensors, folder), tensors.files)
 
 

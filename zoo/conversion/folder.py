@@ -6,6 +6,7 @@ from typing import Any
 
 from kernels import UserError
 from zoo.checkpoints.tensor_files import INDEX, TensorFiles, has_tensor_files
+from zoo.files.links import check_inside, open_to_read
 from zoo.files.safe_yaml import check_plain
 
 CONFIG = "config.json"
@@ -26,10 +27,12 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
         UserError: It is missing, a link that leaves the folder, too large, or no JSON object.
     """
     file = folder / name
-    _check_inside(file, folder)
+    check_inside(file, folder)
     try:
-        with open(file, "rb") as opened:
+        with open_to_read(file) as opened:
             contents = json.loads(opened.read(_LARGEST))
+    except UserError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"checkpoint: {file} cannot be read as JSON: {' '.join(str(error).split())}.") from None
     if not isinstance(contents, dict):
@@ -53,7 +56,7 @@ def read_tensors(folder: Path) -> TensorFiles:
             )
         raise UserError(f"checkpoint: {folder} has no weights: neither model.safetensors nor {INDEX} is in it.")
     for file in [*folder.glob("*.safetensors"), folder / INDEX]:
-        _check_inside(file, folder)
+        check_inside(file, folder)
     return TensorFiles(folder)
 
 
@@ -66,13 +69,5 @@ def tokenizer_file(folder: Path) -> Path | None:
     file = folder / TOKENIZER
     if not file.is_file():
         return None
-    _check_inside(file, folder)
+    check_inside(file, folder)
     return file
-
-
-def _check_inside(file: Path, folder: Path) -> None:
-    """Refuse a link that leaves the folder; one to the blobs of Hugging Face's cache does not."""
-    target, home = file.resolve(), folder.resolve()
-    blobs = home.parent.parent / "blobs"
-    if target.parent != home and not (home.parent.name == "snapshots" and target.parent == blobs):
-        raise UserError(f"checkpoint: {file} is refused: it is a link that leaves its folder.")

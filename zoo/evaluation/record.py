@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from kernels import UserError
 from zoo.evaluation.task import Row
+from zoo.files.links import lock_of, open_in_place
 
 FILE, LOCK = "rows.jsonl", ".lock"
 
@@ -32,7 +33,7 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
-        self.file.touch()
+        open_in_place(self.file, "ab").close()
         self._found = {record["key"]: record["rows"] for record in self._read()}
 
     def find(self, what: dict[str, Any]) -> list[Row] | None:
@@ -49,7 +50,7 @@ class Records:
         """
         self._found[key_of(what)] = rows
         line = json.dumps({"key": key_of(what), "what": what, "rows": rows, **about}) + "\n"
-        with open(self.file, "ab") as file:
+        with open_in_place(self.file, "ab") as file:
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -58,7 +59,7 @@ class Records:
         content = self.file.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):  # killed while it wrote
-            with open(self.file, "r+b") as file:
+            with open_in_place(self.file, "r+b") as file:
                 file.truncate(whole)
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             try:
@@ -77,7 +78,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         UserError: Another process does so, or the folder cannot be written to.
     """
-    lock = FileLock(folder / LOCK)
+    lock = lock_of(folder / LOCK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)

@@ -6,9 +6,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from zoo.files.links import open_in_place
 
 _ABANDONED = 3600  # seconds without changes after which another machine's temporary file counts as abandoned
 
@@ -32,7 +34,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     _remove_abandoned(path)
     partial = _partial(path)
     try:
-        with open(partial, "wb") as file:
+        with open_in_place(partial, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # otherwise a power cut after the rename may leave an empty file
@@ -83,7 +85,8 @@ def _remove_abandoned(path: Path) -> None:
             elif time.time() - partial.stat().st_mtime > _ABANDONED:
                 partial.unlink()
         except ProcessLookupError:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):  # already gone, or a folder of this name
+                partial.unlink()
         except (OSError, OverflowError):
             continue  # already gone, or the process is another user's
 

@@ -7,12 +7,12 @@ Both are detected in the parser's events, before any object is built.
 import os
 import re
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from kernels.errors import UserError
+from zoo.files.links import open_to_read
 
 MOST_NODES = 100_000  # with aliases expanded; our largest config has a few hundred
 DEEPEST = 100
@@ -63,7 +63,8 @@ def read_yaml(path: str | os.PathLike[str], name: str = "config") -> Any:
         UserError: The file cannot be read, is not YAML, or is too large or too deep.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open_to_read(path) as file:
+            text = file.read().decode()
     except (UnicodeDecodeError, OSError) as error:
         raise UserError(f"{name}: {path} cannot be read as text: {error}") from None
     return parse_yaml(text, f"{name}: {path}")

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from kernels.errors import UserError
 from zoo.files.atomic import atomic_write
+from zoo.files.links import open_to_read
 
 SEAL = "blake2b"  # the entry that holds the hash of all the others
 
@@ -36,7 +36,8 @@ def read_sealed(
         UserError: The file is missing, cannot be read or is damaged.
     """
     try:
-        data = Path(path).read_bytes()
+        with open_to_read(path) as file:
+            data = file.read()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); {advice}.") from error
     return unsealed(data, str(path), required=required, advice=advice)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kernels import UserError
 from zoo.files.hashing import digest, file_digest
+from zoo.files.links import open_to_read
 from zoo.files.sealed_json import sealed, unsealed
 
 NAME = "hashes.json"
@@ -41,7 +42,7 @@ def check_hashes(folder: Path) -> str | None:
         return None
     advice = "without it, the files beside it are loaded unchecked"
     try:
-        with open(file, "rb") as opened:
+        with open_to_read(file) as opened:
             written = opened.read(_LARGEST)
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}); {advice}.") from None

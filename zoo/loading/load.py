@@ -7,17 +7,20 @@ import torch
 
 from kernels import UserError
 from mixers import did_you_mean
-from zoo.checkpoints.format import KEY, check_weights, load_tensors, load_weights, read_checkpoint, read_weights
+from zoo.checkpoints.format import KEY, check_weights, load_tensors, read_checkpoint, read_weights
 from zoo.checkpoints.signature import is_own
+from zoo.checkpoints.sizes import check_sizes
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory, Weights, has_tensor_files
 from zoo.config.build import from_config
 from zoo.config.moved import with_current_paths
 from zoo.config.parser import parse
+from zoo.config.serialise import to_dict
 from zoo.config.trust import vet_model
 from zoo.conversion.convert import imported
 from zoo.conversion.folder import CONFIG, is_public
 from zoo.conversion.tokenizer import read_tokenizer
 from zoo.data.text.tokenizer import Tokenizer
+from zoo.files.links import check_inside
 from zoo.files.safe_yaml import read_yaml
 from zoo.lm.model import LanguageModel
 from zoo.loading.hashes import check_hashes
@@ -84,6 +87,8 @@ def find(path: str | Path) -> Saved:
         source = checkpoint_of(path)
         contents, files = saved(source), [source]
         config, signature = contents["config"], contents.get("signature")
+        if folder.is_dir() and not is_own(config, signature):
+            check_inside(source, folder)
     if not isinstance(config, dict) or "model" not in config:
         raise UserError(f"checkpoint: {source} has no config of a model")
     return Saved(files, source, config, signature, weights)
@@ -97,18 +102,16 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
             or flash-linear-attention in one of the layouts that `convert` reads.
         device: Device of the model; None is the CPU.
         trust: Whether to import and call whatever classes its config names. Otherwise a model that someone else saved
-            may only use components of this project, and classes that are already imported or registered.
+            may only use components of this project, and mixers that you or an installed plug-in registered.
 
     Raises:
         UserError: The model does not exist, is damaged, not trusted, or of another format; or the device is invalid.
     """
     _check_device(device or "cpu")
     found = find(path)
+    _, weights = build_described(found, trust)  # compared with the config before memory is taken for it
     model = build_saved(found, trust)
-    if found.weights is None:
-        load_weights(model, found.source)
-    else:
-        load_tensors(model, found.weights, found.files[0] if len(found.files) == 1 else path)
+    load_tensors(model, weights, _weights_of(found))
     return model.to(device or "cpu").eval()
 
 
@@ -144,18 +147,46 @@ def build_described(found: Saved, trust: bool) -> tuple[LanguageModel, Weights]:
     Raises:
         UserError: It is not trusted, or of another format, or the weights are damaged or of another model.
     """
-    model, weights = build_saved(found, trust, "meta"), found.weights
-    if weights is not None:
-        check_weights(weights.specs, model, found.source.parent)
-        if weights.specs.keys() == model.state_dict().keys():
-            return model, weights
-        named = {name: weights.tensor(name) for name in weights.specs}  # by the names of fused parameters
-    else:
-        named = read_weights(found.source)
-        check_weights(named, model, found.source)
-    whole = build_saved(found, trust, "meta")
+    model_config(found, trust)
+    return described(found, trust or is_own(found.config, found.signature))
+
+
+def described(found: Saved, trust: bool) -> tuple[LanguageModel, Weights]:
+    """As `build_described`, for a config that is vetted already; unless it is trusted, its sizes are bounded first.
+
+    Raises:
+        UserError: The weights are damaged or of another model.
+    """
+    weights = found.weights or TensorsInMemory(read_weights(found.source))
+    if not trust:
+        config = parse({"model": with_current_paths(found.config["model"])})
+        check_sizes(to_dict(config)["model"], weights.specs, _weights_of(found))
+    model = _on_meta(found)
+    check_weights(weights.specs, model, _weights_of(found))
+    if weights.specs.keys() == model.state_dict().keys():
+        return model, weights
+    named = {name: weights.tensor(name) for name in weights.specs}  # by the names of fused parameters
+    whole = _on_meta(found)
     whole.load_state_dict(named, assign=True)
     return model, TensorsInMemory(whole.state_dict())
+
+
+def _on_meta(found: Saved) -> LanguageModel:
+    """The model of a vetted config, without memory for its weights.
+
+    Raises:
+        UserError: A value in its config is impossible.
+    """
+    try:
+        return build_saved(found, True, "meta")
+    except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
+        message = " ".join(str(error).split())
+        raise UserError(f"checkpoint: {found.source}: its model cannot be built: {message}") from error
+
+
+def _weights_of(found: Saved) -> Path:
+    """Where the weights are, for messages."""
+    return found.files[0] if len(found.files) == 1 else found.source.parent
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

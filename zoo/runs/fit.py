@@ -15,8 +15,9 @@ from zoo.checkpoints.signature import is_own
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, load_items
 from zoo.config.trust import user_input, vet_run
+from zoo.files.links import check_inside, check_plain_folder
 from zoo.lm.model import LanguageModel
-from zoo.loading.load import checkpoint_of, saved
+from zoo.loading.load import checkpoint_of, described, find, saved
 from zoo.runs.assemble import (
     LIMITS,
     evaluating_trainer,
@@ -28,6 +29,7 @@ from zoo.runs.assemble import (
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
 from zoo.runs.initial_model import with_initial_model
 from zoo.runs.quiet import quiet
+from zoo.runs.restored import Begun, restoration_explained
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.results import metrics_table, read_row
@@ -80,8 +82,10 @@ def fit(
         raise UserError("run: --run names a new run and --resume continues one; give one of them")
     items = load_items(configs_and_overrides)
     folder, checkpoint = (None, None) if resume is None else find_run(str(resume))
+    own = True
     if checkpoint is not None:
-        items = [_config_of(checkpoint, items, trust), *items]
+        base, own = _config_of(checkpoint, items, trust, continued=folder)
+        items = [base, *items]
     else:
         items = with_initial_model(items, trust)
     config = configs.read(*items)
@@ -95,10 +99,12 @@ def fit(
                 raise UserError(f"{key}: {place} is a URL, but runs are written to local folders")
         folder = new_run(run, first_name(configs_and_overrides) or "run", Path(root))
     with claimed(folder, new=checkpoint is None):
-        trainer = fitting_trainer(config, folder, callbacks)
+        watched = Begun()
+        trainer = fitting_trainer(config, folder, [*callbacks, watched])
         if trainer.num_nodes > 1 and trainer.is_global_zero:
             Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
-        with interruptible(), misconfiguration_explained(), lost_processes_explained(trainer):
+        explained = restoration_explained(None if own else checkpoint, watched)
+        with interruptible(), misconfiguration_explained(), explained, lost_processes_explained(trainer):
             trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))
             if trainer.num_training_batches == 0 and trainer.limit_train_batches:
                 raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")
@@ -169,10 +175,12 @@ def predict(
     Raises:
         UserError: As for `validate`, or the file cannot be written.
     """
-    file, config = _checkpoint_and_config("predict", configs_and_overrides, checkpoint, trust)
+    file, config, own = _checkpoint_and_config("predict", configs_and_overrides, checkpoint, trust)
     _, module, datamodule = parts(config)
-    trainer = evaluating_trainer(config, run_of(file), [*callbacks, Predictions(output)])
-    with interruptible(), misconfiguration_explained(), lost_processes_explained(trainer):
+    watched = Begun()
+    trainer = evaluating_trainer(config, run_of(file), [*callbacks, Predictions(output), watched])
+    explained = restoration_explained(None if own else file, watched)
+    with interruptible(), misconfiguration_explained(), explained, lost_processes_explained(trainer):
         trainer.predict(module, datamodule=datamodule, ckpt_path=str(file), return_predictions=False)
     return Path(output)
 
@@ -186,10 +194,12 @@ def _evaluate(
     verbose: bool,
     callbacks: Sequence[Callback],
 ) -> dict[str, float]:
-    file, config = _checkpoint_and_config(verb, items, checkpoint, trust)
+    file, config, own = _checkpoint_and_config(verb, items, checkpoint, trust)
     _, module, datamodule = parts(config)
-    trainer = evaluating_trainer(config, run_of(file), callbacks)
-    with interruptible(), misconfiguration_explained(), lost_processes_explained(trainer):
+    watched = Begun()
+    trainer = evaluating_trainer(config, run_of(file), [*callbacks, watched])
+    explained = restoration_explained(None if own else file, watched)
+    with interruptible(), misconfiguration_explained(), explained, lost_processes_explained(trainer):
         rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=False)
     metrics = {name: value for row in rows for name, value in row.items()}
     if verbose and trainer.is_global_zero:
@@ -199,21 +209,36 @@ def _evaluate(
 
 def _checkpoint_and_config(
     verb: str, items: Sequence[Item], checkpoint: str | Path | None, trust: bool
-) -> tuple[Path, Namespace]:
-    """The checkpoint to evaluate, and its config with the configs and overrides applied."""
+) -> tuple[Path, Namespace, bool]:
+    """The checkpoint to evaluate, its config with the configs and overrides applied, and whether it is trusted."""
     if checkpoint is None:
         raise UserError(f"checkpoint: {verb} needs one, --checkpoint runs/NAME")
     file, overlays = checkpoint_of(checkpoint), load_items(items)
-    base = _config_of(file, overlays, trust)
+    base, own = _config_of(file, overlays, trust)
     of_training = {*LIMITS, "logger"}
     base["trainer"] = {key: value for key, value in base.get("trainer", {}).items() if key not in of_training}
-    return file, configs.read(base, *overlays)
+    return file, configs.read(base, *overlays), own
 
 
-def _config_of(checkpoint: Path, items: Sequence[str | dict[str, Any]], trust: bool) -> dict[str, Any]:
-    """The config that a checkpoint was trained with, vetted unless the user signed it."""
+def _config_of(
+    checkpoint: Path, items: Sequence[str | dict[str, Any]], trust: bool, continued: Path | None = None
+) -> tuple[dict[str, Any], bool]:
+    """The config that a checkpoint was trained with, vetted unless the user signed it, and whether it is trusted.
+
+    Args:
+        checkpoint: The checkpoint.
+        items: What the user set.
+        trust: Whether to vet nothing.
+        continued: The run's folder if it will be written to; that of someone else must have no links in it.
+    """
     contents = saved(checkpoint)
     config = up_to_date(contents["config"])
     if trust or is_own(contents["config"], contents.get("signature")):
-        return config
-    return vet_run(config, checkpoint, user_input(items))
+        return config, True
+    if continued is None:
+        check_inside(checkpoint, run_of(checkpoint))
+    else:
+        check_plain_folder(continued)
+    vetted = vet_run(config, checkpoint, user_input(items))
+    described(find(checkpoint), trust=False)  # compares its sizes with its weights
+    return vetted, False

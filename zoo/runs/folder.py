@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from kernels import UserError
+from zoo.files.links import lock_of
 from zoo.train.signals import PARENT
 
 log = logging.getLogger(__name__)
@@ -66,10 +67,12 @@ def _first_process() -> bool:
 
 def _check_new(folder: Path) -> None:
     """Raise a UserError if a folder has anything but files that a run writes before its first checkpoint."""
-    files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if not path.is_dir()]
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
+    files = [path.relative_to(folder).as_posix() for path in paths]
     if any(name.endswith(".ckpt") for name in files):
         raise UserError(f"run: {folder} exists already; continue it with --resume {folder}, or choose another --run")
-    if (other := next((name for name in files if not _WRITTEN_BY_A_RUN.fullmatch(name)), None)) is not None:
+    strange = (name for name in files if (folder / name).is_symlink() or not _WRITTEN_BY_A_RUN.fullmatch(name))
+    if (other := next(strange, None)) is not None:
         raise UserError(
             f"run: {folder} exists already and holds {other}, which is not a run's file; choose another --run"
         )
@@ -92,7 +95,7 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
     if not _first_process():
         yield
         return
-    lock = FileLock(folder / LOCK)
+    lock = lock_of(folder / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout:

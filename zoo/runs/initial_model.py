@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from zoo.checkpoints.signature import is_own
 from zoo.config.trust import user_input
-from zoo.loading.load import find, model_config
+from zoo.loading.load import described, find, model_config
 
 Items = list[str | dict[str, Any]]  # what `load_items` returns
 
@@ -26,7 +27,11 @@ def with_initial_model(items: Items, trust: bool) -> Items:
     path = _initial_weights(items)
     if path is None or path.endswith(".safetensors"):
         return items
-    return [{"model": model_config(find(path), trust)}, *items]
+    found = find(path)
+    config = model_config(found, trust)
+    if not (trust or is_own(found.config, found.signature)):
+        described(found, trust=False)  # compares its sizes with its weights
+    return [{"model": config}, *items]
 
 
 def _initial_weights(items: Items) -> str | None:

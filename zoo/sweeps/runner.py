@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from tqdm import tqdm
 
 from kernels import UserError
 from zoo.config.moved import up_to_date
 from zoo.config.serialise import differences, to_dict
+from zoo.files.links import lock_of, open_in_place
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.runs.folder import LOCK, has_checkpoint
 from zoo.sweeps.plan import Run
@@ -113,7 +114,7 @@ class Runner:
         folder = self.folder / run.name
         if (folder / LOCK).exists():
             try:
-                with FileLock(folder / LOCK).acquire(timeout=GRACE_SECONDS):
+                with lock_of(folder / LOCK).acquire(timeout=GRACE_SECONDS):
                     pass
             except Timeout:
                 raise UserError(f"folder: {folder} is being trained by another process; wait for it") from None
@@ -128,7 +129,7 @@ class Runner:
         if self.gpus:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.gpus)))
             environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % self.gpus]
-        output = (self.folder / f"{run.name}.log").open("ab")
+        output = open_in_place(self.folder / f"{run.name}.log", "ab")
         # a new session, so that Ctrl-C reaches it only through this process, once
         process = subprocess.Popen(
             self.prepare(run),
@@ -150,7 +151,7 @@ class Runner:
     def claimed(self, runs: Sequence[Run]) -> Iterator[None]:
         """Lock the folder, after checking that it has no other runs with the same names."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.folder / ".lock")
+        lock = lock_of(self.folder / ".lock")
         try:
             lock.acquire(timeout=0)
         except Timeout:

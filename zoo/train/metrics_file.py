@@ -15,6 +15,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from zoo.files.atomic import atomic_write
+from zoo.files.links import open_in_place
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class MetricsFile(Logger):
         """Append a row; non-finite values become null."""
         self.folder.mkdir(parents=True, exist_ok=True)
         row = json.dumps({"step": step} | {name: finite(value) for name, value in metrics.items()})
-        with open(self.path, "ab+") as file:
+        with open_in_place(self.path, "ab+") as file:
             if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
                 row = "\n" + row  # a killed process left half a row
             file.write(f"{row}\n".encode())

@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from kernels.errors import UserError
+from zoo.files.links import lock_of
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool =
     temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_name(folder.name + ".lock"))
+        lock = lock_of(folder.with_name(folder.name + ".lock"))
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -53,6 +54,8 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool =
             if resumable:
                 temporary = folder.with_name(f".{folder.name}.partial")
                 temporary.mkdir(exist_ok=True)
+                if temporary.is_symlink():  # what it holds may be deleted
+                    raise UserError(f"{temporary} is a symbolic link, and nothing is written through one; remove it.")
             else:
                 for stale in folder.parent.glob(
                     f".{folder.name}.*"

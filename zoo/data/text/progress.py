@@ -12,6 +12,7 @@ import numpy as np
 from kernels.errors import UserError
 from zoo.data.text.place import Place
 from zoo.data.text.split import SPLITS, Split
+from zoo.files.links import open_in_place
 from zoo.files.sealed_json import read_sealed, write_sealed
 
 log = logging.getLogger(__name__)
@@ -48,11 +49,11 @@ class AppendedFile:
         self.path, self._size, self._hash = path, 0, hashlib.blake2b(digest_size=16)
         self._file: BinaryIO
         if record is None:
-            self._file = path.open("wb")
+            self._file = open_in_place(path, "wb")
             return
         check(path, record, full=False)
         self._size = record["bytes"]
-        self._file = path.open("r+b")
+        self._file = open_in_place(path, "r+b")
         self._hash = hash_of(self._file, self._size)
         self._file.truncate(self._size)
         self._file.seek(self._size)
@@ -207,6 +208,9 @@ class Progress:
             elif sent[name] != record["bytes"]:
                 raise UserError(f"{self._place}/{name} has {sent[name]} bytes, not {record['bytes']}; {_AGAIN}.")
         records, splits = {**self.files, **state["open"]}, state["splits"]
+        names = [*records, *(name for split in SPLITS for name in splits[split]["shards"])]
+        if any(Path(name).name != name for name in names):
+            raise UserError(f"{self._folder / PROGRESS} names a file outside its folder; {_AGAIN}.")
         writers = {s: Writer(self._folder, s, dtype, splits[s], records, tuple(self.files)) for s in SPLITS}
         self._delete_sent()
         return writers

@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text.cache import build_once, cache_folder
+from zoo.files.atomic import atomic_write
 from zoo.files.sealed_json import read_sealed, write_sealed
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ class Tokenizer:
     def save(self, path: str | Path) -> None:
         """Write the tokenizer to a file, or to `tokenizer.json` in an existing folder."""
         path = Path(path)
-        (path / "tokenizer.json" if path.is_dir() else path).write_text(self._json, encoding="utf-8")
+        with atomic_write(path / "tokenizer.json" if path.is_dir() else path) as file:
+            file.write(self._json.encode())
 
     @classmethod
     def from_file(

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import lightning as L
@@ -75,6 +75,8 @@ class Checkpoints(RunCallback, Checkpoint):
                 f"checkpoints.keep_last is {keep_last}, but keep_every_n_steps is null, so that there is no permanent "
                 "checkpoint to keep; set checkpoints.keep_every_n_steps, or keep_last to null."
             )
+        if folder and (PurePath(folder).is_absolute() or ".." in PurePath(folder).parts):
+            raise UserError(f"checkpoints.folder: {folder!r} is not inside the run's folder; name a relative folder.")
         self.every_n_steps = every_n_steps
         self.every_n_minutes, self.keep_last = every_n_minutes, keep_last
         self.keep_every_n_steps = keep_every_n_steps

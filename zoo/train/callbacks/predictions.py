@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
 from kernels import UserError
+from zoo.files.links import open_in_place
 
 
 class Predictions(BasePredictionWriter):
@@ -26,7 +27,7 @@ class Predictions(BasePredictionWriter):
     def __init__(self, path: str | Path):
         super().__init__("batch")
         self.path = Path(path)
-        if self.path.exists():
+        if os.path.lexists(self.path):
             raise UserError(f"output: {self.path} exists already; choose another file")
         if not os.access(self.path.parent, os.W_OK):
             raise UserError(f"output: the folder {self.path.parent} does not exist or cannot be written to")
@@ -46,7 +47,7 @@ class Predictions(BasePredictionWriter):
         dataloader_idx: Literal[0] | int,
     ) -> None:
         """Append the rows of a batch."""
-        with self.path.open("a", encoding="utf-8") as file:
+        with open_in_place(self.path, "a") as file:
             for tokens, losses in zip(batch.tokens.tolist(), prediction.tolist(), strict=True):
                 losses = [None if loss != loss else round(loss, 6) for loss in losses]
                 row = {"loader": dataloader_idx, "batch": batch_idx, "tokens": tokens, "losses": losses}

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import lightning as L
 
+from zoo.files.atomic import atomic_write
+from zoo.files.links import check_in_place
 from zoo.files.safe_yaml import dump_yaml
 from zoo.train.callbacks.run_callback import RunCallback
 
@@ -25,9 +27,12 @@ class RunFiles(RunCallback):
         if not trainer.is_global_zero:
             return
         folder = Path(trainer.default_root_dir)
+        for name in APPENDED:
+            check_in_place(folder / name)
         if not any((folder / "checkpoints").glob("*.ckpt")):
             for name in APPENDED:
                 (folder / name).unlink(missing_ok=True)
-        (folder / "config.yaml").write_text(HEADER + dump_yaml(pl_module.config), encoding="utf-8")
+        with atomic_write(folder / "config.yaml") as file:
+            file.write((HEADER + dump_yaml(pl_module.config)).encode())
         if pl_module.tokenizer is not None:
             pl_module.tokenizer.save(folder / "tokenizer.json")

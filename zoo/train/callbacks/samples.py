@@ -5,6 +5,7 @@ from pathlib import Path
 
 import lightning as L
 
+from zoo.files.links import open_in_place
 from zoo.generation.generate import generate
 from zoo.train.callbacks.run_callback import RunCallback
 
@@ -55,5 +56,5 @@ class Samples(RunCallback):
                 text = f"── sample after {trainer.global_step} steps ──\n{prompt}{''.join(pieces)}\n"
             if trainer.is_global_zero:  # all processes generate, since a sharded model needs all of them
                 pl_module.print(text)
-                with open(Path(trainer.default_root_dir) / "samples.txt", "a", encoding="utf-8") as file:
+                with open_in_place(Path(trainer.default_root_dir) / "samples.txt", "a") as file:
                     file.write(text + "\n")

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 
 from kernels.errors import UserError
+from zoo.files.atomic import atomic_write
 from zoo.train.callbacks.run_callback import RunCallback
 
 TIMED_OUT = 124  # the exit code of the `timeout` command
@@ -76,8 +77,8 @@ class Watchdog(RunCallback):
 def end_with_stacks(file: Path, reason: str) -> None:
     """End the process immediately with exit code 124, and write the stacks of all threads to `file`."""
     try:
-        with open(file, "w", encoding="utf-8") as stacks:
-            stacks.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}: {reason}\n")
+        with atomic_write(file) as stacks:
+            stacks.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, process {os.getpid()}: {reason}\n".encode())
             stacks.flush()
             faulthandler.dump_traceback(stacks, all_threads=True)
         where = f"where it hung is in {file}"

@@ -14,6 +14,7 @@ import pytest
 from kernels.errors import UserError
 from tests.zoo.data.text.test_place import interrupted
 from zoo.data import Corpus, Shards, Tokenizer, prepare, train_tokenizer
+from zoo.files.sealed_json import read_sealed, write_sealed
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +146,44 @@ def test_what_was_interrupted(
                 same += 1
     assert told > 80
     assert same < 40
+
+
+@pytest.mark.parametrize(
+    "attack", ["a shard elsewhere", "a full file elsewhere", "a link for a shard", "a link for the folder"]
+)
+def test_what_somebody_else_interrupted(text_folder: str, tokenizer: Tokenizer, cache: Path, attack: str):
+    """Folders of shards may be shared: nothing outside them is cut, changed or removed."""
+    corpus = Corpus(text_folder)
+    with pytest.MonkeyPatch.context() as patch:
+        interrupted(patch, "zoo.data.text.progress:Writer.append", call=50)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(corpus, tokenizer, 0.2, 1)
+    (partial,) = (cache / "shards").glob(".*.partial")
+    outside = cache / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"precious")
+    state = read_sealed(partial / "progress.json")
+    record = {"bytes": 0, "blake2b": hashlib.blake2b(digest_size=16).hexdigest()}
+    if attack == "a shard elsewhere":
+        state["splits"]["train"]["shards"] = ["../../outside/precious"]
+        state["open"]["../../outside/precious"] = record
+    elif attack == "a full file elsewhere":
+        state["files"]["../../outside/precious"] = record
+    elif attack == "a link for a shard":
+        name = state["splits"]["train"]["starts"]
+        (partial / name).rename(outside / "precious")
+        (partial / name).symlink_to(outside / "precious")
+    else:
+        shutil.rmtree(partial)
+        partial.symlink_to(outside)
+    if partial.is_symlink():
+        with pytest.raises(UserError, match="is a symbolic link, and nothing is written through one"):
+            prepare(corpus, tokenizer, 0.2, 1)
+    content_before = (outside / "precious").read_bytes()
+    if not partial.is_symlink():
+        write_sealed(partial / "progress.json", state)
+        assert prepare(corpus, tokenizer, 0.2, 1)
+    assert (outside / "precious").read_bytes() == content_before
 
 
 def test_trained_tokenizers(text_folder: str, tokenizer: Tokenizer, cache: Path):

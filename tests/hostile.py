@@ -1,0 +1,368 @@
+"""Hostile folders and files: a kind of file, an attack on it, and the verb that meets it."""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from .test_trust import CONTENTS, FILES, IN_MODEL, IN_RUN, SIZES, TEXTS, WRITTEN, Bomb, of_config, rewrite
+
+Attack = Callable[[Path], None]  # on the working directory, which holds the folders of `INPUTS`
+
+INPUTS = ("theirs", "exported", "public", "evaluation", "sweep")
+SMALL = ("--trainer.max_steps=5", "--trainer.limit_val_batches=1")
+NEW = ("fit", "--config=gdn_h2.yaml", "--config=tiny.yaml", "--trainer.max_steps=1", "--run=new")
+# verb → its command line, where `{}` is the input, and what it may write in the working directory
+VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "resume": (("fit", "--resume={}", *SMALL), ("{}",)),
+    "resume a checkpoint": (("fit", "--resume={}/checkpoints/last.ckpt", *SMALL), ("{}",)),
+    "initial weights": (("fit", "--config=tiny.yaml", "--optim.initial_weights={}", "--run=new", *SMALL), ("runs",)),
+    "initial tensors": ((*NEW, "--optim.initial_weights={}", *SMALL), ("runs",)),
+    "tokenizer": ((*NEW, "--data.tokenizer={}"), ("runs",)),
+    "config": (("fit", "--config={}/config.yaml", "--print_config"), ()),
+    "validate": (("validate", "--checkpoint={}", "--trainer.limit_val_batches=1"), ()),
+    "test": (("test", "--checkpoint={}", "--trainer.limit_test_batches=1"), ()),
+    "predict": (("predict", "--checkpoint={}", "--trainer.limit_predict_batches=1", "--output=out"), ("out",)),
+    "generate": (("generate", "--checkpoint={}", "--max_new_tokens=2"), ()),
+    "evaluate": (
+        ("evaluate", "--checkpoint={}", "--tasks=passkey", "--lengths=[256]", "--samples=1", "--output=out"),
+        ("out",),
+    ),
+    "evaluate into": (
+        ("evaluate", "--checkpoint=mine", "--tasks=passkey", "--lengths=[256]", "--samples=1", "--output={}"),
+        ("{}",),
+    ),
+    "export": (("export", "--checkpoint={}", "--output=out"), ("out",)),
+    "convert": (("convert", "--checkpoint={}", "--output=out"), ("out",)),
+    "convert back": (("convert", "--checkpoint={}", "--to=huggingface", "--output=out"), ("out",)),
+    "statex": (("statex", "--checkpoint={}", "--layers=1", "--output=out"), ("out",)),
+    "report": (("report", "{}", "--output=out.html"), ("out.html",)),
+    "scaling fit": (("scaling", "fit", "{}", "--output=out", "--draws=0"), ("out",)),
+    "sweep": (("sweep", "--config=layers.yaml", "--folder={}", "--dry-run"), ("{}",)),
+    "sweep into": (("sweep", "--config=layers.yaml", "--folder={}"), ("{}",)),
+}
+OF_MODELS = ("generate", "evaluate", "export", "convert back", "statex", "initial weights", "validate", "resume")
+OF_RUNS = ("resume", "validate", "test", "predict", "resume a checkpoint")
+OF_EXPORTS = ("generate", "evaluate", "statex", "convert back", "initial weights", "initial tensors")
+OF_PUBLIC = ("generate", "convert", "evaluate", "initial weights", "initial tensors")
+
+
+class Case(NamedTuple):
+    """An attack and the verb that meets it.
+
+    Attributes:
+        name: Of the test.
+        attack: What is done to a fresh copy of the folders.
+        verb: A key of `VERBS`.
+        input: The folder or file that the verb is given.
+    """
+
+    name: str
+    attack: Attack
+    verb: str
+    input: str
+
+    @property
+    def arguments(self) -> list[str]:
+        """The command line."""
+        return [argument.replace("{}", self.input) for argument in VERBS[self.verb][0]]
+
+    @property
+    def may_write(self) -> list[str]:
+        """Names in the working directory."""
+        return [name.replace("{}", self.input) for name in VERBS[self.verb][1]]
+
+
+# what a text or JSON file may hold instead of its content
+BYTES: dict[str, bytes] = {
+    "nothing": b"",
+    "zeros": b"\0" * 1000,
+    "noise": bytes(range(256)) * 8,
+    "half of a letter": b'{"a": "\xc3',
+    "deep brackets": b"[" * 100_000,
+    "deep braces": b'{"a":' * 50_000,
+    "null": b"null",
+    "a list": b"[]",
+    "an empty object": b"{}",
+    "a number": b"3",
+    "not a number": b'{"step": NaN, "val_loss": Infinity, "status": -Infinity}',
+    "a number of 5000 digits": b'{"step": ' + b"9" * 5000 + b"}",
+    "a key twice": b'{"step": 1, "step": {"step": []}, "status": 1, "status": []}',
+    "paths": b'{"files": {"../../canary/file": {}}, "weight_map": {"a": "../../canary/file"}, "step": "../file"}',
+    "a pickle": b"\x80\x02cposix\nsystem\nX\x0c\x00\x00\x00touch canary\x85R.",
+}
+# file → the verbs that read it, and the input that they are given
+READ: dict[str, tuple[tuple[str, ...], str]] = {
+    "theirs/config.yaml": (("report", "resume", "config", "scaling fit"), "theirs"),
+    "theirs/tokenizer.json": (("generate", "tokenizer", "resume"), "theirs"),
+    "theirs/metrics.jsonl": (("resume", "report", "scaling fit"), "theirs"),
+    "theirs/metrics.csv": (("resume", "report"), "theirs"),
+    "theirs/samples.txt": (("report", "resume"), "theirs"),
+    "theirs/results.json": (("resume", "report", "scaling fit"), "theirs"),
+    "theirs/loss.png": (("report", "resume"), "theirs"),
+    "theirs/checkpoints/last.ckpt": (OF_MODELS, "theirs"),
+    "exported/config.yaml": (OF_EXPORTS, "exported"),
+    "exported/tokenizer.json": (("generate", "evaluate", "initial weights"), "exported"),
+    "exported/hashes.json": (OF_EXPORTS, "exported"),
+    "exported/model.safetensors": (OF_EXPORTS, "exported"),
+    "public/config.json": (OF_PUBLIC, "public"),
+    "public/tokenizer.json": (("convert", "generate"), "public"),
+    "public/tokenizer_config.json": (("convert", "generate"), "public"),
+    "public/model.safetensors": (OF_PUBLIC, "public"),
+    "public/model.safetensors.index.json": (OF_PUBLIC, "public"),
+    "evaluation/rows.jsonl": (("report", "evaluate into"), "evaluation"),
+    "sweep/sweep.csv": (("report", "scaling fit"), "sweep"),
+    "sweep/runs.json": (("sweep into",), "sweep"),
+    "sweep/sweep.png": (("report",), "sweep"),
+    "sweep/a/metrics.jsonl": (("report", "scaling fit"), "sweep"),
+    "sweep/a/results.json": (("report", "scaling fit"), "sweep"),
+}
+VALUES: dict[str, Any] = {
+    "nothing": None,
+    "text": "../../canary/file",
+    "a list": [],
+    "a mapping": {},
+    "minus one": -1,
+    "no end": float("inf"),
+    "no number": float("nan"),
+    "a large number": 10**30,
+    "a tensor": torch.zeros(3),
+}
+
+
+def unsigned(change: Callable[[dict[str, Any]], None]) -> Attack:
+    return lambda desk: rewrite(desk / "theirs", change)
+
+
+def with_bytes(file: str, content: bytes) -> Attack:
+    def attack(desk: Path) -> None:
+        (desk / file).write_bytes(content)
+        if file.startswith("exported") and file != "exported/hashes.json":
+            (desk / "exported" / "hashes.json").unlink()  # which would tell
+        if file.endswith("index.json"):
+            (desk / "public" / "model.safetensors").unlink()
+
+    return attack
+
+
+def in_checkpoint(attack: Callable[[Path], None]) -> Attack:
+    return lambda desk: attack(desk / "theirs" / "checkpoints" / "last.ckpt")
+
+
+def linked(file: str, to: str) -> Attack:
+    """A symbolic link for a file or folder: to a canary, or to its content, which lies elsewhere."""
+
+    def attack(desk: Path) -> None:
+        path, outside = desk / file, desk.parent / "canary" / "moved"
+        if to == "its content" and path.exists():
+            path.rename(outside)
+        else:
+            outside = desk.parent / "canary" / ("folder" if path.is_dir() else "file")
+            if path.is_dir():
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)
+        path.symlink_to(outside)
+
+    return attack
+
+
+def piped(file: str) -> Attack:
+    def attack(desk: Path) -> None:
+        path = desk / file
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+
+    return attack
+
+
+def renamed(odd: str) -> Attack:
+    """Another name for the folder, and files of such names in it."""
+
+    def attack(desk: Path) -> None:
+        (desk / "theirs" / odd).write_text("x")
+        (desk / "theirs").rename(desk / odd)
+
+    return attack
+
+
+def changed(*place: str | int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(contents: dict[str, Any]) -> None:
+        part: Any = contents
+        for key in place[:-1]:
+            part = part[key]
+        part[place[-1]] = value
+
+    return change
+
+
+def json_of(file: str, change: Callable[[Any], Any]) -> Attack:
+    def attack(desk: Path) -> None:
+        content = json.loads((desk / file).read_text())
+        (desk / file).write_text(json.dumps(change(content) or content))
+
+    return attack
+
+
+def leaves(part: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of strings, and of null, in a config."""
+    if isinstance(part, dict):
+        for key, inner in part.items():
+            yield from leaves(inner, (*place, key))
+    elif isinstance(part, list):
+        for number, inner in enumerate(part):
+            yield from leaves(inner, (*place, number))
+    elif part is None or isinstance(part, str):
+        yield place
+
+
+# the places of strings in the config of a run of `FIT`; a test compares them with a real one
+STRINGS = (
+    ("backend",),
+    ("data", "class_path"),
+    *(("data", "init_args", name) for name in ("path", "tokenizer", "eos_token", "bos_token", "packing", "shards")),
+    *(("data", "init_args", name) for name in ("validation_sets", "text_field", "preprocessing_workers", "verify")),
+    *(("model", name) for name in ("mlp", "position", "inputs", "head", "norm", "linear_initializer")),
+    ("model", "stack", "class_path"),
+    ("model", "stack", "init_args", "first"),
+    ("model", "stack", "init_args", "second", "class_path"),
+    *(("optim", name) for name in ("optimizer", "schedule", "initial_weights", "train_only", "gradient_clip")),
+    *(("trainer", name) for name in ("accelerator", "strategy", "devices", "precision", "logger", "callbacks")),
+    *(("trainer", name) for name in ("max_time", "default_root_dir", "profiler", "plugins", "deterministic")),
+    *(("checkpoints", name) for name in ("folder", "resume_command", "keep_every_n_steps", "every_n_minutes")),
+    ("samples", "prompts"),
+    ("samples", "top_p"),
+    ("watchdog", "timeout_minutes"),
+)
+STATE = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers", "state_dict", "zoo")
+ODD = ("the\nirs", "the\x1b[31mirs", "the\x07irs", "-theirs", "the irs; touch canary", "$(touch canary)", "th{run}eirs")
+
+
+def cases() -> Iterator[Case]:
+    """All cases, with different names."""
+    rotated = {name: i for i, name in enumerate((*IN_MODEL, *IN_RUN, *SIZES))}
+    for name, change in IN_MODEL.items():
+        verb = OF_MODELS[rotated[name] % len(OF_MODELS)]
+        yield Case(f"model: {name}", unsigned(of_config(change)), verb, "theirs")
+    for name, change in IN_RUN.items():
+        verb = OF_RUNS[rotated[name] % len(OF_RUNS)]
+        yield Case(f"run: {name}", unsigned(of_config(change)), verb, "theirs")
+    for name, change in SIZES.items():
+        for verb in {"resume": 0, OF_MODELS[rotated[name] % len(OF_MODELS)]: 0}:
+            yield Case(f"size: {name}, {verb}", unsigned(of_config(change)), verb, "theirs")
+    for number, place in enumerate(STRINGS):
+        for kind, value in (("a path", "../../../canary/file"), ("an embedded path", "embedded:/../../../canary")):
+            verb = OF_RUNS[number % 4] if kind == "a path" else "resume"
+            change = changed("zoo", "config", *place, value=value)
+            yield Case(f"string: {kind} as {'.'.join(map(str, place))}", unsigned(change), verb, "theirs")
+    for key in STATE:
+        for kind, value in VALUES.items():
+            yield Case(
+                f"state: {kind} as {key}", unsigned(changed(key, value=copy.deepcopy(value))), "resume", "theirs"
+            )
+    for name, attack in FILES.items():
+        for verb in ("generate", "resume"):
+            yield Case(f"archive: {name}, {verb}", in_checkpoint(attack), verb, "theirs")
+    for name, change in CONTENTS.items():
+        yield Case(f"content: {name}", unsigned(change), "validate", "theirs")
+    for name, text in TEXTS.items():
+        for file, verb in (("exported/config.yaml", "generate"), ("theirs/config.yaml", "report")):
+            content = text.encode()
+            yield Case(f"yaml: {name} as {file}", with_bytes(file, content), verb, file.partition("/")[0])
+    for file, (verbs, folder) in READ.items():
+        for number, (name, content) in enumerate(BYTES.items()):
+            verb = verbs[number % len(verbs)]
+            yield Case(f"bytes: {name} as {file}, {verb}", with_bytes(file, content), verb, folder)
+        for to in ("a canary", "its content"):
+            for verb in verbs[:2]:
+                yield Case(f"link: {file} to {to}, {verb}", linked(file, to), verb, folder)
+        yield Case(f"pipe: {file}, {verbs[0]}", piped(file), verbs[0], folder)
+    for name in WRITTEN:
+        yield Case(f"link: theirs/{name} resumed", linked(f"theirs/{name}", "its content"), "resume", "theirs")
+        yield Case(f"pipe: theirs/{name} resumed", piped(f"theirs/{name}"), "resume", "theirs")
+    for name in (".lock", "a", "a.log", "runs.json", "sweep.csv"):
+        yield Case(f"link: sweep/{name} continued", linked(f"sweep/{name}", "a canary"), "sweep into", "sweep")
+    yield Case("link: .lock of an evaluation", linked("evaluation/.lock", "a canary"), "evaluate into", "evaluation")
+    for odd in ODD:
+        for verb in ("resume", "generate", "report"):
+            yield Case(f"name: {odd!r}, {verb}", renamed(odd), verb, odd)
+    yield from _public()
+
+
+def _public() -> Iterator[Case]:
+    code = {"auto_map": {"AutoModel": "evil.Evil", "AutoConfig": "evil.Evil"}, "trust_remote_code": True}
+    changes: dict[str, Callable[[Any], Any]] = {
+        "code of its own": lambda content: {**content, **code},
+        "no type": lambda content: {**content, "model_type": ["llama"]},
+        "a type with a path": lambda content: {**content, "model_type": "../../canary/file"},
+        "layers": lambda content: {**content, "num_hidden_layers": 300_000},
+        "many layers": lambda content: {**content, "num_hidden_layers": 999},
+        "width": lambda content: {**content, "hidden_size": 10**9},
+        "vocabulary": lambda content: {**content, "vocab_size": 10**12},
+        "heads": lambda content: {**content, "num_attention_heads": 10**9},
+        "no heads": lambda content: {**content, "num_attention_heads": 0},
+        "negative": lambda content: {**content, "hidden_size": -32},
+        "a word for a number": lambda content: {**content, "hidden_size": "32"},
+        "a list for a number": lambda content: {**content, "hidden_size": [32]},
+        "no epsilon": lambda content: {**content, "rms_norm_eps": float("nan")},
+        "an end that is no token": lambda content: {**content, "eos_token_id": 10**12},
+        "a negative end": lambda content: {**content, "eos_token_id": -5},
+        "an end of words": lambda content: {**content, "eos_token_id": ["a", {}]},
+    }
+    for name, change in changes.items():
+        for verb in ("convert", "generate"):
+            yield Case(f"public: {name}, {verb}", json_of("public/config.json", change), verb, "public")
+
+    def pickled(desk: Path) -> None:
+        (desk / "public" / "model.safetensors").unlink()
+        torch.save({"weights": Bomb()}, desk / "public" / "pytorch_model.bin")
+
+    def header(size: int, text: bytes) -> Attack:
+        return with_bytes("public/model.safetensors", size.to_bytes(8, "little") + text)
+
+    spec = {"dtype": "F32", "shape": [10**9, 10**9], "data_offsets": [0, 4]}
+    entry = json.dumps({"model.embed_tokens.weight": spec}).encode()
+    yield Case("public: weights in a pickle", pickled, "convert", "public")
+    yield Case("public: a header of 2^60 bytes", header(1 << 60, b"{}"), "convert", "public")
+    yield Case("public: a deep header", header(100_000, b"[" * 100_000), "convert", "public")
+    yield Case("public: a shape without bytes", header(len(entry), entry + b"\0" * 4), "convert", "public")
+    for name, key in (("dots", "../../canary/x"), ("a path", "/etc/passwd"), ("a lookalike", "a/../a.safetensors")):
+        places = json.dumps({"weight_map": {"model.embed_tokens.weight": key}}).encode()
+        attack = with_bytes("public/model.safetensors.index.json", places)
+        yield Case(f"public: an index with {name}", attack, "convert", "public")
+
+
+def prepare(desk: Path, run: Callable[..., None], done: Path) -> None:
+    """Write the folders of `INPUTS` into the working directory.
+
+    Args:
+        desk: The working directory.
+        run: Runs a command line there.
+        done: A finished run, which stays as it is.
+    """
+    shutil.copytree(done, desk / "mine")
+    shutil.copytree(done, desk / "theirs")
+    rewrite(desk / "theirs", lambda contents: None)
+    run("export", "--checkpoint=theirs", "--output=exported")
+    stack = "{class_path: zoo.lm.Uniform, init_args: {mixer: mixers.SoftmaxAttention}}"
+    run("fit", "--config=tiny.yaml", f"--model.stack={stack}", "--run=transformer")
+    run("convert", "--checkpoint=runs/transformer", "--to=huggingface", "--output=public")
+    (desk / "runs" / "transformer").rename(desk / "transformer")
+    (desk / "runs").rmdir()
+    run("evaluate", "--checkpoint=mine", "--tasks=passkey", "--lengths=[256]", "--samples=1", "--output=evaluation")
+    (desk / "layers.yaml").write_text("base: [gdn_h2.yaml, tiny.yaml]\naxes: {model.num_layers: [3]}\n")
+    for name in ("a", "b"):
+        shutil.copytree(desk / "theirs", desk / "sweep" / name)
+    row = "seed=0,complete,9000,3.5"
+    (desk / "sweep" / "sweep.csv").write_text(f"name,status,parameters,val_loss\na,{row}\nb,{row}\n")
+    shutil.copy(done / "loss.png", desk / "sweep" / "sweep.png")
+    (desk / "evil.py").write_text("open('canary', 'w').close()\nclass Evil:\n    pass\n")
+    (desk / "evil.yaml").write_text(yaml.safe_dump({"class_path": "evil.Evil"}))
+    (desk / "secret.txt").write_text("secret " * 1000)

@@ -1,0 +1,87 @@
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, get_args
+
+import lightning as L
+import pytest
+import torch
+
+import mixers
+import zoo
+from kernels import UserError
+from zoo.config.components import component, hints, subclasses
+from zoo.config.own import COMPONENTS, own_component
+from zoo.config.parser import CLASSES
+from zoo.config.trust import vet_model
+
+
+def modules(package: ModuleType) -> Iterator[ModuleType]:
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not found.name.endswith("__main__"):
+            yield importlib.import_module(found.name)
+
+
+def parts_of(hint: Any) -> Iterator[Any]:
+    yield hint
+    for part in get_args(hint):
+        yield from parts_of(part)
+
+
+def bases_of(cls: type) -> set[type]:
+    found = {component(part) for hint in hints(cls).values() for part in parts_of(hint) if not isinstance(part, list)}
+    return {base for base in found if base is not None}
+
+
+def test_the_table_has_every_component():
+    """All classes of this project that a config can name: subclasses of what some constructor takes."""
+    own = {value for package in (mixers, zoo) for module in modules(package) for value in vars(module).values()
+           if isinstance(value, type) and value.__module__.startswith(("mixers.", "zoo."))}  # fmt: skip
+    bases: set[type] = {L.LightningDataModule}
+    waiting = [cls for cls in CLASSES.values() if cls is not L.Trainer]
+    seen: set[type] = set()
+    while waiting:
+        cls = waiting.pop()
+        if cls not in seen:
+            seen.add(cls)
+            new = bases_of(cls) - {torch.utils.data.Dataset}
+            bases |= new
+            waiting += [other for base in bases for other in subclasses(base) | {base} if other in own]
+    fitting = {cls for cls in own for base in bases if issubclass(cls, base) and not inspect.isabstract(cls)}
+    ABSTRACT = {"Associative", "Expansion", "FeatureMap", "LinearMixer", "Norm", "Output", "ResumableData"}
+    ABSTRACT |= {"Site", "Stack", "TaskData", "TokenisedText", "TokenMixer", "TokenTask"}
+    missing = {cls.__name__ for cls in fitting - {*COMPONENTS} if not cls.__name__.startswith("_")}
+    assert missing <= ABSTRACT
+
+
+def test_names_are_those_of_one_class():
+    assert len({cls.__name__ for cls in COMPONENTS}) == len(COMPONENTS)
+    for cls in COMPONENTS:
+        assert own_component(cls.__name__) is cls
+        assert own_component(f"{cls.__module__}.{cls.__qualname__}") is cls
+
+
+def test_exported_names():
+    assert own_component("mixers.GLA") is mixers.GLA
+    assert own_component("zoo.data.TextData") is zoo.data.TextData
+    assert own_component("torch.optim.SGD") is torch.optim.SGD
+    assert own_component("torch.optim.lr_scheduler.OneCycleLR") is torch.optim.lr_scheduler.OneCycleLR
+    for name in ("mixers.gla.mixers.GLA", "os.system", "zoo.sweeps.runner.Runner", "mixers.TokenMixer", ""):
+        assert own_component(name) is None
+
+
+def test_an_import_is_no_consent():
+    class Imported(mixers.GLA):
+        """A mixer that is in memory, which nobody registered."""
+
+    stack = {"class_path": "zoo.lm.Uniform", "init_args": {"mixer": f"{__name__}.{Imported.__name__}"}}
+    globals()["Imported"] = Imported
+    for name in (f"{__name__}.Imported", "Imported"):
+        stack["init_args"] = {"mixer": name}
+        with pytest.raises(UserError, match=r"was not written by you, and its model\.stack\.mixer names"):
+            vet_model({"stack": stack}, "theirs")
+    del globals()["Imported"]
+    stack["init_args"] = {"mixer": "mixers.GLA"}
+    vet_model({"stack": stack}, "theirs")

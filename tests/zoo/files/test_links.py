@@ -1,0 +1,79 @@
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels import UserError
+from zoo.files.atomic import atomic_write
+from zoo.files.links import check_inside, check_plain_folder, lock_of, open_in_place
+
+
+@pytest.mark.parametrize("mode", ["a", "ab+", "r+b", "wb"])
+def test_a_link_is_not_followed(tmp_path: Path, mode: Any):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "link").symlink_to("precious")
+    with pytest.raises(UserError, match="link is a symbolic link, and nothing is written through one"):
+        open_in_place(tmp_path / "link", mode)
+    with pytest.raises(UserError, match="link is a symbolic link"):
+        lock_of(tmp_path / "link")
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes with names")
+@pytest.mark.parametrize("mode", ["a", "ab+", "r+b", "wb"])
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path, mode: Any):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe is a pipe"):
+        open_in_place(tmp_path / "pipe", mode)
+
+
+def test_files_are_extended(tmp_path: Path):
+    for text in ("ä", "b"):
+        with open_in_place(tmp_path / "file", "a") as file:
+            file.write(text)
+    assert (tmp_path / "file").read_bytes() == "äb".encode()
+    with pytest.raises(FileNotFoundError):
+        open_in_place(tmp_path / "nothing", "r+b")
+
+
+def test_a_file_takes_the_place_of_a_link(tmp_path: Path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "link").symlink_to("precious")
+    with atomic_write(tmp_path / "link") as file:
+        file.write(b"new")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not (tmp_path / "link").is_symlink()
+
+
+def test_a_plain_folder(tmp_path: Path):
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a").touch()
+    os.link(folder / "a", folder / "deep" / "b")  # as last.ckpt and best.ckpt are
+    (tmp_path / "around").symlink_to(folder)
+    check_plain_folder(tmp_path / "around")
+    os.link(folder / "a", tmp_path / "outside")
+    with pytest.raises(UserError, match="with another name outside it"):
+        check_plain_folder(folder)
+    (tmp_path / "outside").unlink()
+    for target in ("a", "deep", "nowhere", tmp_path):
+        (folder / "deep" / "link").symlink_to(target)
+        with pytest.raises(UserError, match="deep/link in it is a symbolic link"):
+            check_plain_folder(folder)
+        (folder / "deep" / "link").unlink()
+
+
+def test_links_that_stay_inside(tmp_path: Path):
+    snapshot, blobs = tmp_path / "models--a" / "snapshots" / "1", tmp_path / "models--a" / "blobs"
+    (snapshot / "deep").mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "blob").touch()
+    (tmp_path / "else").touch()
+    for place in (snapshot / "file", snapshot / "deep" / "file"):
+        place.symlink_to(blobs / "blob")
+        check_inside(place, snapshot)
+        place.unlink()
+        place.symlink_to(tmp_path / "else")
+        with pytest.raises(UserError, match="a link that leaves its folder"):
+            check_inside(place, snapshot)

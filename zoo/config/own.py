@@ -1,0 +1,69 @@
+"""The components that any config may name: this project's, and PyTorch's optimisers and schedules.
+
+Whether a foreign config is built must not depend on which modules happen to be imported, so they are listed here.
+"""
+
+from functools import cache
+
+import torch
+
+import mixers
+import zoo.data
+import zoo.lm
+from mixers.expansion import Residual
+from mixers.tnl import LowRankGated
+from zoo.train.muon import Muon
+
+STACKS = (zoo.lm.H1, zoo.lm.H2, zoo.lm.Pattern, zoo.lm.Uniform)
+CHANNEL_MIXERS = (zoo.lm.ChannelMixer, zoo.lm.GLU, zoo.lm.SwiGLU)
+ENDS = (zoo.lm.Inputs, zoo.lm.Patches, zoo.lm.Classifier)
+MIXERS = (
+    *(mixers.Bidirectional, mixers.CosFormer2, mixers.DeltaNet, mixers.Expanded, mixers.GatedDeltaNet, mixers.GLA),
+    *(mixers.HGRN1, mixers.HGRN2, mixers.LinearAttention, mixers.Mamba1, mixers.Mamba2, mixers.RetNet),
+    *(mixers.SlidingWindowAttention, mixers.SoftmaxAttention, mixers.TNL, mixers.TPE, LowRankGated),
+)
+PARTS_OF_MIXERS = (
+    *(mixers.DPFP, mixers.HeadWise, mixers.LFM, mixers.LowRank, Residual),
+    *(mixers.ConstantDecay, mixers.LayerwiseAlibi, mixers.LayerwiseLinear, mixers.LowerBounds),
+    *(mixers.Discretisation, mixers.Mamba2Discretisation, mixers.LRPE, mixers.Rotary),
+    *(mixers.LayerNorm, mixers.RMSNorm, mixers.SimpleRMSNorm, mixers.ZeroCentredRMSNorm),
+    *(mixers.GatedRMSNorm, mixers.GateOnly, mixers.NormOnly),
+)
+DATA = (
+    *(zoo.data.Images, zoo.data.ListOps, zoo.data.MarkovChain, zoo.data.MixedText, zoo.data.MQAR, zoo.data.TextData),
+    *(zoo.data.TokenTasks, zoo.data.Digits),
+)
+TASKS = (
+    *(zoo.data.CompositionalRecall, zoo.data.ForgettingRecall, zoo.data.StackedRecall),
+    *(zoo.data.Compression, zoo.data.InContextRecall, zoo.data.Memorization, zoo.data.SelectiveCopy),
+)
+COMPONENTS: tuple[type, ...] = (*STACKS, *CHANNEL_MIXERS, *ENDS, *MIXERS, *PARTS_OF_MIXERS, *DATA, *TASKS, Muon)
+_PUBLIC = (mixers, zoo.lm, zoo.data, torch.optim, torch.optim.lr_scheduler)  # packages that export classes of modules
+
+
+def own_component(name: str) -> type | None:
+    """The component of this name, with or without its module; None if it is not one of the table."""
+    return _by_name().get(name)
+
+
+def registered(cls: type) -> bool:
+    """Whether a class was registered by `mixers.register`, also by an installed plug-in."""
+    return any(mixers.entry(name).mixer is cls for name in mixers.names())
+
+
+@cache
+def _by_name() -> dict[str, type]:
+    table: dict[str, type] = {}
+    for cls in (*_of_torch(), *COMPONENTS):  # where two have a name, it is that of ours
+        exported = [package.__name__ for package in _PUBLIC if getattr(package, cls.__name__, None) is cls]
+        table |= {f"{module}.{cls.__name__}": cls for module in (cls.__module__, *exported)}
+        table[cls.__name__] = cls
+    return table
+
+
+def _of_torch() -> list[type]:
+    """PyTorch's optimisers and schedules, which only compute."""
+    kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+    public = [(module, name) for module in (torch.optim, torch.optim.lr_scheduler) for name in module.__all__]
+    classes = [getattr(module, name) for module, name in public]
+    return [cls for cls in classes if isinstance(cls, type) and issubclass(cls, kinds)]

@@ -1,0 +1,136 @@
+"""Folders from elsewhere may hold symbolic links: nothing is written through one.
+
+A file that is written as a whole is replaced (`atomic.py`), and so is a link in its place. A file that is appended to
+or locked is opened here.
+"""
+
+import errno
+import os
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Literal, TextIO, overload
+
+from filelock import FileLock
+
+from kernels.errors import UserError
+
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither, and no links without special rights
+_NO_WAITING = getattr(os, "O_NONBLOCK", 0)  # a pipe would otherwise wait for its reader
+
+
+@overload
+def open_in_place(path: str | os.PathLike[str], mode: Literal["a"]) -> TextIO: ...
+@overload
+def open_in_place(path: str | os.PathLike[str], mode: Literal["ab", "ab+", "r+b", "wb"]) -> BinaryIO: ...
+def open_in_place(path: str | os.PathLike[str], mode: str) -> IO[Any]:
+    """Open a file to change or extend it, unless its name is a symbolic link or it is not a regular file.
+
+    Args:
+        path: The file.
+        mode: As for `open`; text is UTF-8.
+
+    Raises:
+        UserError: It is a link, a pipe or a device.
+        OSError: It cannot be opened.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        try:
+            descriptor = os.open(name, flags | _NO_FOLLOW | _NO_WAITING, 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP or (error.errno == errno.ENXIO and not os.path.isfile(name)):
+                raise _not_regular(path) from None
+            raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise _not_regular(path)
+        return descriptor
+
+    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
+
+
+def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file to read it, also through a link, unless it is a pipe or a device, which may have no end.
+
+    Raises:
+        UserError: It is.
+        OSError: It cannot be opened.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | _NO_WAITING)
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(descriptor)
+            raise UserError(f"{path} is a {_kind(mode)}, but a file is needed.")
+        return descriptor
+
+    return open(path, "rb", opener=opener)
+
+
+def check_in_place(path: str | os.PathLike[str]) -> None:
+    """Raise a UserError if `path` exists and `open_in_place` would refuse it."""
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise _not_regular(path)
+
+
+def lock_of(path: str | os.PathLike[str]) -> FileLock:
+    """A lock in the file `path`, which is created; older versions of filelock empty the target of a link.
+
+    Raises:
+        UserError: `path` is a link, a pipe or a device.
+    """
+    check_in_place(path)
+    return FileLock(path)
+
+
+def check_plain_folder(folder: Path) -> None:
+    """Raise a UserError unless a folder, which may itself be reached through a link, has only files and folders in it.
+
+    A file with another name outside the folder (a hard link) is refused, too, since what is appended to it appears
+    there.
+    """
+    seen, links = Counter[tuple[int, int]](), dict[tuple[int, int], tuple[int, str]]()
+    for parent, folders, files in os.walk(folder):
+        for name in sorted([*folders, *files]):
+            path = os.path.join(parent, name)
+            status = os.lstat(path)
+            if stat.S_ISREG(status.st_mode):
+                file = (status.st_dev, status.st_ino)
+                seen[file] += 1
+                links[file] = status.st_nlink, path
+            elif not stat.S_ISDIR(status.st_mode):
+                raise _foreign(folder, path, f"a {_kind(status.st_mode)}")
+    for file, (number, path) in links.items():
+        if number > seen[file]:
+            raise _foreign(folder, path, "a file with another name outside it (a hard link)")
+
+
+def check_inside(file: Path, folder: Path) -> None:
+    """Refuse a link that leaves a folder; one to the blobs of Hugging Face's cache does not.
+
+    Raises:
+        UserError: It does.
+    """
+    target, home = file.resolve(), folder.resolve()
+    blobs = [parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"]
+    if not target.is_relative_to(home) and target.parent not in blobs:
+        raise UserError(f"checkpoint: {file} is refused: it is a link that leaves its folder.")
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFLNK: "symbolic link", stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
+    return kinds.get(stat.S_IFMT(mode), "device")
+
+
+def _foreign(folder: Path, path: str, what: str) -> UserError:
+    return UserError(
+        f"{folder} was not written by you, and {path} in it is {what}, through which other files would be read or "
+        "written; remove it, or, if you trust who made it, add --trust (in Python: trust=True)."
+    )
+
+
+def _not_regular(path: str | os.PathLike[str]) -> UserError:
+    what = _kind(os.lstat(path).st_mode)
+    return UserError(f"{path} is a {what}, and nothing is written through one; put a file in its place, or remove it.")
