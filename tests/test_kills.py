@@ -1,10 +1,11 @@
 """Runs that are killed at random moments, again and again, and continued: nothing is wrong, lost, left over or stuck.
 
-    ZOO_KILLS=1 pytest -m slow tests/test_kills.py
+    pytest -m nightly tests/test_kills.py
 
-Each chain is one run. It is stopped up to three times by a random signal at a random moment, to one process or, as
-terminals and schedulers do, to its whole group; and it is started again by the command that a person would type. In the
-end it must have written what an uninterrupted run writes, bit for bit.
+Each chain is one run. It is stopped several times by a random signal, to one process or, as terminals and schedulers
+do, to its whole group; and it is started again by the command that a person would type. In the end it must have written
+what an uninterrupted run writes, bit for bit. In most chains the signals come at random steps, inside the run; in the
+others at any time, also while it starts or ends.
 """
 
 import json
@@ -30,24 +31,25 @@ from .fork_server import Nursery
 
 pytest_plugins = "tests.desk"
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
-    pytest.mark.skipif("ZOO_KILLS" not in os.environ, reason="takes ten minutes; ZOO_KILLS=1 runs it"),
 ]
 
 PATIENCE = 120  # seconds in which a process must end; many times what it takes
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # Stopped by a signal, or, by one that comes before the run listens or after it, killed or complete.
 CODES = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGHUP, 130, 0}
+STEPS = 24
 RUN = (
     *FIT,
-    "--trainer.max_steps=12",
+    f"--trainer.max_steps={STEPS}",
     "--trainer.val_check_interval=4",
     "--checkpoints.every_n_steps=3",
     "--optim.warmup_steps=2",
     "--optim.learning_rate=1e-2",
     "--trainer.log_every_n_steps=1",
 )
+EVALUATION = ("--tasks=perplexity,passkey", "--lengths=[64,128,256,512]", "--samples=8")
 MARK = "ZOO_TEST_CHAIN"  # in the environment of all that a chain starts
 
 
@@ -55,27 +57,37 @@ class Variant(NamedTuple):
     """What is switched on, and how many chains of it."""
 
     options: tuple[str, ...]
-    chains: int
-    environment: dict[str, str] = {}  # noqa: RUF012
+    inside: int  # chains whose signals come inside the run
+    anywhere: int = 1  # chains whose signals come at any time
 
 
 ACCUMULATE = ("--trainer.accumulate_grad_batches=3", "--trainer.val_check_interval=8")  # validations inside a step
 WORKERS = ("--data.num_workers=2",)
-TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
-SHARDED = "{class_path: zoo.train.fsdp2.FSDP2, init_args: {sharded_checkpoints: true}}"
+DDP = ("--trainer.devices=2", "--trainer.strategy=ddp")
+BACKGROUND = ("--config", "train/background_checkpoints.yaml")
+FSDP = "{class_path: zoo.train.fsdp2.FSDP2, init_args: {sharded_checkpoints: true}}"
+ZERO = ("--config", "train/cpu_deepspeed.yaml", "--trainer.accumulate_grad_batches=2")
 VARIANTS = {
-    "plain": Variant((), 8),
-    "accumulation": Variant(ACCUMULATE, 12),
-    "workers": Variant(WORKERS, 8),
-    "documents": Variant(("--config", "data/documents.yaml"), 6),
-    "mixture": Variant(("--config", "data/mixture.yaml"), 6),
-    "background": Variant(("--config", "train/background_checkpoints.yaml"), 6),
-    "together": Variant((*ACCUMULATE, *WORKERS, "--config", "data/documents.yaml"), 6),
-    "ddp": Variant((*TWO, *ACCUMULATE), 4),
-    "sharded": Variant((*TWO, f"--trainer.strategy={SHARDED}", "--trainer.accelerator=cpu", *ACCUMULATE), 4),
-    "zero2": Variant(("--config", "train/cpu_deepspeed.yaml", "--trainer.accumulate_grad_batches=2"), 4),
+    "plain": Variant((), 2, 4),
+    "accumulation": Variant(ACCUMULATE, 3, 4),
+    "workers": Variant(WORKERS, 2),
+    "documents": Variant(("--config", "data/documents.yaml"), 2),
+    "mixture": Variant(("--config", "data/mixture.yaml"), 2),
+    "background": Variant(BACKGROUND, 3, 2),
+    "together": Variant((*ACCUMULATE, *WORKERS, *BACKGROUND, "--config", "data/documents.yaml"), 3, 2),
+    "ddp": Variant((*DDP, *ACCUMULATE), 3),
+    "ddp-together": Variant((*DDP, *ACCUMULATE, *WORKERS, *BACKGROUND), 3),
+    "fsdp": Variant((*DDP, f"--trainer.strategy={FSDP}", "--trainer.accelerator=cpu", *ACCUMULATE, *WORKERS), 3),
+    "zero1": Variant((*ZERO, "--trainer.strategy.stage=1", *WORKERS), 2),
+    "zero2": Variant(ZERO, 2),
+    "zero3": Variant((*ZERO, "--trainer.strategy.stage=3"), 2),
 }
-CHAINS = [(name, number) for name, variant in VARIANTS.items() for number in range(variant.chains)]
+CHAINS = [
+    (name, where, number)
+    for name, variant in VARIANTS.items()
+    for where, count in (("inside", variant.inside), ("anywhere", variant.anywhere))
+    for number in range(count)
+]
 
 
 @pytest.fixture(scope="module")
@@ -149,36 +161,73 @@ class Chain:
 
     sessions: tuple[int, ...] = ()
 
-    def stop(self, number: int, after: float) -> None:
-        """Send a random signal after some seconds, to the process or to its group."""
+    def stop(self, number: int, moment: str) -> None:
+        """Send a random signal, to the process or to its group."""
         kind, group = self.random.choice(SIGNALS), self.random.random() < 0.5
-        time.sleep(after)
         with suppress(ProcessLookupError):  # it was faster
             os.killpg(number, kind) if group else os.kill(number, kind)
-        self.history.append(f"{kind.name}{' to the group' if group else ''} after {after:.2f} s")
+        self.history.append(f"{kind.name}{' to the group' if group else ''} {moment}")
 
     def told(self, what: str) -> str:
         return f"{self.name}: {what}; {'; '.join(self.history)}\n{self.log.read_text()[-3000:]}"
 
-    def survive(self, first: Callable[[], tuple[str, ...]], seconds: float, kills: int = 3) -> None:
+    def survive(self, first: Callable[[], tuple[str, ...]], wait: Callable[[int], str], kills: int = 3) -> int:
         """Start what `first` says until it completes, stopped some times on the way.
 
         Args:
             first: The command line, which depends on what is there.
-            seconds: How long it takes undisturbed.
+            wait: Waits until a process is to be stopped, and says when that is.
             kills: How often to stop it.
+
+        Returns:
+            How often it was stopped.
         """
         for attempt in range(kills + 1):
             number = self.start(*first())
             self.sessions = (*self.sessions, number)
             if attempt < kills:
-                self.stop(number, self.random.uniform(0, seconds))
+                self.stop(number, wait(number))
             code = self.end(number)
             assert code in CODES, self.told(f"exit code {code}")
             assert "Traceback" not in self.log.read_text(), self.told("a traceback")
             if code == 0 and attempt < kills:  # the signal came too late
-                return
+                return attempt
         assert code == 0, self.told(f"it was not stopped, and ended with {code}")
+        return kills
+
+    def after(self, seconds: float) -> Callable[[int], str]:
+        """Wait for a random time of at most some seconds."""
+
+        def wait(_: int) -> str:
+            time.sleep(moment := self.random.uniform(0, seconds))
+            return f"after {moment:.2f} s"
+
+        return wait
+
+    def at_progress(self, progress: Callable[[], int], end: int) -> Callable[[int], str]:
+        """Wait until a random number below `end`, above the one at the start, is reached."""
+
+        def wait(number: int) -> str:
+            goal = self.random.randint(min(progress() + 1, end - 1), end - 1)
+            while progress() < goal and is_running(number):
+                time.sleep(0.002)
+            time.sleep(self.random.uniform(0, 0.02))
+            return f"at {progress()} of {end}"
+
+        return wait
+
+
+def is_running(number: int) -> bool:
+    """Whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def lines(file: Path) -> int:
+    """The number of lines of a file; 0 without one."""
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
 
 
 def outcome(run: Path) -> dict[str, object]:
@@ -216,21 +265,26 @@ def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, shared_cac
     return run
 
 
-@pytest.mark.parametrize(("variant", "seed"), CHAINS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("variant", "where", "seed"), CHAINS)
 def test_a_run_survives(
-    variant: str, seed: int, whole: Callable, nursery: Nursery, tmp_path: Path, shared_cache: Path
+    variant: str, where: str, seed: int, whole: Callable, nursery: Nursery, tmp_path: Path, shared_cache: Path
 ) -> None:
     expected, seconds = whole(variant)
+    run = tmp_path / "runs" / variant
     with sitting_at(tmp_path, shared_cache):
         chain = Chain(nursery, tmp_path, variant, shared_cache, seed)
 
         def command() -> tuple[str, ...]:
-            if has_checkpoint(tmp_path / "runs" / variant):
+            if has_checkpoint(run):
                 return "fit", "--resume", f"runs/{variant}"
             return *RUN, *VARIANTS[variant].options, "--run", variant
 
-        chain.survive(command, seconds)
-    found = outcome(tmp_path / "runs" / variant)
+        if where == "inside":
+            stops = chain.survive(command, chain.at_progress(lambda: lines(run / "metrics.jsonl"), STEPS))
+            assert stops > 0, chain.told("no signal came inside the run")
+        else:
+            chain.survive(command, chain.after(seconds))
+    found = outcome(run)
     for what, value in expected.items():
         assert found[what] == value, chain.told(f"other {what}")
 
@@ -260,11 +314,43 @@ def test_tokenising_survives(seed: int, nursery: Nursery, tmp_path: Path) -> Non
             def command(name: str = name, run: Path = run) -> tuple[str, ...]:
                 return ("fit", "--resume", f"runs/{name}") if has_checkpoint(run) else (*FIT, *options, "--run", name)
 
-            start = time.monotonic()
-            chain.survive(command, seconds=4.0, kills=0 if name == "whole" else 3)
-            seconds = time.monotonic() - start
+            def size(cache: Path = cache) -> int:
+                return sum(file.stat().st_size for file in cache.rglob("*") if file.is_file()) // 10_000
+
+            if name == "whole":
+                chain.survive(command, chain.after(0.0), kills=0)
+                final = size()
+            else:
+                stops = chain.survive(command, chain.at_progress(size, final))
+                assert stops > 0, chain.told("no signal came while it tokenised")
         outcomes.append(outcome(run))
-    assert outcomes[0] == outcomes[1], chain.told(f"another outcome, after {seconds:.1f} s")
+    assert outcomes[0] == outcomes[1], chain.told("another outcome")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_evaluation_survives(
+    seed: int, nursery: Nursery, finished: Path, tmp_path: Path, shared_cache: Path
+) -> None:
+    """Its rows are those of an evaluation that was not stopped, each once."""
+    shutil.copytree(finished / "runs", tmp_path / "runs")
+    found = []
+    for name in ("whole", "killed"):
+        with sitting_at(tmp_path, shared_cache):
+            chain = Chain(nursery, tmp_path, name, shared_cache, seed)
+            command = ("evaluate", "--checkpoint", "runs/done", f"--output={name}", *EVALUATION)
+
+            def cells(name: str = name) -> int:
+                return lines(tmp_path / name / "rows.jsonl")
+
+            if name == "whole":
+                chain.survive(lambda command=command: command, chain.after(0.0), kills=0)
+                final = cells()
+            else:
+                stops = chain.survive(lambda command=command: command, chain.at_progress(cells, final), kills=2)
+                assert stops > 0, chain.told("no signal came inside the evaluation")
+        records = [json.loads(line) for line in (tmp_path / name / "rows.jsonl").read_text().splitlines()]
+        found.append(sorted(json.dumps([record["what"], record["rows"]], sort_keys=True) for record in records))
+    assert found[0] == found[1], chain.told("other rows")
 
 
 SWEEP = """
@@ -280,20 +366,22 @@ def test_a_sweep_survives(seed: int, nursery: Nursery, tmp_path: Path, shared_ca
     (tmp_path / "layers.yaml").write_text(SWEEP)
     tables = []
     for name in ("whole", "killed"):
+        folder = tmp_path / "runs" / name
         with sitting_at(tmp_path, shared_cache):
             chain = Chain(nursery, tmp_path, name, shared_cache, seed)
-            command = (
-                "sweep",
-                "--config",
-                "layers.yaml",
-                "--folder",
-                f"runs/{name}",
-                "--jobs=2",
-                "--trainer.max_steps=20",
-            )
-            chain.survive(lambda command=command: command, seconds=15.0, kills=0 if name == "whole" else 2)
-        rows = [json.loads(file.read_text()) for file in sorted((tmp_path / "runs" / name).glob("*/results.json"))]
+            options = ("--jobs=2", "--trainer.max_steps=20")
+            command = ("sweep", "--config", "layers.yaml", "--folder", f"runs/{name}", *options)
+
+            def steps(folder: Path = folder) -> int:
+                return sum(lines(file) for file in folder.glob("*/metrics.jsonl"))
+
+            if name == "whole":
+                chain.survive(lambda command=command: command, chain.after(0.0), kills=0)
+                final = steps()
+            else:
+                stops = chain.survive(lambda command=command: command, chain.at_progress(steps, final), kills=2)
+                assert stops > 0, chain.told("no signal came while runs were trained")
+        rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*/results.json"))]
         tables.append([(row["run"], row["status"], row["steps"], row["val_loss"]) for row in rows])
     assert len(tables[0]) == 4
     assert tables[0] == tables[1], chain.told("another table")
-    shutil.rmtree(tmp_path / "runs")
