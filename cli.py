@@ -181,8 +181,13 @@ def started() -> int:
         message = f"{error.strerror}{'' if error.filename is None else f': {error.filename}'}"
     if rank > 0:
         time.sleep(SAID_BY_ANOTHER)  # the first process makes most mistakes, too, says so, and ends the others
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"error: {printable(message)}\n")
     return 2
+
+
+def printable(text: str) -> str:
+    """A message on one line: names of foreign files may hold line breaks and codes that terminals obey."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 if __name__ == "__main__":

@@ -455,6 +455,15 @@ def test_nothing_waits_for_a_pipe(command: Command, theirs: Path, tmp_path: Path
     refused(command(*VERBS["fit"]))
 
 
+@pytest.mark.parametrize("name", ["the\nirs", "the\x1b[31mirs", "the\udc80irs"])
+def test_names_of_files_are_printed_and_not_obeyed(command: Command, theirs: Path, name: str):
+    rewrite(theirs, lambda contents: None)
+    (theirs / name).symlink_to("nowhere")
+    done = command(*VERBS["fit"])
+    refused(done)
+    assert name.encode("unicode_escape").decode() in done.err
+
+
 def test_a_hard_link_out_of_a_folder_is_refused(command: Command, theirs: Path, tmp_path: Path):
     rewrite(theirs, lambda contents: None)
     os.link(theirs / "metrics.jsonl", tmp_path / "outside")
