@@ -11,7 +11,9 @@ from rich.console import Console
 
 from kernels import UserError
 from zoo.files.atomic import atomic_write
+from zoo.files.regular import read_regular
 from zoo.report import pictures, repeat, tables
+from zoo.report.checks import is_png
 from zoo.report.folders import Found, read_folders
 
 ROOM = 300_000  # bytes of one picture that a sweep has drawn itself
@@ -51,16 +53,16 @@ def report(
     if file.suffix not in (".html", ".htm"):
         raise UserError(f"output: {file} is not named as a page; end it in .html (a browser prints it as a PDF)")
     found = read_folders(places)
-    page = _page(found, title, places)
+    page = _page(found, title, places).encode(errors="replace")  # JSON and YAML can hold half of a surrogate pair
     try:
         with atomic_write(file) as opened:
-            opened.write(page.encode())
+            opened.write(page)
     except OSError as error:
         raise UserError(f"output: {file} cannot be written: {error.strerror}") from None
     console = Console(quiet=not verbose)
     for sentence in found.missing:
         console.print(sentence, style="yellow", highlight=False, markup=False)
-    console.print(f"{file} ({len(page.encode()) / 1e6:.1f} MB)", style="dim", highlight=False, markup=False)
+    console.print(f"{file} ({len(page) / 1e6:.1f} MB)", style="dim", highlight=False, markup=False)
     return file
 
 
@@ -107,11 +109,15 @@ def _page(found: Found, title: str, places: Sequence[str | Path]) -> str:
 
 def _embedded(folder: Path, found: Found) -> str | None:
     """The picture that a sweep has drawn, as a data URL."""
-    file = folder / "sweep.png"
-    if not file.is_file():
+    if not (folder / "sweep.png").is_file():
         found.lacks(folder, "no sweep.png")
         return None
-    if file.stat().st_size > ROOM:
-        found.lacks(folder, f"sweep.png is larger than {ROOM // 1000} kB, so it is not in this page")
+    try:
+        data = read_regular(folder / "sweep.png", ROOM)
+        if not is_png(data):
+            raise UserError(f"{folder / 'sweep.png'} is not a PNG")
+    except UserError as error:
+        reason = str(error).removeprefix(f"{folder / 'sweep.png'} ")
+        found.lacks(folder, f"sweep.png {reason}, so it is not in this page")
         return None
-    return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
