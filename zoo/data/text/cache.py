@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from filelock import FileLock, Timeout
 from kernels.errors import UserError
 
 log = logging.getLogger(__name__)
+
+_TEMPORARY = re.compile(r"\.[a-z0-9_]{8}")  # the end of a name by `mkdtemp`
 
 
 def cache_folder() -> Path:
@@ -54,10 +57,9 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool =
                 temporary = folder.with_name(f".{folder.name}.partial")
                 temporary.mkdir(exist_ok=True)
             else:
-                for stale in folder.parent.glob(
-                    f".{folder.name}.*"
-                ):  # left by a killed process, since we hold the lock
-                    shutil.rmtree(stale, ignore_errors=True)
+                for stale in folder.parent.glob(f".{folder.name}.*"):
+                    if _TEMPORARY.fullmatch(stale.suffix):  # left by a killed process, since we hold the lock
+                        shutil.rmtree(stale, ignore_errors=True)
                 temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
             build(temporary)
             os.replace(temporary, folder)
