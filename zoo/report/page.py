@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kernels import UserError
 from zoo.files.atomic import atomic_write
+from zoo.files.output import check_output
 from zoo.files.regular import read_regular
 from zoo.report import pictures, repeat, tables
 from zoo.report.checks import is_png
@@ -21,7 +22,11 @@ WHOLE = 20  # runs whose whole configs are in the page
 
 
 def report(
-    folders: list[str] | str | Path, output: str | Path = "report.html", title: str = "Report", verbose: bool = True
+    folders: list[str] | str | Path,
+    output: str | Path = "report.html",
+    title: str = "Report",
+    verbose: bool = True,
+    overwrite: bool = False,
 ) -> Path:
     """Write runs, evaluations and sweeps as one HTML page for a colleague, which needs neither network nor server.
 
@@ -35,12 +40,13 @@ def report(
         output: The page to write, which ends in .html.
         title: Its heading.
         verbose: Whether to print what is missing, and the page's path and size.
+        overwrite: Whether to replace a page that exists.
 
     Returns:
         The page's path.
 
     Raises:
-        UserError: A folder holds nothing to report, the page cannot be written, or bokeh is not installed.
+        UserError: A folder holds nothing to report, the page exists or cannot be written, or bokeh is not installed.
     """
     if importlib.util.find_spec("bokeh") is None:
         raise UserError("report: needs bokeh; pip install 'token-mixer-zoo[report]'")
@@ -52,6 +58,7 @@ def report(
         raise UserError(f"output: {file} is a folder; name a file, such as report.html")
     if file.suffix not in (".html", ".htm"):
         raise UserError(f"output: {file} is not named as a page; end it in .html (a browser prints it as a PDF)")
+    check_output(file, "a page", overwrite)
     found = read_folders(places)
     page = _page(found, title, places).encode(errors="replace")  # JSON and YAML can hold half of a surrogate pair
     try:
