@@ -8,29 +8,34 @@ import tokenizers
 
 from kernels import UserError
 from zoo.conversion.folder import CONFIG, read_config, tokenizer_file
-from zoo.data.text.tokenizer import END_TOKENS, Tokenizer
+from zoo.data.text.foreign_tokenizer import told
+from zoo.data.text.tokenizer import END_TOKENS, Tokenizer, foreign
 
 DESCRIPTION = "tokenizer_config.json"
 
 
-def read_tokenizer(folder: Path) -> Tokenizer | None:
+def read_tokenizer(folder: Path, trust: bool = False) -> Tokenizer | None:
     """The tokenizer of a public folder; None if it has no `tokenizer.json`.
 
     The token that ends documents is the one that `tokenizer_config.json`, or else config.json, calls `eos`. Documents
-    start with a token if the tokenizer puts one before each text by itself.
+    start with a token if the tokenizer puts one before each text by itself. Unless trusted, one that may take much time
+    or memory is refused.
 
     Raises:
         UserError: The file is damaged, or says nowhere which token ends a document.
     """
     if (file := tokenizer_file(folder)) is None:
         return None
+    name = f"checkpoint: {file}"
     try:
-        found = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{name} cannot be read as text ({error}).") from None
+    found = foreign(text, name, trust)
+    with told(name):
         found.no_truncation()
         found.no_padding()
         alone = found.encode("").ids
-    except Exception as error:  # the library raises bare Exceptions
-        raise UserError(f"checkpoint: {file} is not a tokenizer.json ({' '.join(str(error).split())}).") from None
     first = found.id_to_token(alone[0]) if alone else None
     end = _named_end(folder, found)
     if end is None and not any(found.token_to_id(token) is not None for token in END_TOKENS):

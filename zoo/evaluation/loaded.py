@@ -167,6 +167,5 @@ def load_subject(
         "parameters": model.num_parameters(),
         "model": found.config["model"],
     }
-    return LoadedModel(
-        name, model, find_tokenizer(path), arguments.get("sequence_length"), batch_tokens, bf16, identity
-    )
+    tokenizer = find_tokenizer(path, trust)
+    return LoadedModel(name, model, tokenizer, arguments.get("sequence_length"), batch_tokens, bf16, identity)

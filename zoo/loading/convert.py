@@ -56,7 +56,7 @@ def convert(
     if to is None and not is_public(checkpoint):
         find(checkpoint)  # raises if there is nothing
         raise UserError(f"to: null makes a model of ours, which {checkpoint} is already; choose fla or huggingface.")
-    found, tokenizer = find(checkpoint), find_tokenizer(checkpoint)
+    found, tokenizer = find(checkpoint), find_tokenizer(checkpoint, trust)
     if tokenizer is None:
         log.warning("%s has no tokenizer.json, so the converted model has no tokenizer.", checkpoint)
     if to is None:

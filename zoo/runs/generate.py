@@ -44,7 +44,7 @@ def generate(
     """
     model = load(checkpoint, device=device or pick_device(None), trust=trust)
     check_predicts_tokens(model, "generate")  # otherwise the complaint would be about a missing tokenizer
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, trust)
     pieces = pieces_of(
         model,
         tokenizer,

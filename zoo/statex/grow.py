@@ -112,7 +112,7 @@ def statex(
     grown = grown_weights(after, before, weights, growing, init, seed)
     whole = {**saved.config, "model": config}
     signature = sign(whole) if trust or is_own(saved.config, saved.signature) else None
-    tokenizer = find_tokenizer(checkpoint)
+    tokenizer = find_tokenizer(checkpoint, trust)
     written = None if tokenizer is None else tokenizer.to_json()
     write_new_folder(folder, whole, grown, written, signature, max_shard_size)
     return Grown(folder, how, *sizes)

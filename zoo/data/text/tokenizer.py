@@ -3,17 +3,19 @@
 import hashlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text.cache import build_once, cache_folder
+from zoo.data.text.foreign_tokenizer import time_tokenizer, told, vet_tokenizer
 from zoo.files.sealed_json import read_sealed, write_sealed
 
 log = logging.getLogger(__name__)
@@ -24,10 +26,21 @@ SMALLEST_VOCABULARY = 257  # all bytes, and the end of a document
 # More text hardly changes the vocabulary, but training keeps all distinct words in memory.
 TRAINING_CHARACTERS = 200_000_000
 TRAINING_PIECE = 20_000
+LONGEST_WORD = 1000  # characters in training
+_KINDS = (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")  # of characters, as the library divides text into words
+_LONG_WORD = re.compile("|".join(f"{kind}{{{LONGEST_WORD}}}(?={kind})" for kind in _KINDS))
 _FORMAT = 1
 _CHECKSUM = "checksum.json"  # in the folder of a trained tokenizer
-# Letters, spaces and lines of all kinds, in the form that normalisers leave as it is.
-_PROBE = "A line,  Übergröße 字\n\tand 😀."
+# Letters, spaces and lines of all kinds, also where tokenizers strip them, and characters that normalisers replace.
+_PROBES = (
+    "A line,  Übergröße 字\n\tand 😀.",
+    " leads",
+    "  leads",
+    "trails \n ",
+    "\n\n lines",
+    "e\N{COMBINING ACUTE ACCENT} \N{ANGSTROM SIGN} \N{LATIN SMALL LIGATURE FI} \N{FULLWIDTH LATIN CAPITAL LETTER A}",
+)
+_PROBED_TOKENS = 1000  # added tokens, at most
 # Files of other libraries, and where a tokenizer.json comes from.
 _FOREIGN = {
     ".model": "SentencePiece; a tokenizer.json is needed, which is mostly published beside it",
@@ -108,11 +121,13 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, in several threads if the process may use them."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with told("data.tokenizer"):
+            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens spelt out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with told("data.tokenizer"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
         """Write the tokenizer to a file, or to `tokenizer.json` in an existing folder."""
@@ -143,29 +158,91 @@ class Tokenizer:
             raise UserError(f"{name} does not exist; a tokenizer.json or a folder with one is needed ({fetched}).")
         try:
             text = file.read_text(encoding="utf-8")
-            tokenizer, roles = tokenizers.Tokenizer.from_str(text), _roles(text)
-        except Exception as error:  # the library raises bare Exceptions
-            raise UserError(f"{name} is not a tokenizer.json ({error}).") from error
-        loaded = cls(tokenizer, name, eos_token or roles.get("eos"), bos_token or roles.get("bos"))
-        if (back := loaded.decode(loaded.encode(_PROBE))) != _PROBE:
-            raise UserError(
-                f"{name} does not keep text as it is: {_PROBE!r} comes back as {back!r}; it must be of bytes, or fall "
-                "back to them, as those of GPT-2 and Llama 2."
-            )
+        except (UnicodeDecodeError, OSError) as error:
+            raise UserError(f"{name} cannot be read as text ({error}).") from error
+        library, roles = foreign(text, name), _roles(text)
+        if _drop_composition(library):
+            log.warning("%s normalises text (NFC); that is left out, so that documents come back as they are.", name)
+        loaded = cls(library, name, eos_token or roles.get("eos"), bos_token or roles.get("bos"))
+        loaded.check_lossless(name)
         return loaded
+
+    def check_lossless(self, name: str) -> None:
+        """Check that texts come back as they are.
+
+        Raises:
+            UserError: One does not; the message begins with `name`.
+        """
+        added = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
+        texts = [*_PROBES, *(f"a  {token}  b" for token in added[:_PROBED_TOKENS])]
+        for text, ids in zip(texts, self.encode_batch(texts), strict=True):
+            if (back := self.decode(ids)) != text:
+                raise UserError(
+                    f"{name} does not keep text as it is: {text!r} comes back as {back!r}; it must be of bytes, or "
+                    "fall back to them, as those of GPT-2 and Llama 2."
+                )
+
+    def alike(self, other: "Tokenizer") -> bool:
+        """Return whether both give the same tokens, but for how they compose characters (NFC)."""
+        return self.hash == other.hash or _without_composition(self._json) == _without_composition(other._json)
 
     def to_json(self) -> str:
         """The content of `tokenizer.json`."""
         return self._json
 
     @classmethod
-    def from_json(cls, text: str) -> "Tokenizer":
-        """The tokenizer of a `to_json`."""
-        roles = _roles(text)
-        return cls(tokenizers.Tokenizer.from_str(text), "tokenizer", roles.get("eos"), roles.get("bos"))
+    def from_json(cls, text: str, name: str = "tokenizer", trust: bool = True) -> "Tokenizer":
+        """The tokenizer of a `to_json`.
+
+        Args:
+            text: The JSON.
+            name: Its name in error messages.
+            trust: Whether to use it without looking at what it may take time and memory for.
+
+        Raises:
+            UserError: It is not a tokenizer, does not have its tokens, or is not trusted and refused.
+        """
+        library, roles = foreign(text, name, trust), _roles(text)
+        return cls(library, name, roles.get("eos"), roles.get("bos"))
 
     def __reduce__(self) -> tuple:
         return Tokenizer.from_json, (self._json,)
+
+
+def foreign(text: str, name: str, trust: bool = False) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a `tokenizer.json` that someone else may have written.
+
+    Args:
+        text: The content of the file.
+        name: Its name in error messages.
+        trust: Whether to use it whatever time and memory it may take.
+
+    Raises:
+        UserError: It is not a tokenizer, or is not trusted and may take much time or memory to use.
+    """
+    if not trust:
+        vet_tokenizer(text, name)
+    try:
+        with told(name):
+            tokenizer = tokenizers.Tokenizer.from_str(text)
+    except UserError as error:
+        raise UserError(f"{name} is not a tokenizer.json ({str(error).removeprefix(name).strip()})") from None
+    if not trust:
+        time_tokenizer(tokenizer, name)
+    return tokenizer
+
+
+def _drop_composition(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Remove a normaliser that only composes characters; returns whether there was one."""
+    composes = isinstance(tokenizer.normalizer, normalizers.NFC)
+    if composes:
+        tokenizer.normalizer = None
+    return composes
+
+
+def _without_composition(text: str) -> Any:
+    content = json.loads(text)
+    return content | {"normalizer": None} if content.get("normalizer") == {"type": "NFC"} else content
 
 
 def _with_roles(text: str, roles: dict[str, str]) -> str:
@@ -252,12 +329,28 @@ def _head(corpus: Documents) -> Iterator[str]:
 
 
 def training_pieces(text: str) -> Iterator[str]:
-    """Cut a document into pieces of about 20,000 characters, after lines.
+    """Cut a document into pieces of about 20,000 characters, after lines, and inside words that no language has.
 
-    The library keeps hundreds of texts in memory at once, at 100 bytes per character.
+    The library keeps hundreds of texts in memory at once, at 100 bytes per character, and the time it takes grows with
+    the square of a word's length.
     """
     start = 0
     while start < len(text):
         end = text.find("\n", start + TRAINING_PIECE) + 1 or len(text)
-        yield text[start:end]
+        yield from _without_long_words(text[start:end])
         start = end
+
+
+def _without_long_words(piece: str) -> Iterator[str]:
+    """Cut runs of one kind of character after each `LONGEST_WORD`."""
+    words = piece.split()
+    spaces = len(piece) - sum(map(len, words)) - len(words)  # without those that separate words
+    if spaces < LONGEST_WORD and max(map(len, words), default=0) <= LONGEST_WORD:  # cheap, and nearly always so
+        yield piece
+        return
+    start = 0
+    for run in _LONG_WORD.finditer(piece):
+        yield piece[start : run.end()]
+        start = run.end()
+    if start < len(piece):
+        yield piece[start:]
