@@ -9,7 +9,7 @@ from zoo.checkpoints.signature import sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
 from zoo.conversion.convert import exported
 from zoo.conversion.folder import CONFIG, is_public
-from zoo.conversion.tokenizer import described
+from zoo.conversion.tokenizer import described, stop_config
 from zoo.files.output import check_output
 from zoo.loading.export import files_of_new_folder, write_new_folder
 from zoo.loading.load import build_described, find, find_tokenizer
@@ -67,7 +67,7 @@ def convert(
         return folder
     model, weights = build_described(found, trust)
     public = exported(model, weights, to)
-    ends = {} if tokenizer is None else {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id}
+    ends = {} if tokenizer is None else stop_config(tokenizer)
     files = {CONFIG: json.dumps({**public.config, **ends}, indent=2)}
     files |= {} if tokenizer is None else described(tokenizer)
     files[CARD] = model_card(folder.name, model, found.config, Path(checkpoint), public.family)

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,11 +70,13 @@ class Tokenizer:
         name: Its name in error messages.
         eos_token: The token that ends every document; None: the first of `END_TOKENS` that it has.
         bos_token: The token at the start of every document; None: no such token.
+        stop_tokens: Other tokens that end what a model writes, such as that of its turn in a dialogue.
 
     Attributes:
         vocab_size: The largest id + 1.
         eos_id: The id that ends every document.
         bos_id: The id at the start of every document, or None.
+        stop_ids: `eos_id`, and the ids of `stop_tokens`.
         hash: SHA-256 of the tokenizer's JSON; equal hashes mean equal tokenizers.
 
     Raises:
@@ -87,6 +89,7 @@ class Tokenizer:
         name: str = "tokenizer",
         eos_token: str | None = None,
         bos_token: str | None = None,
+        stop_tokens: Sequence[str] = (),
     ) -> None:
         tokenizer.no_truncation()  # some published files set it, which would lose text
         tokenizer.no_padding()
@@ -104,14 +107,19 @@ class Tokenizer:
                 special = [str(added) for added in tokenizer.get_added_tokens_decoder().values()]
                 hint = did_you_mean(token, special) or f"; its special tokens are {', '.join(special[:20]) or 'none'}."
                 raise UserError(f"{name} has no token {token!r} (data.{key}){hint}")
-        roles = {"eos": end} if end != default else {}
-        roles |= {} if bos_token is None else {"bos": bos_token}
-        if roles:
-            tokenizer.add_special_tokens(list(roles.values()))  # they keep their ids
+        roles = {"eos": [end]} if end != default else {}
+        roles |= {} if bos_token is None else {"bos": [bos_token]}
+        if stops := [token for token in dict.fromkeys(stop_tokens) if token != end and token in vocabulary]:
+            roles["stop"] = stops
+        # they keep their ids
+        tokenizer.add_special_tokens([token for role in ("eos", "bos") for token in roles.get(role, ())])
+        added = {str(token) for token in tokenizer.get_added_tokens_decoder().values()}
+        tokenizer.add_special_tokens([token for token in stops if token not in added])
         self._tokenizer = tokenizer
         self._json = _with_roles(tokenizer.to_str(), roles)
         self.eos_id: int = vocabulary[end]
         self.bos_id: int | None = None if bos_token is None else vocabulary[bos_token]
+        self.stop_ids: tuple[int, ...] = (self.eos_id, *(vocabulary[token] for token in stops))
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.hash: str = hashlib.sha256(self._json.encode()).hexdigest()
 
@@ -163,7 +171,8 @@ class Tokenizer:
         library, roles = foreign(text, name), _roles(text)
         if _drop_composition(library):
             log.warning("%s normalises text (NFC); that is left out, so that documents come back as they are.", name)
-        loaded = cls(library, name, eos_token or roles.get("eos"), bos_token or roles.get("bos"))
+        (eos, bos), stops = (next(iter(roles.get(role, ())), None) for role in ("eos", "bos")), roles.get("stop", ())
+        loaded = cls(library, name, eos_token or eos, bos_token or bos, stops)
         loaded.check_lossless(name)
         return loaded
 
@@ -183,8 +192,8 @@ class Tokenizer:
                 )
 
     def alike(self, other: "Tokenizer") -> bool:
-        """Return whether both give the same tokens, but for how they compose characters (NFC)."""
-        return self.hash == other.hash or _without_composition(self._json) == _without_composition(other._json)
+        """Return whether both read documents alike, but for how they compose characters (NFC)."""
+        return self.hash == other.hash or _as_read(self._json) == _as_read(other._json)
 
     def to_json(self) -> str:
         """The content of `tokenizer.json`."""
@@ -203,7 +212,8 @@ class Tokenizer:
             UserError: It is not a tokenizer, does not have its tokens, or is not trusted and refused.
         """
         library, roles = foreign(text, name, trust), _roles(text)
-        return cls(library, name, roles.get("eos"), roles.get("bos"))
+        eos, bos = (next(iter(roles.get(role, ())), None) for role in ("eos", "bos"))
+        return cls(library, name, eos, bos, roles.get("stop", ()))
 
     def __reduce__(self) -> tuple:
         return Tokenizer.from_json, (self._json,)
@@ -240,27 +250,35 @@ def _drop_composition(tokenizer: tokenizers.Tokenizer) -> bool:
     return composes
 
 
-def _without_composition(text: str) -> Any:
+def _as_read(text: str) -> Any:
+    """The content of a `tokenizer.json` without what plays no part in reading documents."""
     content = json.loads(text)
+    for token in content["added_tokens"]:
+        if roles := [role for role in token.pop(_ROLES, ()) if role != "stop"]:
+            token[_ROLES] = roles
     return content | {"normalizer": None} if content.get("normalizer") == {"type": "NFC"} else content
 
 
-def _with_roles(text: str, roles: dict[str, str]) -> str:
-    """The text of a `tokenizer.json` with roles (role → token) recorded in its added tokens."""
+def _with_roles(text: str, roles: dict[str, list[str]]) -> str:
+    """The text of a `tokenizer.json` with roles (role → tokens) recorded in its added tokens."""
     if not roles:
         return text
     content = json.loads(text)
     for token in content["added_tokens"]:
-        if token_roles := [role for role, name in roles.items() if name == token["content"]]:
+        if token_roles := [role for role, names in roles.items() if token["content"] in names]:
             token[_ROLES] = token_roles
     return json.dumps(content, ensure_ascii=False)
 
 
-def _roles(text: str) -> dict[str, str]:
-    """Role → token, as recorded by `_with_roles`."""
+def _roles(text: str) -> dict[str, list[str]]:
+    """Role → tokens, as recorded by `_with_roles`."""
     if _ROLES not in text:  # avoids parsing files of several MB
         return {}
-    return {role: token["content"] for token in json.loads(text)["added_tokens"] for role in token.get(_ROLES, [])}
+    roles: dict[str, list[str]] = {}
+    for token in json.loads(text)["added_tokens"]:
+        for role in token.get(_ROLES, []):
+            roles.setdefault(role, []).append(token["content"])
+    return roles
 
 
 def train_tokenizer(
