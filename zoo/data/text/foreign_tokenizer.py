@@ -221,12 +221,10 @@ def _alternative(pattern: str, position: int, depth: int) -> tuple[int, int, int
         counts = 0
         while count := _COUNT.match(pattern, position):
             position, counts = count.end(), counts + 1
-            if count[2] is not None:  # {3}
-                most, variable = int(count[2]), False
-            else:
-                ends = {"*": None, "+": None, "?": 1}
-                most = ends[count[1]] if count[1] in ends else int(count[4]) if count[4] else None
-                variable = True
+            variable = count[2] is None  # as {3} is not
+            ends = {"*": "", "+": "", "?": "1"}
+            end = ends[count[1]] if count[1] in ends else count[2] or count[4]
+            most = int(end) if end else None
             if counts > 1 or (not fixed and most != 1):
                 raise _Unsafe("it repeats what is repeated")
             choices, unbounded = choices + variable, unbounded + (most is None)

@@ -159,8 +159,8 @@ class Tokenizer:
         file = Path(path).expanduser()
         file = file / "tokenizer.json" if file.is_dir() else file
         name = name or f"data.tokenizer: {file}"
-        if library := _FOREIGN.get(file.suffix):
-            raise UserError(f"{name} is a file of {library}.")
+        if origin := _FOREIGN.get(file.suffix):
+            raise UserError(f"{name} is a file of {origin}.")
         if not file.is_file():
             fetched = "those of configs/data are fetched as the header of the config says"
             raise UserError(f"{name} does not exist; a tokenizer.json or a folder with one is needed ({fetched}).")
