@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ WARM_UP = 4  # steps
 WINDOWS = 10  # windows of steps, over which the median is taken
 LIMITS = {"32-true": 1e-4}  # largest relative difference of two losses
 LOW_PRECISION = 1e-2
+FITS = re.compile(r"(one-device|[\w.]+-[0-9]+)(\.log)?")  # names of runs and their logs
 
 
 class Way(NamedTuple):
@@ -288,6 +290,8 @@ def _emptied(report: Report) -> Path:
     if runs.exists():
         if not (report.folder / "bench.json").is_file():
             raise UserError(f"folder: {runs} exists and does not belong to a benchmark; choose another --folder")
+        if other := next((path for path in sorted(runs.iterdir()) if not FITS.fullmatch(path.name)), None):
+            raise UserError(f"folder: {other} is not a run of a benchmark; move it, or choose another --folder")
         shutil.rmtree(runs)
     (report.folder / "bench.png").unlink(missing_ok=True)
     runs.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -156,10 +157,10 @@ def write_tensor_files(weights: Weights, folder: Path, most_bytes: int = SHARD_B
 
 def _open_to_readers(file: Path) -> None:
     """Give a file the mode that new files have here: safetensors 0.8 writes its own for the user alone."""
-    new = file.with_name(f"{file.name}.mode")
-    new.touch()
-    file.chmod(new.stat().st_mode & 0o777)
-    new.unlink()
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as folder:
+        new = Path(folder) / "new"
+        new.touch()
+        file.chmod(new.stat().st_mode & 0o777)
 
 
 def _shards(specs: Mapping[str, Spec], most_bytes: int) -> Iterator[list[str]]:

@@ -28,6 +28,7 @@ from zoo.files.hashing import file_digest
 SHARDS = "shards"
 TENSORS = "tensors"  # an entry in `shards` that FSDP2's have (`fsdp_shards`) and ZeRO's have not
 _PREFIX = "shards-"
+_WRITTEN = re.compile(rf"{_PREFIX}\d{{8,}}(-\d+)?")  # the names of `new_shards`
 _FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
@@ -200,7 +201,8 @@ def remove_unused_shards(folder: Path) -> None:
         except Exception:
             return  # an unreadable checkpoint may name any of them
     for shards in folder.glob(f"{_PREFIX}*"):
-        if shards.is_dir() and shards.name not in used:
+        written = _WRITTEN.fullmatch(shards.name) and shards.is_dir() and not shards.is_symlink()
+        if written and shards.name not in used:
             shutil.rmtree(shards, ignore_errors=True)
 
 
@@ -225,6 +227,8 @@ def undivided(path: str | os.PathLike[str], shards: Mapping[str, Any]) -> Iterat
     from deepspeed.checkpoint.ds_to_universal import main
 
     folder = Path(path).parent / f".{shards['folder']}-undivided"
+    if folder.is_symlink():
+        raise UserError(f"{path} cannot be resharded: {folder} is a link, through which nothing is written.")
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
     folders = {"input_folder": str(Path(path).parent / shards["folder"]), "output_folder": str(folder)}
     settings = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}

@@ -79,7 +79,9 @@ def arguments_of(
         given = {option.partition("=")[0] for option in options}
         if parameters[positional].default is inspect.Parameter.empty and not {f"--{positional}", *PRINTING} & given:
             raise UserError(f"{positional}: missing; name at least one: python cli.py {verb} {positional.upper()} …")
-    options = _joined(options, lists)
+    members = {name: (parameters[name].annotation, *get_args(parameters[name].annotation)) for name in lists}
+    texts = [name for name in lists if list[str] in members[name] and str not in members[name]]
+    options = _joined(options, lists, texts)
     if plain:
         named = "" if keys is None else "configs are named by --config, and "
         raise UserError(f"{plain[0]!r}: an argument without a key; {named}options are written --key=value")
@@ -121,9 +123,19 @@ def _takes_list(annotation: Any) -> bool:
     return list in (get_origin(annotation), *map(get_origin, get_args(annotation)))
 
 
-def _joined(options: Sequence[str], lists: Collection[str]) -> list[str]:
-    """Options whose parameters take lists, given more than once, as one option with a list of all their values."""
+def _joined(options: Sequence[str], lists: Collection[str], texts: Collection[str]) -> list[str]:
+    """Options whose parameters take lists, given more than once, as one option with a list of all their values.
+
+    Args:
+        options: Options `--key=value`.
+        lists: Names of parameters that take lists.
+        texts: Those of them that take lists of strings only, to which one value is a list, too, unless it is JSON's.
+    """
     joined, given = [], dict[str, list[str]]()
+
+    def is_text(key: str, value: str) -> bool:
+        return key.removeprefix("--") in texts and not _is_json_list(value)
+
     for option in options:
         key, _, value = option.partition("=")
         if key.removeprefix("--") in lists:
@@ -132,8 +144,18 @@ def _joined(options: Sequence[str], lists: Collection[str]) -> list[str]:
             joined.append(option)
     return [
         *joined,
-        *(f"{key}={values[0] if len(values) == 1 else json.dumps(values)}" for key, values in given.items()),
+        *(
+            f"{key}={values[0] if len(values) == 1 and not is_text(key, values[0]) else json.dumps(values)}"
+            for key, values in given.items()
+        ),
     ]
+
+
+def _is_json_list(value: str) -> bool:
+    try:
+        return isinstance(json.loads(value), list)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[str]) -> Arguments:

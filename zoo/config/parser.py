@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+import jsonargparse._typehints
 import lightning as L
 import yaml
 from jsonargparse import ActionConfigFile, Namespace, get_loader, set_dumper, set_loader
@@ -22,6 +23,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 import mixers
 from kernels import BACKENDS, UserError
+from zoo.config.contradictions import check_overrides
 from zoo.config.explain import explain
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, as_arguments, load_config, load_items, without_null_groups
@@ -41,8 +43,27 @@ KEYS = ("seed_everything", "backend", "compile", "activation_checkpointing", "co
 # Between its own steps, jsonargparse writes components to YAML and reads them again. Its dumper writes the text "1e5"
 # without quotes, and its loader reads that as a number.
 _MODE = "quoting_yaml"
-set_loader(_MODE, get_loader("yaml"), exceptions=(yaml.YAMLError,))
+_LOAD = get_loader("yaml")
 set_dumper(_MODE, dump_yaml)
+
+
+def _whole(value: Any) -> Any:
+    """A value from YAML with 1e2 and 100.0 as 100, which keys for numbers of both kinds take.
+
+    0.0 and 1.0 stay, since for keys that take both kinds, 1 is one batch and 1.0 is all of them.
+    """
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    whole = isinstance(value, float) and 1 < abs(value) < 1 << 53 and value.is_integer()
+    return int(value) if whole else value
+
+
+set_loader(_MODE, lambda text: _whole(_LOAD(text)), exceptions=(yaml.YAMLError,))
+# single values are read without the loader (tried with jsonargparse 4.53, whose function this is)
+_read_value = jsonargparse._typehints.basic_json_or_yaml_load
+jsonargparse._typehints.basic_json_or_yaml_load = lambda text: _whole(_read_value(text))
 
 
 class ConfigFile(ActionConfigFile):
@@ -199,9 +220,11 @@ def to_arguments(configs_and_overrides: Iterable[Item]) -> list[str]:
     """Configs and overrides as command-line arguments for the parser.
 
     Raises:
-        UserError: A config is missing, or is not a YAML mapping.
+        UserError: A config is missing, is not a YAML mapping, or two overrides contradict each other.
     """
-    return [*as_arguments(without_null_groups(load_items(configs_and_overrides), GROUPS))]
+    items = without_null_groups(load_items(configs_and_overrides), GROUPS)
+    check_overrides(item for item in items if isinstance(item, str))
+    return [*as_arguments(items)]
 
 
 def read(*configs_and_overrides: Item) -> Namespace:

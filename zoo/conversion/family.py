@@ -13,7 +13,7 @@ from zoo.lm.model import LanguageModel
 Target = Literal["fla", "huggingface"]
 Config = Mapping[str, Any]
 
-
+TIED = "tie_word_embeddings"
 _LARGEST = 10_000_000  # of a size, so that a few digits cannot ask for all memory
 
 
@@ -41,7 +41,8 @@ class Family:
             all are listed: a rule counts where our model has its tensors.
         ignored: Patterns of names of theirs that are no weights, or of no use: rotary tables, heads for speculation.
         also: A further test of a config.json whose model_type another family has as well.
-        part: The key under which a config.json of a larger model holds that of its language model.
+        part: The key under which a config.json of a larger model holds that of its language model. What both have is
+            taken from there, except whether embeddings are tied.
     """
 
     name: str
@@ -67,7 +68,9 @@ class Family:
             UserError: It asks for something that our mixers cannot do; the key is named.
         """
         if self.part is not None and self.part in config:
-            config = {**{key: config[key] for key in self.keys if key in config}, **config[self.part]}
+            outer = {key: config[key] for key in self.keys if key in config}
+            # the larger model is who ties, or does not, whatever its language model would do alone
+            config = outer | config[self.part] | {key: outer[key] for key in (TIED,) if key in outer}
         for key, value in config.items():
             allowed = self.fixed.get(key)
             if allowed is not None and value not in allowed:

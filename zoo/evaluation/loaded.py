@@ -14,7 +14,7 @@ from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.evaluation.subject import Scored, TokenScores
 from zoo.files.hashing import files_digest
-from zoo.generation.generate import generate_tokens
+from zoo.generation.generate import generate_tokens, stop_ids
 from zoo.generation.read import at_once
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
@@ -69,15 +69,15 @@ class LoadedModel:
 
     def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """The likeliest next tokens after each prompt, up to the end of the document."""
-        eos = None if self.tokenizer is None else self.tokenizer.eos_id
+        stops = () if self.tokenizer is None else stop_ids(self.tokenizer)
         results: list[list[int]] = [[] for _ in prompts]
         for rows in self._batches([len(prompt) + max_new_tokens for prompt in prompts]):
             ids = [torch.tensor(prompts[row], device=self.device) for row in rows]
             with self._computing():
-                drawn = generate_tokens(self.model, ids, max_new_tokens=max_new_tokens, temperature=0, eos_id=eos)
+                drawn = generate_tokens(self.model, ids, max_new_tokens=max_new_tokens, temperature=0, eos_id=stops)
                 steps = torch.stack(list(drawn), 1).tolist()
             for row, tokens in zip(rows, steps, strict=True):
-                results[row] = list(itertools.takewhile(lambda token: token != eos, tokens))
+                results[row] = list(itertools.takewhile(lambda token: token not in stops, tokens))
         return results
 
     def log_likelihoods(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
@@ -167,6 +167,5 @@ def load_subject(
         "parameters": model.num_parameters(),
         "model": found.config["model"],
     }
-    return LoadedModel(
-        name, model, find_tokenizer(path), arguments.get("sequence_length"), batch_tokens, bf16, identity
-    )
+    tokenizer = find_tokenizer(path, trust)
+    return LoadedModel(name, model, tokenizer, arguments.get("sequence_length"), batch_tokens, bf16, identity)

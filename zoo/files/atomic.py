@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import BinaryIO
 from zoo.files.links import open_in_place
 
 _ABANDONED = 3600  # seconds without changes after which another machine's temporary file counts as abandoned
+_WRITER = re.compile(r"([^.]+)\.([0-9]+)\.[0-9]+\.partial")  # the end of a name by `_partial`
 
 
 @contextmanager
@@ -78,9 +80,12 @@ def _machine() -> str:
 def _remove_abandoned(path: Path) -> None:
     """Remove the temporary files of dead writers of `path`."""
     for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        machine, process = partial.name.removeprefix(f".{path.name}.").split(".")[:2]
+        written = _WRITER.fullmatch(partial.name.removeprefix(f".{path.name}."))
+        if written is None:  # someone else's file
+            continue
+        machine, process = written.groups()
         try:
-            if machine == _machine() and process.isdecimal() and os.name != "nt":
+            if machine == _machine() and os.name != "nt":
                 os.kill(int(process), 0)  # raises if the process does not exist
             elif time.time() - partial.stat().st_mtime > _ABANDONED:
                 partial.unlink()

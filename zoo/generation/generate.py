@@ -1,5 +1,6 @@
 """Text from a language model: the prompt in one call, then one token per call with the carried state."""
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
@@ -10,9 +11,11 @@ from torch import Tensor
 from kernels.errors import UserError
 from zoo.generation.decoder import Decoder
 from zoo.generation.read import read
+from zoo.generation.stops import until
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
 
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 2.0**-126, 1e30  # fp32 has no full precision below, and no room above
 WORTH_CAPTURING = 8  # tokens: capturing a CUDA graph takes as long as a few steps without one
 _INCOMPLETE = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
 
@@ -20,7 +23,7 @@ _INCOMPLETE = "\ufffd"  # what decoders return for bytes that are not, or not ye
 class Tokenizer(Protocol):
     """What generation needs from a tokenizer."""
 
-    eos_id: int
+    eos_id: int  # ends a document; `stop_ids`, which not all tokenizers have, are all ids that end a text
     bos_id: int | None  # the first token of every document, if there is one
 
     def encode(self, text: str) -> list[int]:
@@ -42,6 +45,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
+    stop: Sequence[str] = (),
 ) -> Iterator[str]:
     """Continue `prompt`, piece by piece as the text becomes known.
 
@@ -51,6 +55,7 @@ def generate(
         prompt: The text to continue, at the start of a document if the tokenizer has a token for that; an empty one
             starts a new document.
         max_new_tokens: Stop after this many tokens, or at the end of the document if that comes first.
+        stop: Strings that end the text before them.
         temperature: Divides the logits; 0 picks the likeliest token.
         top_k: Sample only from the k likeliest tokens.
         top_p: Sample only from the smallest set of likeliest tokens whose total probability is at least this.
@@ -61,8 +66,10 @@ def generate(
         piece; an incomplete one at the end is left out.
 
     Raises:
-        UserError: An argument is out of range.
+        UserError: An argument is out of range; while it generates, if the model's logits are not finite.
     """
+    if "" in stop:
+        raise UserError("stop: '' is in every text; name strings of at least one character.")
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     ids = start + tokenizer.encode(prompt) or [tokenizer.eos_id]
     prompts = torch.tensor([ids], device=next(model.parameters()).device)  # [1, P]
@@ -74,10 +81,15 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        eos_id=tokenizer.eos_id,
+        eos_id=stop_ids(tokenizer),
     )
-    new = (token for drawn in tokens if (token := int(drawn)) != tokenizer.eos_id)
-    return stream_text(tokenizer, ids if prompt else [], new)
+    new = itertools.takewhile(lambda token: token not in stop_ids(tokenizer), (int(drawn) for drawn in tokens))
+    return until(stream_text(tokenizer, ids if prompt else [], new), stop)
+
+
+def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """All ids that end a text, that of the end of a document first."""
+    return getattr(tokenizer, "stop_ids", (tokenizer.eos_id,))
 
 
 def generate_tokens(
@@ -89,7 +101,7 @@ def generate_tokens(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
 ) -> Iterator[Tensor]:
     """Continue several prompts together.
 
@@ -100,14 +112,15 @@ def generate_tokens(
         prompts: [B, P] int, P ≥ 1, or B vectors [P_i] of different lengths.
         max_new_tokens: Stop after this many tokens.
         temperature, top_k, top_p, seed: As in `generate`.
-        eos_id: Ends a sequence, which repeats it from then on; the iterator stops when all have ended. None for
-            sequences that never end.
+        eos_id: Ends a sequence, which repeats it (the first of several) from then on; the iterator stops when all have
+            ended. None for sequences that never end.
 
     Returns:
         An iterator over the next tokens, [B] int64 each.
 
     Raises:
-        UserError: An argument is out of range, or the model is a classifier.
+        UserError: An argument is out of range, or the model is a classifier; while it generates, if the model's logits
+            are not finite.
     """
     check_predicts_tokens(model, "generate")
     _check(max_new_tokens, temperature, top_k, top_p)  # not in the generator, which would raise at its first use only
@@ -121,7 +134,8 @@ def generate_tokens(
         raise UserError("prompts: there are none.")
     generator = torch.Generator(rows[0].device)
     generator.manual_seed(seed) if seed is not None else generator.seed()
-    return _tokens(model, rows, max_new_tokens, temperature, top_k, top_p, eos_id, generator)
+    stops = [] if eos_id is None else [eos_id] if isinstance(eos_id, int) else list(eos_id)
+    return _tokens(model, rows, max_new_tokens, temperature, top_k, top_p, stops, generator)
 
 
 def _tokens(
@@ -131,7 +145,7 @@ def _tokens(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
-    eos_id: int | None,
+    stops: list[int],
     generator: torch.Generator,
 ) -> Iterator[Tensor]:
     training = model.training
@@ -140,29 +154,43 @@ def _tokens(
         decoder = drawn = None
         capture = None if max_new_tokens > WORTH_CAPTURING else False
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts[0].device)
-        for _ in range(max_new_tokens):
+        broken, ends = ended.any(), torch.tensor(stops, dtype=torch.int64, device=ended.device)
+        for number in range(1, max_new_tokens + 1):
             with torch.no_grad():  # closed before the yield, as a generator's contexts leak into its caller
                 if decoder is None or drawn is None:
                     logits, state = read(model, prompts)
                     decoder = Decoder(model, state, capture=capture)
                 else:
                     logits = decoder(drawn[:, None])[:, -1]
+                broken = broken | ~logits.amax(-1).isfinite().all()  # NaN, or nothing to draw
                 drawn = _draw(logits, temperature, top_k, top_p, generator)
-            if eos_id is not None:
-                drawn = drawn.masked_fill(ended, eos_id)
-                ended = ended | (drawn == eos_id)
+            complete = False
+            if stops:
+                drawn = drawn.masked_fill(ended, stops[0])
+                ended = ended | torch.isin(drawn, ends)
+                complete, failed = torch.stack([ended.all(), broken]).tolist()  # the device is waited for once
+                _check_finite(failed, number)
             yield drawn
-            if eos_id is not None and bool(ended.all()):
+            if complete:
                 return
+        _check_finite(bool(broken), max_new_tokens)  # without an end, the device is waited for only here
     finally:
         model.train(training)
+
+
+def _check_finite(broken: bool, number: int) -> None:
+    if broken:
+        raise UserError(
+            f"generation ended at token {number}: the model's logits are NaN or infinite, as those of a model whose "
+            "training diverged are; try an earlier checkpoint."
+        )
 
 
 def _draw(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
     """Tokens [B] from logits [B, vocab], without waiting for the device."""
-    if temperature == 0:
+    if temperature < LOWEST_TEMPERATURE:
         return logits.argmax(-1)
     probabilities = sampling_probabilities(logits, temperature, top_k, top_p)
     # the first of exponential clocks with these rates: `multinomial` does the same, but waits to check its input
@@ -184,9 +212,12 @@ def sampling_probabilities(
         [B, vocab] fp32; each row sums to 1.
     """
     logits = logits.float()
-    if temperature == 0:
+    if temperature < LOWEST_TEMPERATURE:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    probabilities = (logits / temperature).softmax(-1)
+    # relative to the largest, of which no quotient overflows
+    probabilities = ((logits - logits.amax(-1, keepdim=True)) / min(temperature, HIGHEST_TEMPERATURE)).softmax(-1)
+    if top_p is not None and top_p >= 1:
+        top_p = None  # which keeps all, whatever their rounded sum is
     if top_k is None and top_p is None:
         return probabilities
     probabilities, order = probabilities.sort(stable=True, descending=True)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 
 from kernels import UserError
@@ -10,7 +9,8 @@ from zoo.checkpoints.signature import sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
 from zoo.conversion.convert import exported
 from zoo.conversion.folder import CONFIG, is_public
-from zoo.conversion.tokenizer import described
+from zoo.conversion.tokenizer import described, stop_config
+from zoo.files.output import check_output
 from zoo.loading.export import files_of_new_folder, write_new_folder
 from zoo.loading.load import build_described, find, find_tokenizer
 from zoo.loading.model_card import NAME as CARD
@@ -25,6 +25,7 @@ def convert(
     to: str | None = None,
     max_shard_size: int = SHARD_BYTES,
     trust: bool = False,
+    overwrite: bool = False,
 ) -> Path:
     """Convert a public checkpoint into a model of ours, or, with `to`, a model into a public layout.
 
@@ -34,28 +35,28 @@ def convert(
     Args:
         checkpoint: A folder of Hugging Face or flash-linear-attention; with `to` also a run's folder, a .ckpt file or
             an exported folder.
-        output: The folder to write, which must not exist.
+        output: The folder to write.
         to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
             hold the model, such as `hf_qwen3_next`; None for one of ours, as `export` writes.
         max_shard_size: Bytes of a file with weights, at most; larger models are divided.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
+        overwrite: Whether to replace a model of the same kind that was written there; other files in the folder stay.
 
     Returns:
         The folder.
 
     Raises:
         UserError: The checkpoint is unknown, incomplete, damaged or of a kind that cannot be converted, or the output
-            exists or cannot be written.
+            holds something else or cannot be written.
     """
     folder = Path(output)
-    if os.path.lexists(folder):
-        raise UserError(f"output: {folder} exists already; name a folder that does not.")
+    check_output(folder, "an exported model" if to is None else "a public model", overwrite, checkpoint)
     if max_shard_size < 1:
         raise UserError(f"max_shard_size: {max_shard_size} must be at least 1 byte.")
     if to is None and not is_public(checkpoint):
         find(checkpoint)  # raises if there is nothing
         raise UserError(f"to: null makes a model of ours, which {checkpoint} is already; choose fla or huggingface.")
-    found, tokenizer = find(checkpoint), find_tokenizer(checkpoint)
+    found, tokenizer = find(checkpoint), find_tokenizer(checkpoint, trust)
     if tokenizer is None:
         log.warning("%s has no tokenizer.json, so the converted model has no tokenizer.", checkpoint)
     if to is None:
@@ -66,7 +67,7 @@ def convert(
         return folder
     model, weights = build_described(found, trust)
     public = exported(model, weights, to)
-    ends = {} if tokenizer is None else {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id}
+    ends = {} if tokenizer is None else stop_config(tokenizer)
     files = {CONFIG: json.dumps({**public.config, **ends}, indent=2)}
     files |= {} if tokenizer is None else described(tokenizer)
     files[CARD] = model_card(folder.name, model, found.config, Path(checkpoint), public.family)

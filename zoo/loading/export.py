@@ -12,28 +12,31 @@ from torch import Tensor
 from kernels import UserError
 from zoo.checkpoints.tensor_files import SHARD_BYTES, Weights, write_tensor_files
 from zoo.files.atomic import atomic_write
+from zoo.files.output import check_output, replace_files
 from zoo.files.safe_yaml import dump_yaml
 from zoo.loading.hashes import NAME, hashes
 from zoo.loading.load import checkpoint_of, load, saved
 
 
-def export(checkpoint: str | Path, output: str | Path, trust: bool = False) -> Path:
+def export(checkpoint: str | Path, output: str | Path, trust: bool = False, overwrite: bool = False) -> Path:
     """Write a trained model to `model.safetensors`, `config.yaml` and, if it has a tokenizer, `tokenizer.json`.
 
     `load` and `optim.initial_weights` accept the folder. `hashes.json` lets `load` detect damaged files.
 
     Args:
         checkpoint: A run's folder or a .ckpt file; ZeRO shards are assembled to whole weights.
-        output: The folder to write; other files in it stay.
+        output: The folder to write.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
+        overwrite: Whether to replace a model that was exported there; other files in the folder stay.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: The model does not exist or is damaged, or the folder is not writable.
+        UserError: The model does not exist or is damaged, or the folder holds something else or is not writable.
     """
     file, folder = checkpoint_of(checkpoint), Path(output)
+    check_output(folder, "an exported model", overwrite)
     contents = saved(file)
     weights = load(file, trust=trust).state_dict()
     write_folder(folder, contents["config"], weights, contents["tokenizer"], contents.get("signature"))
@@ -45,10 +48,8 @@ def write_folder(
 ) -> None:
     """Write an exported folder: `config.yaml`, `model.safetensors`, `tokenizer.json` and `hashes.json`.
 
-    A folder that does not exist yet appears when it is complete.
-
     Args:
-        folder: The folder to write; other files in it stay.
+        folder: The folder to write, as `new_folder` does.
         config: The config of the model's run.
         weights: The model's state dict.
         tokenizer: The tokenizer as JSON; None if there is none.
@@ -80,7 +81,7 @@ def write_new_folder(
     signature: str | None,
     most_bytes: int = SHARD_BYTES,
 ) -> None:
-    """As `write_folder`, to a folder that does not exist yet; memory holds one shard of the weights at a time.
+    """As `write_folder`, but memory holds one shard of the weights at a time.
 
     Args:
         folder: The folder to write.
@@ -102,7 +103,7 @@ def write_new_folder(
 def files_of_new_folder(
     folder: Path, files: Mapping[str, str], weights: Weights, most_bytes: int
 ) -> Iterator[list[Path]]:
-    """Texts and weights in a new folder, which appears when the block ends without an error.
+    """Texts and weights in a `new_folder`, which appear when the block ends without an error.
 
     Args:
         folder: The folder.
@@ -129,17 +130,19 @@ def files_of_new_folder(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that takes its name when the block ends without an error; `folder` itself if it exists.
+    """A folder beside `folder` that takes its name when the block ends without an error.
+
+    If `folder` exists, which `check_output` is asked about before, its files are replaced then.
 
     Args:
         folder: The folder; the one around it is created if it does not exist.
     """
-    if folder.exists():
-        yield folder
-        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.", ignore_cleanup_errors=True) as temporary:
         partial = Path(temporary) / folder.name  # inside, as only its owner can read a temporary folder
         partial.mkdir()
         yield partial
-        partial.rename(folder)
+        if folder.is_dir():
+            replace_files(folder, partial)
+        else:
+            partial.rename(folder)

@@ -189,28 +189,36 @@ def _weights_of(found: Saved) -> Path:
     return found.files[0] if len(found.files) == 1 else found.source.parent
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, trust: bool = False) -> Tokenizer:
     """Load the tokenizer of a saved model (see `load`).
+
+    Args:
+        path: As for `load`.
+        trust: Whether to use it even if it may take much time or memory.
 
     Raises:
         UserError: There is no tokenizer, or it is damaged.
     """
-    if (tokenizer := find_tokenizer(path)) is None:
+    if (tokenizer := find_tokenizer(path, trust)) is None:
         raise UserError(
             f"checkpoint: {path} was saved without a tokenizer, so it cannot process text; zoo.load gives the model"
         )
     return tokenizer
 
 
-def find_tokenizer(path: str | Path) -> Tokenizer | None:
+def find_tokenizer(path: str | Path, trust: bool = False) -> Tokenizer | None:
     """The tokenizer of a saved model, or None if it has none.
+
+    Args:
+        path: As for `load`.
+        trust: Whether to use it even if it may take much time or memory.
 
     Raises:
         UserError: The model does not exist, or the tokenizer is damaged.
     """
     folder = Path(path)
     if is_public(folder):
-        return read_tokenizer(folder)
+        return read_tokenizer(folder, trust)
     if (file := folder / "tokenizer.json").is_file():
         check_hashes(folder)
         text = _read_text(file)
@@ -221,12 +229,7 @@ def find_tokenizer(path: str | Path) -> Tokenizer | None:
         text = saved(file)["tokenizer"]
         if text is None:
             return None
-    try:
-        return Tokenizer.from_json(text)
-    except UserError:
-        raise
-    except Exception as error:  # the library raises many types for invalid JSON
-        raise UserError(f"checkpoint: the tokenizer of {file} cannot be read: {error}") from None
+    return Tokenizer.from_json(text, f"checkpoint: the tokenizer of {file}", trust)
 
 
 def saved(file: Path) -> dict[str, Any]:

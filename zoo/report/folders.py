@@ -1,19 +1,23 @@
 """What lies in the folders that are reported on: runs, evaluations, sweeps."""
 
-import csv
-import json
-from collections.abc import Iterable
+import io
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kernels import UserError
-from zoo.files.safe_yaml import read_yaml
-from zoo.train.metrics_file import read_metrics
-from zoo.train.results import read_row
+from zoo.files.regular import read_regular
+from zoo.report.checks import Plain, parse_config, parse_record, parse_results, parse_samples, parse_sweep
+from zoo.train.metrics_file import line_list, parse_metrics
 
-Plain = dict[str, Any]
 NAMED = 3  # folders in a sentence about what they lack
+MAX_BYTES = {"metrics.jsonl": 1 << 30, "rows.jsonl": 1 << 26, "samples.txt": 1 << 26}  # largest files that are read
+MAX_OTHER = 1 << 22  # largest of the others
+MAX_SAMPLES = 300_000  # characters of a run's last samples
+T = TypeVar("T")
 SAMPLE = "── sample after "  # how each sample in samples.txt begins
 
 
@@ -26,6 +30,7 @@ class Run:
         folder: Its folder.
         row: Its results.
         config: Its config, dotted keys to values.
+        config_text: Its config as YAML.
         metrics: Its logged steps.
         samples: The text that it wrote last.
     """
@@ -34,6 +39,7 @@ class Run:
     folder: Path
     row: Plain
     config: Plain
+    config_text: str
     metrics: list[Plain]
     samples: str
 
@@ -64,7 +70,7 @@ class Found:
         sentences = []
         for what, folders in self.lacking.items():
             more = f" and {len(folders) - NAMED} more" if len(folders) > NAMED else ""
-            sentences.append(f"{', '.join(folders[:NAMED])}{more}: {what}.")
+            sentences.append(_printable(f"{', '.join(folders[:NAMED])}{more}: {what}."))
         return sentences
 
 
@@ -79,6 +85,9 @@ def read_folders(folders: Iterable[str | Path]) -> Found:
         if not folder.is_dir():
             raise UserError(f"folders: {folder} is no folder; name those of runs, evaluations or sweeps")
         inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+        for link in filter(Path.is_symlink, inside):
+            found.lacks(link, "a link, which may lead to what nobody meant to show, and so left out")
+        inside = [run for run in inside if not run.is_symlink()]
         is_run, is_evaluation = _is_run(folder), (folder / "rows.jsonl").is_file()
         if not (inside or is_run or is_evaluation):
             raise UserError(f"folders: {folder} holds no run (config.yaml), evaluation (rows.jsonl) or sweep (runs)")
@@ -86,8 +95,10 @@ def read_folders(folders: Iterable[str | Path]) -> Found:
         if is_evaluation:
             found.evaluations[folder] = _records(folder, found)
         if inside and (folder / "sweep.csv").is_file():
-            with open(folder / "sweep.csv", newline="", encoding="utf-8") as file:
-                found.sweeps[folder] = list(csv.DictReader(file))
+            rows, bad = _parsed(folder, "sweep.csv", parse_sweep, found) or ([], [])
+            found.sweeps[folder] = rows
+            if bad:
+                found.lacks(folder, f"sweep.csv has damaged lines, which are left out: {line_list(bad)}")
         elif inside and not (folder / "comparison.json").is_file():
             found.lacks(folder, "no sweep.csv, which a sweep writes when it ends")
     names = _names([*runs])
@@ -110,29 +121,52 @@ def _names(folders: list[Path]) -> list[str]:
 
 
 def _run(folder: Path, name: str, found: Found) -> Run:
-    row, metrics, config, samples = dict[str, Any](), list[Plain](), dict[str, Any](), ""
-    try:
-        results = read_row(folder)
-        if results is None:
-            found.lacks(folder, "no results.json, as of a run that has not ended, so no sizes and losses in the table")
-        else:
-            row = results
-    except UserError:
-        found.lacks(folder, "results.json is damaged, so there are no sizes and losses in the table")
-    if (folder / "metrics.jsonl").is_file():
-        metrics = read_metrics(folder / "metrics.jsonl")
-    if not metrics:
-        found.lacks(folder, "no metrics.jsonl with a logged step, so no curve")
-    try:
-        config = dict(flat(read_yaml(folder / "config.yaml")))
-    except UserError:
+    row, metrics, config, config_text = dict[str, Any](), list[Plain](), dict[str, Any](), ""
+    logged: list[Plain] | None = []
+    if not os.path.lexists(folder / "results.json"):
+        found.lacks(folder, "no results.json, as of a run that has not ended, so no sizes and losses in the table")
+    elif (parsed_row := _parsed(folder, "results.json", parse_results, found)) is not None:
+        row = parsed_row
+    if not (folder / "config.yaml").is_file():
         found.lacks(folder, "no config.yaml that can be read, so no comparison with others")
-    if (folder / "samples.txt").is_file():
-        samples = _last((folder / "samples.txt").read_text(encoding="utf-8", errors="replace"))
+    elif (parsed := _parsed(folder, "config.yaml", parse_config, found)) is not None:
+        config, config_text = dict(flat(parsed[0])), parsed[1]
+    if (folder / "metrics.jsonl").is_file():
+        logged = _parsed(folder, "metrics.jsonl", partial(_metrics, folder, found), found)
+        metrics = logged or []
+    if logged == []:
+        found.lacks(folder, "no metrics.jsonl with a logged step, so no curve")
     writes = (folder / "tokenizer.json").is_file() and config.get("samples.prompts") != []  # text, and was to show some
-    if writes and not samples:
+    text = _parsed(folder, "samples.txt", parse_samples, found) if (folder / "samples.txt").is_file() else ""
+    samples = _last(text or "")
+    if text is not None and writes and not samples:
         found.lacks(folder, "no samples.txt with a sample")
-    return Run(name, folder, row, config, metrics, samples)
+    if len(samples) > MAX_SAMPLES:
+        found.lacks(folder, f"samples.txt has more than {MAX_SAMPLES:,} characters of the last step; more are left out")
+        samples = samples[:MAX_SAMPLES]
+    return Run(name, folder, row, config, config_text, metrics, samples)
+
+
+def _parsed(folder: Path, name: str, parse: Callable[[bytes], T], found: Found) -> T | None:
+    """A file's content; None, and a note, if it is damaged or is not a regular file inside the folder."""
+    try:
+        data = read_regular(folder / name, MAX_BYTES.get(name, MAX_OTHER))
+    except UserError as error:
+        reason = str(error).removeprefix(f"{folder / name} ")
+        found.lacks(folder, f"{name} {reason}, so it is not in this page")
+        return None
+    try:
+        return parse(data)
+    except UserError as error:
+        found.lacks(folder, str(error).rstrip("."))
+        return None
+
+
+def _metrics(folder: Path, found: Found, data: bytes) -> list[Plain]:
+    rows, bad = parse_metrics(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors="replace"))
+    if bad:
+        found.lacks(folder, f"metrics.jsonl has damaged lines, which are left out: {line_list(bad)}")
+    return rows
 
 
 def flat(value: Any, key: str = "") -> Iterable[tuple[str, Any]]:
@@ -153,16 +187,25 @@ def _last(samples: str) -> str:
 
 
 def _records(folder: Path, found: Found) -> list[Plain]:
-    records, damaged = [], 0
-    for line in (folder / "rows.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-            if isinstance(record["rows"], list) and record["what"]["task"] and record["checkpoint"]:
-                records.append(record)
-        except (ValueError, KeyError, TypeError):
-            damaged += 1
-    if damaged:
-        found.lacks(folder, f"{damaged} of the lines in rows.jsonl are damaged and left out")
-    if not records:
+    records = _parsed(folder, "rows.jsonl", partial(_parse_records, folder, found), found)
+    if records == []:
         found.lacks(folder, "no results in rows.jsonl")
+    return records or []
+
+
+def _parse_records(folder: Path, found: Found, data: bytes) -> list[Plain]:
+    records, bad = [], []
+    for number, line in enumerate(data.decode(errors="replace").split("\n"), start=1):
+        try:
+            if line.strip():
+                records.append(parse_record(line))
+        except (ValueError, RecursionError):
+            bad.append(number)
+    if bad:
+        found.lacks(folder, f"rows.jsonl has damaged lines, which are left out: {line_list(bad)}")
     return records
+
+
+def _printable(text: str) -> str:
+    """A sentence for the terminal, to which names of files may contain commands."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)

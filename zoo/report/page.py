@@ -11,7 +11,10 @@ from rich.console import Console
 
 from kernels import UserError
 from zoo.files.atomic import atomic_write
+from zoo.files.output import check_output
+from zoo.files.regular import read_regular
 from zoo.report import pictures, repeat, tables
+from zoo.report.checks import is_png
 from zoo.report.folders import Found, read_folders
 
 ROOM = 300_000  # bytes of one picture that a sweep has drawn itself
@@ -19,7 +22,11 @@ WHOLE = 20  # runs whose whole configs are in the page
 
 
 def report(
-    folders: list[str] | str | Path, output: str | Path = "report.html", title: str = "Report", verbose: bool = True
+    folders: list[str] | str | Path,
+    output: str | Path = "report.html",
+    title: str = "Report",
+    verbose: bool = True,
+    overwrite: bool = False,
 ) -> Path:
     """Write runs, evaluations and sweeps as one HTML page for a colleague, which needs neither network nor server.
 
@@ -33,12 +40,13 @@ def report(
         output: The page to write, which ends in .html.
         title: Its heading.
         verbose: Whether to print what is missing, and the page's path and size.
+        overwrite: Whether to replace a page that exists.
 
     Returns:
         The page's path.
 
     Raises:
-        UserError: A folder holds nothing to report, the page cannot be written, or bokeh is not installed.
+        UserError: A folder holds nothing to report, the page exists or cannot be written, or bokeh is not installed.
     """
     if importlib.util.find_spec("bokeh") is None:
         raise UserError("report: needs bokeh; pip install 'token-mixer-zoo[report]'")
@@ -50,17 +58,18 @@ def report(
         raise UserError(f"output: {file} is a folder; name a file, such as report.html")
     if file.suffix not in (".html", ".htm"):
         raise UserError(f"output: {file} is not named as a page; end it in .html (a browser prints it as a PDF)")
+    check_output(file, "a page", overwrite)
     found = read_folders(places)
-    page = _page(found, title, places)
+    page = _page(found, title, places).encode(errors="replace")  # JSON and YAML can hold half of a surrogate pair
     try:
         with atomic_write(file) as opened:
-            opened.write(page.encode())
+            opened.write(page)
     except OSError as error:
         raise UserError(f"output: {file} cannot be written: {error.strerror}") from None
     console = Console(quiet=not verbose)
     for sentence in found.missing:
         console.print(sentence, style="yellow", highlight=False, markup=False)
-    console.print(f"{file} ({len(page.encode()) / 1e6:.1f} MB)", style="dim", highlight=False, markup=False)
+    console.print(f"{file} ({len(page) / 1e6:.1f} MB)", style="dim", highlight=False, markup=False)
     return file
 
 
@@ -107,11 +116,15 @@ def _page(found: Found, title: str, places: Sequence[str | Path]) -> str:
 
 def _embedded(folder: Path, found: Found) -> str | None:
     """The picture that a sweep has drawn, as a data URL."""
-    file = folder / "sweep.png"
-    if not file.is_file():
+    if not (folder / "sweep.png").is_file():
         found.lacks(folder, "no sweep.png")
         return None
-    if file.stat().st_size > ROOM:
-        found.lacks(folder, f"sweep.png is larger than {ROOM // 1000} kB, so it is not in this page")
+    try:
+        data = read_regular(folder / "sweep.png", ROOM)
+        if not is_png(data):
+            raise UserError(f"{folder / 'sweep.png'} is not a PNG")
+    except UserError as error:
+        reason = str(error).removeprefix(f"{folder / 'sweep.png'} ")
+        found.lacks(folder, f"sweep.png {reason}, so it is not in this page")
         return None
-    return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"

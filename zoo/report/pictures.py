@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from zoo.evaluation.report import COLOURS, is_fraction
-from zoo.report.folders import Plain, Run
+from zoo.report.checks import Plain
+from zoo.report.folders import Run
 from zoo.report.tables import axis_of, mean
+from zoo.train.metrics_file import is_number
 
 POINTS, MOST = 400, 40_000  # of a curve, and of all curves of a page
 LEGEND = 24  # lines, beyond which a legend hides more than it says
@@ -29,7 +31,8 @@ def losses(runs: Sequence[Run]) -> dict[str, Any]:
             points = [(row["tokens"], row[name]) for row in run.metrics if _has(row, "tokens") and _has(row, name)]
             if points:
                 at = np.unique(np.linspace(0, len(points) - 1, min(len(points), most)).astype(int))
-                lines[run.name] = np.array(points, np.float32)[at]
+                with np.errstate(over="ignore"):  # beyond its range it is infinity, which is not drawn
+                    lines[run.name] = np.array(points, np.float64)[at].astype(np.float32)
         if any(len(line) > 1 for line in lines.values()):
             drawn[title] = curves(title, lines, "tokens", "accuracy" if "accuracy" in name else "nats per token")
             drawn[title].sizing_mode = "stretch_width"
@@ -49,7 +52,7 @@ def evaluated(task: str, rows: Sequence[Plain]) -> dict[str, Any]:
     longest = max((row["length"] for row in rows if "position" in row and "length" in row), default=None)
     parts = {"position": [row for row in rows if "position" in row and row.get("length") == longest]}
     if (axis := axis_of(rows)) is not None:
-        parts[axis] = [row for row in rows if axis in row and "position" not in row]
+        parts[axis] = [row for row in rows if is_number(row.get(axis)) and "position" not in row]
     for over, chosen in parts.items():
         for metric in dict.fromkeys(row["metric"] for row in chosen):
             lines = _lines([row for row in chosen if row["metric"] == metric], over)
@@ -66,7 +69,10 @@ def _lines(rows: Sequence[Plain], over: str) -> dict[str, Any]:
         line = f"{row['model']} {row.get('subtask', '')}".strip()
         found.setdefault(line, {}).setdefault(row[over], []).append(row)
     means = {line: [(x, mean(points[x])) for x in sorted(points)] for line, points in found.items()}
-    return {line: np.array([p for p in points if p[1] is not None], np.float64) for line, points in means.items()}
+    return {
+        line: np.array([p for p in points if p[1] is not None], np.float64).reshape(-1, 2)
+        for line, points in means.items()
+    }
 
 
 def curves(title: str, lines: dict[str, Any], x: str, y: str) -> Any:
@@ -100,26 +106,27 @@ def heatmap(title: str, rows: Sequence[Plain]) -> Any:
     from bokeh.models import ColorBar, LinearColorMapper
     from bokeh.plotting import ColumnDataSource, figure
 
-    cells: dict[tuple[float, float], list[Plain]] = {}
+    cells: dict[tuple[str, str], list[Plain]] = {}
     for row in rows:
-        cells.setdefault((row["length"], row["depth"]), []).append(row)
-    lengths, depths = (sorted({place[i] for place in cells}) for i in range(2))
+        cells.setdefault((f"{row['length']:g}", f"{100 * row['depth']:g} %"), []).append(row)
+    lengths = dict.fromkeys(f"{length:g}" for length in sorted({row["length"] for row in rows}))
+    depths = dict.fromkeys(f"{100 * depth:g} %" for depth in sorted({row["depth"] for row in rows}, reverse=True))
     values = [mean(found) for found in cells.values()]
     metric = rows[0]["metric"]
     known = [value for value in values if value is not None]
     ends = (0.0, 1.0) if is_fraction(metric) else (min(known, default=0.0), max(known, default=1.0))
     mapper = LinearColorMapper(palette="Viridis256", low=ends[0], high=ends[1], nan_color="lightgrey")
     columns = {
-        "length": [f"{length:g}" for length, _ in cells],
-        "depth": [f"{100 * depth:g} %" for _, depth in cells],
+        "length": [length for length, _ in cells],
+        "depth": [depth for _, depth in cells],
         "value": [np.nan if value is None else value for value in values],
     }
     drawn = figure(
         title=title,
         width=min(WIDE, 240 + 60 * len(lengths)),
         height=130 + 30 * len(depths),
-        x_range=[f"{length:g}" for length in lengths],
-        y_range=[f"{100 * depth:g} %" for depth in reversed(depths)],
+        x_range=[*lengths],
+        y_range=[*depths],
         x_axis_label="length in tokens",
         y_axis_label="depth of the needle",
     )

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zoo.files.safe_yaml import dump_yaml, read_yaml
-from zoo.report.folders import Plain, Run
+from zoo.report.checks import Plain
+from zoo.report.folders import Run
+from zoo.train.metrics_file import is_number
 
 VERSIONS = ("commit", "zoo", "torch", "triton", "python", "device", "devices", "precision", "seed")
 
@@ -39,9 +40,7 @@ def of_run(run: Run, with_config: bool = True) -> Recipe:
         "--run",
         f"{run.folder.name}-again",
     ]
-    file = run.folder / "config.yaml"
-    config = dump_yaml(read_yaml(file)) if run.config and with_config else ""
-    return Recipe(run.name, shlex.join(command), _versions(run.row), config)
+    return Recipe(run.name, shlex.join(command), _versions(run.row), run.config_text if with_config else "")
 
 
 def of_evaluation(folder: Path, records: Sequence[Plain]) -> list[Recipe]:
@@ -55,7 +54,8 @@ def of_evaluation(folder: Path, records: Sequence[Plain]) -> list[Recipe]:
         what = group[0]["what"]
         options = {name: value for name, value in (what.get("options") or {}).items() if value is not None}
         for option, name in {"lengths": "length", "depths": "depth"}.items():
-            if values := sorted({each["what"]["cell"][name] for each in group if name in each["what"].get("cell", {})}):
+            cells = [each["what"].get("cell") or {} for each in group]
+            if values := sorted({cell[name] for cell in cells if is_number(cell.get(name))}):
                 options[option] = values
         if what.get("precision"):
             options["precision"] = what["precision"]

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zoo.evaluation.report import is_fraction
-from zoo.report.folders import Plain, Run
+from zoo.report.checks import Plain
+from zoo.report.folders import Run
+from zoo.train.metrics_file import is_number
 
 ABSENT = "–"
 TRAINED = {  # of results.json: heading → the number's name
@@ -50,7 +52,7 @@ def cell(value: Any, metric: str = "") -> Cell:
     """A value, in as many digits as a reader wants."""
     if value is None or value == "":
         return Cell(ABSENT, "")
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         text = value if isinstance(value, str) else json.dumps(value)
         return Cell(text, text)
     if is_fraction(metric):
@@ -142,19 +144,20 @@ def axis_of(rows: Iterable[Plain]) -> str | None:
 
 
 def _is_axis(name: str, value: Any) -> bool:
-    return name not in UNAXED and isinstance(value, int | float)
+    return name not in UNAXED and is_number(value)
 
 
 def measured(task: str, rows: Sequence[Plain]) -> Table:
     """A task: a row for each model and metric, a column for each value of its axis."""
     axis = axis_of(rows)
     kept = [row for row in rows if "position" not in row]  # of these there is a picture
-    values = sorted({row[axis] for row in kept if axis in row}) if axis else []
-    single = any(axis not in row for row in kept)
+    values = sorted({row[axis] for row in kept if is_number(row.get(axis))}) if axis else []
+    single = not axis or any(not is_number(row.get(axis)) for row in kept)
     lines: dict[tuple[str, str], dict[Any, list[Plain]]] = {}
     for row in kept:
         metric = f"{row.get('subtask', '')} {row['metric']}".strip()
-        lines.setdefault((row["model"], metric), {}).setdefault(row.get(axis) if axis else None, []).append(row)
+        place = row[axis] if axis and is_number(row.get(axis)) else None
+        lines.setdefault((row["model"], metric), {}).setdefault(place, []).append(row)
     columns = ["model", "metric", *(f"{axis} {value:g}".replace("_", " ") for value in values)]
     shown = []
     for (model, metric), found in lines.items():

@@ -130,7 +130,7 @@ def _check_tokenizer(initial_weights: str | None, tokenizer: Tokenizer | None) -
         trained = find_tokenizer(initial_weights)
     except UserError:  # weights alone, or nothing that can be read, which whoever loads them says
         return
-    if trained is not None and trained.to_json() != tokenizer.to_json():
+    if trained is not None and not trained.alike(tokenizer):
         raise UserError(
             f"data.tokenizer: {initial_weights} was trained with another tokenizer than that of the data; set "
             f"--data.tokenizer={initial_weights}, or start from its weights alone, a .safetensors file"

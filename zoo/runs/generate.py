@@ -18,6 +18,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = 0.95,
     seed: int | None = None,
+    stop: list[str] | None = None,
     device: str | None = None,
     trust: bool = False,
     stream: Callable[[str], object] | None = None,
@@ -32,6 +33,8 @@ def generate(
         top_k: Sample only from the k likeliest tokens.
         top_p: Sample only from the fewest likeliest tokens whose probabilities add up to this.
         seed: Seed of the sampling, for repeatable text.
+        stop: Strings that end the text before them, besides the tokens that the tokenizer and configs name; on the
+            command line --stop=A --stop=B, or a JSON list.
         device: Where to run: cpu, cuda, mps; null for the GPU if available.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         stream: Called with the prompt, and then with each piece of text as soon as it is generated.
@@ -40,11 +43,12 @@ def generate(
         The prompt and its continuation.
 
     Raises:
-        UserError: The model or device does not exist, the model is a classifier, or an argument is out of range.
+        UserError: The model or device does not exist, the model is a classifier, an argument is out of range, or
+            the model's logits are not finite.
     """
     model = load(checkpoint, device=device or pick_device(None), trust=trust)
     check_predicts_tokens(model, "generate")  # otherwise the complaint would be about a missing tokenizer
-    tokenizer = load_tokenizer(checkpoint)
+    tokenizer = load_tokenizer(checkpoint, trust)
     pieces = pieces_of(
         model,
         tokenizer,
@@ -54,6 +58,7 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        stop=[stop] if isinstance(stop, str) else stop or (),
     )
     text = ""
     for piece in itertools.chain([prompt], pieces):

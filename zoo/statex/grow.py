@@ -16,6 +16,7 @@ from zoo.checkpoints.signature import is_own, sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
 from zoo.config import from_config, parse, to_dict
 from zoo.config.moved import with_current_paths
+from zoo.files.output import check_output
 from zoo.lm import LanguageModel
 from zoo.loading.export import write_new_folder
 from zoo.loading.load import build_described, find, find_tokenizer
@@ -69,6 +70,7 @@ def statex(
     seed: int = 0,
     max_shard_size: int = SHARD_BYTES,
     trust: bool = False,
+    overwrite: bool = False,
 ) -> Grown:
     """Make the state of a trained model larger in some layers, to train it on (StateX).
 
@@ -76,7 +78,7 @@ def statex(
 
     Args:
         checkpoint: A run's folder, a .ckpt file or an exported folder.
-        output: The folder to write, which must not exist; `load`, `evaluate` and `optim.initial_weights` take it.
+        output: The folder to write; `load`, `evaluate` and `optim.initial_weights` take it.
         layers: How many layers grow, uniformly from the first; or a list of them, from 0.
         init: What happens to the weights of these layers: `reinit` draws those that mix tokens anew, `inherit` keeps
             them, `preserve` keeps what the model computes, where mathematics allows it.
@@ -86,18 +88,19 @@ def statex(
         seed: Seed of new weights.
         max_shard_size: Bytes of a file with weights, at most; larger models are divided.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
+        overwrite: Whether to replace a model that was exported there; other files in the folder stay.
 
     Returns:
         The folder, the layers, and the sizes before and after.
 
     Raises:
-        UserError: The model does not exist or is damaged, a layer cannot grow as asked, or the folder exists.
+        UserError: The model does not exist or is damaged, a layer cannot grow as asked, or the folder holds
+            something else.
     """
     if init not in INITS:
         raise UserError(f"init: {init!r} is not one of {', '.join(INITS)}{did_you_mean(init, list(INITS))}")
     folder = Path(output)
-    if folder.exists():
-        raise UserError(f"output: {folder} exists already; choose another folder, or remove it")
+    check_output(folder, "an exported model", overwrite, checkpoint)
     if max_shard_size < 1:
         raise UserError(f"max_shard_size: {max_shard_size} must be at least 1 byte")
     saved = find(checkpoint)
@@ -109,7 +112,7 @@ def statex(
     grown = grown_weights(after, before, weights, growing, init, seed)
     whole = {**saved.config, "model": config}
     signature = sign(whole) if trust or is_own(saved.config, saved.signature) else None
-    tokenizer = find_tokenizer(checkpoint)
+    tokenizer = find_tokenizer(checkpoint, trust)
     written = None if tokenizer is None else tokenizer.to_json()
     write_new_folder(folder, whole, grown, written, signature, max_shard_size)
     return Grown(folder, how, *sizes)

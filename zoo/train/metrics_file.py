@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -96,22 +97,47 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     A step that a resumed run repeated, since it came after the checkpoint, appears once, with its latest values. Lines
     that are not rows, such as a half-written one of a killed process, are skipped with a warning.
     """
-    rows: dict[int, dict[str, Any]] = {}
-    bad = []
     if not Path(path).is_file():
         log.warning("%s: there is none, as of a run with trainer.logger=false", path)
         return []
     with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-                rows.setdefault(int(row["step"]), {}).update(row)
-            except (ValueError, TypeError, KeyError, RecursionError):
-                bad.append(number)
+        rows, bad = parse_metrics(file)
     if bad:
-        listed = ", ".join(map(str, bad[:5])) + (" …" if len(bad) > 5 else "")
-        log.warning("%s: %d lines are not rows of metrics and were skipped: %s", path, len(bad), listed)
-    return [rows[step] for step in sorted(rows)]
+        log.warning("%s: %d lines are not rows of metrics and were skipped: %s", path, len(bad), line_list(bad))
+    return rows
+
+
+def parse_metrics(lines: Iterable[str]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the rows of a `metrics.jsonl`, as `read_metrics` does, and the numbers of the lines that are not rows."""
+    rows: dict[int, dict[str, Any]] = {}
+    bad = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = _parse_row(line)
+            rows.setdefault(row["step"], {}).update(row)
+        except (ValueError, RecursionError):
+            bad.append(number)
+    return [rows[step] for step in sorted(rows)], bad
+
+
+def line_list(numbers: Sequence[int]) -> str:
+    """The first few line numbers, for a message."""
+    return ", ".join(map(str, numbers[:5])) + (" …" if len(numbers) > 5 else "")
+
+
+def _parse_row(line: str) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict) or not is_number(row.get("step")) or row["step"] < 0 or row["step"] % 1:
+        raise ValueError("a row has a step, which is a whole number from 0")
+    row = {name: finite(value) for name, value in row.items()}
+    if not all(value is None or is_number(value) for value in row.values()):
+        raise ValueError("a row holds numbers")
+    return {**row, "step": int(row["step"])}
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value read from JSON is a finite number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def finite(value: Any) -> Any:

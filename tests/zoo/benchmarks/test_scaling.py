@@ -267,6 +267,15 @@ def test_a_folder_of_somebody_else_is_left_alone(fake: Path, command: Command):
     assert "folder: mine/fits exists and does not belong to a benchmark" in done.err
 
 
+def test_only_runs_of_a_benchmark_are_removed(fake: Path, command: Command):
+    (fake / "mine/fits/notes").mkdir(parents=True)
+    (fake / "mine/bench.json").write_text("{}")
+    done = command(*OPTIONS, "--ways=[ddp]", "--folder=mine")
+    assert done.code == 2
+    assert "folder: mine/fits/notes is not a run of a benchmark" in done.err
+    assert (fake / "mine/fits/notes").is_dir()
+
+
 def test_curves_differ_by_their_worst_step():
     assert largest_difference([1.0, 2.2, 3.0], [1.0, 2.0, 3.3]) == pytest.approx(0.1)
     assert largest_difference([], []) == float("inf")

@@ -47,6 +47,16 @@ def test_what_no_checkpoint_names_is_removed(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.glob("shards-*")) == [names[1], names[3]]
 
 
+def test_folders_with_other_names_are_left_alone(tmp_path: Path):
+    name = shards(tmp_path, 1)
+    mine = [f"{name}-backup", f"{name}.old", "shards-1", "shards-of-mine", "shards-00000001-2b"]
+    for folder in mine:
+        (tmp_path / folder).mkdir()
+    (tmp_path / "shards-00000009").symlink_to(tmp_path / "shards-of-mine")
+    remove_unused_shards(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*mine, "shards-00000009"}
+
+
 def test_nothing_is_removed_while_a_checkpoint_cannot_be_read(tmp_path: Path):
     name = shards(tmp_path, 1)
     (tmp_path / "last.ckpt").write_bytes(b"damaged")

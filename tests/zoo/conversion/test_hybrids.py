@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zoo
 from kernels import UserError
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory
-from zoo.conversion.convert import exported, on_meta
+from zoo.conversion.convert import exported, family_of, on_meta
 from zoo.conversion.difference import difference
 from zoo.conversion.families import FAMILIES
 
@@ -275,6 +275,14 @@ def test_the_text_of_qwen3_5_inside_a_model_that_sees(theirs: Make, caplog: pyte
     assert_close(zoo.load(folder)(tokens)[0], model(tokens).logits)
     told = next(record.getMessage() for record in caplog.records if "has no use for" in record.getMessage())
     assert all(name in told for name in others)  # nothing is lost in silence
+
+
+@pytest.mark.parametrize(("outer", "inner", "tied"), [(True, False, True), (False, True, False), (None, True, True)])
+def test_the_larger_model_says_whether_embeddings_are_tied(outer: bool | None, inner: bool, tied: bool):
+    layers = {"num_hidden_layers": 4, "hidden_size": 64, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    whole = {"model_type": "qwen3_5", "text_config": {**layers, "tie_word_embeddings": inner}}
+    whole |= {} if outer is None else {"tie_word_embeddings": outer}
+    assert family_of(whole, Path()).read(whole)["tie_embeddings"] == tied
 
 
 @pytest.mark.parity

@@ -49,6 +49,41 @@ def test_a_token_that_starts_texts_starts_documents(folder: Path):
     assert zoo.load_tokenizer(folder).encode("a") == byte_level().encode("a").ids
 
 
+@pytest.mark.parametrize("way", ["config", "nested", "generation"])
+def test_all_tokens_that_end_a_text_are_known_and_kept(folder: Path, tmp_path: Path, way: str):
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<turn>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config, ends = json.loads((folder / "config.json").read_text()), {"eos_token_id": [256, 258, 65]}
+    if way == "generation":
+        (folder / "generation_config.json").write_text(json.dumps(ends))
+        (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 258}))
+    elif way == "config":
+        (folder / "config.json").write_text(json.dumps(config | ends))
+    if way != "nested":
+        ours = zoo.convert(folder, tmp_path / "ours")
+        back = zoo.convert(ours, tmp_path / "back", to="fla")
+        assert set(json.loads((back / "config.json").read_text())["eos_token_id"]) == {256, 258, 65}
+        assert set(json.loads((back / "generation_config.json").read_text())["eos_token_id"]) == {256, 258, 65}
+        places = [folder, ours, back]
+    else:  # as published models that also see pictures have it
+        (folder / "config.json").write_text(json.dumps(config | {"text_config": ends}))
+        places = [folder]
+    for place in places:
+        found = zoo.load_tokenizer(place)
+        assert (found.eos_id, set(found.stop_ids)) == (256, {256, 258, 65})
+        assert found.encode("A hello") == byte_level().encode("A hello").ids
+
+
+def test_a_token_that_also_ends_texts_starts_documents(folder: Path):
+    for single, bos in (("<done> $A", 256), ("$A <done>", None), ("<done> $A <done>", 256)):
+        tokenizer = byte_level()
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<done>", 256)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        found = zoo.load_tokenizer(folder)
+        assert (found.bos_id, found.eos_id) == (bos, 256)
+
+
 def test_without_a_tokenizer(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     ours = zoo.convert(write(tmp_path / "theirs", tokenizer=False), tmp_path / "ours")
     assert "has no tokenizer.json, so the converted model has no tokenizer" in caplog.text

@@ -73,6 +73,16 @@ def test_another_machines_file_is_removed_when_nobody_writes_to_it_any_more(tmp_
     assert partials(tmp_path) == [now.name]
 
 
+def test_a_users_file_with_a_similar_name_is_left_alone(tmp_path: Path):
+    names = [".last.ckpt.backup.partial", ".last.ckpt.elsewhere.1.partial", ".last.ckpt.of.2024.mine.partial"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"mine")
+        os.utime(tmp_path / name, (time.time() - 7200,) * 2)
+    with atomic_write(tmp_path / "last.ckpt") as file:
+        file.write(b"whole")
+    assert partials(tmp_path) == sorted(names)
+
+
 def test_a_file_linked_to_itself_leaves_nothing(tmp_path: Path):
     (tmp_path / "last.ckpt").write_bytes(b"x")
     for _ in range(2):

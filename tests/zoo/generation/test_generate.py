@@ -54,6 +54,18 @@ def test_sampling_probabilities_by_hand():
     close(sampling_probabilities(torch.zeros(1, 3), temperature=0), [1.0, 0.0, 0.0])
 
 
+def test_extreme_options_change_nothing():
+    logits = torch.randn(1, 50_000, generator=torch.Generator().manual_seed(0)) * 20
+    assert torch.equal(sampling_probabilities(logits, top_p=1.0), sampling_probabilities(logits))
+    greedy = sampling_probabilities(logits, temperature=0)
+    for temperature in (1e-39, 1e-45, 1e-300, 1e-30):
+        assert torch.equal(sampling_probabilities(logits, temperature=temperature), greedy)
+    masked = torch.tensor([[1.0, -torch.inf, 2.0]])
+    for temperature in (1e30, 1e300):
+        torch.testing.assert_close(sampling_probabilities(masked, temperature), torch.tensor([[0.5, 0.0, 0.5]]))
+    assert next(generate_tokens(Scripted([7]), torch.tensor([[1]]), max_new_tokens=1, temperature=1e-39)).item() == 7
+
+
 def test_draws_follow_the_distribution():
     class Fixed(Scripted):
         def forward(self, tokens, state=None, *, cu_seqlens=None):

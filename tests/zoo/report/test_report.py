@@ -134,7 +134,7 @@ def test_what_is_missing_is_one_sentence(command, folders: list[str], desk: Path
         "sweeps/heads/seed=3: no metrics.jsonl with a logged step, so no curve.",
         "sweeps/heads/seed=3: no config.yaml that can be read",
         "sweeps/heads: no sweep.png.",
-        "evaluations/both: 1 of the lines in rows.jsonl are damaged and left out.",
+        "evaluations/both: rows.jsonl has damaged lines, which are left out: 5.",
     ):
         assert sentence in said, sentence
         assert sentence in words, sentence

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from kernels.errors import UserError
 from zoo.files.links import lock_of
 
 log = logging.getLogger(__name__)
+
+_TEMPORARY = re.compile(r"\.[a-z0-9_]{8}")  # the end of a name by `mkdtemp`
 
 
 def cache_folder() -> Path:
@@ -57,10 +60,9 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool =
                 if temporary.is_symlink():  # what it holds may be deleted
                     raise UserError(f"{temporary} is a symbolic link, and nothing is written through one; remove it.")
             else:
-                for stale in folder.parent.glob(
-                    f".{folder.name}.*"
-                ):  # left by a killed process, since we hold the lock
-                    shutil.rmtree(stale, ignore_errors=True)
+                for stale in folder.parent.glob(f".{folder.name}.*"):
+                    if _TEMPORARY.fullmatch(stale.suffix):  # left by a killed process, since we hold the lock
+                        shutil.rmtree(stale, ignore_errors=True)
                 temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
             build(temporary)
             os.replace(temporary, folder)

@@ -18,6 +18,7 @@ from zoo.data.text.sentences import sentences
 
 log = logging.getLogger(__name__)
 
+BYTE_ORDER_MARK = "\ufeff"  # some editors write it at the start of a file, where it is not text
 NEEDLES = "synthetic:needles"
 BUILT_IN = ("embedded:", "synthetic:")  # how the names of text begin that is not in the user's files
 
@@ -78,14 +79,23 @@ class Corpus:
         return "the embedded corpus" if self.path is None else f"{self.key}.path={self.path}"
 
     def signature(self) -> str:
-        """A hash of file names, sizes and modification times, which changes when a file does; no file is read."""
+        """A hash of file names and contents, which changes when a file does.
+
+        Of files at URLs and of the embedded corpus it has sizes, times and tags instead: none of them is read.
+
+        Raises:
+            UserError: There are no files, or one cannot be read.
+        """
         options: list[Any] = [self.max_characters if self.built_in else self.text_field]
         if self.built_in:
             files = [file for _, file in self._embedded_files()]
             versions = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
             options += [NEEDLES, needle_documents.FORMAT, longest] if (longest := self._longest_haystack()) else []
         else:
-            versions = [file.version for file in self.files()]
+            try:
+                versions = [file.identity() for file in self.files()]
+            except OSError as error:
+                raise UserError(f"{self.key}.path: {error.filename} cannot be read ({error.strerror}).") from error
         return hashlib.sha256(json.dumps([versions, *options]).encode()).hexdigest()
 
     def files(self) -> list[TextFile]:
@@ -125,13 +135,13 @@ class Corpus:
 
     def _text_file(self, file: TextFile) -> Iterator[str]:
         with file.open() as content:
-            yield self._decode(content.read(), str(file))
+            yield self._decode(content.read(), str(file)).removeprefix(BYTE_ORDER_MARK)
 
     def _json_lines(self, file: TextFile) -> Iterator[str]:
         with file.open() as lines:
             for number, line in enumerate(lines, start=1):
                 where = f"{file}, line {number},"
-                text = self._decode(line, where).removeprefix("\ufeff").strip()
+                text = self._decode(line, where).removeprefix(BYTE_ORDER_MARK).strip()
                 if not text:
                     continue
                 yield self._text_of(self._parsed(text, where), where)
@@ -148,7 +158,7 @@ class Corpus:
         if by_line:
             yield from self._json_lines(file)
             return
-        whole = self._parsed(self._decode(first + rest, str(file)).removeprefix("\ufeff").strip(), str(file))
+        whole = self._parsed(self._decode(first + rest, str(file)).removeprefix(BYTE_ORDER_MARK).strip(), str(file))
         if not isinstance(whole, list):
             yield self._text_of(whole, str(file))
             return

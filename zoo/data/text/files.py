@@ -14,6 +14,7 @@ import fsspec
 from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text.compressed import COMPRESSIONS, decompressed
+from zoo.data.text.content_digest import content_digest
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 READ = f"{', '.join(SUFFIXES)}, all but the last also with {', '.join(COMPRESSIONS)}"
@@ -39,8 +40,8 @@ class TextFile:
 
     Attributes:
         name: Its path or URL.
-        version: JSON-serialisable values that change with the content: name, size in bytes, and times or tags (a web
-            server may have neither).
+        version: JSON-serialisable values by which its state is known: name, size in bytes, and times or tags (a web
+            server may have neither). They change with the content, unless somebody restores its times.
         filesystem: Its file system; None: a local disk.
         path: Its path in that file system.
     """
@@ -57,6 +58,15 @@ class TextFile:
     def suffix(self) -> str:
         """The suffix in lower case, without that of the compression: `.txt` for `a.txt.gz`."""
         return _suffixes(self.name)[0]
+
+    def identity(self) -> tuple:
+        """JSON-serialisable values that change with the content: a hash of it, or the version if that is remote."""
+        if self.filesystem is not None:
+            return self.version
+        status = os.stat(self.name)
+        # the last time cannot be set by programs, so that the hash of a state never changes
+        state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        return (self.name, status.st_size, content_digest(self.name, state))
 
     def open(self) -> BinaryIO:
         """Open the decompressed content for reading."""

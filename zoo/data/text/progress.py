@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 PROGRESS = "progress.json"
 SHARD_TOKENS = 1 << 27
 SAVED_EVERY = 10.0  # seconds; an interruption costs this much, at most
+_WRITTEN = re.compile(rf"({'|'.join(SPLITS)})(-[0-9]{{5,}}|\.starts)\.bin|manifest\.json|{re.escape(PROGRESS)}")
 _AGAIN = "its text is tokenised again"
 
 Record = dict[str, Any]  # of a file: its size as "bytes", and its hash as "blake2b"
@@ -193,7 +195,8 @@ class Progress:
         if not self.writers:
             self.pieces, self.characters, self.files = 0, 0, {}
             for file in folder.iterdir():
-                file.unlink()
+                if _WRITTEN.fullmatch(file.name):
+                    file.unlink()
             self.writers = {split: Writer(folder, split, dtype) for split in SPLITS}
         self._saved = time.monotonic()
 

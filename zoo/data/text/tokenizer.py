@@ -3,17 +3,19 @@
 import hashlib
 import json
 import logging
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text.cache import build_once, cache_folder
+from zoo.data.text.foreign_tokenizer import time_tokenizer, told, vet_tokenizer
 from zoo.files.atomic import atomic_write
 from zoo.files.sealed_json import read_sealed, write_sealed
 
@@ -25,10 +27,21 @@ SMALLEST_VOCABULARY = 257  # all bytes, and the end of a document
 # More text hardly changes the vocabulary, but training keeps all distinct words in memory.
 TRAINING_CHARACTERS = 200_000_000
 TRAINING_PIECE = 20_000
+LONGEST_WORD = 1000  # characters in training
+_KINDS = (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")  # of characters, as the library divides text into words
+_LONG_WORD = re.compile("|".join(f"{kind}{{{LONGEST_WORD}}}(?={kind})" for kind in _KINDS))
 _FORMAT = 1
 _CHECKSUM = "checksum.json"  # in the folder of a trained tokenizer
-# Letters, spaces and lines of all kinds, in the form that normalisers leave as it is.
-_PROBE = "A line,  Übergröße 字\n\tand 😀."
+# Letters, spaces and lines of all kinds, also where tokenizers strip them, and characters that normalisers replace.
+_PROBES = (
+    "A line,  Übergröße 字\n\tand 😀.",
+    " leads",
+    "  leads",
+    "trails \n ",
+    "\n\n lines",
+    "e\N{COMBINING ACUTE ACCENT} \N{ANGSTROM SIGN} \N{LATIN SMALL LIGATURE FI} \N{FULLWIDTH LATIN CAPITAL LETTER A}",
+)
+_PROBED_TOKENS = 1000  # added tokens, at most
 # Files of other libraries, and where a tokenizer.json comes from.
 _FOREIGN = {
     ".model": "SentencePiece; a tokenizer.json is needed, which is mostly published beside it",
@@ -58,11 +71,13 @@ class Tokenizer:
         name: Its name in error messages.
         eos_token: The token that ends every document; None: the first of `END_TOKENS` that it has.
         bos_token: The token at the start of every document; None: no such token.
+        stop_tokens: Other tokens that end what a model writes, such as that of its turn in a dialogue.
 
     Attributes:
         vocab_size: The largest id + 1.
         eos_id: The id that ends every document.
         bos_id: The id at the start of every document, or None.
+        stop_ids: `eos_id`, and the ids of `stop_tokens`.
         hash: SHA-256 of the tokenizer's JSON; equal hashes mean equal tokenizers.
 
     Raises:
@@ -75,6 +90,7 @@ class Tokenizer:
         name: str = "tokenizer",
         eos_token: str | None = None,
         bos_token: str | None = None,
+        stop_tokens: Sequence[str] = (),
     ) -> None:
         tokenizer.no_truncation()  # some published files set it, which would lose text
         tokenizer.no_padding()
@@ -92,14 +108,19 @@ class Tokenizer:
                 special = [str(added) for added in tokenizer.get_added_tokens_decoder().values()]
                 hint = did_you_mean(token, special) or f"; its special tokens are {', '.join(special[:20]) or 'none'}."
                 raise UserError(f"{name} has no token {token!r} (data.{key}){hint}")
-        roles = {"eos": end} if end != default else {}
-        roles |= {} if bos_token is None else {"bos": bos_token}
-        if roles:
-            tokenizer.add_special_tokens(list(roles.values()))  # they keep their ids
+        roles = {"eos": [end]} if end != default else {}
+        roles |= {} if bos_token is None else {"bos": [bos_token]}
+        if stops := [token for token in dict.fromkeys(stop_tokens) if token != end and token in vocabulary]:
+            roles["stop"] = stops
+        # they keep their ids
+        tokenizer.add_special_tokens([token for role in ("eos", "bos") for token in roles.get(role, ())])
+        added = {str(token) for token in tokenizer.get_added_tokens_decoder().values()}
+        tokenizer.add_special_tokens([token for token in stops if token not in added])
         self._tokenizer = tokenizer
         self._json = _with_roles(tokenizer.to_str(), roles)
         self.eos_id: int = vocabulary[end]
         self.bos_id: int | None = None if bos_token is None else vocabulary[bos_token]
+        self.stop_ids: tuple[int, ...] = (self.eos_id, *(vocabulary[token] for token in stops))
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.hash: str = hashlib.sha256(self._json.encode()).hexdigest()
 
@@ -109,11 +130,13 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, in several threads if the process may use them."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with told("data.tokenizer"):
+            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens spelt out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with told("data.tokenizer"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
         """Write the tokenizer to a file, or to `tokenizer.json` in an existing folder."""
@@ -138,54 +161,126 @@ class Tokenizer:
         file = Path(path).expanduser()
         file = file / "tokenizer.json" if file.is_dir() else file
         name = name or f"data.tokenizer: {file}"
-        if library := _FOREIGN.get(file.suffix):
-            raise UserError(f"{name} is a file of {library}.")
+        if origin := _FOREIGN.get(file.suffix):
+            raise UserError(f"{name} is a file of {origin}.")
         if not file.is_file():
             fetched = "those of configs/data are fetched as the header of the config says"
             raise UserError(f"{name} does not exist; a tokenizer.json or a folder with one is needed ({fetched}).")
         try:
             text = file.read_text(encoding="utf-8")
-            tokenizer, roles = tokenizers.Tokenizer.from_str(text), _roles(text)
-        except Exception as error:  # the library raises bare Exceptions
-            raise UserError(f"{name} is not a tokenizer.json ({error}).") from error
-        loaded = cls(tokenizer, name, eos_token or roles.get("eos"), bos_token or roles.get("bos"))
-        if (back := loaded.decode(loaded.encode(_PROBE))) != _PROBE:
-            raise UserError(
-                f"{name} does not keep text as it is: {_PROBE!r} comes back as {back!r}; it must be of bytes, or fall "
-                "back to them, as those of GPT-2 and Llama 2."
-            )
+        except (UnicodeDecodeError, OSError) as error:
+            raise UserError(f"{name} cannot be read as text ({error}).") from error
+        library, roles = foreign(text, name), _roles(text)
+        if _drop_composition(library):
+            log.warning("%s normalises text (NFC); that is left out, so that documents come back as they are.", name)
+        (eos, bos), stops = (next(iter(roles.get(role, ())), None) for role in ("eos", "bos")), roles.get("stop", ())
+        loaded = cls(library, name, eos_token or eos, bos_token or bos, stops)
+        loaded.check_lossless(name)
         return loaded
+
+    def check_lossless(self, name: str) -> None:
+        """Check that texts come back as they are.
+
+        Raises:
+            UserError: One does not; the message begins with `name`.
+        """
+        added = [str(token) for token in self._tokenizer.get_added_tokens_decoder().values()]
+        texts = [*_PROBES, *(f"a  {token}  b" for token in added[:_PROBED_TOKENS])]
+        for text, ids in zip(texts, self.encode_batch(texts), strict=True):
+            if (back := self.decode(ids)) != text:
+                raise UserError(
+                    f"{name} does not keep text as it is: {text!r} comes back as {back!r}; it must be of bytes, or "
+                    "fall back to them, as those of GPT-2 and Llama 2."
+                )
+
+    def alike(self, other: "Tokenizer") -> bool:
+        """Return whether both read documents alike, but for how they compose characters (NFC)."""
+        return self.hash == other.hash or _as_read(self._json) == _as_read(other._json)
 
     def to_json(self) -> str:
         """The content of `tokenizer.json`."""
         return self._json
 
     @classmethod
-    def from_json(cls, text: str) -> "Tokenizer":
-        """The tokenizer of a `to_json`."""
-        roles = _roles(text)
-        return cls(tokenizers.Tokenizer.from_str(text), "tokenizer", roles.get("eos"), roles.get("bos"))
+    def from_json(cls, text: str, name: str = "tokenizer", trust: bool = True) -> "Tokenizer":
+        """The tokenizer of a `to_json`.
+
+        Args:
+            text: The JSON.
+            name: Its name in error messages.
+            trust: Whether to use it without looking at what it may take time and memory for.
+
+        Raises:
+            UserError: It is not a tokenizer, does not have its tokens, or is not trusted and refused.
+        """
+        library, roles = foreign(text, name, trust), _roles(text)
+        eos, bos = (next(iter(roles.get(role, ())), None) for role in ("eos", "bos"))
+        return cls(library, name, eos, bos, roles.get("stop", ()))
 
     def __reduce__(self) -> tuple:
         return Tokenizer.from_json, (self._json,)
 
 
-def _with_roles(text: str, roles: dict[str, str]) -> str:
-    """The text of a `tokenizer.json` with roles (role → token) recorded in its added tokens."""
+def foreign(text: str, name: str, trust: bool = False) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a `tokenizer.json` that someone else may have written.
+
+    Args:
+        text: The content of the file.
+        name: Its name in error messages.
+        trust: Whether to use it whatever time and memory it may take.
+
+    Raises:
+        UserError: It is not a tokenizer, or is not trusted and may take much time or memory to use.
+    """
+    if not trust:
+        vet_tokenizer(text, name)
+    try:
+        with told(name):
+            tokenizer = tokenizers.Tokenizer.from_str(text)
+    except UserError as error:
+        raise UserError(f"{name} is not a tokenizer.json ({str(error).removeprefix(name).strip()})") from None
+    if not trust:
+        time_tokenizer(tokenizer, name)
+    return tokenizer
+
+
+def _drop_composition(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Remove a normaliser that only composes characters; returns whether there was one."""
+    composes = isinstance(tokenizer.normalizer, normalizers.NFC)
+    if composes:
+        tokenizer.normalizer = None
+    return composes
+
+
+def _as_read(text: str) -> Any:
+    """The content of a `tokenizer.json` without what plays no part in reading documents."""
+    content = json.loads(text)
+    for token in content["added_tokens"]:
+        if roles := [role for role in token.pop(_ROLES, ()) if role != "stop"]:
+            token[_ROLES] = roles
+    return content | {"normalizer": None} if content.get("normalizer") == {"type": "NFC"} else content
+
+
+def _with_roles(text: str, roles: dict[str, list[str]]) -> str:
+    """The text of a `tokenizer.json` with roles (role → tokens) recorded in its added tokens."""
     if not roles:
         return text
     content = json.loads(text)
     for token in content["added_tokens"]:
-        if token_roles := [role for role, name in roles.items() if name == token["content"]]:
+        if token_roles := [role for role, names in roles.items() if token["content"] in names]:
             token[_ROLES] = token_roles
     return json.dumps(content, ensure_ascii=False)
 
 
-def _roles(text: str) -> dict[str, str]:
-    """Role → token, as recorded by `_with_roles`."""
+def _roles(text: str) -> dict[str, list[str]]:
+    """Role → tokens, as recorded by `_with_roles`."""
     if _ROLES not in text:  # avoids parsing files of several MB
         return {}
-    return {role: token["content"] for token in json.loads(text)["added_tokens"] for role in token.get(_ROLES, [])}
+    roles: dict[str, list[str]] = {}
+    for token in json.loads(text)["added_tokens"]:
+        for role in token.get(_ROLES, []):
+            roles.setdefault(role, []).append(token["content"])
+    return roles
 
 
 def train_tokenizer(
@@ -254,12 +349,28 @@ def _head(corpus: Documents) -> Iterator[str]:
 
 
 def training_pieces(text: str) -> Iterator[str]:
-    """Cut a document into pieces of about 20,000 characters, after lines.
+    """Cut a document into pieces of about 20,000 characters, after lines, and inside words that no language has.
 
-    The library keeps hundreds of texts in memory at once, at 100 bytes per character.
+    The library keeps hundreds of texts in memory at once, at 100 bytes per character, and the time it takes grows with
+    the square of a word's length.
     """
     start = 0
     while start < len(text):
         end = text.find("\n", start + TRAINING_PIECE) + 1 or len(text)
-        yield text[start:end]
+        yield from _without_long_words(text[start:end])
         start = end
+
+
+def _without_long_words(piece: str) -> Iterator[str]:
+    """Cut runs of one kind of character after each `LONGEST_WORD`."""
+    words = piece.split()
+    spaces = len(piece) - sum(map(len, words)) - len(words)  # without those that separate words
+    if spaces < LONGEST_WORD and max(map(len, words), default=0) <= LONGEST_WORD:  # cheap, and nearly always so
+        yield piece
+        return
+    start = 0
+    for run in _LONG_WORD.finditer(piece):
+        yield piece[start : run.end()]
+        start = run.end()
+    if start < len(piece):
+        yield piece[start:]

@@ -3,6 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -13,6 +14,18 @@ from kernels import UserError
 from zoo.evaluation.subject import Subject
 
 log = logging.getLogger(__name__)
+
+SUPPORTED = ("until", "do_sample", "temperature")
+SUPPORTED += ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# Other options of a task, and the values with which they change nothing; those of sampling change no greedy answer.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "repetition_penalty"), (1,)),
+    **dict.fromkeys(("length_penalty", "encoder_repetition_penalty"), (1,)),
+    **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("diversity_penalty", "presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("early_stopping", "use_cache"), (False, True)),
+}
+OF_SAMPLING = ("top_k", "top_p", "min_p", "typical_p", "seed")
 
 
 class SubjectLM(TemplateLM):
@@ -108,11 +121,12 @@ class SubjectLM(TemplateLM):
         """Greedy answers, without the first of their stop strings and what follows.
 
         Raises:
-            UserError: A task wants its answers sampled.
+            UserError: A task wants its answers sampled, or found in another way that we have not.
         """
         groups: dict[int, list[tuple[int, list[str]]]] = defaultdict(list)
         for number, request in enumerate(requests):
             wanted = normalize_gen_kwargs(request.args[1])
+            _check_options(request.args[1])
             if wanted["do_sample"]:
                 raise UserError(
                     "lm_eval: the task samples its answers (do_sample: true); the zoo answers greedily only"
@@ -145,3 +159,12 @@ class SubjectLM(TemplateLM):
         if cut:
             log.warning("%d of %d prompts lost their beginnings: max_length is %d.", cut, len(prompts), self.max_length)
         return kept
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse options of a task that would change its answers, and that greedy decoding does not have."""
+    for name, value in options.items():
+        if name in SUPPORTED or name in OF_SAMPLING or value is None or value in NEUTRAL.get(name, ()):
+            continue
+        allowed = f"; only {' or '.join(map(str, NEUTRAL[name]))} is" if name in NEUTRAL else ""
+        raise UserError(f"lm_eval: the task's {name} is {value!r:.80}, which is not supported{allowed}")

@@ -1,6 +1,7 @@
 """When a run saves checkpoints, and how it stops: always between two optimiser steps."""
 
 import os
+import re
 import shutil
 import sys
 import time
@@ -26,6 +27,8 @@ from zoo.train.metrics_file import MetricsFile
 from zoo.train.results import rank
 from zoo.train.signals import Agreement, Signals
 from zoo.train.trainer import install
+
+PERMANENT = re.compile(r"step-(0\d{7}|[1-9]\d{7,})\.ckpt")  # names of `keep_every_n_steps`, and no others
 
 
 class Checkpoints(RunCallback, Checkpoint):
@@ -198,7 +201,7 @@ class Checkpoints(RunCallback, Checkpoint):
             self._save(trainer)
         if keep:
             self._copy(trainer, f"step-{step:08d}.ckpt")
-            self._remove_oldest(trainer)
+            self._remove_oldest(trainer, f"step-{step:08d}.ckpt")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop before the validation if the run is to stop; the resumed run starts with it."""
@@ -336,14 +339,17 @@ class Checkpoints(RunCallback, Checkpoint):
         elif trainer.is_global_zero:
             self._when_written(partial(atomic_link, last, self._folder(trainer) / name))
 
-    def _remove_oldest(self, trainer: L.Trainer) -> None:
-        """Remove permanent checkpoints beyond `keep_last`."""
+    def _remove_oldest(self, trainer: L.Trainer, written: str) -> None:
+        """Remove permanent checkpoints beyond `keep_last`, of which one was just written."""
         if self.keep_last is not None and trainer.is_global_zero:
-            self._when_written(partial(_remove_all_but, self.keep_last, self._folder(trainer)))
+            self._when_written(partial(_remove_all_but, self.keep_last, self._folder(trainer), written))
 
 
-def _remove_all_but(number: int, folder: Path) -> None:
-    for path in sorted(folder.glob("step-*.ckpt"))[:-number]:
+def _remove_all_but(number: int, folder: Path, written: str) -> None:
+    steps = {path: PERMANENT.fullmatch(path.name) for path in folder.glob("step-*.ckpt") if not path.is_symlink()}
+    # what was just written counts as the newest, even next to later steps of an earlier attempt
+    ages = {path: (path.name == written, int(step[1])) for path, step in steps.items() if step is not None}
+    for path in sorted(ages, key=lambda path: ages[path])[:-number]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import lightning as L
 
+from kernels.errors import UserError
 from zoo.files.links import open_in_place
 from zoo.generation.generate import generate
 from zoo.train.callbacks.run_callback import RunCallback
@@ -53,7 +54,11 @@ class Samples(RunCallback):
                     top_p=self.top_p,
                     seed=self.seed,
                 )
-                text = f"── sample after {trainer.global_step} steps ──\n{prompt}{''.join(pieces)}\n"
+                try:
+                    continuation = "".join(pieces)
+                except UserError as error:  # no reason to end the training
+                    continuation = f" [{error}]"
+                text = f"── sample after {trainer.global_step} steps ──\n{prompt}{continuation}\n"
             if trainer.is_global_zero:  # all processes generate, since a sharded model needs all of them
                 pl_module.print(text)
                 with open_in_place(Path(trainer.default_root_dir) / "samples.txt", "a") as file:

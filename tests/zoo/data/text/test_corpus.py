@@ -1,4 +1,6 @@
 import json
+import os
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -8,6 +10,8 @@ from pyarrow import parquet
 
 from kernels.errors import UserError
 from zoo.data import Corpus
+from zoo.data.text.content_digest import content_digest
+from zoo.files.hashing import file_digest as digest
 
 
 def error_of(path: str | list[str], text_field: str = "text") -> str:
@@ -32,6 +36,37 @@ def test_all_kinds_of_files(tmp_path: Path):
     (tmp_path / "ignored.bin").write_bytes(b"\0")
     assert list(Corpus(str(tmp_path))) == ["three", "four", "five", "six", "one\r\ntwo é"]
     assert list(Corpus([str(tmp_path / "c.parquet"), str(tmp_path / "deep")])) == ["five", "six", "one\r\ntwo é"]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md"])
+def test_a_byte_order_mark_is_not_text(tmp_path: Path, suffix: str):
+    (tmp_path / f"a{suffix}").write_text("\ufeffone \ufefftwo", encoding="utf-8")
+    assert list(Corpus(str(tmp_path))) == ["one \ufefftwo"]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_the_signature_follows_the_content(tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ZOO_CACHE", str(tmp_path / "cache"))
+    if large:
+        monkeypatch.setattr("zoo.data.text.content_digest.LARGE", 1)
+    file = tmp_path / "text" / "a.txt"
+    file.parent.mkdir()
+    file.write_text("one two")
+    corpus, times = Corpus(str(file.parent)), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    before = corpus.signature()
+    time.sleep(0.02)  # longer than a clock tick of the file system
+    file.write_text("one six")
+    os.utime(file, ns=times)
+    after = corpus.signature()
+    assert after != before
+    content_digest.cache_clear()  # as in a new process
+    monkeypatch.setattr(
+        "zoo.data.text.content_digest.file_digest", (lambda path: pytest.fail("read again")) if large else digest
+    )
+    assert corpus.signature() == after
+    monkeypatch.undo()
+    file.write_text("one two")
+    assert Corpus(str(file.parent)).signature() == before  # whatever its times are
 
 
 LINES = '{"text": "one"}\n\n{"text": "two"}'

@@ -128,6 +128,29 @@ def test_answers_are_not_sampled(subject_lm: Any) -> None:
         subject_lm(Answering()).generate_until(instances("generate_until", ("a", {"do_sample": True})))
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 4}, "num_beams is 4, which is not supported; only 1 is"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty is 1.2, which is not supported; only 1 is"),
+        ({"min_new_tokens": 8}, "min_new_tokens is 8, which is not supported; only 0 is"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size is 3"),
+        ({"max_length": 64}, "max_length is 64, which is not supported$"),
+        ({"bad_words_ids": [[1]]}, "bad_words_ids is"),
+        ({"stopping_criteria": "x"}, "stopping_criteria is 'x'"),
+    ],
+)
+def test_options_that_would_change_answers(subject_lm: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"lm_eval: the task's {message}"):
+        subject_lm(Answering()).generate_until(instances("generate_until", ("a", {"until": ["\n"], **options})))
+
+
+def test_options_that_change_no_answer(subject_lm: Any) -> None:
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "min_new_tokens": 0, "top_p": 0.9, "top_k": None}
+    requests = instances("generate_until", ("a", {"until": ["b"], "max_gen_toks": 3, "do_sample": False, **neutral}))
+    assert subject_lm(Answering(lambda prompt: "xyb")).generate_until(requests) == ["xy"]
+
+
 def test_nothing_is_cut_unless_asked_and_then_it_is_told(subject_lm: Any, caplog: pytest.LogCaptureFixture) -> None:
     asked = Answering()
     pair = ("x" * 500 + "abcdefg", "hi")

@@ -214,6 +214,22 @@ def test_the_smoothed_curve_goes_on_after_nan():
     assert smoothed[2:] == pytest.approx([2.0, 2.0])
 
 
+def test_only_checkpoints_of_the_run_are_removed(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    mine = {"step-0-paper.ckpt", "step-2.ckpt", "step-000000004.ckpt", "step-00000004.ckpt.bak", "step-best.ckpt"}
+    for name in mine:
+        (folder / name).write_text("mine")
+    (folder / "step-00000000.ckpt").symlink_to(folder / "step-2.ckpt")
+    (folder / "step-100000000.ckpt").write_text("a later step")
+    (folder / "step-99999999.ckpt").write_text("an earlier one, with a name that sorts behind")
+    checkpoints = Checkpoints(every_n_steps=50, keep_every_n_steps=2, keep_last=2)
+    trainer(tmp_path, checkpoints=checkpoints, val_check_interval=40).fit(pretraining(), Data())
+    remaining = {path.name for path in folder.glob("step-*")}
+    assert remaining == mine | {"step-00000000.ckpt", "step-00000012.ckpt", "step-100000000.ckpt"}
+    assert saved_step(folder / "step-00000012.ckpt") == 12
+
+
 def test_the_clock_saves_too(tmp_path, monkeypatch):
     minutes = iter(range(1000))
     monkeypatch.setattr("zoo.train.callbacks.checkpoints.time.monotonic", lambda: 60.0 * next(minutes))

@@ -1,0 +1,37 @@
+"""Overrides that contradict each other: one of them would have no effect."""
+
+from collections.abc import Iterable
+
+from kernels import UserError
+
+BUILT_IN = ("embedded:", "synthetic:")  # text that comes with Python, which can be cut
+NULL = ("null", "None", "~", "")
+
+
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Refuse overrides of one command of which one would have no effect.
+
+    A config may have what an override makes useless: most set a `data.vocab_size`, and some command a tokenizer.
+
+    Args:
+        overrides: Overrides `key=value`.
+
+    Raises:
+        UserError: Two of them contradict each other.
+    """
+    given = {}
+    for item in overrides:
+        key, _, value = item.partition("=")
+        given[key.replace(".init_args.", ".")] = value
+    given = {key: value for key, value in given.items() if value not in NULL}
+    if "data.tokenizer" in given and "data.vocab_size" in given:
+        raise UserError(
+            f"data.vocab_size: {given['data.vocab_size']} is the size of a tokenizer that is trained, but "
+            f"data.tokenizer={given['data.tokenizer']} is one that is loaded; leave one of them out"
+        )
+    path = given.get("data.path", BUILT_IN[0])
+    if "data.max_characters" in given and not path.startswith(BUILT_IN):
+        raise UserError(
+            f"data.max_characters: {given['data.max_characters']} is the size of text that comes with Python, but "
+            f"data.path={path} are your own files, which are never cut; leave it out"
+        )

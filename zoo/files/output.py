@@ -1,0 +1,71 @@
+"""What may be replaced when a verb writes a file or a folder: nothing, or with `--overwrite` what such a verb wrote."""
+
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from kernels.errors import UserError
+
+Kind = Literal["a page", "an exported model", "a public model"]
+EMPTY = "an empty folder"
+WEIGHTS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors|model\.safetensors\.index\.json")
+
+
+def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | None = None) -> None:
+    """Refuse to write where something else is.
+
+    Args:
+        path: The file or folder to be written.
+        kind: What is to be written.
+        overwrite: Whether to replace something of this kind. Everything else is refused even then.
+        source: What is read meanwhile, and must not be replaced.
+
+    Raises:
+        UserError: There is something that is not to be replaced.
+    """
+    there = _there(path)
+    if there is None:
+        return
+    if source is not None and os.path.exists(source) and os.path.exists(path) and os.path.samefile(source, path):
+        raise UserError(f"output: {path} is the checkpoint itself; choose another")
+    if there not in (kind, EMPTY):
+        raise UserError(f"output: {path} exists already and is {there}, which is never replaced; choose another")
+    if not overwrite:
+        raise UserError(f"output: {path} exists already and is {there}; choose another, or replace it by --overwrite")
+
+
+def _there(path: Path) -> str | None:
+    """What is at a path; None if nothing is."""
+    if path.is_symlink():
+        return "a link"
+    if not path.exists():
+        return None
+    if not path.is_dir():
+        return "a page" if path.suffix in (".html", ".htm") and path.is_file() else "a file"
+    names = {entry.name for entry in path.iterdir()}
+    weights = any(WEIGHTS.fullmatch(name) for name in names)
+    if names & {"checkpoints", "metrics.jsonl"} or any(name.endswith(".ckpt") for name in names):
+        return "the folder of a run"
+    if "config.yaml" in names and "config.json" not in names and weights:
+        return "an exported model"
+    if "config.json" in names and "config.yaml" not in names and weights:
+        return "a public model"
+    return f"a folder that holds {min(names)}" if names else EMPTY
+
+
+def replace_files(folder: Path, new: Path) -> None:
+    """Move all files of a new folder into an old one, and remove weights that the new one does not have.
+
+    Files that the old folder has besides stay.
+
+    Args:
+        folder: The old folder.
+        new: The new folder, on the same file system.
+    """
+    names = {path.name for path in new.iterdir()}
+    for path in sorted(folder.iterdir()):
+        if WEIGHTS.fullmatch(path.name) and path.name not in names:
+            path.unlink()
+    for name in sorted(names):
+        os.replace(new / name, folder / name)

@@ -1,0 +1,34 @@
+"""Strings that end a text, which may be divided among pieces of it."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+
+def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """Yield the pieces of a text up to the first of some strings, and ask for no more of them then.
+
+    The end of a piece that may be the beginning of such a string waits for the next piece.
+
+    Args:
+        pieces: Pieces of text.
+        stops: Strings of at least one character.
+
+    Yields:
+        Non-empty pieces of text.
+    """
+    waiting = ""
+    for piece in pieces:
+        waiting += piece
+        if found := [at for stop in stops if (at := waiting.find(stop)) >= 0]:
+            waiting = waiting[: min(found)]
+            break
+        certain = len(waiting) - max((_begun(waiting, stop) for stop in stops), default=0)
+        if certain:
+            yield waiting[:certain]
+            waiting = waiting[certain:]
+    if waiting:
+        yield waiting
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters of a string the text ends with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
