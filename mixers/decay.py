@@ -113,15 +113,16 @@ class ConstantDecay(nn.Module):
 
     def __init__(self, log_decay: Sequence[float]):
         super().__init__()
-        self.log_decay = tuple(log_decay)
-        self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self.log_decay: Sequence[float] = tuple(log_decay)
+        self._on: dict[tuple[torch.device, torch.dtype], tuple[Sequence[float], Tensor]] = {}
 
     def forward(self, like: Tensor) -> Tensor:
-        """The log decays on the device of `like`; always the same tensor, so that its values are checked only once."""
-        key = (like.device, torch.promote_types(like.dtype, torch.float32))
-        if key not in self._on:
-            self._on[key] = torch.tensor(self.log_decay, device=key[0], dtype=key[1])
-        return self._on[key]
+        """The log decays on the device of `like`, where they are copied once, and again if `log_decay` changes."""
+        key, values = (like.device, torch.promote_types(like.dtype, torch.float32)), tuple(self.log_decay)
+        if key not in self._on or self._on[key][0] != values:
+            with torch.inference_mode(False):  # the copy may serve the next training step
+                self._on[key] = values, torch.tensor(values, device=key[0], dtype=key[1])
+        return self._on[key][1]
 
 
 def alibi_slopes(count: int) -> list[float]:

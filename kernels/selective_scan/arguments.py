@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arguments import at_least_fp32
+from ..arguments import at_least_fp32, check_decay
 from ..documents import Documents, documents
 
 
@@ -90,6 +90,7 @@ def check(
             raise ValueError(f"{name}: is on {tensor.device}, but x is on {x.device}")
     if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
         documents(cu_seqlens, T, B, x.device)
+    check_decay(log_decay)
     scan = Scan(x, log_decay, rate, b, c, initial_state, cu_seqlens)
     if initial_state is not None and tuple(initial_state.shape) != scan.state_shape:
         raise ValueError(f"initial_state: expected {scan.state_shape}, got shape {tuple(initial_state.shape)}")
