@@ -161,10 +161,13 @@ def _may_change(*tensors: Tensor | None) -> bool:
 def check_decay(log_decay: Tensor) -> None:
     """Refuse a log decay above 0 on the CPU; on a device, the call would have to wait for its values.
 
+    Nor are those of a single token looked at, which would take long beside a step of decoding.
+
     Raises:
         ValueError: A log decay is positive, or a constant one is not a number.
     """
-    if not (log_decay.is_cpu and log_decay.numel() and plain((log_decay,))):
+    single = log_decay.dim() > 1 and log_decay.shape[1] == 1
+    if single or not (log_decay.is_cpu and log_decay.numel() and plain((log_decay,))):
         return
     largest = float(log_decay.detach().amax())
     # one per step that is not a number is a matter of training, which looks for it in the loss

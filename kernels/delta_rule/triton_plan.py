@@ -250,13 +250,13 @@ class DeltaRule(Plan):
         return self._over_chunks(gradient_of_keys, "dk", maxnreg=self.registers(self.entry("dk")))
 
     @prepared
-    def gradient_of_log_decay(self) -> Prepared:
+    def gradient_of_log_decay(self, gate: str) -> Prepared:
         """The gradient of the log decay: one program per chunk and recurrence."""
         parts: dict[str, Any] = {"QUERY_PARTS": self.blocks("dq")[2], "KEY_PARTS": self.blocks("dk")[2], "WAYS": 1}
         if self.at_once:
             parts = {"QUERY_PARTS": 4, "KEY_PARTS": 2, "WAYS": CHUNK}
         programs = self.layout.chunks.shape[0] * self.M
-        return Prepared(gradient_of_log_decay, (programs,), self.M, **parts, num_warps=1)
+        return Prepared(gradient_of_log_decay, (programs,), self.M, GATE=gate, **parts, num_warps=1)
 
 
 def hopper(device: torch.device) -> bool:

@@ -27,10 +27,8 @@ device, sequences are cut into segments: the states at the cuts come from the sa
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile, store_tile
+from ..triton.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, store_tile
 
-# 2^-100 is negligible in fp32, and a sum of 64 such exponents still has digits left for its differences
-LEAST = tl.constexpr(-100.0)
 # the gates of a chunk, as vectors over its tokens; b are the log decays summed from its start, in log2 units
 ENTER = tl.constexpr(0)  # scale · e^b
 LEAVE = tl.constexpr(1)  # β e^{b_C − b}

@@ -16,8 +16,7 @@ all chunks and marks those that it got wrong, the slow one recomputes these.
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile, store_tile
-from .triton_carry import LEAST
+from ..triton.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, store_tile
 
 # factors up to 2^±115 (e^±80) stay finite in fp32 and bf16, and their products accurate enough below the diagonal
 SAFE = tl.constexpr(115.0)
@@ -286,6 +285,7 @@ def channel_grads(
         through = tl.load(anchors + place * K + ck, mask=ck < K, other=0.0) * exp2(last.to(tl.float32))
         change = before - after
         dg = tl.cumsum(change, 0) - change + (tl.sum(after, 0) + through)[None, :]
+        dg = tl.where(g <= LEAST, 0.0, dg)  # nothing passes a reset
         store_tile(log_decay_grad + own, r, heads * K, ck, valid, dg, K, BK)
     dQ += from_state + on_diagonal[:, None] * gated
     dK += to_state + on_diagonal[:, None] * Q

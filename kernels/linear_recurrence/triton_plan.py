@@ -355,6 +355,7 @@ class LinearRecurrence(Plan):
             self.chunks,
             self.blocks,
             PARTS=self.parts,
+            GATE=self.gate,
             SLICES=self.slices(self.K, self.entry("carry"))[1],
             BLOCK=BLOCK,
             num_warps=4,
