@@ -16,7 +16,7 @@ all chunks and marks those that it got wrong, the slow one recomputes these.
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, store_tile
+from ..triton.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, pair_of, store_tile
 
 # factors up to 2^±115 (e^±80) stay finite in fp32 and bf16, and their products accurate enough below the diagonal
 SAFE = tl.constexpr(115.0)
@@ -73,7 +73,7 @@ def channel_scores(
     DOT: tl.constexpr,  # dtype of the factors, which need the range of fp32
     PRECISION: tl.constexpr,
 ):
-    c, n = tl.program_id(0), tl.program_id(1)
+    c, n = pair_of(chunks)
     start = tl.load(table + c * 2).to(tl.int64)
     count = tl.load(table + c * 2 + 1)
     value_head = n // SUBHEADS
@@ -155,7 +155,7 @@ def channel_score_grads(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    c, h = tl.program_id(0), tl.program_id(1)
+    c, h = pair_of(chunks)
     start = tl.load(table + c * 2).to(tl.int64)
     place = h.to(tl.int64) * chunks + c
     r = tl.arange(0, CHUNK)
@@ -206,8 +206,8 @@ def channel_grads(
     PRECISION: tl.constexpr,
 ):
     slices = (K + BK - 1) // BK
-    slice_ = tl.program_id(0) % slices
-    c, n = tl.program_id(0) // slices, tl.program_id(1)
+    part, n = pair_of(chunks * slices)
+    slice_, c = part % slices, part // slices
     start = tl.load(table + c * 2).to(tl.int64)
     count = tl.load(table + c * 2 + 1)
     value_head = n // SUBHEADS

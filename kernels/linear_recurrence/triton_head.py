@@ -16,7 +16,7 @@ state.
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile
+from ..triton.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, pair_of
 from .triton_carry import BALANCE, COLUMNS, ENTER, LEAVE, REST_OF_SUMS, SUMS, SURVIVES, TOTAL
 
 
@@ -57,7 +57,7 @@ def head_gates(
     WIDE: tl.constexpr,  # sum decays in fp64
 ):
     """Everything that the passes need from the gates if they compute the scores themselves."""
-    c, n = tl.program_id(0), tl.program_id(1)
+    c, n = pair_of(chunks)
     start = tl.load(table + c * 2).to(tl.int64)
     count = tl.load(table + c * 2 + 1)
     gates += (n.to(tl.int64) * chunks + c) * (PARTS * CHUNK)
@@ -109,7 +109,7 @@ def head_scores(
     WIDE: tl.constexpr,  # sum decays in fp64
     PRECISION: tl.constexpr,
 ):
-    c, n = tl.program_id(0), tl.program_id(1)
+    c, n = pair_of(chunks)
     start = tl.load(table + c * 2).to(tl.int64)
     count = tl.load(table + c * 2 + 1)
     value_head = n // SUBHEADS
@@ -174,7 +174,7 @@ def head_gate_grads(
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,  # tokens of a block
 ):
-    block, n = tl.program_id(0), tl.program_id(1)
+    block, n = pair_of(blocks)
     start = tl.load(table + block * 3).to(tl.int64)
     count = tl.load(table + block * 3 + 1)
     first_chunk = tl.load(table + block * 3 + 2)

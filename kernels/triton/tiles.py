@@ -41,6 +41,12 @@ def sigmoid(x):
 
 
 @triton.jit
+def pair_of(each):
+    """Two indices from that of the program, the first of which is below `each`: a second axis would end at 65,535."""
+    return tl.program_id(0) % each, tl.program_id(0) // each
+
+
+@triton.jit
 def load_tile(pointer, rows, stride, columns, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """[rows, columns] of a matrix whose last axis is contiguous; zeros where a row is not valid or beyond WIDTH."""
     mask = valid[:, None]
