@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import kernels
 from kernels.delta_gates import strength
 
+from .arguments import check_numbers, check_sizes
 from .precision import KeepsFp32
 
 
@@ -27,6 +28,11 @@ class Discretisation(KeepsFp32):
 
     def __init__(self, size: int, low: float = 0.0, high: float = 16.0):
         super().__init__()
+        check_sizes({"size": size})
+        check_numbers({"low": low}, positive=False)
+        check_numbers({"high": high})
+        if low > high:
+            raise kernels.UserError(f"low: {low} must not be above high, {high}")
         self.low, self.high = low, high
         self.A_log, self.dt_bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
         self.reset_parameters()
@@ -113,6 +119,8 @@ class ConstantDecay(nn.Module):
 
     def __init__(self, log_decay: Sequence[float]):
         super().__init__()
+        if not all(x <= 0 for x in log_decay):
+            raise kernels.UserError(f"log_decay: {list(log_decay)} must be numbers that are not above 0")
         self.log_decay: Sequence[float] = tuple(log_decay)
         self._on: dict[tuple[torch.device, torch.dtype], tuple[Sequence[float], Tensor]] = {}
 
