@@ -1,12 +1,13 @@
 """The arguments that both matrix-state recurrences share, checked once, and the shapes that follow from them."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .documents import Documents, documents
+from .op import plain
 
 FEW_CHANNELS = 512  # of a head's keys in all subheads: so many of its states take little memory
 
@@ -117,8 +118,7 @@ def check(
             raise ValueError(
                 f"log_decay: expected one of {', '.join(map(str, allowed))}, got shape {tuple(log_decay.shape)}"
             )
-        if log_decay.dim() == 1:
-            _check_constant(log_decay)
+        check_decay(log_decay)
     if beta is not None and beta.shape != (B, T, count):
         raise ValueError(f"beta: expected [{B},{T},{count}], got shape {tuple(beta.shape)}")
     scale = K**-0.5 if scale is None else scale
@@ -158,13 +158,18 @@ def _may_change(*tensors: Tensor | None) -> bool:
     return inside and state.is_contiguous()
 
 
-# Values are read once per tensor object, to avoid a device synchronisation on every call.
-_checked = WeakTensorKeyDictionary()
+def check_decay(log_decay: Tensor) -> None:
+    """Refuse a log decay above 0 on the CPU; on a device, the call would have to wait for its values.
 
+    Nor are those of a single token looked at, which would take long beside a step of decoding.
 
-def _check_constant(log_decay: Tensor) -> None:
-    if torch.compiler.is_compiling() or log_decay.is_meta or log_decay in _checked:
+    Raises:
+        ValueError: A log decay is positive, or a constant one is not a number.
+    """
+    single = log_decay.dim() > 1 and log_decay.shape[1] == 1
+    if single or not (log_decay.is_cpu and log_decay.numel() and plain((log_decay,))):
         return
-    if not bool((log_decay.detach() <= 0).all()):
-        raise ValueError(f"log_decay: a constant decay must be ≤ 0, got {log_decay.max().item():g}")
-    _checked[log_decay] = True
+    largest = float(log_decay.detach().amax())
+    # one per step that is not a number is a matter of training, which looks for it in the loss
+    if largest > 0 or (log_decay.dim() == 1 and math.isnan(largest)):
+        raise ValueError(f"log_decay: must be ≤ 0, got {largest:g}")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import Recurrences, at_least_fp32
+from .resets import sums
 
 CHUNK = 64
 
@@ -75,7 +76,8 @@ class Chunking:
         """log_decay summed from the start of its chunk, inclusive: [N,B,G,R,E,C] or […,C,K], in fp64.
 
         Only differences of these sums are used, and the sums reach thousands: fp32 would leave four digits. Devices
-        without fp64 have to make do with fp32. N and B are 1 for a constant decay without padding.
+        without fp64 have to make do with fp32. N and B are 1 for a constant decay without padding. A reset, −inf,
+        counts as a finite number of which nothing is left (`resets.py`).
         """
         g = self.a.log_decay
         if g is None:
@@ -86,9 +88,8 @@ class Chunking:
             g = g.expand(*full, -1)
             if not self.padded:
                 heads = (self.a.groups, self.a.repeats, self.a.subheads)
-                return g.unflatten(2, heads).movedim(1, -1).unsqueeze(1).to(self._wide).cumsum(-1)
-        g = self.gates(g)
-        return g.to(self._wide).cumsum(5)
+                return sums(g.unflatten(2, heads).movedim(1, -1).unsqueeze(1), -1, self._wide)
+        return sums(self.gates(g), 5, self._wide)
 
     @property
     def _wide(self) -> torch.dtype:

@@ -1,8 +1,9 @@
 """Packed documents: several sequences in one row, told apart by `cu_seqlens`.
 
-`cu_seqlens` [N+1] int holds the start of every document and, as its last entry, the length of the row. Its values are
-read once per tensor object, so that ops do not synchronise with the device on every call; everything derived from them
-is cached with them.
+`cu_seqlens` [N+1] int holds the start of every document and, as its last entry, the length of the row. On a device its
+values are read once per tensor object and version, so that ops do not synchronise on every call; everything derived
+from them is cached with them. A change in place makes another version. Inference tensors count no versions, so they are
+read on every call: `tracked` makes a copy that is not.
 """
 
 from collections.abc import Callable, Hashable
@@ -88,11 +89,33 @@ def places(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return owner, (time - cu_seqlens[owner]).long()
 
 
-_memo = WeakTensorKeyDictionary()
+_memo = WeakTensorKeyDictionary()  # cu_seqlens → its version and its documents
+
+
+def tracked(cu_seqlens: Tensor) -> Tensor:
+    """cu_seqlens, copied if it is an inference tensor on a device, which would be read again on every call."""
+    if torch.compiler.is_compiling() or cu_seqlens.is_cpu or not cu_seqlens.is_inference():
+        return cu_seqlens
+    with torch.inference_mode(False):
+        return cu_seqlens.clone()
+
+
+def _remembered(cu_seqlens: Tensor) -> Documents | None:
+    """The documents of these boundaries from an earlier call, unless they have changed since."""
+    version, found = _memo.get(cu_seqlens, (None, None))
+    if found is not None and (cu_seqlens.is_cpu or cu_seqlens.is_inference()):
+        # reading costs nothing, or nothing else tells; on a CPU this also notices changes through NumPy or `.data`
+        return found if found.bounds == cu_seqlens.tolist() else None
+    return found if version == _version(cu_seqlens) else None
+
+
+def _version(x: Tensor) -> int | None:
+    """How many times a tensor was changed in place; None if that is not counted."""
+    return None if x.is_inference() else x._version
 
 
 def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1, device: torch.device | None = None) -> Documents:
-    """The checked documents of `cu_seqlens` for a row of `length` tokens, cached per tensor object.
+    """The checked documents of `cu_seqlens` for a row of `length` tokens, cached until the tensor changes.
 
     Raises:
         ValueError: `cu_seqlens` is not an integer vector, does not run from 0 to `length`, decreases or is not on
@@ -102,17 +125,17 @@ def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1, device: torc
         raise ValueError(f"cu_seqlens: is on {cu_seqlens.device}, but the tokens are on {device}")
     if batch_size != 1:
         raise ValueError(f"cu_seqlens: packed documents need a batch of 1 row, got {batch_size}")
-    found = _memo.get(cu_seqlens)
+    found = _remembered(cu_seqlens)
     if found is None:
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
             raise ValueError(
                 f"cu_seqlens: expected an int32 or int64 vector of at least 2 boundaries, "
                 f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
             )
-        found = _memo[cu_seqlens] = Documents(cu_seqlens)
+        found = Documents(cu_seqlens)
         if found.bounds[0] != 0 or any(b < a for a, b in found.spans):
-            del _memo[cu_seqlens]
             raise ValueError(f"cu_seqlens: boundaries must start at 0 and never decrease, got {found.bounds}")
+        _memo[cu_seqlens] = _version(cu_seqlens), found
     if found.bounds[-1] != length:
         raise ValueError(f"cu_seqlens: ends at {found.bounds[-1]}, but there are {length} tokens")
     return found

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kernels
 
+from .arguments import size_or
 from .base import Site, TokenMixer, dense_flops, positions
 from .context_parallel import ContextParallel
 from .features import FeaturePath, Features, Rotary
@@ -68,7 +69,7 @@ class SoftmaxAttention(TokenMixer):
     ):
         super().__init__()
         self.num_heads, self.head_dim = site.heads(num_heads, head_dim)
-        self.num_kv_heads = num_kv_heads or self.num_heads
+        self.num_kv_heads = size_or("num_kv_heads", num_kv_heads, self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise kernels.UserError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
         if qk_norm_over not in get_args(Over):
@@ -77,8 +78,7 @@ class SoftmaxAttention(TokenMixer):
             raise kernels.UserError(f"gate: {gate!r} is not one of {', '.join(get_args(Per))}, or null")
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         widths = {"q": width, "k": kv_width, "v": kv_width}
-        if gate is not None:
-            widths["g"] = self.num_heads if gate == "head" else width
+        widths |= {} if gate is None else {"g": self.num_heads if gate == "head" else width}
         self.in_proj = Projection(site.hidden_size, widths, bias=bias)
         self.qk_norm_over, per_head = qk_norm_over, qk_norm_over == "head"
         self.q_norm = None if qk_norm is None else qk_norm(self.head_dim if per_head else width)

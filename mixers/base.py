@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import kernels
 from kernels.documents import places
 
+from .arguments import check_sizes
 from .context_parallel import ContextParallel, run_recurrence
 from .features import FeaturePath, Features, together
 from .precision import KeepsFp32
@@ -40,20 +41,21 @@ class Site(NamedTuple):
 
         Raises:
             UserError: head_dim is None and num_heads does not divide hidden_size, or only head_dim is given and the
-                model's number of heads of that size are wider than hidden_size.
+                model's number of heads of that size are wider than hidden_size, or a size is not a whole number from 1.
         """
+        check_sizes({"num_heads": num_heads, "head_dim": head_dim})
         if num_heads is None and head_dim is not None and self.num_heads * head_dim > self.hidden_size:
             raise kernels.UserError(
                 f"num_heads: the model's {self.num_heads} heads of head_dim {head_dim} are wider than hidden_size "
                 f"{self.hidden_size}; give the mixer a num_heads of its own, or a smaller head_dim"
             )
-        num_heads = num_heads or self.num_heads
+        num_heads = self.num_heads if num_heads is None else num_heads
         if head_dim is None and self.hidden_size % num_heads:
             raise kernels.UserError(
                 f"num_heads: {num_heads} does not divide hidden_size {self.hidden_size}; "
                 "choose a divisor, or give head_dim as well"
             )
-        return num_heads, head_dim or self.hidden_size // num_heads
+        return num_heads, self.hidden_size // num_heads if head_dim is None else head_dim
 
 
 class TokenMixer(KeepsFp32):
@@ -189,7 +191,10 @@ class LinearMixer(TokenMixer):
         v: Features = Features(),
     ):
         super().__init__()
-        self.site, self.num_heads, self.num_key_heads = site, num_heads, num_key_heads or num_heads
+        sizes = {"num_heads": num_heads, "key_size": key_size, "value_size": value_size, "num_key_heads": num_key_heads}
+        check_sizes(sizes)
+        self.site, self.num_heads = site, num_heads
+        self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
         if num_heads % self.num_key_heads:
             raise kernels.UserError(
                 f"num_key_heads: {self.num_key_heads} does not divide the {num_heads} (value) heads"
@@ -357,13 +362,20 @@ def positions(
 
     Returns:
         Positions [B,T] (or [1,T] where all rows agree), and the next position [N].
+
+    Raises:
+        UserError: The state that `offset` is from has another number of sequences.
     """
     length = x.shape[1]
     if cu_seqlens is not None:
         owner, place = places(cu_seqlens, length)
         counts = cu_seqlens.diff().to(torch.int64)
+        if offset is not None and len(offset) != len(counts):
+            raise kernels.UserError(f"state: has {len(offset)} sequences, but there are {len(counts)} documents")
         start = torch.zeros_like(counts) if offset is None else offset
         return (place + start[owner])[None], start + counts
+    if offset is not None and len(offset) != len(x):
+        raise kernels.UserError(f"state: has {len(offset)} sequences, but x has {len(x)}")
     time = torch.arange(length, device=x.device)
     if offset is None and context_parallel is not None:
         offset = time.new_tensor([context_parallel.rank * length])

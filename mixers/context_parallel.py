@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
+from kernels.resets import LEAST_ALONE
 
 Recurrence = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -253,7 +254,7 @@ def run_selective_scan(
         context_parallel.check(initial_state, cu_seqlens)
         _, local = kernels.selective_scan(x, log_decay, rate, b, c, return_state=True)
         assert local is not None
-        total = log_decay.to(local.dtype).sum(1)[..., None]
+        total = log_decay.to(local.dtype).clamp(min=LEAST_ALONE).sum(1)[..., None]
         transition = (total if rate is None else total * rate).exp()
         initial_state = context_parallel.first_state(transition[..., None], local[..., None])[..., 0]
     return kernels.selective_scan(

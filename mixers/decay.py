@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import kernels
 from kernels.delta_gates import strength
 
+from .arguments import check_numbers, check_sizes
 from .precision import KeepsFp32
 
 
@@ -27,6 +28,11 @@ class Discretisation(KeepsFp32):
 
     def __init__(self, size: int, low: float = 0.0, high: float = 16.0):
         super().__init__()
+        check_sizes({"size": size})
+        check_numbers({"low": low}, positive=False)
+        check_numbers({"high": high})
+        if low > high:
+            raise kernels.UserError(f"low: {low} must not be above high, {high}")
         self.low, self.high = low, high
         self.A_log, self.dt_bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
         self.reset_parameters()
@@ -113,15 +119,18 @@ class ConstantDecay(nn.Module):
 
     def __init__(self, log_decay: Sequence[float]):
         super().__init__()
-        self.log_decay = tuple(log_decay)
-        self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        if not all(x <= 0 for x in log_decay):
+            raise kernels.UserError(f"log_decay: {list(log_decay)} must be numbers that are not above 0")
+        self.log_decay: Sequence[float] = tuple(log_decay)
+        self._on: dict[tuple[torch.device, torch.dtype], tuple[Sequence[float], Tensor]] = {}
 
     def forward(self, like: Tensor) -> Tensor:
-        """The log decays on the device of `like`; always the same tensor, so that its values are checked only once."""
-        key = (like.device, torch.promote_types(like.dtype, torch.float32))
-        if key not in self._on:
-            self._on[key] = torch.tensor(self.log_decay, device=key[0], dtype=key[1])
-        return self._on[key]
+        """The log decays on the device of `like`, where they are copied once, and again if `log_decay` changes."""
+        key, values = (like.device, torch.promote_types(like.dtype, torch.float32)), tuple(self.log_decay)
+        if key not in self._on or self._on[key][0] != values:
+            with torch.inference_mode(False):  # the copy may serve the next training step
+                self._on[key] = values, torch.tensor(values, device=key[0], dtype=key[1])
+        return self._on[key][1]
 
 
 def alibi_slopes(count: int) -> list[float]:

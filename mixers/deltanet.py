@@ -4,6 +4,7 @@ from torch import Tensor
 
 import kernels
 
+from .arguments import check_numbers
 from .base import LinearMixer, Site, Streams
 from .decay import Strength
 from .features import Features
@@ -47,6 +48,7 @@ class DeltaNet(LinearMixer):
         norm_eps: float = 1e-5,
     ):
         num_heads, head_dim = site.heads(num_heads, head_dim)
+        check_numbers({"norm_eps": norm_eps}, positive=False)
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk, v=v)
         width = num_heads * head_dim
         self.in_proj = Projection(site.hidden_size, {"q": width, "k": width, "v": width, "b": self.gate_heads})

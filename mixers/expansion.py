@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import kernels
 
+from .arguments import check_sizes
 from .base import LinearMixer, Site
 from .features import Activation
 from .precision import KeepsFp32
@@ -29,6 +30,8 @@ class Expansion(nn.Module):
 
     def __init__(self, heads: int, size: int, factor: int, hidden_size: int):
         super().__init__()
+        check_sizes({"heads": heads, "size": size, "factor": factor})
+        check_sizes({"hidden_size": hidden_size}, least=0)  # 0 if nothing is made of the layer's input
         self.heads, self.size, self.factor = heads, size, factor
 
     def forward(self, stream: Tensor, x: Tensor) -> Tensor:
@@ -97,8 +100,7 @@ class LowRank(Expansion):
     ):
         super().__init__(heads, size, factor, hidden_size)
         rank = round(factor * size / (factor + 1)) if rank is None else rank
-        if rank < 1:
-            raise kernels.UserError(f"rank: {rank} must be at least 1")
+        check_sizes({"rank": rank})
         width, self.activation = heads * size, activation
         self.down, self.up = nn.Parameter(torch.empty(width, rank)), nn.Parameter(torch.empty(rank, factor * width))
         self.reset_parameters()
@@ -249,8 +251,7 @@ class Expanded(LinearMixer):
         residual: bool = False,
         recompute: bool | Recomputed = True,
     ) -> LinearMixer:
-        if factor < 1:
-            raise kernels.UserError(f"factor: {factor} must be at least 1 (no expansion)")
+        check_sizes({"factor": factor})
         if residual and not subheads:
             raise kernels.UserError("residual: true needs subheads, one of which is the head as it is")
         if recompute not in (True, False, *get_args(Recomputed)):

@@ -11,6 +11,7 @@ import kernels
 from kernels import ACTIVATIONS, NORMS
 from kernels.op import plain
 
+from .arguments import check_numbers, check_sizes
 from .context_parallel import ContextParallel
 from .precision import KeepsFp32
 
@@ -22,6 +23,7 @@ class FeatureMap(KeepsFp32):
 
     def __init__(self, heads: int, size: int):
         super().__init__()
+        check_sizes({"heads": heads, "size": size})
         self.heads, self.size, self.out_size = heads, size, size
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -48,7 +50,8 @@ class Features:
     map: Callable[[int, int], FeatureMap] | None = None
 
     def __post_init__(self) -> None:
-        if self.conv < 0 or (self.bias and not self.conv):
+        check_sizes({"conv": self.conv}, least=0)
+        if self.bias and not self.conv:
             raise kernels.UserError(
                 f"conv: {self.conv} taps{' with a bias' if self.bias else ''}; choose 1 or more, or 0"
             )
@@ -169,6 +172,8 @@ class Rotary(FeatureMap):
 
     def __init__(self, heads: int, size: int, *, base: float = 10000.0, fraction: float = 1.0):
         super().__init__(heads, size)
+        check_numbers({"base": base})
+        check_numbers({"fraction": fraction}, positive=False)
         if fraction == 1 and size % 2:
             raise kernels.UserError(f"head_dim: {size} is odd; rotary embedding needs pairs")
         self.base, self.turning = base, int(size * fraction)
@@ -235,6 +240,7 @@ class LRPE(FeatureMap):
 
     def __init__(self, heads: int, size: int, *, base: float = 10000.0):
         super().__init__(heads, size)
+        check_numbers({"base": base})
         self.base, self.out_size, self.theta = base, 2 * size, nn.Parameter(torch.empty(heads, size))
         self.reset_parameters()
 

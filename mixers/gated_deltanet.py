@@ -6,6 +6,7 @@ from torch import Tensor
 
 import kernels
 
+from .arguments import size_or
 from .base import LinearMixer, Site, Streams
 from .decay import Discretisation, Strength
 from .features import Features
@@ -59,7 +60,7 @@ class GatedDeltaNet(LinearMixer):
         if value_dim is not None and head_dim is None:
             raise kernels.UserError(f"value_dim: {value_dim} is given without head_dim; give both, or neither")
         num_heads, head_dim = site.heads(num_heads, head_dim)
-        value_dim = value_dim or head_dim
+        value_dim = size_or("value_dim", value_dim, head_dim)
         super().__init__(
             site,
             num_heads=num_heads,

@@ -4,6 +4,7 @@ from torch import Tensor
 
 import kernels
 
+from .arguments import check_numbers, check_sizes
 from .base import LinearMixer, Site, Streams
 from .decay import LowRankDecay
 from .features import Features
@@ -53,6 +54,9 @@ class GLA(LinearMixer):
         norm_eps: float = 1e-5,
     ):
         num_heads, _ = site.heads(num_heads)
+        check_sizes({"gate_rank": gate_rank})
+        check_numbers({"expand_k": expand_k, "expand_v": expand_v, "gate_normalizer": gate_normalizer})
+        check_numbers({"norm_eps": norm_eps}, positive=False)
         keys, values = round(site.hidden_size * expand_k), round(site.hidden_size * expand_v)
         for name, width in (("expand_k", keys), ("expand_v", values)):
             if not width or width % num_heads:

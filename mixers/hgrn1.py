@@ -9,6 +9,7 @@ from torch import Tensor
 
 import kernels
 
+from .arguments import check_numbers
 from .base import Site, TokenMixer, dense_flops
 from .context_parallel import ContextParallel, run_selective_scan
 from .hgrn2 import LowerBounds, adopt_lower_bounds, build_lower_bounds
@@ -41,6 +42,7 @@ class HGRN1(TokenMixer):
         norm_eps: float = 1e-5,
     ):
         super().__init__()
+        check_numbers({"norm_eps": norm_eps}, positive=False)
         self.site, width = site, site.hidden_size
         self.in_proj = Projection(width, {"i": width, "f": width, "g": width})
         self.lower_bounds = build_lower_bounds(lower_bounds, site, width)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import kernels
 
+from .arguments import check_numbers, check_sizes
 from .base import LinearMixer, Site, Streams, TokenMixer
 from .features import Features
 from .norm import Norm, RMSNorm
@@ -35,6 +36,7 @@ class LowerBounds(KeepsFp32):
 
     def __init__(self, num_layers: int, size: int, high: float | None = None):
         super().__init__()
+        check_sizes({"num_layers": num_layers, "size": size})
         if high is not None and not 0 < high < 1:
             raise kernels.UserError(f"high: {high} must be between 0 and 1, both excluded")
         self.high, self.weight = high, nn.Parameter(torch.empty(num_layers, size))
@@ -119,7 +121,10 @@ class HGRN2(LinearMixer):
         norm_eps: float = 1e-5,
     ):
         width = site.hidden_size
-        head_dim = head_dim or (site.heads()[1] if width % HEAD_DIM else HEAD_DIM)
+        check_sizes({"head_dim": head_dim})
+        check_numbers({"norm_eps": norm_eps}, positive=False)
+        if head_dim is None:
+            head_dim = site.heads()[1] if width % HEAD_DIM else HEAD_DIM
         if width % head_dim:
             raise kernels.UserError(f"head_dim: {head_dim} does not divide hidden_size {width}")
         super().__init__(site, num_heads=width // head_dim, key_size=head_dim, value_size=head_dim, q=q, k=k, v=v)

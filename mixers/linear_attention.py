@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from .arguments import check_numbers
 from .base import LinearMixer, Site, Streams
 from .features import Features
 from .norm import RMSNorm
@@ -31,6 +32,7 @@ class LinearAttention(LinearMixer):
         norm_eps: float = 1e-5,
     ):
         num_heads, head_dim = site.heads(num_heads, head_dim)
+        check_numbers({"norm_eps": norm_eps}, positive=False)
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk)
         width = num_heads * head_dim
         self.in_proj = Projection(site.hidden_size, {"q": width, "k": width, "v": width})

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import kernels
 
+from .arguments import check_sizes, size_or
 from .base import Site, TokenMixer, dense_flops
 from .context_parallel import ContextParallel, run_selective_scan
 from .features import FeaturePath, Features
@@ -70,8 +71,9 @@ class Mamba1(TokenMixer):
         conv_bias: bool = True,
     ):
         super().__init__()
+        check_sizes({"expand": expand, "state_dim": state_dim})
         self.width, self.state_dim = expand * site.hidden_size, state_dim
-        rank = dt_rank or math.ceil(site.hidden_size / 16)
+        rank = size_or("dt_rank", dt_rank, math.ceil(site.hidden_size / 16))
         self.in_proj = Projection(site.hidden_size, {"x": self.width, "z": self.width})
         self.x_features = FeaturePath(Features(conv, bias=conv_bias, activation="silu"), self.width, 1)
         self.x_proj = Projection(self.width, {"dt": rank, "B": state_dim, "C": state_dim})

@@ -8,7 +8,13 @@ from torch import Tensor, nn
 
 import kernels
 
+from .arguments import check_numbers, check_sizes
 from .precision import KeepsFp32
+
+
+def _check(size: int, eps: float) -> None:
+    check_sizes({"size": size})
+    check_numbers({"eps": eps}, positive=False)
 
 
 class Norm(KeepsFp32):
@@ -37,6 +43,7 @@ class SimpleRMSNorm(Norm):
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__()
+        _check(size, eps)
         self.eps = eps
 
     @property
@@ -107,6 +114,7 @@ class LayerNorm(Norm):
 
     def __init__(self, size: int, eps: float = 1e-5):
         super().__init__()
+        _check(size, eps)
         self.eps, self.weight, self.bias = eps, nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
         self.reset_parameters()
 
@@ -153,6 +161,10 @@ class GatedRMSNorm(Output):
 
     def __init__(self, size: int, eps: float = 1e-5, *, gate_first: bool = False, groups: int = 1):
         super().__init__()
+        _check(size, eps)
+        check_sizes({"groups": groups})
+        if size % groups:
+            raise kernels.UserError(f"groups: {groups} do not divide size {size}")
         self.eps, self.weight = eps, nn.Parameter(torch.empty(size))
         self.gate_first, self.groups = gate_first, groups
         self.reset_parameters()
@@ -196,6 +208,7 @@ class GateOnly(Output):
 
     def __init__(self, size: int):
         super().__init__()
+        check_sizes({"size": size})
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None

@@ -4,6 +4,9 @@ import math
 
 from torch import Tensor
 
+from kernels import UserError
+
+from .arguments import check_numbers
 from .base import LinearMixer, Site, Streams
 from .decay import ConstantDecay
 from .features import Features, Rotary
@@ -42,7 +45,11 @@ class RetNet(LinearMixer):
         norm_eps: float = 1e-5,
     ):
         num_heads, head_dim = site.heads(num_heads, head_dim)
+        check_numbers({"expand_v": expand_v})
+        check_numbers({"norm_eps": norm_eps}, positive=False)
         value_dim = round(expand_v * head_dim)
+        if not value_dim:
+            raise UserError(f"expand_v: {expand_v} of head_dim {head_dim} leaves no values")
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=value_dim, q=qk, k=qk)
         self.decay = ConstantDecay([math.log1p(-(2.0 ** (-5 - n / self.subheads))) for n in range(self.gate_heads)])
         keys, values = num_heads * head_dim, num_heads * value_dim

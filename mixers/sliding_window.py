@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import ClassVar
 
-import kernels
-
+from .arguments import check_sizes
 from .attention import Over, Per, SoftmaxAttention
 from .base import Site
 from .features import Features, Rotary
@@ -66,6 +65,5 @@ class SlidingWindowAttention(SoftmaxAttention):
             bias=bias,
             output_bias=output_bias,
         )
-        if window_size < 2:
-            raise kernels.UserError(f"window_size: {window_size} must be at least 2; the token itself counts")
+        check_sizes({"window_size": window_size}, least=2)  # the token itself counts
         self.window_size = window_size

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import kernels
 
+from .arguments import check_numbers, check_sizes
 from .base import LinearMixer, Site, Streams
 from .decay import ConstantDecay, alibi_slopes
 from .features import Features
@@ -18,6 +19,7 @@ class LowRankGated(LinearMixer):
 
     def __init__(self, site: Site, *, num_heads: int | None, qk: Features, norm_eps: float):
         num_heads, head_dim = site.heads(num_heads)
+        check_numbers({"norm_eps": norm_eps}, positive=False)
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk)
         self.norm_eps, width = norm_eps, site.hidden_size
         self.in_proj = Projection(width, {"q": width, "k": width, "v": width, "g": head_dim})
@@ -44,6 +46,7 @@ class LayerwiseAlibi(ConstantDecay):
     """
 
     def __init__(self, site: Site, count: int):
+        check_sizes({"count": count})
         depth = 1 - site.layer / max(site.num_layers - 1, 1) + 1e-5
         super().__init__([-slope * depth for slope in alibi_slopes(count)])
 
@@ -57,6 +60,7 @@ class LayerwiseLinear(ConstantDecay):
     """
 
     def __init__(self, site: Site, count: int):
+        check_sizes({"count": count})
         super().__init__([-(8 / count) * (1 - site.layer / site.num_layers) * i for i in range(count)])
 
 

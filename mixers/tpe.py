@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .arguments import check_sizes
 from .base import Site, TokenMixer
 from .context_parallel import ContextParallel, run_selective_scan
 
@@ -28,7 +29,8 @@ class TPE(TokenMixer):
 
     def __init__(self, site: Site, *, size: int | None = None):
         super().__init__()
-        self.size = size or site.heads()[1]
+        check_sizes({"size": size})
+        self.size = site.heads()[1] if size is None else size  # the model's heads may not divide hidden_size
         self.weight = nn.Parameter(torch.empty(site.hidden_size, self.size))
         self.reset_parameters()
 

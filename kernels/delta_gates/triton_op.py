@@ -130,7 +130,7 @@ def compute(
     (log_decay, beta), sizes = (new(a, dtype=torch.float32) for _ in range(2)), tile(a.shape[-1])
     (a, rows, a_row), (b, _, b_row) = rows_of(a), rows_of(b)
     given = (a, A_log, dt_bias, b, bias, log_decay, beta, rows, a_row, b_row, largest)
-    enqueue(gates_forward, (cdiv(rows, sizes["ROWS"]),), *given, **sizes)
+    enqueue(gates_forward, cdiv(rows, sizes["ROWS"]), *given, **sizes)
     return log_decay, beta
 
 
@@ -166,7 +166,7 @@ def differentiate(
     parts = new(a, programs, sizes["M"], 3, dtype=torch.float32)
     strides = (rows, a_row, b_row, da_row, db_row)
     enqueue(
-        gates_backward, (programs,), a, A_log, dt_bias, b, bias, *arriving, da, db, parts, *strides, largest, **sizes
+        gates_backward, programs, a, A_log, dt_bias, b, bias, *arriving, da, db, parts, *strides, largest, **sizes
     )
     dA_log, ddt_bias, dbias = add_parts(parts, torch.float32)  # each parameter has a dtype of its own
     return [

@@ -73,7 +73,8 @@ def delta_rule(
         k: Keys, shaped as q.
         v: Values [B,T,H,V].
         beta: How much of what the state holds for the key is replaced by the value [B,T,H·E].
-        log_decay: None (no decay), a constant [H·E], or per step [B,T,H·E]; ≤ 0.
+        log_decay: None (no decay), a constant [H·E], or per step [B,T,H·E]; ≤ 0. −inf erases the state before the token
+            is written. Positive ones are refused on a CPU, undefined elsewhere.
         subheads: Subheads E per head.
         scale: Factor on the output; K^-½ by default.
         initial_state: S_0 [B,H·E,K,V], or [N,…] with `cu_seqlens`; zeros by default.

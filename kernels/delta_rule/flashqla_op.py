@@ -15,6 +15,7 @@ from ..arguments import Recurrences, at_least_fp32
 from ..documents import Documents
 from ..errors import UserError
 from ..recompute import remake
+from ..resets import LEAST
 
 SIZE = 128  # of keys and values
 DTYPES = (torch.bfloat16, torch.float16)
@@ -57,7 +58,8 @@ def decays(a: Recurrences) -> Tensor:
     assert a.beta is not None
     if a.log_decay is None:
         return a.beta.new_zeros(a.beta.shape, dtype=torch.float32)
-    return a.log_decay.float().expand(a.beta.shape)
+    # its kernels would make differences of −inf
+    return a.log_decay.float().clamp(min=LEAST[torch.float32]).expand(a.beta.shape)
 
 
 @torch.compiler.disable  # as FlashQLA is

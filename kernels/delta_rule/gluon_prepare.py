@@ -21,6 +21,7 @@ from ..triton.gluon_tiles import FLAT, SHARED, at_tile, barrier, copy_tokens
 
 LEAST_BETA = gl.constexpr(2.0**-50)  # as in triton_prepare.py
 LOG2E = gl.constexpr(1.4426950408889634)
+LEAST = gl.constexpr(-152.0)  # as in tiles.py
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 ONCE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all 64
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -133,6 +134,7 @@ def prepare(
         g = gl.load(log_decay + per_step, mask=valid, other=0.0).to(gl.float64) * LOG2E
     write = gl.load(beta + per_step, mask=valid, other=0.0).to(gl.float32)
     write = gl.where(gl.abs(write) < LEAST_BETA, LEAST_BETA, write)
+    g = gl.where(g < LEAST, LEAST, g)
     b = gl.associative_scan(g, 0, add)
     high = b.to(gl.float32)
     low = (b - high.to(gl.float64)).to(gl.float32)

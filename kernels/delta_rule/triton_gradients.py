@@ -21,7 +21,7 @@ the same reason: that compiler gets products of a transposed tile wrong, unless 
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, chunk_at, load_pairs, load_state, load_tokens, store_pairs, store_tokens
+from ..triton.tiles import CHUNK, LEAST, LOG2E, chunk_at, load_pairs, load_state, load_tokens, store_pairs, store_tokens
 from .triton_prepare import nonzero, pair_decay
 
 
@@ -177,12 +177,14 @@ def gradient_of_keys(
 @triton.jit(do_not_specialize=["M"])
 def gradient_of_log_decay(
     dlog_decay,
+    log_decay,
     from_queries,
     from_keys,
     before_t,
     across,  # [chunks, M, KEY_PARTS, WAYS]
     chunks,
     M,
+    GATE: tl.constexpr,
     QUERY_PARTS: tl.constexpr,
     KEY_PARTS: tl.constexpr,
     WAYS: tl.constexpr,
@@ -199,5 +201,11 @@ def gradient_of_log_decay(
         later += tl.load(from_keys + at)
         earlier += tl.load(before_t + at)
         way += tl.sum(tl.load(across + (tile * KEY_PARTS + part) * WAYS + tl.arange(0, WAYS)), 0)
-    sums = tl.sum(tl.where(r[None, :] >= r[:, None], later[None, :], earlier[None, :]), 1) + way
-    tl.store(dlog_decay + token.to(tl.int64) * M + r * M + m, sums, mask=r < stop - token)
+    at, valid = token.to(tl.int64) * M + r * M + m, r < stop - token
+    g = tl.load(log_decay + (m + r * 0 if GATE == "constant" else at), mask=valid, other=0.0).to(tl.float32)
+    reset = g * LOG2E <= LEAST
+    # nothing passes a reset, and what is behind it would only cancel
+    number = tl.cumsum(reset.to(tl.int32), 0)
+    later = tl.where(number[None, :] == number[:, None], later[None, :], 0.0)
+    sums = tl.sum(tl.where(r[None, :] >= r[:, None], later, earlier[None, :]), 1) + way
+    tl.store(dlog_decay + at, tl.where(reset, 0.0, sums), mask=valid)

@@ -228,7 +228,7 @@ def differentiate(
     dlog_decay = None
     if log_decay is not None:
         dlog_decay = to.new(to.B, to.T, to.M, dtype=torch.float32)
-        to.gradient_of_log_decay()(dlog_decay, *sums, to.layout.chunks)
+        to.gradient_of_log_decay(GATES[log_decay.dim()])(dlog_decay, log_decay.contiguous(), *sums, to.layout.chunks)
         if log_decay.dim() == 1:
             dlog_decay = dlog_decay.sum((0, 1))
         dlog_decay = dlog_decay.to(log_decay.dtype)

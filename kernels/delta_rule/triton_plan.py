@@ -63,7 +63,7 @@ class DeltaRule(Plan):
         together = chunks if documents is None else self.slots
         # If sequences are cut: chunks per segment, and the largest possible number of segments.
         rows = self.B if documents is None else 1
-        room = 1 if self.long else self._room(rows * self.M)
+        room = 1 if self.long else self._room(max(1, rows) * self.M)  # a batch may be empty
         count = segments(room, together)
         self.segment = -(-together // count)
         self.most = 0 if count == 1 else rows * count if documents is None else 2 * count
@@ -175,7 +175,7 @@ class DeltaRule(Plan):
             "PRECISION": precision,
         }
         warps, stages = entry.warps, entry.stages
-        return Prepared(kernel, (programs,), self.scale, **sizes, **constants, num_warps=warps, num_stages=stages)
+        return Prepared(kernel, programs, self.scale, **sizes, **constants, num_warps=warps, num_stages=stages)
 
     @prepared
     def prepare(self, gate: str) -> Prepared:
@@ -185,7 +185,7 @@ class DeltaRule(Plan):
             from .gluon_prepare import prepare as in_gluon  # the interpreter and other devices do without Gluon
 
             sizes: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "GATE": gate}
-            return Prepared(in_gluon, (programs,), self.scale, **sizes, num_warps=4, maxnreg=FOURTH)
+            return Prepared(in_gluon, programs, self.scale, **sizes, num_warps=4, maxnreg=FOURTH)
         entry = self.entry("prepare")
         merge = "ieee" if INTERPRETED else "tf32x3" if self.dtype == torch.float32 else "tf32"
         constants = {"BK": min(entry.keys, key_block(self.K)), "GATE": gate, "MERGE": merge}
@@ -223,7 +223,7 @@ class DeltaRule(Plan):
             "STAGES": 2 if self.K <= 128 else 1,  # of longer keys, two do not fit
             "PRECISION": precision,
         }
-        return Prepared(combine, (self.N * self.M * cdiv(self.V, BV),), self.M, **constants, num_warps=4)
+        return Prepared(combine, self.N * self.M * cdiv(self.V, BV), self.M, **constants, num_warps=4)
 
     @prepared
     def one_pass(self) -> Prepared:
@@ -231,7 +231,7 @@ class DeltaRule(Plan):
         from .gluon_gradients import gradients  # the interpreter and other devices do without Gluon
 
         programs = len(self.halves if self.halved else self.layout.segments) * self.M
-        return Prepared(gradients, (programs,), self.scale, M=self.M, E=self.E, R=self.R, num_warps=8)
+        return Prepared(gradients, programs, self.scale, M=self.M, E=self.E, R=self.R, num_warps=8)
 
     def _over_chunks(self, kernel: Any, name: str, **constants: Any) -> Prepared:
         """One program per chunk, recurrence and block of keys."""
@@ -250,13 +250,13 @@ class DeltaRule(Plan):
         return self._over_chunks(gradient_of_keys, "dk", maxnreg=self.registers(self.entry("dk")))
 
     @prepared
-    def gradient_of_log_decay(self) -> Prepared:
+    def gradient_of_log_decay(self, gate: str) -> Prepared:
         """The gradient of the log decay: one program per chunk and recurrence."""
         parts: dict[str, Any] = {"QUERY_PARTS": self.blocks("dq")[2], "KEY_PARTS": self.blocks("dk")[2], "WAYS": 1}
         if self.at_once:
             parts = {"QUERY_PARTS": 4, "KEY_PARTS": 2, "WAYS": CHUNK}
         programs = self.layout.chunks.shape[0] * self.M
-        return Prepared(gradient_of_log_decay, (programs,), self.M, **parts, num_warps=1)
+        return Prepared(gradient_of_log_decay, programs, self.M, GATE=gate, **parts, num_warps=1)
 
 
 def hopper(device: torch.device) -> bool:
@@ -281,7 +281,7 @@ def whole(wide: Launch, narrow: Launch | None, recurrences: int, V: int, device:
 
 def fitting(wide: Launch, recurrences: int, V: int, device: torch.device) -> int:
     """How many times the programs of a pass fit on the device."""
-    return multiprocessors(device) // (recurrences * -(-V // wide.values))
+    return multiprocessors(device) // (max(1, recurrences) * -(-V // wide.values))
 
 
 def block(size: int) -> int:

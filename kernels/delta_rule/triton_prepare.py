@@ -14,7 +14,7 @@ the rounding errors of U, and of scores that read U, would not cancel in the sum
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, LOG2E, chunk_at, exp2, load_tokens, store_pairs
+from ..triton.tiles import CHUNK, LEAST, LOG2E, chunk_at, exp2, load_tokens, store_pairs
 
 # The gradient of β is computed by dividing by β², so that β must not be zero. This changes no result.
 LEAST_BETA: tl.constexpr = tl.constexpr(2.0**-50)
@@ -100,6 +100,7 @@ def prepare(
         g = tl.where(valid, tl.load(log_decay + m).to(tl.float64) * LOG2E, 0.0)
     else:
         g = tl.load(log_decay + per_step, mask=valid, other=0.0).to(tl.float64) * LOG2E
+    g = tl.where(g < LEAST, LEAST, g)
     b = tl.cumsum(g, 0)
     high = b.to(tl.float32)
     low = (b - high.to(tl.float64)).to(tl.float32)

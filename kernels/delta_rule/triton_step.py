@@ -62,7 +62,7 @@ def advance(
         S += key[:, None] * update[None, :]
         tl.store(state + at, S, mask=inside)
         out += tl.sum(query[:, None] * S, 0)
-    tl.store(o + (row * H + h) * V + c, (out * scale).to(o.dtype.element_ty), mask=c < V)
+    tl.store(o + (row * H + h).to(tl.int64) * V + c, (out * scale).to(o.dtype.element_ty), mask=c < V)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::delta_rule_step", mutates_args={"state"})
@@ -77,7 +77,7 @@ def step(
     strides = (x.stride(axis) for x in (q, k, v) for axis in (0, 2))
     sizes = (H, subheads, H // (heads // subheads))
     constants = (K, V, next_power_of_2(K), VALUES, gate)
-    enqueue(advance, (B * H * cdiv(V, VALUES),), q, k, v, *gates, state, o, scale, *strides, *sizes, *constants)
+    enqueue(advance, B * H * cdiv(V, VALUES), q, k, v, *gates, state, o, scale, *strides, *sizes, *constants)
     return o
 
 

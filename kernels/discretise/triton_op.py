@@ -107,7 +107,7 @@ def compute(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """log_decay and dt, in the shape of a […,M]."""
     (log_decay, dt), sizes = (new(a, dtype=torch.float32) for _ in range(2)), tile(a.shape[-1])
     a, rows, a_row = rows_of(a)
-    enqueue(discretise_forward, (cdiv(rows, sizes["ROWS"]),), a, A_log, dt_bias, log_decay, dt, rows, a_row, **sizes)
+    enqueue(discretise_forward, cdiv(rows, sizes["ROWS"]), a, A_log, dt_bias, log_decay, dt, rows, a_row, **sizes)
     return log_decay, dt
 
 
@@ -131,7 +131,7 @@ def differentiate(
     programs = min(cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
     parts = new(a, programs, sizes["M"], 2, dtype=torch.float32)
     given = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a_row, da_row)
-    enqueue(discretise_backward, (programs,), *given, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
+    enqueue(discretise_backward, programs, *given, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
     dA_log, ddt_bias = add_parts(parts, torch.promote_types(A_log.dtype, dt_bias.dtype))
     return [found, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype)]
 

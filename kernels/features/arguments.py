@@ -35,6 +35,8 @@ class FeatureStream:
         x, weight, bias = self.x, self.weight, self.bias
         if x.dim() != 4:
             raise ValueError(f"x: expected [B,T,heads,size], got shape {tuple(x.shape)}")
+        if x.shape[1] < 1:
+            raise ValueError("x: a sequence needs at least one token")
         if (product := self.product) is not None:
             if product.dim() != 3 or product.shape[:2] != x.shape[2:] or product.shape[2] % self.subheads:
                 wanted = f"[{x.shape[2]},{x.shape[3]},N] with a multiple N of {self.subheads} subheads"

@@ -101,11 +101,11 @@ def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[Prepared
     kernel, how = (gluon_expanded.backward, BACKWARD) if backward else (gluon_expanded.forward, FORWARD)
     columns = shape.heads * shape.subheads
     tiles = cdiv(shape.T, how.tokens - (2 if backward else 1) * (TAPS - 1))
-    runs, each = cut(tiles, shape.B * columns, how.programs * shape.multiprocessors)
+    runs, each = cut(tiles, max(1, shape.B) * columns, how.programs * shape.multiprocessors)
     normalised: dict[str, Any] = {} if backward else {"L2": shape.norm == "l2", "EPS": EPS}
     prepared = Prepared(
         kernel,
-        (shape.B * runs * columns,),
+        shape.B * runs * columns,
         shape.T,
         each,
         row,

@@ -68,7 +68,7 @@ def cut(
         together = max(1, min(channels // next_power_of_2(size), next_power_of_2(heads)))
     block, blocks = next_power_of_2(size), cdiv(C, together * size)
     each = max(1, together * block // channels)
-    runs = number_of_runs(T, B * blocks * each, warps)
+    runs = number_of_runs(T, max(1, B) * blocks * each, warps)  # a batch may be empty
     length = cdiv(max(SHORTEST, cdiv(T, runs)) + beyond, tokens) * tokens - beyond
     runs = cdiv(T, length)
     return Cut(together, size, block, length, runs, B * runs * blocks, each, tokens)
@@ -98,7 +98,7 @@ def launch(
     unit = math.gcd(ALIGNED, *strides)
     return Prepared(
         triton_kernels.backward if backward else triton_kernels.forward,
-        (pieces.programs,),
+        pieces.programs,
         shape[1],
         pieces.length,
         documents,

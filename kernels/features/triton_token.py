@@ -137,8 +137,8 @@ def launch(
     numbers = (*first, *strides, *[0] * (MOST - len(strides)), *gates)
     warps = max(piece.warps for piece in pieces)
     about = {"STREAM0": streams[0], "STREAM1": streams[1], "STREAM2": third, "GATES": sizes}
-    grid = (first[2] + cdiv(gates[0], sizes[1]),)
-    return Prepared(tokens, grid, *numbers, EPS=EPS, num_warps=warps, **about)  # type: ignore[arg-type]
+    count = first[2] + cdiv(gates[0], sizes[1])
+    return Prepared(tokens, count, *numbers, EPS=EPS, num_warps=warps, **about)  # type: ignore[arg-type]
 
 
 def compute(

@@ -129,7 +129,7 @@ def compute(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> tup
     x, rows, x_row = rows_of(x)
     programs = cdiv(rows, FORWARD["ROWS"]) * cdiv(weight.shape[0], FORWARD["BLOCK"])
     sizes = {**constants(x, weight), **FORWARD}
-    enqueue(low_rank_forward, (programs,), x, weight, bias, y, rows, x_row, scale, **sizes, num_warps=4)
+    enqueue(low_rank_forward, programs, x, weight, bias, y, rows, x_row, scale, **sizes, num_warps=4)
     return (y,)
 
 
@@ -158,7 +158,7 @@ def differentiate(
     of_bias = None if bias is None else new(x, programs, 1, C, dtype=torch.float32)
     given = (x, weight, bias, dy, of_x, of_weight, of_bias, rows, x_row, scale)
     sizes = {**constants(x, weight), **BACKWARD}
-    enqueue(low_rank_backward, (programs * blocks,), *given, **sizes, num_warps=4)
+    enqueue(low_rank_backward, programs * blocks, *given, **sizes, num_warps=4)
     found.copy_(of_x.sum(0).view(found.shape))
     dbias = None if of_bias is None or bias is None else add_parts(of_bias, bias.dtype).view(C)
     return [found, add_parts(of_weight, weight.dtype), dbias]

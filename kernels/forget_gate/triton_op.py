@@ -125,7 +125,7 @@ def compute(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -
     y, sizes = new(x, dtype=torch.float32), tile(x.shape[-1])
     x, rows, x_row = rows_of(x)
     programs = cdiv(rows, sizes["ROWS"]) * cdiv(sizes["C"], sizes["BLOCK"])
-    enqueue(forget_forward, (programs,), x, bias, odds, y, rows, x_row, scale, **sizes)
+    enqueue(forget_forward, programs, x, bias, odds, y, rows, x_row, scale, **sizes)
     return (y,)
 
 
@@ -149,7 +149,7 @@ def differentiate(
     if bias is not None or odds is not None:
         parts = new(x, programs, sizes["C"], 2, dtype=torch.float32)
     given = (x, bias, odds, dy, dx, parts, rows, x_row, dx_row, scale)
-    enqueue(forget_backward, (programs * blocks,), *given, **sizes)
+    enqueue(forget_backward, programs * blocks, *given, **sizes)
     if parts is not None:
         both = add_parts(parts, torch.float32)
         # copies: two results must not share memory

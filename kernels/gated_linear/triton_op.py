@@ -70,8 +70,8 @@ def compute(gate_up: Tensor, weight: Tensor, activation: str, keep: bool) -> tup
     (*outer, both), size = gate_up.shape, weight.shape[1]
     with as_given(gate_up.device.type):
         h = new(gate_up, *outer, size)
-        grid = (gate_up.numel() // max(both, 1) * cdiv(size, BLOCK),)
-        enqueue(multiply, grid, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, num_warps=WARPS)
+        programs = gate_up.numel() // max(both, 1) * cdiv(size, BLOCK)
+        enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, num_warps=WARPS)
         return F.linear(h, weight.to(gate_up.dtype)), h if keep else new(gate_up, 0)
 
 
@@ -96,9 +96,9 @@ def differentiate(
     with as_given(gate_up.device.type):
         dh = dy @ weight.to(gate_up.dtype)
         again, dgate_up = None if keep else new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
-        grid = (len(dy) * cdiv(size, BLOCK),)
+        programs = len(dy) * cdiv(size, BLOCK)
         constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
-        enqueue(differentiate_product, grid, gate_up, dh, again, dgate_up, **constants, num_warps=WARPS)
+        enqueue(differentiate_product, programs, gate_up, dh, again, dgate_up, **constants, num_warps=WARPS)
         h = kept[0].view(dh.shape) if again is None else again
         return [dgate_up, (dy.T @ h).to(weight.dtype) if needed[1] else None]
 

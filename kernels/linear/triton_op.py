@@ -65,8 +65,8 @@ def compute(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str) -> tuple[
     y = new(x, *x.shape[:-1], O)
     sizes = {"ROWS": x.numel() // x.shape[-1], "OUTPUTS": OUTPUTS, "INPUTS": min(INPUTS, next_power_of_2(I))}
     warps = 4 if I <= INPUTS else 8
-    grid = (cdiv(O, OUTPUTS),)
-    enqueue(linear_rows, grid, x, weight, bias, y, x.shape[-1], O, I=I, GATE=gate, **sizes, num_warps=warps)
+    programs = cdiv(O, OUTPUTS)
+    enqueue(linear_rows, programs, x, weight, bias, y, x.shape[-1], O, I=I, GATE=gate, **sizes, num_warps=warps)
     return (y,)
 
 

@@ -50,7 +50,7 @@ def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: 
     V = logits.shape[1]
     enqueue(
         softmax_loss,
-        (len(logits),),
+        len(logits),
         *(logits, labels, losses, ignore_index, logits.stride(0), V),
         BLOCK=min(BLOCK, next_power_of_2(V)),
         GRADIENT=gradient,
@@ -101,7 +101,7 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x · factor, a scalar on the device; PyTorch's product of two dtypes takes four times as long."""
     y = new(x)
     if x.numel():
-        enqueue(scale, (cdiv(x.numel(), SCALED),), x, factor, y, x.numel(), BLOCK=SCALED, num_warps=8)
+        enqueue(scale, cdiv(x.numel(), SCALED), x, factor, y, x.numel(), BLOCK=SCALED, num_warps=8)
     return y
 
 

@@ -45,6 +45,7 @@ def linear_recurrence(
         k: Keys, shaped as q.
         v: Values [B,T,H,V].
         log_decay: None (no decay), a constant [H·E], per step [B,T,H·E], or per step and key channel [B,T,H·E,K]; ≤ 0.
+            −inf erases the state before the token is written. Positive ones are refused on a CPU, undefined elsewhere.
         beta: Input gates [B,T,H·E]; None for ones.
         subheads: Subheads E per head.
         scale: Factor on the output; K^-½ by default.

@@ -49,8 +49,8 @@ from ..triton.gluon_tiles import (
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
-LEAST = gl.constexpr(-100.0)  # as in `triton_carry.py`
-LEAST_NARROW = gl.constexpr(-69.0)  # the same for decays in bf16, which stay natural logarithms until they are summed
+LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
+LEAST_NARROW = gl.constexpr(-106.0)  # the same for decays in bf16, which stay natural logarithms until they are summed
 SAFE = gl.constexpr(115.0)  # as in `triton_channel.py`
 COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread

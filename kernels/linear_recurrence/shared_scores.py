@@ -26,7 +26,9 @@ def serves(a: Recurrences, b: Tensor | None) -> bool:
     """Whether this module can compute the call; b are the log decays summed inside chunks."""
     if a.subheads > 1 or not a.v.is_cpu or not plain((a.q, a.k, a.v)):  # the values of the decays must be known
         return False
-    return b is None or (b.dim() == 6 and float(b.detach().abs().max()) <= RANGE)
+    if b is None or b.dim() != 6:
+        return b is None
+    return not b.numel() or float(b.detach().abs().max()) <= RANGE
 
 
 def forward(c: Chunking, beta: Tensor | None, b: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from ..triton import tiles
 from ..triton.layout import CHUNK
 from ..triton.parts import add_heads, add_subheads
 from .triton_plan import PASSES, LinearRecurrence, gate_of, states_of_chunks, sums_of_chunks
 
 FP32 = torch.float32
+LEAST, LOG2E = tiles.LEAST.value, tiles.LOG2E.value
 
 
 class Call:
@@ -219,6 +221,8 @@ class Call:
         dg = to.new(to.B, to.T, to.heads, dtype=FP32) if decay_grad else None
         results = (dq, dk, dv, dg, last, None if to.segmented else first_grad)
         to.head_backward()(q, k, v, grad, self.gates, states, *results, to.layout.segments)
+        if dg is not None and self.log_decay is not None:
+            dg.masked_fill_(self.log_decay * LOG2E <= LEAST, 0)  # nothing passes a reset
         return dg.sum((0, 1)) if dg is not None and to.gate == "constant" else dg
 
     def carry(
@@ -268,7 +272,7 @@ class Call:
         marks = {"checkpoints": checkpoints, "anchors": anchors}
         self.carry("dk", dk, last, products=written, plain=beta_grad, **marks)
         dg, dbeta = (to.new(to.B, to.T, to.heads, dtype=FP32) if w else None for w in (decay_grad, beta_grad))
-        to.head_gate_grads()(read, written, self.gates, anchors, dg, dbeta, to.layout.blocks)
+        to.head_gate_grads()(read, written, self.gates, self.log_decay, anchors, dg, dbeta, to.layout.blocks)
         return dg.sum((0, 1)) if dg is not None and to.gate == "constant" else dg, dbeta
 
     def channel_grads(

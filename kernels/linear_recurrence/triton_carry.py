@@ -27,10 +27,8 @@ device, sequences are cut into segments: the states at the cuts come from the sa
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile, store_tile
+from ..triton.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, pair_of, store_tile
 
-# 2^-100 is negligible in fp32, and a sum of 64 such exponents still has digits left for its differences
-LEAST = tl.constexpr(-100.0)
 # the gates of a chunk, as vectors over its tokens; b are the log decays summed from its start, in log2 units
 ENTER = tl.constexpr(0)  # scale · e^b
 LEAVE = tl.constexpr(1)  # β e^{b_C − b}
@@ -178,9 +176,8 @@ def carry(
     INSIDE: tl.constexpr = scores is None
     GATES: tl.constexpr = checkpoints is not None
     slices = (DZ + BZ - 1) // BZ
-    slice_ = tl.program_id(0) % slices
-    segment = tl.program_id(0) // slices
-    n = tl.program_id(1)
+    part, n = pair_of(tl.num_programs(0) // heads)
+    slice_, segment = part % slices, part // slices
     start = tl.load(segments + segment * 5).to(tl.int64)
     length = tl.load(segments + segment * 5 + 1)
     first_chunk = tl.load(segments + segment * 5 + 2)
@@ -336,8 +333,9 @@ def scan(
     DECAY: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    n, sequence = tl.program_id(1), tl.program_id(2)
+    block, recurrence = pair_of((K * V + BLOCK - 1) // BLOCK)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    n, sequence = recurrence % heads, recurrence // heads
     inside = at < K * V
     begin = tl.load(sequences + sequence * 2)
     count = tl.load(sequences + sequence * 2 + 1)

@@ -16,8 +16,7 @@ all chunks and marks those that it got wrong, the slow one recomputes these.
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile, store_tile
-from .triton_carry import LEAST
+from ..triton.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, pair_of, store_tile
 
 # factors up to 2^±115 (e^±80) stay finite in fp32 and bf16, and their products accurate enough below the diagonal
 SAFE = tl.constexpr(115.0)
@@ -74,7 +73,7 @@ def channel_scores(
     DOT: tl.constexpr,  # dtype of the factors, which need the range of fp32
     PRECISION: tl.constexpr,
 ):
-    c, n = tl.program_id(0), tl.program_id(1)
+    c, n = pair_of(chunks)
     start = tl.load(table + c * 2).to(tl.int64)
     count = tl.load(table + c * 2 + 1)
     value_head = n // SUBHEADS
@@ -156,7 +155,7 @@ def channel_score_grads(
     BV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    c, h = tl.program_id(0), tl.program_id(1)
+    c, h = pair_of(chunks)
     start = tl.load(table + c * 2).to(tl.int64)
     place = h.to(tl.int64) * chunks + c
     r = tl.arange(0, CHUNK)
@@ -207,8 +206,8 @@ def channel_grads(
     PRECISION: tl.constexpr,
 ):
     slices = (K + BK - 1) // BK
-    slice_ = tl.program_id(0) % slices
-    c, n = tl.program_id(0) // slices, tl.program_id(1)
+    part, n = pair_of(chunks * slices)
+    slice_, c = part % slices, part // slices
     start = tl.load(table + c * 2).to(tl.int64)
     count = tl.load(table + c * 2 + 1)
     value_head = n // SUBHEADS
@@ -286,6 +285,7 @@ def channel_grads(
         through = tl.load(anchors + place * K + ck, mask=ck < K, other=0.0) * exp2(last.to(tl.float32))
         change = before - after
         dg = tl.cumsum(change, 0) - change + (tl.sum(after, 0) + through)[None, :]
+        dg = tl.where(g <= LEAST, 0.0, dg)  # nothing passes a reset
         store_tile(log_decay_grad + own, r, heads * K, ck, valid, dg, K, BK)
     dQ += from_state + on_diagonal[:, None] * gated
     dK += to_state + on_diagonal[:, None] * Q

@@ -16,8 +16,8 @@ state.
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, LOG2E, exp2, load_tile
-from .triton_carry import BALANCE, COLUMNS, ENTER, LEAST, LEAVE, REST_OF_SUMS, SUMS, SURVIVES, TOTAL
+from ..triton.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, pair_of
+from .triton_carry import BALANCE, COLUMNS, ENTER, LEAVE, REST_OF_SUMS, SUMS, SURVIVES, TOTAL
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def head_gates(
     WIDE: tl.constexpr,  # sum decays in fp64
 ):
     """Everything that the passes need from the gates if they compute the scores themselves."""
-    c, n = tl.program_id(0), tl.program_id(1)
+    c, n = pair_of(chunks)
     start = tl.load(table + c * 2).to(tl.int64)
     count = tl.load(table + c * 2 + 1)
     gates += (n.to(tl.int64) * chunks + c) * (PARTS * CHUNK)
@@ -109,7 +109,7 @@ def head_scores(
     WIDE: tl.constexpr,  # sum decays in fp64
     PRECISION: tl.constexpr,
 ):
-    c, n = tl.program_id(0), tl.program_id(1)
+    c, n = pair_of(chunks)
     start = tl.load(table + c * 2).to(tl.int64)
     count = tl.load(table + c * 2 + 1)
     value_head = n // SUBHEADS
@@ -161,6 +161,7 @@ def head_gate_grads(
     read,  # [key slices,heads,chunks,64]: Σ enter q · (what q reads from the state)
     written,  # Σ leave k · (what k reads from the gradient of the state); for `beta_grad` […,64,2]: also without leave
     gates,  # [heads,chunks,PARTS,64]: SURVIVES, BALANCE, COLUMNS
+    log_decay,  # [heads] or [tokens,heads]
     anchors,  # [key slices,heads,blocks]
     log_decay_grad,  # [tokens,heads], if needed; like beta_grad
     beta_grad,
@@ -169,10 +170,11 @@ def head_gate_grads(
     chunks,
     blocks,
     PARTS: tl.constexpr,
+    GATE: tl.constexpr,  # none, constant, head
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,  # tokens of a block
 ):
-    block, n = tl.program_id(0), tl.program_id(1)
+    block, n = pair_of(blocks)
     start = tl.load(table + block * 3).to(tl.int64)
     count = tl.load(table + block * 3 + 1)
     first_chunk = tl.load(table + block * 3 + 2)
@@ -201,4 +203,6 @@ def head_gate_grads(
         tl.store(beta_grad + tokens, z * tl.load(gates + SURVIVES * CHUNK, mask=valid, other=0.0) + inside, mask=valid)
     if DECAY:
         d = x - y + tl.load(gates + BALANCE * CHUNK, mask=valid, other=0.0)
-        tl.store(log_decay_grad + tokens, tl.cumsum(d, 0, reverse=True) + anchor, mask=valid)
+        dg = tl.cumsum(d, 0, reverse=True) + anchor
+        g = tl.load(log_decay + (n + t * 0 if GATE == "constant" else tokens), mask=valid, other=0.0)
+        tl.store(log_decay_grad + tokens, tl.where(g * LOG2E <= LEAST, 0.0, dg), mask=valid)

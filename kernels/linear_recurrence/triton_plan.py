@@ -163,9 +163,9 @@ class LinearRecurrence(Plan):
     @prepared
     def head_gates(self) -> Prepared:
         """The gates, where passes compute the scores."""
-        numbers, grid = (self.scale, self.heads, self.chunks), (self.chunks, self.heads)
+        numbers = self.scale, self.heads, self.chunks
         options: dict[str, Any] = {"PARTS": self.parts, "GATE": self.gate, "WIDE": self.wide}
-        return Prepared(head_gates, grid, *numbers, **options, num_warps=1, checked=True)
+        return Prepared(head_gates, self.chunks * self.heads, *numbers, **options, num_warps=1, checked=True)
 
     @prepared
     def head_scores(self) -> Prepared:
@@ -173,7 +173,7 @@ class LinearRecurrence(Plan):
         heads, tokens = self.strides(q="q", k="k", v="v", grad="grad" if self.backward else "v")
         return Prepared(
             head_scores,
-            (self.chunks, self.heads),
+            self.chunks * self.heads,
             self.scale,
             *heads,
             self.chunks,
@@ -198,7 +198,7 @@ class LinearRecurrence(Plan):
         (heads, tokens), entry = self.strides(q="q", k="k"), self.entry("channel_scores")
         return Prepared(
             channel_scores,
-            (self.chunks, self.heads),
+            self.chunks * self.heads,
             self.scale,
             *heads,
             self.chunks,
@@ -218,7 +218,7 @@ class LinearRecurrence(Plan):
         heads, tokens = self.strides(**streams)
         return Prepared(
             kernel,
-            (-(-self.chunks // GROUP.value), self.heads),
+            -(-self.chunks // GROUP.value) * self.heads,
             self.scale,
             *heads,
             self.chunks,
@@ -238,7 +238,7 @@ class LinearRecurrence(Plan):
         heads, tokens = self.strides(**streams)
         numbers = (self.scale, *heads, self.chunks, self.groups)
         sizes: dict[str, Any] = {**tokens, "heads": self.heads, "SUBHEADS": self.subheads, **constants}
-        return Prepared(kernel, (self.segments * self.heads,), *numbers, **sizes, num_warps=8, checked=True)
+        return Prepared(kernel, self.segments * self.heads, *numbers, **sizes, num_warps=8, checked=True)
 
     @prepared
     def channel_forward(self) -> Prepared:
@@ -303,7 +303,7 @@ class LinearRecurrence(Plan):
         width, slices = self.slices(DZ, entry)
         return Prepared(
             carry,
-            (slices * self.segments, self.heads),
+            slices * self.segments * self.heads,
             *heads,
             self.scale,
             self.chunks,
@@ -333,7 +333,7 @@ class LinearRecurrence(Plan):
         """From what each segment adds to the state to the states that segments start from."""
         return Prepared(
             scan,
-            (-(-self.K * self.V // SCAN_BLOCK), self.heads, self.sequences),
+            -(-self.K * self.V // SCAN_BLOCK) * self.heads * self.sequences,
             self.heads,
             K=self.K,
             V=self.V,
@@ -350,11 +350,12 @@ class LinearRecurrence(Plan):
         """The gradients of the gates, if they are per head."""
         return Prepared(
             head_gate_grads,
-            (self.blocks, self.heads),
+            self.blocks * self.heads,
             self.heads,
             self.chunks,
             self.blocks,
             PARTS=self.parts,
+            GATE=self.gate,
             SLICES=self.slices(self.K, self.entry("carry"))[1],
             BLOCK=BLOCK,
             num_warps=4,
@@ -367,8 +368,8 @@ class LinearRecurrence(Plan):
         heads, tokens = self.strides(v="v", grad="grad")
         sizes: dict[str, Any] = {"V": self.V, "BV": padded(self.V)}
         options = self.options(self.entry("head_scores"))
-        grid = (self.chunks, self.H)
-        return Prepared(channel_score_grads, grid, self.scale, *heads, self.chunks, **tokens, **sizes, **options)
+        programs = self.chunks * self.H
+        return Prepared(channel_score_grads, programs, self.scale, *heads, self.chunks, **tokens, **sizes, **options)
 
     @prepared
     def channel_grads(self, slow: bool) -> Prepared:
@@ -377,7 +378,7 @@ class LinearRecurrence(Plan):
         width, slices = self.slices(self.K, entry)
         return Prepared(
             channel_grads,
-            (self.chunks * slices, self.heads),
+            self.chunks * slices * self.heads,
             self.scale,
             *heads,
             self.B * self.T,

@@ -11,7 +11,7 @@ reference point is the last row of the earlier one; inside a block every pair us
 import triton
 import triton.language as tl
 
-from ..triton.tiles import CHUNK, exp2, load_tile, store_tile
+from ..triton.tiles import CHUNK, LEAST, exp2, load_tile, pair_of, store_tile
 from .triton_channel import BLOCK, SAFE, decays, row
 
 GROUP = tl.constexpr(16)  # chunks that a program looks at
@@ -145,7 +145,7 @@ def steep_forward(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    group, n = tl.program_id(0), tl.program_id(1)
+    group, n = pair_of(tl.cdiv(chunks, GROUP))
     r, ck, cv = tl.arange(0, CHUNK), tl.arange(0, BK), tl.arange(0, BV)
     flags = which_are_steep(ends, n, group, chunks, ck, K)
     if tl.max(flags, 0) == 0:
@@ -205,7 +205,7 @@ def steep_backward(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    group, n = tl.program_id(0), tl.program_id(1)
+    group, n = pair_of(tl.cdiv(chunks, GROUP))
     r, ck, cv = tl.arange(0, CHUNK), tl.arange(0, BK), tl.arange(0, BV)
     flags = which_are_steep(ends, n, group, chunks, ck, K)
     if tl.max(flags, 0) == 0:
@@ -243,4 +243,7 @@ def steep_backward(
             if log_decay_grad is not None:
                 after = Q * dQ - Kk * dK
                 dg = tl.sum(after, 0)[None, :] - tl.cumsum(after, 0) + after
-                add_tile(log_decay_grad + own, r, heads * K, ck, valid, dg, K, BK)
+                at = log_decay_grad + own
+                dg += load_tile(at, r, heads * K, ck, valid, K, BK).to(tl.float32)
+                dg = tl.where(g <= LEAST, 0.0, dg)  # nothing passes a reset, which makes its channel steep
+                store_tile(at, r, heads * K, ck, valid, dg, K, BK)

@@ -12,6 +12,7 @@ from ..arguments import Recurrences
 from ..op import NAMESPACE
 from ..triton.enqueue import cdiv, enqueue, next_power_of_2
 from ..triton.launches import launch
+from ..triton.tiles import pair_of
 
 
 @triton.jit(do_not_specialize=["H", "groups"])
@@ -40,8 +41,9 @@ def advance(
     GATE: tl.constexpr,
     BETA: tl.constexpr,
 ):
-    b, h = tl.program_id(1) // H, tl.program_id(1) % H
-    cv = tl.program_id(0) * BV + tl.arange(0, BV)
+    block, head = pair_of((V + BV - 1) // BV)
+    b, h = head // H, head % H
+    cv = block * BV + tl.arange(0, BV)
     at_v = b.to(tl.int64) * v_row + h * v_head
     Vv = tl.load(v + at_v + cv, mask=cv < V, other=0.0).to(tl.float32)
     o = tl.zeros([BV], tl.float32)
@@ -93,7 +95,7 @@ def advanced(
     keys, values = (min(entry.block, next_power_of_2(size)) for size in (K, V))
     enqueue(
         advance,
-        (cdiv(V, values), B * H),
+        cdiv(V, values) * B * H,
         q,
         k,
         v,

@@ -57,14 +57,14 @@ def constants(inner: int, size: int, gate: str) -> Mapping[str, Any]:
 def forward(rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepared:
     """The launch for `rows` rows; `numbers` are the strides of x and of the gate, and eps."""
     fixed = constants(inner, size, gate)
-    return Prepared(triton_kernels.forward, (cdiv(rows, fixed["ROWS"]),), rows, *numbers, **fixed)
+    return Prepared(triton_kernels.forward, cdiv(rows, fixed["ROWS"]), rows, *numbers, **fixed)
 
 
 @lru_cache(maxsize=1024)
 def backward(programs: int, rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepared:
     """The launch of `programs` programs over `rows` rows; `numbers` are the strides of x, gate and dgate, and eps."""
     stages = AHEAD if ahead(size, gate) else 1
-    return Prepared(triton_kernels.backward, (programs,), rows, *numbers, **constants(inner, size, gate), STAGES=stages)
+    return Prepared(triton_kernels.backward, programs, rows, *numbers, **constants(inner, size, gate), STAGES=stages)
 
 
 def ahead(size: int, gate: str) -> bool:

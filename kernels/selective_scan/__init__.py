@@ -34,7 +34,8 @@ def selective_scan(
 
     Args:
         x: Inputs [B,T,D].
-        log_decay: Log decay of each channel [B,T,D]; ≤ 0. (Mamba's −dt.)
+        log_decay: Log decay of each channel [B,T,D]; ≤ 0. (Mamba's −dt.) −inf erases the states of the channel before
+            the token is written. Positive ones are refused on a CPU, undefined elsewhere.
         rate: How much faster than its channel each state decays [D,N]; ≥ 0. None for one state, at rate 1.
         b: Input weights [B,T,N], or None for ones.
         c: Output weights [B,T,N], or [D,N] if they are constant over time, or None for ones.

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arguments import at_least_fp32
+from ..arguments import at_least_fp32, check_decay
 from ..documents import Documents, documents
+from ..resets import LEAST_ALONE
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Scan:
         return documents(self.cu_seqlens, self.x.shape[1], self.x.shape[0], self.x.device)
 
     @property
+    def decays(self) -> Tensor:
+        """log_decay, at least fp32 and finite: −inf times a rate of 0, or in a gradient times 0, is not a number."""
+        return at_least_fp32(self.log_decay).clamp(min=LEAST_ALONE)
+
+    @property
     def others(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """All floating-point tensors except x."""
         return self.log_decay, self.rate, self.b, self.c, self.initial_state
@@ -45,7 +51,7 @@ class Scan:
 
     def steps(self) -> tuple[Tensor, Tensor, Tensor]:
         """Log decay and input of every state [B,T,D,N], and the read-out c [B or 1,T or 1,D or 1,N], at least fp32."""
-        decay = at_least_fp32(self.log_decay).unsqueeze(-1) * at_least_fp32(self.rate)
+        decay = self.decays.unsqueeze(-1) * at_least_fp32(self.rate)
         added = at_least_fp32(self.x).unsqueeze(-1)
         added = added.expand_as(decay) if self.b is None else added * at_least_fp32(self.b).unsqueeze(2)
         ones = decay.new_ones(1, 1, 1, 1)
@@ -90,6 +96,7 @@ def check(
             raise ValueError(f"{name}: is on {tensor.device}, but x is on {x.device}")
     if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
         documents(cu_seqlens, T, B, x.device)
+    check_decay(log_decay)
     scan = Scan(x, log_decay, rate, b, c, initial_state, cu_seqlens)
     if initial_state is not None and tuple(initial_state.shape) != scan.state_shape:
         raise ValueError(f"initial_state: expected {scan.state_shape}, got shape {tuple(initial_state.shape)}")

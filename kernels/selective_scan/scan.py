@@ -22,7 +22,7 @@ def forward(a: Scan) -> tuple[Tensor, Tensor]:
         # unbound, not indexed: the gradient of every index would be a tensor of the full size
         steps = zip(
             at_least_fp32(a.x).unbind(1),
-            at_least_fp32(a.log_decay).unbind(1),
+            a.decays.unbind(1),
             _unbound(a.b),
             _unbound(None if constant is not None else a.c),
             strict=False,

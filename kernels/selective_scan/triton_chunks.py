@@ -13,13 +13,23 @@ are tiles [states, channels] with one channel per thread, so that the read-out i
 import triton
 import triton.language as tl
 
+from .. import resets
 from ..triton.tiles import chunk_at, segment_at
+
+LEAST = tl.constexpr(resets.LEAST_ALONE)
 
 
 @triton.jit
 def load_token(x, token, at, SIZE: tl.constexpr):
     """The numbers `at` of a token of x [tokens, SIZE], in fp32."""
     return tl.load(x + token.to(tl.int64) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_decay(log_decay, token, d, D: tl.constexpr):
+    """The log decays of a token, finite: −inf times 0, a rate or a gradient, is not a number."""
+    g = load_token(log_decay, token, d, D)
+    return tl.where(g < LEAST, LEAST, g)
 
 
 @triton.jit
@@ -80,7 +90,7 @@ def local(
         read = load_states(c, tl.program_id(0) * 0, d, n, D, N)
     for i in tl.range(0, stop - start):
         token = stop - 1 - i if REVERSE else start + i
-        step = load_token(log_decay, token, d, D)
+        step = load_decay(log_decay, token, d, D)
         decay = tl.exp(step[None, :] * rates)
         added = load_token(x, token, d, D)
         if REVERSE:
@@ -161,7 +171,7 @@ def outputs(
         h = tl.zeros([BN, BD], tl.float32)
     for i in tl.range(0, stop - start):
         token = start + i
-        decay = tl.exp(load_token(log_decay, token, d, D)[None, :] * rates)
+        decay = tl.exp(load_decay(log_decay, token, d, D)[None, :] * rates)
         h = advance(h, load_token(x, token, d, D), decay, b, token, n, N)
         if READ == "constant":
             out = tl.sum(h * read, 0)

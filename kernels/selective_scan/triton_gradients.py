@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..triton.tiles import chunk_at
-from .triton_chunks import advance, load_states, load_token, store_states, store_token
+from .triton_chunks import advance, load_decay, load_states, load_token, store_states, store_token
 
 
 @triton.jit(do_not_specialize=["tokens", "marks"])
@@ -68,7 +68,7 @@ def gradients(
         if i % PART == 0:
             tl.store(kept + (PART + i // PART) * (BN * BD) + tile, h)
         token = start + i
-        decay = tl.exp(load_token(log_decay, token, d, D)[None, :] * rates)
+        decay = tl.exp(load_decay(log_decay, token, d, D)[None, :] * rates)
         h = advance(h, load_token(x, token, d, D), decay, b, token, n, N)
 
     if after is not None:
@@ -86,12 +86,12 @@ def gradients(
         h = tl.load(kept + (PART + part) * (BN * BD) + tile)
         for j in tl.range(0, size):
             tl.store(kept + j * (BN * BD) + tile, h)
-            decay = tl.exp(load_token(log_decay, first + j, d, D)[None, :] * rates)
+            decay = tl.exp(load_decay(log_decay, first + j, d, D)[None, :] * rates)
             h = advance(h, load_token(x, first + j, d, D), decay, b, first + j, n, N)
         tl.debug_barrier()
         for j in tl.range(0, size):
             token = first + size - 1 - j
-            step = load_token(log_decay, token, d, D)
+            step = load_decay(log_decay, token, d, D)
             added = load_token(x, token, d, D)
             arriving = load_token(dy, token, d, D)
             decayed = tl.load(kept + (size - 1 - j) * (BN * BD) + tile)

@@ -80,7 +80,7 @@ class SelectiveScan(Plan):
         """One program per row of states and block of channels."""
         BD, BN = self.tile(elements)
         sizes: dict[str, Any] = {"D": self.D, "N": self.N, "BD": BD, "BN": BN}
-        return Prepared(kernel, (rows * cdiv(self.D, BD),), *numbers, **sizes, **constants, num_warps=1)
+        return Prepared(kernel, rows * cdiv(self.D, BD), *numbers, **sizes, **constants, num_warps=1)
 
     @prepared
     def local(self, reverse: bool) -> Prepared:

@@ -21,6 +21,9 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
+from ..errors import UserError
+
+MOST_PROGRAMS = 2**31 - 1  # along the first axis of a grid, the only one of our launches: the others end at 65,535
 PLAIN = torch.version.hip is not None  # the ROCm compiler also looks at the size of a tensor's memory
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))  # their `CompiledKernel.run` takes the arguments below
 Found = tuple[CompiledKernel, tuple[Any, ...]]  # a compiled kernel, and its constants in order
@@ -70,26 +73,45 @@ def compiling_ahead() -> Iterator[None]:
         pool.shutdown()
 
 
-def enqueue(kernel: Any, grid: tuple[int, ...], *given: Any, **constants: Any) -> Found | None:
+def check_programs(kernel: Any, programs: int) -> None:
+    """Raise if a kernel needs more programs than a device can start.
+
+    Raises:
+        UserError: There are too many; the message starts with the name of the op.
+    """
+    if programs > MOST_PROGRAMS:
+        function = getattr(kernel, "fn", kernel)
+        op = function.__module__.split(".")[-2]
+        raise UserError(
+            f"{op}: its kernel {function.__name__!r} would need {programs:,} programs, but a device starts at most "
+            f"{MOST_PROGRAMS:,} at once; use a smaller batch or shorter sequences"
+        )
+
+
+def enqueue(kernel: Any, programs: int, *given: Any, **constants: Any) -> Found | None:
     """Launch a kernel on the current stream of the device of its first tensor.
 
     Args:
         kernel: A `triton.jit` function whose constants follow all other arguments.
-        grid: Number of programs along one to three axes.
+        programs: Number of programs, along one axis.
         given: The arguments up to the constants, or some of these as well; the first one is a tensor.
         constants: The other constants by name, and `num_warps`, `num_stages`, `maxnreg`.
 
     Returns:
         What later launches of the same form reuse; None if nothing can be reused.
+
+    Raises:
+        UserError: There are more programs than a device can start.
     """
+    check_programs(kernel, programs)
     device = given[0].get_device()
     if device < 0 or PLAIN:  # on the CPU, Triton interprets the kernel
-        kernel[grid](*given, **constants)
+        kernel[(programs,)](*given, **constants)
         return None
     if device == torch.accelerator.current_device_index():
-        return _enqueue(kernel, grid, device, given, constants)
+        return _enqueue(kernel, programs, device, given, constants)
     with torch.cuda.device(device):
-        return _enqueue(kernel, grid, device, given, constants)
+        return _enqueue(kernel, programs, device, given, constants)
 
 
 class Prepared:
@@ -97,15 +119,16 @@ class Prepared:
 
     Args:
         kernel: As for `enqueue`; its tensors precede all other arguments.
-        grid: As for `enqueue`.
+        programs: As for `enqueue`.
         numbers: The arguments between the tensors and the constants.
         checked: Whether the caller guarantees that each tensor, if present, always has the same dtype and is on the
             device of the first one. They are not checked again then.
         constants: As for `enqueue`.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, checked: bool = False, **constants: Any):
-        self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
+    def __init__(self, kernel: Any, programs: int, *numbers: Any, checked: bool = False, **constants: Any):
+        check_programs(kernel, programs)
+        self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
         self.checked = checked
         self.found: dict[tuple[Any, ...], Found | None] = {}  # by device, and what the compiler knows of the tensors
 
@@ -139,10 +162,10 @@ class Prepared:
             alike = tuple(known)
         found = self.found.get(alike)
         if found is None or device != torch.accelerator.current_device_index():
-            self.found[alike] = enqueue(self.kernel, self.grid, *tensors, *self.numbers, **self.constants)
+            self.found[alike] = enqueue(self.kernel, self.programs, *tensors, *self.numbers, **self.constants)
         else:
             compiled, rest = found
-            _start(compiled, self.grid, device, tensors, values, (*self.numbers, *rest))
+            _start(compiled, self.programs, device, tensors, values, (*self.numbers, *rest))
 
 
 def cdiv(n: int, size: int) -> int:
@@ -156,7 +179,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def _enqueue(
-    kernel: Any, grid: tuple[int, ...], device: int, given: tuple[Any, ...], constants: dict[str, Any]
+    kernel: Any, programs: int, device: int, given: tuple[Any, ...], constants: dict[str, Any]
 ) -> Found | None:
     first = kernel.constexprs[0] if kernel.constexprs else len(kernel.params)
     known: list[Any] = [id(kernel), device, len(given)]  # and what the compiler knows of each argument
@@ -176,12 +199,12 @@ def _enqueue(
     alike = (*known, *given[first:], *constants, *constants.values())
     if (found := _compiled.get(alike)) is not None:
         compiled, rest = found
-        _start(compiled, grid, device, given[:first], values, (*given[first:], *rest))
+        _start(compiled, programs, device, given[:first], values, (*given[first:], *rest))
         return found
     if _ahead is not None:
         _ahead.compile(alike, kernel, device, given, constants)
         return None
-    compiled = kernel[grid](*given, **constants)
+    compiled = kernel[(programs,)](*given, **constants)
     last = kernel.params[len(given) :]
     if isinstance(compiled, CompiledKernel) and all(p.is_constexpr for p in (*kernel.params[first:], *last)):
         found = _compiled[alike] = compiled, tuple(constants.get(p.name, p.default) for p in last)
@@ -190,7 +213,7 @@ def _enqueue(
 
 def _start(
     compiled: CompiledKernel,
-    grid: tuple[int, ...],
+    programs: int,
     device: int,
     given: tuple[Any, ...],
     values: list[Any],
@@ -199,7 +222,7 @@ def _start(
     """Launch a compiled kernel on the given arguments (or on their values, past the launcher) and the rest."""
     if _ahead is not None:
         return
-    grid = (*grid, 1, 1)[:3]
+    grid = (programs, 1, 1)
     if _observed() or not DIRECT:
         compiled[grid](*given, *rest)
     else:

@@ -16,6 +16,9 @@ from . import layout
 
 CHUNK = tl.constexpr(layout.CHUNK)
 LOG2E = tl.constexpr(1.4426950408889634)
+# Smallest log2 decay of a step, which −inf counts as: 2^-152 is 0 in fp32 even after the rounding of a sum of 64 such
+# exponents, which still has digits left for its differences.
+LEAST = tl.constexpr(-152.0)
 # other devices, and the interpreter, lack these instructions
 PTX: tl.constexpr = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 
@@ -35,6 +38,12 @@ def sigmoid(x):
         divisor = 1 + exp2(x * -1.4426950408889634)
         return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], tl.float32, True, 1)
     return tl.sigmoid(x)
+
+
+@triton.jit
+def pair_of(each):
+    """Two indices from that of the program, the first of which is below `each`: a second axis would end at 65,535."""
+    return tl.program_id(0) % each, tl.program_id(0) // each
 
 
 @triton.jit

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..documents import Documents
 from .arguments import Attention
 
 BLOCK = 128  # queries and keys per block
@@ -37,19 +37,17 @@ def _compiled() -> Any:
     return torch.compile(flex_attention)
 
 
-_of_documents = WeakTensorKeyDictionary()  # cu_seqlens → {window: mask}
-
-
 def mask(a: Attention) -> Any:
     """The cached `BlockMask` of a call; it is the same for all rows and heads."""
-    if a.cu_seqlens is None or a.documents is None:
+    if a.documents is None:
         return _of_row(a.q.shape[1], a.window_size, a.q.device)
-    masks = _of_documents.setdefault(a.cu_seqlens, {})
-    if a.window_size not in masks:
-        with torch.inference_mode(False):  # the cached mask may serve the next training step
-            token = torch.arange(a.q.shape[1], device=a.q.device)
-            masks[a.window_size] = _mask(token - a.documents.positions, a.window_size)
-    return masks[a.window_size]
+    return a.documents.once(_of_documents, a.window_size)
+
+
+def _of_documents(packed: Documents, window: int | None) -> Any:
+    with torch.inference_mode(False):  # the cached mask may serve the next training step
+        token = torch.arange(packed.bounds[-1], device=packed.device)
+        return _mask(token - packed.positions, window)
 
 
 @lru_cache(maxsize=8)

@@ -495,6 +495,28 @@ def test_chunks_step_by_step(options: dict[str, Any], gate: str, monkeypatch: py
 
 
 @interpreted
+def test_resets_step_by_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))
+    monkeypatch.setitem(sys.modules, GLUON, gluon_interpreter.interpreted(GLUON, "gradients"))
+    monkeypatch.setattr(triton_plan.DeltaRule, "in_gluon", True)
+    monkeypatch.setattr(triton_plan.DeltaRule, "at_once", True)
+    a = inputs(130, B=1, G=2, K=128, V=128, gate="head", dtype=torch.float32)
+    a["log_decay"][:, [0, 31, 63, 64, 65, 100, 101]] = -torch.inf
+    found = agree(a)
+    assert not found["gradient of log_decay"][a["log_decay"] == -torch.inf].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [64, 128, 512])
+def test_resets_on_a_device(K: int):
+    a = on_device(1100, B=4, G=16, K=K, V=128, gate="head")
+    a["log_decay"][:, [0, 31, 63, 64, 65, 100, 101]] = -torch.inf
+    agree_on_device(a, torch.bfloat16)
+    found = results(kernels.delta_rule, a, backend="triton")["gradient of log_decay"]
+    assert not found[a["log_decay"] == -torch.inf].any()
+
+
+@interpreted
 @pytest.mark.parametrize("length", [1.0, 1.5])
 def test_bounds_step_by_step(length: float, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))

@@ -131,6 +131,29 @@ def test_steep_channels_beside_others(steep: float, gluon: None):
     compare(a)
 
 
+RESET = [0, 31, 63, 64, 65, 100, 101]  # first, last and other tokens of chunks, and neighbours
+
+
+def with_resets(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Decays of −inf, per channel in some channels alone as well."""
+    a["log_decay"][:, RESET] = -torch.inf
+    if a["log_decay"].dim() == 4:
+        a["log_decay"][:, 20:120:7, :, ::3] = -torch.inf
+    return a
+
+
+@without_a_gpu
+@pytest.mark.parametrize("documents", [None, [0, 0, 5, 90, 130]])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_resets(rounded: bool, documents: list[int] | None, gluon: None):
+    a = with_resets(small(130, G=2, documents=documents))
+    if rounded:
+        a["log_decay"] = a["log_decay"].bfloat16()
+    # sums of decays are in fp32, as only calls in bf16 come here on a GPU
+    compare(a, tolerance=5e-3 if rounded else 2e-5)
+    assert not run(a, backend="triton")["gradient of log_decay"][a["log_decay"] == -torch.inf].any()
+
+
 @without_a_gpu
 @pytest.mark.parametrize("length", [64, 320])
 @pytest.mark.parametrize("keep", [False, True])
@@ -173,6 +196,13 @@ OTHERS = ("none", "constant", "head")
 def test_other_decays_step_by_step(options: dict[str, Any], gate: str, head: None):
     # decays are summed in fp32, since only calls in bf16 come here on a GPU
     compare(small(**options, gate=gate), tolerance=2e-5, subheads=options.get("E", 1))
+
+
+@without_a_gpu
+def test_resets_of_heads(head: None):
+    a = with_resets(small(130, "head", G=2))
+    compare(a, tolerance=2e-5)
+    assert not run(a, backend="triton")["gradient of log_decay"][a["log_decay"] == -torch.inf].any()
 
 
 @without_a_gpu
@@ -270,6 +300,18 @@ def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: 
     for _ in range(20):  # no atomics: a difference would be a race
         again = run(a, backend="triton", subheads=E)
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("gate", "rounded"), [("head", "qkv"), ("channel", "qkv"), ("channel", "qkvlog_decay")])
+def test_device_resets(gate: str, rounded: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(triton_plan.LinearRecurrence, "_fills_half", lambda plan: True)
+    plan.of_rows.cache_clear()
+    a = with_resets(small(1100, gate, G=2))
+    a = {n: x.bfloat16() if n in rounded else x for n, x in a.items()}
+    compare(a, tolerance=1e-2, reference="torch")
+    found = run({n: x.cuda() for n, x in a.items()}, backend="triton")["gradient of log_decay"]
+    assert not found[a["log_decay"].cuda() == -torch.inf].any()
 
 
 @pytest.mark.gpu

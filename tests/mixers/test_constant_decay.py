@@ -1,5 +1,6 @@
 import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -51,6 +52,29 @@ def test_a_constant_is_no_part_of_a_checkpoint():
 def test_a_constant_is_the_same_tensor_each_time():
     decay, like = ConstantDecay([-1.0]), torch.zeros(1)
     assert decay(like) is decay(like)
+
+
+def test_a_change_of_the_constants_is_used():
+    decay, like = ConstantDecay([-1.0, -2.0]), torch.zeros(1)
+    decay(like)
+    decay.log_decay = [-3.0, -4.0]
+    assert decay(like).tolist() == [-3, -4]
+    decay.log_decay[1] = -5.0  # a list, changed in place
+    assert decay(like).tolist() == [-3, -5]
+
+
+@pytest.mark.parametrize("op", [kernels.linear_recurrence, kernels.delta_rule])
+def test_a_constant_is_checked_again_after_a_change_in_place(op: Callable):
+    q, k, v, beta = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4), torch.rand(1, 5, 2)
+    decay = torch.tensor([-0.1, -0.2])
+    before = op(q, k, v, beta=beta, log_decay=decay)[0]
+    decay[1] = -3
+    found = op(q, k, v, beta=beta, log_decay=decay)[0]
+    assert torch.equal(found, op(q, k, v, beta=beta, log_decay=decay.clone())[0])
+    assert not torch.equal(found, before)
+    decay[0] = 1
+    with pytest.raises(ValueError, match=r"^log_decay: must be ≤ 0, got 1$"):
+        op(q, k, v, beta=beta, log_decay=decay)
 
 
 @pytest.mark.parametrize("mixer", [TNL, RetNet])

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import kernels
 import mixers
 from mixers import ContextParallel
+from mixers.context_parallel import run_recurrence, run_selective_scan
 
 CAUSAL = [name for name in mixers.names() if mixers.get(name).causal]
 SITE = mixers.Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
@@ -199,3 +200,58 @@ def test_the_signature_says_who_works_on_parts() -> None:
 
     assert all(mixers.takes_context_parallel(mixers.get(name)) for name in CAUSAL)
     assert not mixers.takes_context_parallel(Whole)
+
+
+class Alone(ContextParallel):
+    """A part whose state before it is known, instead of gathered."""
+
+    def __init__(self, before: Tensor):
+        self.before_it, self.summary = before, ()
+
+    def first_state(self, transition: Tensor, local: Tensor) -> Tensor:
+        self.summary = transition, local
+        return self.before_it
+
+
+@pytest.mark.parametrize("at", [0, 5, 11])
+@pytest.mark.parametrize("shape", [(4,), (2, 12, 4), (2, 12, 4, 8)])
+@pytest.mark.parametrize("op", [kernels.linear_recurrence, kernels.delta_rule])
+def test_a_part_with_a_reset_forgets_what_was_before(op: Callable, shape: tuple[int, ...], at: int):
+    if op is kernels.delta_rule and len(shape) == 4:
+        pytest.skip("the delta rule has no decays per channel")
+    q, k, v = torch.randn(3, 2, 12, 4, 8, dtype=torch.float64).unbind()
+    decay, beta = -torch.rand(shape, dtype=torch.float64), torch.rand(2, 12, 4, dtype=torch.float64)
+    decay[(slice(None), at) if len(shape) > 1 else ...] = -torch.inf
+    k = torch.nn.functional.normalize(k, dim=-1)
+    leaves = [x.requires_grad_() for x in (q, k, v, decay, beta)]
+    before = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    part, gates = Alone(before), {"log_decay": decay, "beta": beta}
+    options = {"subheads": 1, "scale": None, "initial_state": None, "cu_seqlens": None, "keep_states": None}
+    o, state = run_recurrence(
+        op, q, k, v, **gates, **options, return_state=True, consume_state=False, context_parallel=part
+    )
+    expected, last = op(q, k, v, **gates, initial_state=before, return_state=True)
+    torch.testing.assert_close((o, state), (expected, last))
+    transition, local = part.summary
+    assert not transition.any()
+    torch.testing.assert_close(local, last)
+    gradients = torch.autograd.grad(o.sum() + transition.sum() + local.sum(), leaves)
+    assert all(g.isfinite().all() for g in gradients)
+    assert not gradients[3][decay == -torch.inf].any()
+
+
+@pytest.mark.parametrize("rate", [False, True])
+def test_a_part_of_a_scan_with_a_reset_forgets_what_was_before(rate: bool):
+    x, decay = torch.randn(2, 12, 4, dtype=torch.float64), -torch.rand(2, 12, 4, dtype=torch.float64)
+    decay[:, 5] = -torch.inf
+    rates = torch.rand(4, 3, dtype=torch.float64) if rate else None
+    before = torch.randn(2, 4, 3 if rate else 1, dtype=torch.float64)
+    part, leaves = Alone(before[..., None]), [each.requires_grad_() for each in (x, decay, rates) if each is not None]
+    found = run_selective_scan(x, decay, rates, return_state=True, context_parallel=part)
+    expected = kernels.selective_scan(x, decay, rates, initial_state=before, return_state=True)
+    torch.testing.assert_close(found, expected)
+    transition, _ = part.summary
+    assert not transition.any()
+    gradients = torch.autograd.grad(found[0].sum() + transition.sum(), leaves)
+    assert all(g.isfinite().all() for g in gradients)
+    assert not gradients[1][:, 5].any()

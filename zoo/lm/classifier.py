@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from kernels import UserError, at_least_fp32
 from kernels.documents import places
+from mixers.arguments import check_sizes
 
 Pooling = Literal["mean", "last"]
 
@@ -23,8 +24,8 @@ class Classifier(nn.Linear):
     """
 
     def __init__(self, hidden_size: int, num_classes: int = 10, pooling: Pooling = "mean"):
-        if num_classes < 2:
-            raise UserError(f"num_classes: {num_classes} must be at least 2")
+        check_sizes({"hidden_size": hidden_size})
+        check_sizes({"num_classes": num_classes}, least=2)
         if pooling not in get_args(Pooling):
             raise UserError(f"pooling: {pooling!r} is not one of {', '.join(get_args(Pooling))}")
         super().__init__(hidden_size, num_classes, bias=False)

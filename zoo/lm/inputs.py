@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from kernels import UserError
+from mixers.arguments import check_sizes
 
 
 class Inputs(nn.Module):
@@ -27,9 +28,7 @@ class Patches(Inputs):
 
     def __init__(self, hidden_size: int, patch_size: int = 4, channels: int = 3):
         super().__init__()
-        for name, size in {"patch_size": patch_size, "channels": channels}.items():
-            if size < 1:
-                raise UserError(f"{name}: {size} must be at least 1")
+        check_sizes({"hidden_size": hidden_size, "patch_size": patch_size, "channels": channels})
         self.patch_size, self.channels = patch_size, channels
         self.proj = nn.Linear(patch_size**2 * channels, hidden_size)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import kernels
 from mixers import OutputProjection, Projection
+from mixers.arguments import check_sizes, size_or
 
 
 class ChannelMixer(nn.Module):
@@ -29,7 +30,8 @@ class GLU(ChannelMixer):
 
     def __init__(self, hidden_size: int, intermediate_size: int | None = None):
         super().__init__()
-        size = intermediate_size or 256 * math.ceil(hidden_size * 8 / 3 / 256)
+        check_sizes({"hidden_size": hidden_size})
+        size = size_or("intermediate_size", intermediate_size, 256 * math.ceil(hidden_size * 8 / 3 / 256))
         self.in_proj = Projection(hidden_size, {"gate": size, "up": size})
         self.down_proj = OutputProjection(size, hidden_size)
 

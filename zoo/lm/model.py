@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kernels import UserError, linear_cross_entropy, linear_token_losses
 from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, TokenMixer
+from mixers.arguments import check_numbers, check_sizes
 from zoo.lm.block import Block, PostNormBlock, mix
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs
@@ -105,9 +106,9 @@ class LanguageModel(nn.Module):
         if tie_embeddings and (inputs is not None or head is not None):
             raise UserError("tie_embeddings: true needs token embeddings and logits, so null as inputs and head")
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
-        for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise UserError(f"{name}: {size} must be at least 1")
+        check_sizes({**sizes, "intermediate_size": intermediate_size})
+        check_numbers({"norm_eps": norm_eps, "initializer_range": initializer_range}, positive=False)
+        check_numbers({"nominal_size": nominal_size})
         self.vocab_size = vocab_size or 0  # if it reads no tokens and predicts none
         self.config: dict[str, Any] | None = None
         self.hidden_size, self.num_layers = hidden_size, num_layers

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
+from kernels.documents import tracked
 from kernels.errors import UserError
 from mixers import ContextParallel, TokenMixer, takes_context_parallel
 from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, load_weights
@@ -236,7 +237,8 @@ class Pretraining(L.LightningModule):
     def _local_part(self, batch: Batch) -> Batch:
         """The part of a batch that this process computes."""
         if self._part is None:
-            return batch
+            # a validation in inference mode moves it to the device there
+            return batch if batch.cu_seqlens is None else batch._replace(cu_seqlens=tracked(batch.cu_seqlens))
         self._part.check(None, batch.cu_seqlens)
         return Batch(self._part.take(batch.tokens), self._part.take(batch.labels), None)
 

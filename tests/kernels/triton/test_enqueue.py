@@ -29,8 +29,9 @@ def scale(x, bias, out, size, factor, ADD: tl.constexpr, BLOCK: tl.constexpr):
 
 def scaled(x: torch.Tensor, bias: torch.Tensor | None, factor: float, block: int = 64, **options: int) -> torch.Tensor:
     out = torch.full_like(x, float("nan"))
-    grid = (cdiv(x.numel(), block),)
-    enqueue(scale, grid, x, bias, out, x.numel(), factor, ADD=bias is not None, BLOCK=block, **options)
+    enqueue(
+        scale, cdiv(x.numel(), block), x, bias, out, x.numel(), factor, ADD=bias is not None, BLOCK=block, **options
+    )
     return out
 
 
@@ -57,7 +58,7 @@ def test_every_launch_is_right_whatever_came_before(where: str):
 def test_a_prepared_launch_looks_at_its_tensors(where: str, dtypes: list[torch.dtype]):
     memory, checked = torch.randn(1 << 12, device=where), len(dtypes) == 1
     for size, add in ((1, True), (64, False), (100, True)):
-        launch = Prepared(scale, (cdiv(size, 64),), size, 0.5, checked=checked, ADD=add, BLOCK=64, num_warps=1)
+        launch = Prepared(scale, cdiv(size, 64), size, 0.5, checked=checked, ADD=add, BLOCK=64, num_warps=1)
         for _ in range(2):
             for shift in (0, 1, 4):  # aligned or not is asked even where dtypes are known
                 for dtype in dtypes:
@@ -86,7 +87,7 @@ def test_a_prepared_launch_knows_what_the_compiler_does(checked: bool, monkeypat
     different = [(x, *rest) for x in (memory, memory[1:]) for rest in others]
     if not checked:
         different += [(memory.half(), None, None), (memory, memory.half(), None), (memory, None, memory.half())]
-    launch = Prepared(scale, (1,), checked=checked)
+    launch = Prepared(scale, 1, checked=checked)
     for tensors in different:
         launch(*tensors)
     assert len(compiled) == len(different)
@@ -123,15 +124,15 @@ def test_kernels_are_compiled_ahead_once_and_not_launched(monkeypatch: pytest.Mo
     kernel, x = Compiled(), SimpleNamespace(get_device=lambda: 0)
 
     def launch() -> None:
-        enqueue(kernel, (1,), x, 16)
-        enqueue(kernel, (1,), x, 32)
+        enqueue(kernel, 1, x, 16)
+        enqueue(kernel, 1, x, 32)
 
     with enqueue_module.compiling_ahead():
         launch()
         in_another_thread = Thread(target=launch)
         in_another_thread.start()
         in_another_thread.join()
-        enqueue(kernel, (1,), x, 17)  # which is another kernel, as it is no multiple of 16
+        enqueue(kernel, 1, x, 17)  # which is another kernel, as it is no multiple of 16
     assert sorted(kernel.done) == ["compiled"] * 2 + ["loaded"] * 2
     launch()
     assert kernel.done[4:] == ["launched"] * 2
@@ -143,14 +144,14 @@ def test_after_an_error_kernels_are_launched_again(monkeypatch: pytest.MonkeyPat
     kernel = Compiled()
     with pytest.raises(KeyboardInterrupt), enqueue_module.compiling_ahead():
         raise KeyboardInterrupt
-    enqueue(kernel, (1,), SimpleNamespace(get_device=lambda: 0))
+    enqueue(kernel, 1, SimpleNamespace(get_device=lambda: 0))
     assert kernel.done == ["launched"]
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_what_is_compiled_ahead_does_not_run():
     x = torch.randn(100, device="cuda")
-    launch, out = Prepared(scale, (2,), 100, 2.0, ADD=True, BLOCK=64), torch.zeros_like(x)
+    launch, out = Prepared(scale, 2, 100, 2.0, ADD=True, BLOCK=64), torch.zeros_like(x)
     scaled(x, x, 2.0)  # known before
     with enqueue_module.compiling_ahead():
         assert scaled(x, x, 2.0).isnan().all()
@@ -168,9 +169,9 @@ def test_constants_by_place_and_by_name():
     x = torch.randn(100, device="cuda")
     for add, block in ((True, 64), (False, 64), (True, 32), (True, 64)):
         out = torch.empty_like(x)
-        enqueue(scale, (cdiv(100, block),), x, x, out, 100, 2.0, add, block)
+        enqueue(scale, cdiv(100, block), x, x, out, 100, 2.0, add, block)
         torch.testing.assert_close(out, x * (3 if add else 2))
-        enqueue(scale, (cdiv(100, block),), x, x, out, 100, 2.0, BLOCK=block, ADD=add)
+        enqueue(scale, cdiv(100, block), x, x, out, 100, 2.0, BLOCK=block, ADD=add)
         torch.testing.assert_close(out, x * (3 if add else 2))
 
 
@@ -178,10 +179,10 @@ def test_constants_by_place_and_by_name():
 def test_a_captured_launch_can_be_replayed():
     x = torch.randn(256, device="cuda")
     out = torch.zeros_like(x)
-    enqueue(scale, (4,), x, None, out, 256, 3.0, ADD=False, BLOCK=64)
+    enqueue(scale, 4, x, None, out, 256, 3.0, ADD=False, BLOCK=64)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        enqueue(scale, (4,), x, None, out, 256, 3.0, ADD=False, BLOCK=64)
+        enqueue(scale, 4, x, None, out, 256, 3.0, ADD=False, BLOCK=64)
     x.mul_(2)
     graph.replay()
     torch.testing.assert_close(out, 3 * x)
@@ -192,7 +193,7 @@ def test_a_captured_launch_can_be_replayed():
 def test_profilers_hear_of_every_launch(direct: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(enqueue_module, "DIRECT", direct)
     heard, x, hooks = [], torch.randn(100, device="cuda"), triton.knobs.runtime
-    launch, out = Prepared(scale, (2,), 100, 2.0, ADD=True, BLOCK=64), torch.empty_like(x)
+    launch, out = Prepared(scale, 2, 100, 2.0, ADD=True, BLOCK=64), torch.empty_like(x)
     for _ in range(2):
         torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
         launch(x, x, out)
@@ -218,7 +219,7 @@ def test_profilers_hear_of_every_launch(direct: bool, monkeypatch: pytest.Monkey
 @pytest.mark.gpu
 def test_a_tensor_elsewhere_is_refused():
     x = torch.randn(100, device="cuda")
-    launch = Prepared(scale, (2,), 100, 2.0, ADD=True, BLOCK=64)
+    launch = Prepared(scale, 2, 100, 2.0, ADD=True, BLOCK=64)
     for _ in range(2):
         for run in (lambda bias: scaled(x, bias, 2.0), lambda bias: launch(x, bias, torch.empty_like(x))):
             run(x)
@@ -228,7 +229,7 @@ def test_a_tensor_elsewhere_is_refused():
 
 @pytest.mark.multi_gpu
 def test_the_device_is_that_of_the_tensors():
-    launch = Prepared(scale, (2,), 100, 2.0, ADD=True, BLOCK=64)
+    launch = Prepared(scale, 2, 100, 2.0, ADD=True, BLOCK=64)
     for index in (1, 0, 1, 1):
         x = torch.randn(100, device=f"cuda:{index}")
         torch.testing.assert_close(scaled(x, None, 2.0), 2 * x)
@@ -271,7 +272,7 @@ def test_what_we_know_of_the_launcher(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("triton.runtime.jit.compute_cache_key", lambda *given: "key")
     kernel.run(grid=(3,), warmup=False)
     at = x.data_ptr()
-    enqueue_module._start(Compiled("ours"), (3,), 0, (x, None, x), [at, None, at], (16, 0.5, False, 16))
+    enqueue_module._start(Compiled("ours"), 3, 0, (x, None, x), [at, None, at], (16, 0.5, False, 16))
     theirs, ours = heard["theirs"], heard["ours"]
     assert theirs[:6] == ours[:6] == (3, 1, 1, 5, 7, (4, 0))  # grid, stream, function, metadata
     assert [x, None, x, *theirs[12:]] == [x, None, x, *ours[12:]]  # numbers and constants; ours has tensors by address

@@ -47,7 +47,7 @@ class Sum(Plan):
     @prepared
     def add(self, two: int) -> Prepared:
         """x + y + one + 10 two."""
-        return Prepared(add, (1,), ONE=self.one, TWO=two, checked=True)
+        return Prepared(add, 1, ONE=self.one, TWO=two, checked=True)
 
 
 def made(one: int, cu_seqlens: torch.Tensor | None = None) -> Sum:

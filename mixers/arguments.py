@@ -1,0 +1,46 @@
+"""Checks of the numbers that constructors take. Every message begins with the name of the argument."""
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+
+from kernels import UserError
+
+
+def check_sizes(sizes: Mapping[str, int | None], *, least: int = 1) -> None:
+    """Raise unless each size is a whole number that is not below `least`; None stands for a default.
+
+    Raises:
+        UserError: A size is something else. True and False are, too, although Python counts them as numbers.
+    """
+    for name, size in sizes.items():
+        if size is None:
+            continue
+        if not isinstance(size, Integral) or isinstance(size, bool):
+            raise UserError(f"{name}: {size!r} must be a whole number")
+        if size < least:
+            raise UserError(f"{name}: {size} must be at least {least}")
+
+
+def size_or(name: str, size: int | None, default: int) -> int:
+    """A size that is a whole number from 1, or the default for None.
+
+    Raises:
+        UserError: The size is something else.
+    """
+    check_sizes({name: size})
+    return default if size is None else size
+
+
+def check_numbers(numbers: Mapping[str, float | None], *, positive: bool = True) -> None:
+    """Raise unless each number is finite and above 0, or with `positive=False` at least 0; None stands for a default.
+
+    Raises:
+        UserError: A number is something else.
+    """
+    for name, x in numbers.items():
+        if x is None:
+            continue
+        real = isinstance(x, Real) and not isinstance(x, bool)
+        if not real or not math.isfinite(x) or x < 0 or (positive and x == 0):
+            raise UserError(f"{name}: {x!r} must be a finite number {'above 0' if positive else 'that is not below 0'}")
