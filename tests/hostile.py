@@ -137,7 +137,14 @@ VALUES: dict[str, Any] = {
 
 
 def unsigned(change: Callable[[dict[str, Any]], None]) -> Attack:
-    return lambda desk: rewrite(desk / "theirs", change)
+    def attack(desk: Path) -> None:
+        def unsign_and_change(contents: dict[str, Any]) -> None:
+            contents["zoo"]["signature"] = "0" * 64
+            change(contents)
+
+        rewrite(desk / "theirs", unsign_and_change, signed=True)
+
+    return attack
 
 
 def with_bytes(file: str, content: bytes) -> Attack:
@@ -241,6 +248,23 @@ STRINGS = (
     ("samples", "top_p"),
     ("watchdog", "timeout_minutes"),
 )
+# numbers of a config that no weight bounds
+COUNTS: dict[tuple[str, ...], Any] = {
+    ("data", "init_args", "batch_size"): 10**9,
+    ("data", "init_args", "sequence_length"): 10**9,
+    ("data", "init_args", "num_workers"): 100_000,
+    ("data", "init_args", "preprocessing_workers"): 100_000,
+    ("data", "init_args", "vocab_size"): 10**9,
+    ("data", "init_args", "max_characters"): 10**12,
+    ("trainer", "devices"): 1000,
+    ("trainer", "num_nodes"): 1000,
+    ("samples", "max_new_tokens"): 10**9,
+    ("profile", "steps"): 10**9,
+    ("loss_curve", "every_n_steps"): 0,
+    ("context_parallel",): 1000,
+    ("seed_everything",): 10**30,
+    ("activation_checkpointing",): 10**9,
+}
 STATE = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers", "state_dict", "zoo")
 ODD = ("the\nirs", "the\x1b[31mirs", "the\x07irs", "-theirs", "the irs; touch canary", "$(touch canary)", "th{run}eirs")
 
@@ -262,6 +286,10 @@ def cases() -> Iterator[Case]:
             verb = OF_RUNS[number % 4] if kind == "a path" else "resume"
             change = changed("zoo", "config", *place, value=value)
             yield Case(f"string: {kind} as {'.'.join(map(str, place))}", unsigned(change), verb, "theirs")
+    for number, (place, value) in enumerate(COUNTS.items()):
+        for verb in ("resume", OF_RUNS[1 + number % 3]):
+            change = changed("zoo", "config", *place, value=value)
+            yield Case(f"count: {value} as {'.'.join(place)}, {verb}", unsigned(change), verb, "theirs")
     for key in STATE:
         for kind, value in VALUES.items():
             yield Case(

@@ -7,9 +7,11 @@ Everything around is compared afterwards: a tree of canaries, the home folder, t
 
 import os
 import shutil
+import signal
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -99,8 +101,9 @@ def meet(case: Case, nursery: Nursery, prepared: Path, cache: Path, folder: Path
         gigabytes=2 * GIGABYTES,
     )
     ended = nursery.ask(usage=number, seconds=60)
+    with suppress(ProcessLookupError):  # of the child, or of processes that it has left
+        os.killpg(number, signal.SIGKILL)
     if ended is None:
-        os.kill(number, 9)
         nursery.ask(wait=number, seconds=10)
     said = log.read_text(errors="replace")
     assert ended is not None, f"{case.name}: it hangs\n{said}"

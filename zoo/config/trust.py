@@ -10,6 +10,7 @@ import collections.abc
 import dataclasses
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -57,6 +58,17 @@ _CHOICES = {
     "gradient_clip_algorithm": r"\w+",
     "max_time": r"[\d:]+",
     "deterministic": "warn",
+}
+
+# Numbers by which a config starts processes, waits for machines or computes at length, before a batch is read.
+_PROCESSES = max(8, os.cpu_count() or 1)
+_MOST = {
+    "data.num_workers": _PROCESSES,
+    "data.preprocessing_workers": _PROCESSES,
+    "data.vocab_size": 1 << 18,
+    "trainer.devices": _PROCESSES,
+    "trainer.num_nodes": 1,
+    "samples.max_new_tokens": 1 << 16,
 }
 
 
@@ -159,7 +171,23 @@ def vet_run(config: Mapping[str, Any], source: object, user: UserInput) -> dict[
         else:
             vetting.value(value, bool | int | None, key)
             vetted[key] = value
+    _check_numbers(vetted, source)
     return vetted
+
+
+def _check_numbers(config: Mapping[str, Any], source: object) -> None:
+    """Refuse numbers of processes, machines and tokens that only the user may choose."""
+    for key, most in _MOST.items():
+        section, name = key.split(".")
+        values = config.get(section) or {}
+        number = (values.get("init_args") or {} if section == "data" else values).get(name)
+        if isinstance(number, str) and number.strip().isdecimal():
+            number = int(number[:20])
+        if isinstance(number, int | float) and number > most:
+            raise UserError(
+                f"{source} was not written by you, and its {key} is {number}, above {most}; set --{key} yourself, or, "
+                f"{_HOW}."
+            )
 
 
 def _without_user_input(data: Mapping[str, Any], user: UserInput) -> Mapping[str, Any] | None:
