@@ -15,8 +15,10 @@ from zoo.evaluation.subject import Subject
 
 log = logging.getLogger(__name__)
 
-SUPPORTED = ("until", "do_sample", "temperature")
-SUPPORTED += ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+SUPPORTED = (
+    *("until", "do_sample", "temperature"),
+    *("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"),
+)
 # Other options of a task, and the values with which they change nothing; those of sampling change no greedy answer.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "repetition_penalty"), (1,)),
