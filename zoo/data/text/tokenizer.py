@@ -29,6 +29,7 @@ TRAINING_CHARACTERS = 200_000_000
 TRAINING_PIECE = 20_000
 LONGEST_WORD = 1000  # characters in training
 _KINDS = (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")  # of characters, as the library divides text into words
+_LONG_SPACE = re.compile(rf"\s{{{LONGEST_WORD}}}")
 _LONG_WORD = re.compile("|".join(f"{kind}{{{LONGEST_WORD}}}(?={kind})" for kind in _KINDS))
 _FORMAT = 1
 _CHECKSUM = "checksum.json"  # in the folder of a trained tokenizer
@@ -365,7 +366,9 @@ def _without_long_words(piece: str) -> Iterator[str]:
     """Cut runs of one kind of character after each `LONGEST_WORD`."""
     words = piece.split()
     spaces = len(piece) - sum(map(len, words)) - len(words)  # without those that separate words
-    if spaces < LONGEST_WORD and max(map(len, words), default=0) <= LONGEST_WORD:  # cheap, and nearly always so
+    # cheap, and nearly always enough to know
+    spaced = spaces < LONGEST_WORD or not _LONG_SPACE.search(piece)
+    if spaced and max(map(len, words), default=0) <= LONGEST_WORD:
         yield piece
         return
     start = 0

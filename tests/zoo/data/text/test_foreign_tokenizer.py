@@ -207,7 +207,7 @@ def test_a_line_without_spaces_trains_in_seconds(command: Command, desk: Path):
 
 
 def test_ordinary_text_is_cut_only_after_lines():
-    text = ("Some words, " * 50 + "\n" + "x" * 1000 + " " * 500 + "=" * 1000 + "1" * 1000 + "\n") * 40
+    text = ("Some words, " * 50 + "\n" + "x" * 1000 + " " * 30 + "=" * 800 + " " + "1" * 1000 + "\n") * 40
     assert all(piece.endswith("\n") for piece in training_pieces(text))
     assert "".join(training_pieces(text)) == text
     long = "y" * 2500 + "é1" * 10 + "_" * 1500 + " " * 3000 + "字" * 1001
