@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import UserError
+from .miscompilations import miscompiled
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,8 @@ def read(path: str) -> LaunchFile:
         if wrong := _mistake(entry):
             raise UserError(f"{VARIABLE}: {path}: entry {number}: {wrong}")
         launch = {name: entry[name] for name in KERNELS[entry["kernel"]]}
+        if known := miscompiled(entry["kernel"], launch, capability[0]):
+            raise UserError(f"{VARIABLE}: {path}: entry {number}: {entry['kernel']} is wrong on Hopper: {known.says}")
         entries.setdefault((entry["kernel"], entry["itemsize"]), {})[entry["size"]] = launch
     return LaunchFile((capability[0], capability[1]), entries)
 

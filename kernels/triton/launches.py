@@ -2,9 +2,7 @@
 
 They come from a table, not from autotuning: the first call costs one compilation, and no launch depends on the length.
 Every entry was compiled ahead of time without large spills, and is tested on a device in outputs *and* gradients. Some
-that look harmless compute nonsense on Hopper with Triton 3.6. In the linear recurrence, blocks of 32 with 4 warps and 1
-stage are silently wrong, and with 8 warps they access memory illegally. In the delta rule, 32 values with 4 warps and 1
-stage are wrong, and so are 16 values with 3 stages; where the state stays in memory, so are 32 values with 2 stages.
+that look harmless compute nonsense on Hopper: `miscompilations.py` lists them, and a test keeps them out of this table.
 Slices of 32 channels that are masked or whose rows are not aligned are wrong there, too
 (`linear_recurrence/triton_op.py`). Entries of a file take precedence (`launch_file.py`).
 """

@@ -17,6 +17,7 @@ import torch
 from kernels.delta_rule import WHOLE
 from kernels.triton import launches
 from kernels.triton.launch_file import KERNELS, launch_file
+from kernels.triton.miscompilations import miscompiled
 from zoo.benchmarks.cases import Case, Shape, Tensors
 from zoo.benchmarks.device import DTYPES
 from zoo.benchmarks.gate import Gate
@@ -71,6 +72,19 @@ def around(entry: Entry) -> list[Entry]:
             others = tuple(block for block in (value // 2, value * 2) if block in BLOCKS)
         entries += [{**entry, name: other} for other in others if other != value]
     return entries
+
+
+def candidates(target: Target, entry: Entry, shared: int, capability: int) -> list[Entry]:
+    """An entry and those of its neighbours that fit, and that no compiler is known to get wrong.
+
+    Args:
+        target: The kernel.
+        entry: The present entry.
+        shared: Bytes of shared memory.
+        capability: Major compute capability of the GPU.
+    """
+    near = [each for each in around(entry) if fits(target, each, shared)]
+    return [each for each in near if miscompiled(target.kernel, each, capability) is None]
 
 
 def fits(target: Target, entry: Entry, shared: int) -> bool:

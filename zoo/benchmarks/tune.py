@@ -147,8 +147,7 @@ class Tuner:
 
     def try_all(self, target: Target, chosen: Mapping[Target, Entry]) -> Trial:
         """Check all candidates of a target, then time those that passed, with `chosen` for the other kernels."""
-        near = candidate.around(chosen[target])
-        trial = Trial(target, [entry for entry in near if candidate.fits(target, entry, self.shared)])
+        trial = Trial(target, candidate.candidates(target, chosen[target], self.shared, self.capability[0]))
         with tempfile.TemporaryDirectory() as folder:
             files = []
             for number, entry in enumerate(trial.entries):

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
+from kernels.triton.launches import TABLE
+from kernels.triton.miscompilations import known_of, miscompiled
 from zoo.config.find import CONFIGS
 from zoo.data.text.cache import cache_folder
 from zoo.doctor.finding import Finding, found
@@ -23,6 +25,7 @@ def machine(device: torch.device) -> Iterator[Finding]:
     """Findings about the machine around a device."""
     yield packages()
     yield gpu(device)
+    yield compiler()
     yield from space(device)
 
 
@@ -84,6 +87,28 @@ def gpu(device: torch.device) -> Finding:
     if about.major < 8:
         return Finding("GPU", "device", "noted", f"{says}; it has no units for bf16, so use precision 32-true", numbers)
     return Finding("GPU", "device", "passed", says, numbers)
+
+
+def compiler() -> Finding:
+    """What the installed version of Triton is known to compile wrongly, and whether a launch here would meet it."""
+    try:
+        installed = version("triton")
+    except PackageNotFoundError:
+        return Finding("Triton", "miscompilations", "noted", "not installed; ops run in PyTorch", {"version": None})
+    known = [each.says for each in known_of(installed)]
+    met = [
+        f"{kernel} {size}"
+        for kernel, entries in TABLE.items()
+        for (capability, size, _), entry in entries.items()
+        if miscompiled(kernel, entry._asdict(), capability) is not None
+    ]
+    numbers = {"version": installed, "known": known, "met": met}
+    if met:
+        return Finding("Triton", "miscompilations", "failed", f"{installed}: launches of {', '.join(met)}", numbers)
+    if not known:
+        return Finding("Triton", "miscompilations", "passed", f"{installed}: none is known", numbers)
+    says = f"{installed}: known on Hopper are {len(known)}: {'; '.join(known)}. No launch here uses them"
+    return Finding("Triton", "miscompilations", "passed", says, numbers)
 
 
 def space(device: torch.device) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,9 +18,10 @@ import kernels
 import mixers
 import zoo
 from kernels import UserError
+from kernels.triton.launches import TABLE, Launch
 from zoo.doctor.ahead import compile_ahead, side_by_side
 from zoo.doctor.cases import cases, ops
-from zoo.doctor.machine import packages
+from zoo.doctor.machine import compiler, packages
 from zoo.doctor.ops import known_cases
 
 pytest_plugins = "tests.desk"
@@ -113,6 +115,27 @@ def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch):
     failures = zoo.doctor(verbose=False).failures
     assert {each.subject for each in failures} == {"gated_linear (32)"}
     assert failures[0].says == "RuntimeError: no kernel image is available for execution on the device"
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [
+        ("3.6.0", r"^3\.6\.0: known on Hopper are \d+: .*FLA #640.*triton #11366.*\. No launch here uses them$"),
+        ("3.3.1", r"^3\.3\.1: none is known$"),
+    ],
+)
+def test_what_the_compiler_is_known_for(installed: str, says: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[packages.__module__], "version", lambda name: installed)
+    finding = compiler()
+    assert (finding.subject, finding.status) == ("Triton", "passed")
+    assert re.search(says, finding.says)
+
+
+def test_a_launch_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(TABLE["delta_rule.dq"], (9, 64, 2), Launch(4, 2, keys=32, values=64))
+    finding = compiler()
+    assert finding.status == "failed"
+    assert "delta_rule.dq 64" in finding.says
 
 
 def test_packages_of_other_versions(monkeypatch: pytest.MonkeyPatch):
