@@ -63,8 +63,8 @@ class DeltaRule(Plan):
         together = chunks if documents is None else self.slots
         # If sequences are cut: chunks per segment, and the largest possible number of segments.
         rows = self.B if documents is None else 1
-        room = 1 if self.long else self._room(max(1, rows) * self.M)  # a batch may be empty
-        count = segments(room, together)
+        # a batch may be empty
+        count = 1 if self.long else segments(self._room(max(1, rows) * self.M), together)
         self.segment = -(-together // count)
         self.most = 0 if count == 1 else rows * count if documents is None else 2 * count
 

@@ -55,7 +55,8 @@ def advance(h, x, decay, b, token, n, N: tl.constexpr):
     """The next state: the decayed state plus the input x [channels] of this token."""
     if b is not None:
         return h * decay + load_token(b, token, n, N)[:, None] * x[None, :]
-    return h * decay + x[None, :]
+    # states beyond N fill a block, and are summed with the others where nothing reads them
+    return h * decay + tl.where((n < N)[:, None], x[None, :], 0.0)
 
 
 @triton.jit

@@ -106,7 +106,7 @@ def gradients(
                 store_token(dc, partial + token, n, N, tl.sum(seen, 1))
                 dh += load_token(c, token, n, N)[:, None] * arriving[None, :]
             else:
-                dh += arriving[None, :]
+                dh += tl.where((n < N)[:, None], arriving[None, :], 0.0)
             if b is not None:
                 store_token(dx, token, d, D, tl.sum(dh * load_token(b, token, n, N)[:, None], 0))
                 store_token(db, partial + token, n, N, tl.sum(dh * added[None, :], 1))

@@ -79,6 +79,7 @@ def test_several_blocks_of_channels(c: str, short_chunks: None):
 @pytest.mark.parametrize(("b", "c"), [(False, "ones"), (True, "ones"), (False, "each step"), (False, "constant")])
 def test_what_is_left_out_is_one(b: bool, c: str, short_chunks: None):
     agree(small(18, rate=False, b=b, c=c, state=False))
+    agree(small(18, N=3, b=b, c=c))  # the block of states is larger
 
 
 @pytest.mark.slow
