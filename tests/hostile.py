@@ -218,19 +218,7 @@ def json_of(file: str, change: Callable[[Any], Any]) -> Attack:
     return attack
 
 
-def leaves(part: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places of strings, and of null, in a config."""
-    if isinstance(part, dict):
-        for key, inner in part.items():
-            yield from leaves(inner, (*place, key))
-    elif isinstance(part, list):
-        for number, inner in enumerate(part):
-            yield from leaves(inner, (*place, number))
-    elif part is None or isinstance(part, str):
-        yield place
-
-
-# the places of strings in the config of a run of `FIT`; a test compares them with a real one
+# the places in the config of a run of `FIT` that hold strings, or may
 STRINGS = (
     ("backend",),
     ("data", "class_path"),

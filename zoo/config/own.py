@@ -10,25 +10,12 @@ import torch
 import mixers
 import zoo.data
 import zoo.lm
-from mixers.expansion import Residual
-from mixers.tnl import LowRankGated
+from mixers.components import COMPONENTS as OF_MIXERS
 from zoo.train.muon import Muon
 
 STACKS = (zoo.lm.H1, zoo.lm.H2, zoo.lm.Pattern, zoo.lm.Uniform)
 CHANNEL_MIXERS = (zoo.lm.ChannelMixer, zoo.lm.GLU, zoo.lm.SwiGLU)
 ENDS = (zoo.lm.Inputs, zoo.lm.Patches, zoo.lm.Classifier)
-MIXERS = (
-    *(mixers.Bidirectional, mixers.CosFormer2, mixers.DeltaNet, mixers.Expanded, mixers.GatedDeltaNet, mixers.GLA),
-    *(mixers.HGRN1, mixers.HGRN2, mixers.LinearAttention, mixers.Mamba1, mixers.Mamba2, mixers.RetNet),
-    *(mixers.SlidingWindowAttention, mixers.SoftmaxAttention, mixers.TNL, mixers.TPE, LowRankGated),
-)
-PARTS_OF_MIXERS = (
-    *(mixers.DPFP, mixers.HeadWise, mixers.LFM, mixers.LowRank, Residual),
-    *(mixers.ConstantDecay, mixers.LayerwiseAlibi, mixers.LayerwiseLinear, mixers.LowerBounds),
-    *(mixers.Discretisation, mixers.Mamba2Discretisation, mixers.LRPE, mixers.Rotary),
-    *(mixers.LayerNorm, mixers.RMSNorm, mixers.SimpleRMSNorm, mixers.ZeroCentredRMSNorm),
-    *(mixers.GatedRMSNorm, mixers.GateOnly, mixers.NormOnly),
-)
 DATA = (
     *(zoo.data.Images, zoo.data.ListOps, zoo.data.MarkovChain, zoo.data.MixedText, zoo.data.MQAR, zoo.data.TextData),
     *(zoo.data.TokenTasks, zoo.data.Digits),
@@ -37,7 +24,7 @@ TASKS = (
     *(zoo.data.CompositionalRecall, zoo.data.ForgettingRecall, zoo.data.StackedRecall),
     *(zoo.data.Compression, zoo.data.InContextRecall, zoo.data.Memorization, zoo.data.SelectiveCopy),
 )
-COMPONENTS: tuple[type, ...] = (*STACKS, *CHANNEL_MIXERS, *ENDS, *MIXERS, *PARTS_OF_MIXERS, *DATA, *TASKS, Muon)
+COMPONENTS: tuple[type, ...] = (*STACKS, *CHANNEL_MIXERS, *ENDS, *OF_MIXERS, *DATA, *TASKS, Muon)
 _PUBLIC = (mixers, zoo.lm, zoo.data, torch.optim, torch.optim.lr_scheduler)  # packages that export classes of modules
 
 

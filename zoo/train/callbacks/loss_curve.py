@@ -12,6 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from kernels.errors import UserError
 from zoo.files.atomic import atomic_write
 from zoo.train.baseline import bigram_loss
 from zoo.train.callbacks.run_callback import RunCallback
@@ -23,12 +24,20 @@ class LossCurve(RunCallback):
     Args:
         every_n_steps: Record the training loss every N steps; reading it waits for the GPU.
         smoothing: Weight of the past in the smoothed training loss.
+
+    Raises:
+        UserError: An argument is out of range.
     """
 
     key = "loss_curve"
     order = 140
 
     def __init__(self, every_n_steps: int = 10, smoothing: float = 0.6) -> None:
+        if every_n_steps < 1 or not 0 <= smoothing < 1:
+            raise UserError(
+                f"loss_curve: every_n_steps is {every_n_steps} and smoothing {smoothing}; they must be at least 1, and "
+                "from 0 to below 1."
+            )
         self.every_n_steps = every_n_steps
         self.smoothing = smoothing
         self.training: list[tuple[int, float]] = []  # tokens, nats

@@ -547,3 +547,9 @@ def test_a_validation_that_was_due_at_a_stop_comes_first(tmp_path):
     assert list(found[0]) == [3, 7, 11]
     best = [saved_step(tmp_path / name / "checkpoints" / "best.ckpt") for name in ("whole", "cut")]
     assert best[0] == best[1]
+
+
+@pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"smoothing": 1.0}, {"smoothing": float("nan")}])
+def test_a_curve_needs_an_interval(arguments):
+    with pytest.raises(UserError, match="loss_curve: every_n_steps is"):
+        LossCurve(**arguments)

@@ -1,0 +1,35 @@
+"""The mixers of this package and their parts, which any config may name (`zoo/config/own.py`)."""
+
+from .attention import SoftmaxAttention
+from .bidirectional import Bidirectional
+from .cosformer2 import CosFormer2
+from .decay import ConstantDecay, Discretisation, Mamba2Discretisation
+from .deltanet import DeltaNet
+from .expansion import DPFP, LFM, Expanded, HeadWise, LowRank, Residual
+from .features import LRPE, Rotary
+from .gated_deltanet import GatedDeltaNet
+from .gla import GLA
+from .hgrn1 import HGRN1
+from .hgrn2 import HGRN2, LowerBounds
+from .linear_attention import LinearAttention
+from .mamba1 import Mamba1
+from .mamba2 import Mamba2
+from .norm import GatedRMSNorm, GateOnly, LayerNorm, NormOnly, RMSNorm, SimpleRMSNorm, ZeroCentredRMSNorm
+from .retnet import RetNet
+from .sliding_window import SlidingWindowAttention
+from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear, LowRankGated
+from .tpe import TPE
+
+MIXERS = (
+    *(Bidirectional, CosFormer2, DeltaNet, Expanded, GatedDeltaNet, GLA),
+    *(HGRN1, HGRN2, LinearAttention, Mamba1, Mamba2, RetNet),
+    *(SlidingWindowAttention, SoftmaxAttention, TNL, TPE, LowRankGated),
+)
+PARTS_OF_MIXERS = (
+    *(DPFP, HeadWise, LFM, LowRank, Residual),
+    *(ConstantDecay, LayerwiseAlibi, LayerwiseLinear, LowerBounds),
+    *(Discretisation, Mamba2Discretisation, LRPE, Rotary),
+    *(LayerNorm, RMSNorm, SimpleRMSNorm, ZeroCentredRMSNorm),
+    *(GatedRMSNorm, GateOnly, NormOnly),
+)
+COMPONENTS: tuple[type, ...] = (*MIXERS, *PARTS_OF_MIXERS)
