@@ -50,23 +50,53 @@ def open_in_place(path: str | os.PathLike[str], mode: str) -> IO[Any]:
     return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
 
 
-def open_to_read(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file to read it, also through a link, unless it is a pipe or a device, which may have no end.
+def open_to_read(path: str | os.PathLike[str], *, follow: bool = True) -> BinaryIO:
+    """Open a file to read it, unless it is a pipe or a device, which may have no end.
+
+    Args:
+        path: The file.
+        follow: Whether it may be reached through a link, which may lead out of its folder.
 
     Raises:
-        UserError: It is.
+        UserError: It is a pipe or a device, or a link that is not followed.
         OSError: It cannot be opened.
     """
 
     def opener(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | _NO_WAITING)
+        try:
+            descriptor = os.open(name, flags | _NO_WAITING | (0 if follow else _NO_FOLLOW))
+        except OSError as error:
+            if error.errno == errno.ELOOP and not follow:
+                raise UserError(f"{path} is a link.") from None
+            raise
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             os.close(descriptor)
-            raise UserError(f"{path} is a {_kind(mode)}, but a file is needed.")
+            raise UserError(f"{path} is a {_kind(mode)}, not a regular file.")
         return descriptor
 
     return open(path, "rb", opener=opener)
+
+
+def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Read a file that is not a link, up to a size.
+
+    Args:
+        path: The file.
+        max_bytes: Largest accepted size.
+
+    Raises:
+        UserError: The file is missing, is not a regular file, is too large or cannot be read.
+    """
+    try:
+        with open_to_read(path, follow=False) as file:
+            # the size is not taken from the file system alone, since the file may grow meanwhile
+            data = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}).") from None
+    if data is None or len(data) > max_bytes:
+        raise UserError(f"{path} is larger than {max_bytes:,} bytes.")
+    return data
 
 
 def check_in_place(path: str | os.PathLike[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kernels import UserError
-from zoo.files.regular import read_regular
+from zoo.files.links import read_regular
 from zoo.report.checks import Plain, parse_config, parse_record, parse_results, parse_samples, parse_sweep
 from zoo.train.metrics_file import line_list, parse_metrics
 
@@ -152,7 +152,7 @@ def _parsed(folder: Path, name: str, parse: Callable[[bytes], T], found: Found) 
     try:
         data = read_regular(folder / name, MAX_BYTES.get(name, MAX_OTHER))
     except UserError as error:
-        reason = str(error).removeprefix(f"{folder / name} ")
+        reason = str(error).removeprefix(f"{folder / name} ").rstrip(".")
         found.lacks(folder, f"{name} {reason}, so it is not in this page")
         return None
     try:

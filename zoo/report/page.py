@@ -11,8 +11,8 @@ from rich.console import Console
 
 from kernels import UserError
 from zoo.files.atomic import atomic_write
+from zoo.files.links import read_regular
 from zoo.files.output import check_output
-from zoo.files.regular import read_regular
 from zoo.report import pictures, repeat, tables
 from zoo.report.checks import is_png
 from zoo.report.folders import Found, read_folders
@@ -124,7 +124,7 @@ def _embedded(folder: Path, found: Found) -> str | None:
         if not is_png(data):
             raise UserError(f"{folder / 'sweep.png'} is not a PNG")
     except UserError as error:
-        reason = str(error).removeprefix(f"{folder / 'sweep.png'} ")
+        reason = str(error).removeprefix(f"{folder / 'sweep.png'} ").rstrip(".")
         found.lacks(folder, f"sweep.png {reason}, so it is not in this page")
         return None
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
