@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 
 from kernels import UserError
-
-BUILT_IN = ("embedded:", "synthetic:")  # text that comes with Python, which can be cut
-NULL = ("null", "None", "~", "")
+from zoo.config.overlays import NULL
+from zoo.data.text.corpus import BUILT_IN  # text that comes with Python, which can be cut
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
