@@ -161,7 +161,7 @@ def _may_change(*tensors: Tensor | None) -> bool:
 def check_decay(log_decay: Tensor) -> None:
     """Refuse a log decay above 0 on the CPU; on a device, the call would have to wait for its values.
 
-    Nor are those of a single token looked at, which would take long beside a step of decoding.
+    A single token is not checked either, since that would take long compared with a step of decoding.
 
     Raises:
         ValueError: A log decay is positive, or a constant one is not a number.
@@ -170,6 +170,6 @@ def check_decay(log_decay: Tensor) -> None:
     if single or not (log_decay.is_cpu and log_decay.numel() and plain((log_decay,))):
         return
     largest = float(log_decay.detach().amax())
-    # one per step that is not a number is a matter of training, which looks for it in the loss
+    # NaN in decays per step is left to training, which looks for it in the loss
     if largest > 0 or (log_decay.dim() == 1 and math.isnan(largest)):
         raise ValueError(f"log_decay: must be ≤ 0, got {largest:g}")

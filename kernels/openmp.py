@@ -3,7 +3,7 @@
 PyTorch's threads on a CPU wait for their next task in a busy loop. If other programs need the cores too, the loops
 take most of the time: next to four busy programs on two cores, training ran at a fifth of the speed of its fair share.
 A shorter wait costs nothing on an idle machine. OpenMP reads these variables when it is loaded, so they must be set
-before torch is imported.
+before torch is imported: if torch was imported first, nothing changes. Child processes inherit them.
 """
 
 import os

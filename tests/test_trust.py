@@ -402,6 +402,16 @@ def test_a_shape_needs_its_bytes(command: Command, theirs: Path):
     refuse_all(command, tuple(VERBS), "has a shape that its bytes do not fill")
 
 
+def test_memory_that_many_tensors_share_is_counted_once(command: Command, theirs: Path):
+    def change(contents: dict[str, Any]) -> None:
+        weights = contents["state_dict"]
+        shared = weights["model.embeddings.weight"]
+        weights |= {f"model.layers.{number}.x": shared for number in range(3, 1000)}
+
+    rewrite(theirs, change)
+    refuse_all(command, tuple(VERBS), "its tensors share their memory")
+
+
 WRITTEN = (
     *("config.yaml", "tokenizer.json", "metrics.jsonl", "metrics.csv", "samples.txt", "results.json", "loss.png"),
     *(".lock", "hang-0.txt", "profile", "checkpoints", "checkpoints/last.ckpt", "checkpoints/best.ckpt"),

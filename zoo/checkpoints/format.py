@@ -111,11 +111,19 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def _check_held(weights: Mapping[Any, Tensor], path: str | os.PathLike[str]) -> None:
-    """Raise a UserError if a tensor has more elements than the file holds: a few bytes can claim any shape."""
+    """Raise a UserError if tensors have more elements than the file holds: a few bytes can claim any shape.
+
+    Two names may share their memory, as tied embeddings do, but not thousands of them.
+    """
+    claimed, storages = 0, dict[int, int]()
     for name, tensor in weights.items():
         held = tensor.layout is torch.strided and not tensor.is_meta
         if not held or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise UserError(f"{path} is refused: {str(name)!r:.80} in it has a shape that its bytes do not fill.")
+        claimed += tensor.numel() * tensor.element_size()
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    if claimed > 2 * sum(storages.values()):
+        raise UserError(f"{path} is refused: its tensors share their memory, and would need many times its size.")
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:

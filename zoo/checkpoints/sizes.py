@@ -30,9 +30,10 @@ def check_sizes(model: Mapping[str, Any], weights: Mapping[str, Any], path: obje
         name = key.rpartition(".")[2]
         most = len(weights) if name == "num_layers" else _LIMITS.get(name, elements)
         if name not in _NO_SIZES and number > most:
+            shown = f"{number:,}" if number < 1e18 else "more than 10^18"  # Python refuses to write very long integers
             raise UserError(
-                f"{path} does not fit the model: {key} is {number:,} in its config, which its {len(weights):,} tensors "
-                f"of {elements:,} numbers cannot hold."
+                f"{path} does not fit the model: {key} is {shown} in its config, which is too large for its weights "
+                f"({len(weights):,} tensors of {elements:,} numbers)."
             )
 
 

@@ -3,7 +3,7 @@
 The parser imports and calls whatever a `class_path` names, anywhere in a config. So a foreign config is vetted first,
 along the signatures of the constructors. Where a component is expected it may name a matching class of the table in
 `own.py`, a mixer that the user or an installed plug-in registered, or a class that the user names as well; elsewhere it
-may name no class at all. That a class is imported allows nothing.
+may name no class at all. Importing a class does not make it allowed.
 """
 
 import collections.abc
@@ -66,6 +66,9 @@ _MOST = {
     "data.num_workers": _PROCESSES,
     "data.preprocessing_workers": _PROCESSES,
     "data.vocab_size": 1 << 18,
+    "data.max_characters": 1 << 30,
+    "data.batch_size": 1 << 16,
+    "data.sequence_length": 1 << 22,
     "trainer.devices": _PROCESSES,
     "trainer.num_nodes": 1,
     "samples.max_new_tokens": 1 << 16,
@@ -184,8 +187,9 @@ def _check_numbers(config: Mapping[str, Any], source: object) -> None:
         if isinstance(number, str) and number.strip().isdecimal():
             number = int(number[:20])
         if isinstance(number, int | float) and number > most:
+            shown = number if number < 1e18 else "more than 10^18"  # Python refuses to write very long integers
             raise UserError(
-                f"{source} was not written by you, and its {key} is {number}, above {most}; set --{key} yourself, or, "
+                f"{source} was not written by you, and its {key} is {shown}, above {most}; set --{key} yourself, or, "
                 f"{_HOW}."
             )
 

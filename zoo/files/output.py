@@ -11,6 +11,10 @@ Kind = Literal["a page", "an exported model", "a public model"]
 EMPTY = "an empty folder"
 WEIGHTS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors|model\.safetensors\.index\.json")
 
+# files of a model, next to its weights, that another model may not have
+OF_A_MODEL = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+MARK = b'<meta name="generator" content="token-mixer-zoo">'  # of a page by `report`
+
 
 def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | None = None) -> None:
     """Refuse to write where something else is.
@@ -28,7 +32,7 @@ def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | N
     if there is None:
         return
     if source is not None and os.path.exists(source) and os.path.exists(path) and os.path.samefile(source, path):
-        raise UserError(f"output: {path} is the checkpoint itself; choose another")
+        raise UserError(f"output: {path} is the checkpoint that is read; choose another output")
     if there not in (kind, EMPTY):
         raise UserError(f"output: {path} exists already and is {there}, which is never replaced; choose another")
     if not overwrite:
@@ -42,7 +46,7 @@ def _there(path: Path) -> str | None:
     if not path.exists():
         return None
     if not path.is_dir():
-        return "a page" if path.suffix in (".html", ".htm") and path.is_file() else "a file"
+        return "a page" if path.is_file() and _is_page(path) else "a file"
     names = {entry.name for entry in path.iterdir()}
     weights = any(WEIGHTS.fullmatch(name) for name in names)
     if names & {"checkpoints", "metrics.jsonl"} or any(name.endswith(".ckpt") for name in names):
@@ -54,8 +58,13 @@ def _there(path: Path) -> str | None:
     return f"a folder that holds {min(names)}" if names else EMPTY
 
 
+def _is_page(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return MARK in file.read(4096)
+
+
 def replace_files(folder: Path, new: Path) -> None:
-    """Move all files of a new folder into an old one, and remove weights that the new one does not have.
+    """Move all files of a new folder into an old one, and remove what belongs to the old model and the new one lacks.
 
     Files that the old folder has besides stay.
 
@@ -64,8 +73,8 @@ def replace_files(folder: Path, new: Path) -> None:
         new: The new folder, on the same file system.
     """
     names = {path.name for path in new.iterdir()}
-    for path in sorted(folder.iterdir()):
-        if WEIGHTS.fullmatch(path.name) and path.name not in names:
-            path.unlink()
     for name in sorted(names):
         os.replace(new / name, folder / name)
+    for path in sorted(folder.iterdir()):  # last, since until here an interruption leaves all that either model needs
+        if path.name not in names and (path.name in OF_A_MODEL or WEIGHTS.fullmatch(path.name)):
+            path.unlink()

@@ -16,6 +16,8 @@ from zoo.files.links import open_to_read
 
 MOST_NODES = 100_000  # with aliases expanded; our largest config has a few hundred
 DEEPEST = 100
+LONGEST, DIGITS = 10_000, {*"0123456789:._+-"}  # of a number: reading one to the base of 60 takes quadratic time
+MOST_BYTES = 1 << 24
 _OPENING = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSING = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 
@@ -64,9 +66,12 @@ def read_yaml(path: str | os.PathLike[str], name: str = "config") -> Any:
     """
     try:
         with open_to_read(path) as file:
-            text = file.read().decode()
+            data = file.read(MOST_BYTES + 1)
+        text = data.decode()
     except (UnicodeDecodeError, OSError) as error:
         raise UserError(f"{name}: {path} cannot be read as text: {error}") from None
+    if len(data) > MOST_BYTES:
+        raise UserError(f"{name}: {path} has more than {MOST_BYTES:,} bytes.")
     return parse_yaml(text, f"{name}: {path}")
 
 
@@ -135,6 +140,8 @@ def _check_events(text: str, name: str) -> None:
             nodes += sizes.get(event.anchor, 1)  # an unknown alias is reported by the parser
         elif isinstance(event, yaml.NodeEvent):
             nodes += 1
+            if isinstance(event, yaml.ScalarEvent) and len(event.value) > LONGEST and {*event.value} <= DIGITS:
+                raise UserError(f"{name} has a number of more than {LONGEST:,} characters.")
             if isinstance(event, _OPENING):
                 opened.append((event.anchor, nodes - 1))
             elif event.anchor is not None:

@@ -9,6 +9,7 @@ from kernels.errors import UserError
 from zoo.files.atomic import atomic_write
 from zoo.files.links import open_to_read
 
+MOST_BYTES = 1 << 28
 SEAL = "blake2b"  # the entry that holds the hash of all the others
 
 
@@ -37,7 +38,9 @@ def read_sealed(
     """
     try:
         with open_to_read(path) as file:
-            data = file.read()
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise UserError(f"{path} has more than {MOST_BYTES:,} bytes; {advice}.")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); {advice}.") from error
     return unsealed(data, str(path), required=required, advice=advice)

@@ -132,7 +132,7 @@ def files_of_new_folder(
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder beside `folder` that takes its name when the block ends without an error.
 
-    If `folder` exists, which `check_output` is asked about before, its files are replaced then.
+    The files of an existing folder are replaced; call `check_output` before.
 
     Args:
         folder: The folder; the one around it is created if it does not exist.

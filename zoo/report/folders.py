@@ -86,7 +86,7 @@ def read_folders(folders: Iterable[str | Path]) -> Found:
             raise UserError(f"folders: {folder} is no folder; name those of runs, evaluations or sweeps")
         inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
         for link in filter(Path.is_symlink, inside):
-            found.lacks(link, "a link, which may lead to what nobody meant to show, and so left out")
+            found.lacks(link, "a link, which is not followed")
         inside = [run for run in inside if not run.is_symlink()]
         is_run, is_evaluation = _is_run(folder), (folder / "rows.jsonl").is_file()
         if not (inside or is_run or is_evaluation):
@@ -124,7 +124,7 @@ def _run(folder: Path, name: str, found: Found) -> Run:
     row, metrics, config, config_text = dict[str, Any](), list[Plain](), dict[str, Any](), ""
     logged: list[Plain] | None = []
     if not os.path.lexists(folder / "results.json"):
-        found.lacks(folder, "no results.json, as of a run that has not ended, so no sizes and losses in the table")
+        found.lacks(folder, "no results.json, so no sizes and losses in the table; the run has not ended")
     elif (parsed_row := _parsed(folder, "results.json", parse_results, found)) is not None:
         row = parsed_row
     if not (folder / "config.yaml").is_file():

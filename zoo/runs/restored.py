@@ -14,7 +14,7 @@ _OF_WRONG_STATES = (ArithmeticError, AssertionError, AttributeError, LookupError
 
 
 class Begun(Callback):
-    """Notes that a batch was finished, so that what was restored was of use."""
+    """Notes that a batch was finished after the training state was restored."""
 
     def __init__(self) -> None:
         self.begun = False

@@ -109,9 +109,11 @@ class Runner:
         A run of a killed sweep may still be saving; this waits for it.
 
         Raises:
-            UserError: Another process trains the run, and does not end.
+            UserError: Another process trains the run, and does not end; or its folder is a link.
         """
         folder = self.folder / run.name
+        if folder.is_symlink():  # another run would be continued
+            raise UserError(f"folder: {folder} is a link, through which nothing is written; put a folder in its place")
         if (folder / LOCK).exists():
             try:
                 with lock_of(folder / LOCK).acquire(timeout=GRACE_SECONDS):

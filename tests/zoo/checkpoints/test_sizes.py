@@ -20,7 +20,7 @@ WEIGHTS = {"embeddings.weight": torch.empty(100, 8), "layers.0.norm.weight": tor
     ],
 )
 def test_too_large(model: dict[str, Any]):
-    with pytest.raises(UserError, match=r"file does not fit the model: model\..* cannot hold"):
+    with pytest.raises(UserError, match=r"file does not fit the model: model\..* is too large for its weights"):
         check_sizes(model, WEIGHTS, "file")
 
 

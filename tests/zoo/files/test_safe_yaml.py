@@ -6,7 +6,7 @@ import pytest
 
 from kernels import UserError
 from zoo.config.find import CONFIGS
-from zoo.files.safe_yaml import MOST_NODES, check_plain, parse_yaml, read_yaml
+from zoo.files.safe_yaml import MOST_BYTES, MOST_NODES, check_plain, parse_yaml, read_yaml
 
 
 def test_what_ships_is_small():
@@ -55,6 +55,15 @@ def test_depth(text: str):
 def test_one_sentence(text: str):
     with pytest.raises(UserError, match=r"^config: .*"):
         parse_yaml(text, "config: it")
+
+
+def test_a_number_to_the_base_of_60_is_short(tmp_path: Path):
+    with pytest.raises(UserError, match="config has a number of more than 10,000 characters"):
+        parse_yaml("a: " + "1:" * 20_000 + "1", "config")
+    assert parse_yaml("a: " + "word " * 20_000, "config")["a"].startswith("word")
+    (tmp_path / "large.yaml").write_text("a: " + "x" * (MOST_BYTES + 1))
+    with pytest.raises(UserError, match="has more than 16,777,216 bytes"):
+        read_yaml(tmp_path / "large.yaml")
 
 
 def test_shared_parts_of_a_value_count_each_time():

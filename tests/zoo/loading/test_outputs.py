@@ -78,9 +78,9 @@ def test_nothing_else_is_replaced(command: Command, sources: Path, verb: str, th
         (("export", "--checkpoint=run", "--output=run"), "run exists already and is the folder of a run"),
         (("export", "--checkpoint=run", "--output=run/checkpoints"), "is the folder of a run"),
         (("export", "--checkpoint=run", "--output=theirs"), "theirs exists already and is a public model"),
-        (("convert", "--checkpoint=ours", "--to=fla", "--output=ours"), "output: ours is the checkpoint itself"),
-        (("convert", "--checkpoint=theirs", "--output=theirs"), "output: theirs is the checkpoint itself"),
-        (("statex", "--checkpoint=ours", "--output=./ours"), "output: ours is the checkpoint itself"),
+        (("convert", "--checkpoint=ours", "--to=fla", "--output=ours"), "output: ours is the checkpoint that is read"),
+        (("convert", "--checkpoint=theirs", "--output=theirs"), "output: theirs is the checkpoint that is read"),
+        (("statex", "--checkpoint=ours", "--output=./ours"), "output: ours is the checkpoint that is read"),
         (("export", "--checkpoint=run", "--output=link"), "link exists already and is a link"),
         (("report", "run", "--output=link.html"), "link.html exists already and is a link"),
     ],
@@ -93,3 +93,19 @@ def test_other_models_and_links(command: Command, sources: Path, arguments: tupl
     assert done.code == 2
     assert message in done.err
     assert files(sources) == before
+
+
+def test_nothing_of_the_old_model_is_left(command: Command, sources: Path):
+    """A tokenizer next to weights that have none would be taken for theirs."""
+    arguments = ("export", "--checkpoint=run", "--output=new")
+    assert command(*arguments).code == 0
+    (sources / "new" / "generation_config.json").write_text("{}")
+    assert command(*arguments, "--overwrite").code == 0
+    assert not (sources / "new" / "generation_config.json").exists()
+
+
+def test_a_page_of_somebody_else_is_not_replaced(command: Command, sources: Path):
+    (sources / "page.html").write_text("<html>mine</html>")
+    done = command("report", "run", "--output=page.html", "--overwrite")
+    assert done.code == 2
+    assert "page.html exists already and is a file, which is never replaced" in done.err

@@ -241,7 +241,7 @@ def test_runs_of_a_sweep_that_are_links_are_left_out(folders: list[str], desk: P
     (desk / "private/samples.txt").write_text("── sample after 4 steps ──\nsecret\n")
     (desk / "sweeps/s/b").symlink_to(desk / "private")
     page = words(zoo.report("sweeps/s", verbose=False))
-    assert "sweeps/s/b: a link, which may lead" in page
+    assert "sweeps/s/b: a link, which is not followed" in page
     assert "secret" not in page
 
 

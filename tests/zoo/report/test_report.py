@@ -128,7 +128,7 @@ def test_what_is_missing_is_one_sentence(command, folders: list[str], desk: Path
     said = " ".join(done.out.split())
     words = shown(Path("report.html").read_text())
     for sentence in (
-        "runs/first: no results.json, as of a run that has not ended",
+        "runs/first: no results.json, so no sizes and losses in the table; the run has not ended",
         "runs/second: results.json is damaged",
         "runs/first, runs/second: no samples.txt with a sample.",
         "sweeps/heads/seed=3: no metrics.jsonl with a logged step, so no curve.",

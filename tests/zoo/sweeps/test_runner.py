@@ -86,6 +86,13 @@ def test_a_folder_in_use(tmp_path: Path):
         Runner(FAKE, tmp_path).run(runs())
 
 
+def test_a_run_that_is_a_link_is_not_continued(tmp_path: Path):
+    (tmp_path / "elsewhere" / "checkpoints").mkdir(parents=True)
+    (tmp_path / ALL[0]).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=f"{ALL[0]} is a link, through which nothing is written"):
+        Runner(FAKE, tmp_path).run(runs()[:1])
+
+
 def test_no_jobs(tmp_path: Path):
     with pytest.raises(UserError, match="jobs: 0 must be at least 1"):
         Runner(FAKE, tmp_path, jobs=0)

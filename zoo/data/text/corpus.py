@@ -25,7 +25,7 @@ BUILT_IN = ("embedded:", "synthetic:")  # how the names of text begin that is no
 
 def is_built_in(path: str) -> bool:
     """Whether a path names built-in text that exists, as a whole: a prefix of `BUILT_IN` alone could begin a file."""
-    return path in PARTS or re.fullmatch(rf"{NEEDLES}(:[0-9]+)?", path) is not None
+    return path in PARTS or re.fullmatch(rf"{NEEDLES}(:[0-9]{{1,7}})?", path) is not None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a `tokenizer.json` may ask of the `tokenizers` library, which would otherwise run for hours or end the process.
+"""Refuse a `tokenizer.json` that could make the `tokenizers` library run for hours, fill the memory or end the process.
 
 Its regular expressions are searched by backtracking, and each of its normalisers may make text longer. So the file is
 read before the library reads it: growth is bounded, and expressions need a form in which backtracking stays polynomial.
@@ -18,10 +18,12 @@ import tokenizers
 
 from kernels.errors import UserError
 
-MAX_SECONDS = 10  # of a second or less that good ones take for the texts below, as other programs may run, too
+MAX_SECONDS = 10  # published tokenizers take a second or less for the texts below, on an idle machine
 RUN = 100_000  # of one character, in which a search that tries each position again and again takes much longer
+PROBES = "aA1 \n!_字"
 MAX_CHARACTERS = 200_000_000  # of the file; the largest published ones have 35 million
 MAX_GROWTH = 64  # how many times longer normalisers or decoders may make text
+MAX_STEPS, MAX_ADDED = 32, 64  # steps of a sequence; tokens that are added to a text
 MAX_PATTERN = 4000  # characters of a regular expression
 MAX_CHOICES, MAX_UNBOUNDED = 10, 3  # of one alternative of a regular expression
 # Normalisers, and how many characters they make of one, at most. What a "Precompiled" one does is in a binary table.
@@ -33,12 +35,21 @@ _ATOM = re.compile(
     re.DOTALL,
 )
 _GROUP = re.compile(r"\((\?(:|=|!|<=|<!|>|[imx-]+:))?")
+_SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 _FLAGS = re.compile(r"\(\?[imx-]+\)")
 _COUNT = re.compile(r"(\*|\+|\?|\{(\d{1,4})\}|\{(\d{0,4}),(\d{0,4})\})[?+]?")
 
 
 class _Unsafe(ValueError):
     """Why backtracking may take long, as the end of a sentence."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key that is set twice, Python keeps the last value and the library may keep the first."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("an object sets a key twice")
+    return content
 
 
 def vet_tokenizer(text: str, name: str) -> None:
@@ -54,11 +65,14 @@ def vet_tokenizer(text: str, name: str) -> None:
     if len(text) > MAX_CHARACTERS:
         raise UserError(f"{name} has more than {MAX_CHARACTERS:,} characters.")
     try:
-        content = json.loads(text)
+        content = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not a tokenizer.json ({error}).") from None
     if not isinstance(content, dict):
         raise UserError(f"{name} is not a tokenizer.json (it holds no JSON object).")
+    for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        if sum(1 for _ in _steps(content.get(part))) > MAX_STEPS:
+            raise UserError(f"{name}: its {part} has more than {MAX_STEPS} steps.")
     for part in ("normalizer", "decoder"):
         growth = 1
         for step in _steps(content.get(part)):
@@ -71,6 +85,10 @@ def vet_tokenizer(text: str, name: str) -> None:
             sequences = [p["Sequence"].get("id") for p in pieces or () if isinstance(p, dict) and "Sequence" in p]
             if len(sequences) != len(set(sequences)):
                 raise UserError(f"{name}: its post_processor repeats the text.")
+        named = step.get("special_tokens")
+        ids = sum(len(token.get("ids") or ()) for token in named.values()) if isinstance(named, dict) else 0
+        if max(ids, len(step.get("single") or ()), len(step.get("pair") or ())) > MAX_ADDED:
+            raise UserError(f"{name}: its post_processor adds more than {MAX_ADDED} tokens.")
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         for pattern in _patterns(content.get(part)):
             try:
@@ -94,8 +112,9 @@ def time_tokenizer(tokenizer: tokenizers.Tokenizer, name: str) -> None:
     patterns = [*_patterns(json.loads(tokenizer.to_str()))]
     if not patterns:
         return
-    letters = {character for pattern in patterns for character in pattern if character.isalnum()}
-    texts = [character * RUN for character in (*"aA1 \n!_字", *sorted(letters - {*"aA1_"})[:16])]
+    others = {character for pattern in patterns for character in pattern} - {*PROBES}
+    letters, signs = ([c for c in sorted(others) if c.isalnum() == alike] for alike in (True, False))
+    texts = [character * RUN for character in (*PROBES, *letters[:16], *signs[:16])]
     failures: list[UserError] = []
 
     def encode() -> None:
@@ -145,7 +164,7 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
         step = waiting.pop()
         if isinstance(step, dict):
             yield step
-            inner = [step[key] for key in ("normalizers", "decoders", "processors") if isinstance(step.get(key), list)]
+            inner = [step[key] for key in _SEQUENCES if isinstance(step.get(key), list)]
             waiting += [each for several in inner for each in several]
 
 

@@ -190,8 +190,8 @@ class Tokenizer:
         for text, ids in zip(texts, self.encode_batch(texts), strict=True):
             if (back := self.decode(ids)) != text:
                 raise UserError(
-                    f"{name} does not keep text as it is: {text!r} comes back as {back!r}; it must be of bytes, or "
-                    "fall back to them, as those of GPT-2 and Llama 2."
+                    f"{name} does not keep text as it is: {text!r} comes back as {back!r}; use a byte-level "
+                    "tokenizer or one with byte fallback, such as those of GPT-2 and Llama 2."
                 )
 
     def alike(self, other: "Tokenizer") -> bool:

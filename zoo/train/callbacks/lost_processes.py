@@ -109,7 +109,8 @@ def _ended(others: Sequence["subprocess.Popen[Any]"]) -> str | None:
     """The first of some processes that ended by a signal or with an error."""
     for rank, process in enumerate(others, start=1):
         if code := process.poll():
-            by_signal = f"was killed by {signal.Signals(-code).name}, {KILLED}" if code < 0 else ""
+            names = {number.value: number.name for number in signal.Signals}
+            by_signal = f"was killed by {names.get(-code, f'signal {-code}')}, {KILLED}" if code < 0 else ""
             end = by_signal or f"ended with exit code {code}; what it wrote says why"
             return f"trainer.devices: the process of rank {rank} (process id {process.pid}) {end}"
     return None

@@ -107,13 +107,13 @@ TWICE = TEMPLATE | {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2}
 HOSTILE = {
     "catastrophic": (byte_level(pre_tokenizer=split(r"(\w+)+!")), "its pre_tokenizer searches for '(\\\\w+)+!'"),
     "growing": (
-        byte_level(normalizer={"type": "Sequence", "normalizers": [replace("e", "ee")] * 40}),
+        byte_level(normalizer={"type": "Sequence", "normalizers": [replace("e", "ee")] * 20}),
         "its normalizer may make text more than 64 times longer",
     ),
     "growing by one": (byte_level(normalizer=replace("e", "e" * 1000)), "more than 64 times longer"),
     "growing from nothing": (byte_level(normalizer=replace("", "e")), "its normalizer replaces '' by 'e'"),
     "growing when decoded": (
-        byte_level(decoder={"type": "Sequence", "decoders": [replace("e", "ee")] * 40}),
+        byte_level(decoder={"type": "Sequence", "decoders": [replace("e", "ee")] * 20}),
         "its decoder may make text more than 64 times longer",
     ),
     "a table": (
@@ -121,7 +121,7 @@ HOSTILE = {
         "its normalizer 'Precompiled' is not one of NFC",
     ),
     "templates": (
-        byte_level(post_processor={"type": "Sequence", "processors": [TWICE] * 40}),
+        byte_level(post_processor={"type": "Sequence", "processors": [TWICE] * 20}),
         "its post_processor repeats the text",
     ),
     "nested": ("[" * 100_000, "is not a tokenizer.json"),
@@ -133,6 +133,25 @@ HOSTILE = {
         "'a  <m>  b' comes back as 'a<m>  b'",
     ),
     "a token strips right": (byte_level(added_tokens=[token("<m>", rstrip=True)]), "comes back as 'a  <m>b'"),
+    "a part that is set twice": (
+        json.dumps(byte_level()).replace('"normalizer"', '"normalizer": {"type": "Replace"}, "normalizer"', 1),
+        "an object sets a key twice",
+    ),
+    "many steps": (
+        byte_level(normalizer={"type": "Sequence", "normalizers": [{"type": "StripAccents"}] * 99}),
+        "its normalizer has more than 32 steps",
+    ),
+    "many ids": (
+        byte_level(
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {"x": {"id": "x", "ids": [0] * 999, "tokens": ["x"] * 999}},
+            }
+        ),
+        "its post_processor adds more than 64 tokens",
+    ),
     "NFKC": (byte_level(normalizer={"type": "NFKC"}), "does not keep text as it is"),
     "lower case": (byte_level(normalizer={"type": "Lowercase"}), "does not keep text as it is"),
     "strip": (byte_level(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}), "' leads'"),
