@@ -1,10 +1,12 @@
 """Training and evaluation from Python: the functions behind the verbs of the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
@@ -103,8 +105,7 @@ def fit(
         trainer = fitting_trainer(config, folder, [*callbacks, watched])
         if trainer.num_nodes > 1 and trainer.is_global_zero:
             Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
-        explained = restoration_explained(None if own else checkpoint, watched)
-        with interruptible(), misconfiguration_explained(), explained, lost_processes_explained(trainer):
+        with _errors_explained(trainer, None if own else checkpoint, watched):
             trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))
             if trainer.num_training_batches == 0 and trainer.limit_train_batches:
                 raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")
@@ -179,8 +180,7 @@ def predict(
     _, module, datamodule = parts(config)
     watched = Begun()
     trainer = evaluating_trainer(config, run_of(file), [*callbacks, Predictions(output), watched])
-    explained = restoration_explained(None if own else file, watched)
-    with interruptible(), misconfiguration_explained(), explained, lost_processes_explained(trainer):
+    with _errors_explained(trainer, None if own else file, watched):
         trainer.predict(module, datamodule=datamodule, ckpt_path=str(file), return_predictions=False)
     return Path(output)
 
@@ -198,13 +198,26 @@ def _evaluate(
     _, module, datamodule = parts(config)
     watched = Begun()
     trainer = evaluating_trainer(config, run_of(file), [*callbacks, watched])
-    explained = restoration_explained(None if own else file, watched)
-    with interruptible(), misconfiguration_explained(), explained, lost_processes_explained(trainer):
+    with _errors_explained(trainer, None if own else file, watched):
         rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=False)
     metrics = {name: value for row in rows for name, value in row.items()}
     if verbose and trainer.is_global_zero:
         Console().print(metrics_table(metrics))
     return metrics
+
+
+@contextmanager
+def _errors_explained(trainer: L.Trainer, foreign: Path | None, watched: Begun) -> Iterator[None]:
+    """Turn errors of a trainer that are not bugs into a UserError of one sentence, or into KeyboardInterrupt.
+
+    Args:
+        trainer: The trainer that runs inside the block.
+        foreign: The checkpoint that is restored, if somebody else wrote it.
+        watched: A callback of the trainer.
+    """
+    restored = restoration_explained(foreign, watched)
+    with interruptible(), misconfiguration_explained(), restored, lost_processes_explained(trainer):
+        yield
 
 
 def _checkpoint_and_config(
