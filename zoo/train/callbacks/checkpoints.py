@@ -89,7 +89,8 @@ class Checkpoints(RunCallback, Checkpoint):
         self.best_model_path = ""  # Lightning reads this attribute for `ckpt_path="best"`
         self.best_model_score: float | None = None
         self._best_step = -1
-        self._row: dict[str, float] = {}  # metrics of the last saved step, written to the log after the checkpoint
+        self._row: dict[str, float] = {}  # metrics of a saved step, written to the log after the checkpoint
+        self._row_step: int | None = None  # that step; a later checkpoint may be due to a signal during a validation
         self._continued = Path()  # the checkpoint from which the run continues
         self._saved_step = 0
         self._saved_at = 0.0  # seconds of the monotonic clock
@@ -103,14 +104,14 @@ class Checkpoints(RunCallback, Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         """The best loss so far, so that a resumed run does not mistake a worse model for the best."""
         best = {"best_model_path": self.best_model_path, "best_model_score": self.best_model_score}
-        return {**best, "best_step": self._best_step, "row": self._row}
+        return {**best, "best_step": self._best_step, "row": self._row, "row_step": self._row_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the best loss of the run."""
         self.best_model_path = state_dict["best_model_path"]
         self.best_model_score = state_dict["best_model_score"]
         self._best_step = state_dict.get("best_step", -1)
-        self._row = state_dict.get("row", {})
+        self._row, self._row_step = state_dict.get("row", {}), state_dict.get("row_step")
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Install the atomic writer, and check before the first step that the folder is writable.
@@ -197,7 +198,7 @@ class Checkpoints(RunCallback, Checkpoint):
         if self._stop_signal or complete or keep or due or step % self.every_n_steps == 0:
             logs = trainer._logger_connector.should_update_logs
             row = trainer._results.metrics(on_step=True)["log"] if logs and trainer._results is not None else {}
-            self._row = {name: float(value) for name, value in row.items()}
+            self._row, self._row_step = {name: float(value) for name, value in row.items()}, step
             self._save(trainer)
         if keep:
             self._copy(trainer, f"step-{step:08d}.ckpt")
@@ -249,6 +250,8 @@ class Checkpoints(RunCallback, Checkpoint):
             self._name_best(trainer)
 
     def _make_up_row(self, trainer: L.Trainer) -> None:
+        if self._row_step not in (None, trainer.global_step):  # None: saved by an earlier version
+            return
         for logger in trainer.loggers:
             if self._row and isinstance(logger, MetricsFile):
                 logger.make_up(self._row, trainer.global_step - 1)

@@ -549,6 +549,32 @@ def test_a_validation_that_was_due_at_a_stop_comes_first(tmp_path):
     assert best[0] == best[1]
 
 
+def test_a_stop_during_a_validation_does_not_repeat_an_earlier_row(tmp_path):
+    """The row that a checkpoint holds is of step 3, and has a metric more than that of step 4, which is in the log."""
+
+    class LogsMore(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            pl_module.log("more", 1.0)
+
+    class StopsTheValidation(L.Callback):
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+            if trainer.global_step == 4:
+                press_ctrl_c()
+
+    last = tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    trainer(tmp_path / "cut", [LogsMore()], max_steps=3).fit(pretraining(), Data())
+    with pytest.raises(SystemExit):
+        trainer(tmp_path / "cut", [StopsTheValidation()]).fit(pretraining(), Data(), ckpt_path=last)
+    assert saved_step(last) == 4
+    trainer(tmp_path / "cut").fit(pretraining(), Data(), ckpt_path=last)
+    trainer(tmp_path / "whole").fit(pretraining(), Data())
+    tokens = [
+        {row["step"]: row["tokens"] for row in read_metrics(tmp_path / name / "metrics.jsonl")}
+        for name in ("whole", "cut")
+    ]
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"smoothing": 1.0}, {"smoothing": float("nan")}])
 def test_a_curve_needs_an_interval(arguments):
     with pytest.raises(UserError, match="loss_curve: every_n_steps is"):
