@@ -35,7 +35,10 @@ class KillsItself(L.Callback):
 
 
 def children() -> set[int]:
-    return {int(number) for number in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+    """Processes forked from this one; others, such as Python's resource tracker, have another command line."""
+    numbers = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    own = Path("/proc/self/cmdline").read_bytes()
+    return {int(number) for number in numbers if Path(f"/proc/{number}/cmdline").read_bytes() == own}
 
 
 class KillsAWorker(L.Callback):

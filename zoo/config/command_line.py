@@ -13,6 +13,7 @@ from zoo.config.help import purposes, short_help, topic_help
 from zoo.config.overlays import is_override
 from zoo.config.parser import ConfigFile, Parser, explained, to_arguments
 
+ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
 # parameters of the functions that can only be passed from Python
 IN_PYTHON = {"configs_and_overrides", "callbacks", "stream", "config"}
 PRINTING = ("-h", "--help", "--print_config")  # options that print something and exit
@@ -80,7 +81,7 @@ def arguments_of(
         if parameters[positional].default is inspect.Parameter.empty and not {f"--{positional}", *PRINTING} & given:
             raise UserError(f"{positional}: missing; name at least one: python cli.py {verb} {positional.upper()} …")
     members = {name: (parameters[name].annotation, *get_args(parameters[name].annotation)) for name in lists}
-    texts = [name for name in lists if list[str] in members[name] and str not in members[name]]
+    texts = [name for name in lists if name in ANY_TEXT and str not in members[name]]
     options = _joined(options, lists, texts)
     if plain:
         named = "" if keys is None else "configs are named by --config, and "
@@ -129,7 +130,7 @@ def _joined(options: Sequence[str], lists: Collection[str], texts: Collection[st
     Args:
         options: Options `--key=value`.
         lists: Names of parameters that take lists.
-        texts: Those of them that take lists of strings only, to which one value is a list, too, unless it is JSON's.
+        texts: Those of them whose strings may be any text: one value is a list, too, unless it is JSON's.
     """
     joined, given = [], dict[str, list[str]]()
 

@@ -179,6 +179,8 @@ def _on_meta(found: Saved) -> LanguageModel:
     """
     try:
         return build_saved(found, True, "meta")
+    except UserError:  # which is a ValueError
+        raise
     except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
         message = " ".join(str(error).split())
         raise UserError(f"checkpoint: {found.source}: its model cannot be built: {message}") from error
