@@ -26,7 +26,7 @@ class Miscompilation(NamedTuple):
     numbers: Mapping[str, int] = {}
 
     def is_of(self, kernel: str, entry: Mapping[str, int]) -> bool:
-        """Whether a launch has the pattern."""
+        """Return whether a launch has the pattern."""
         return kernel in self.kernels and all(entry.get(name) == number for name, number in self.numbers.items())
 
 

@@ -90,7 +90,7 @@ def gpu(device: torch.device) -> Finding:
 
 
 def compiler() -> Finding:
-    """What the installed version of Triton is known to compile wrongly, and whether a launch here would meet it."""
+    """Report what the installed version of Triton is known to compile wrongly, and whether a launch here has it."""
     try:
         installed = version("triton")
     except PackageNotFoundError:

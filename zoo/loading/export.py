@@ -130,7 +130,7 @@ def files_of_new_folder(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that takes its name when the block ends without an error.
+    """Yield a folder next to `folder` that takes its name when the block ends without an error.
 
     The files of an existing folder are replaced; call `check_output` before.
 

@@ -1,4 +1,4 @@
-"""What a file in a reported folder must hold: files may come from someone else, or be damaged."""
+"""Check the files of a reported folder, which may come from someone else or be damaged."""
 
 import csv
 import io
