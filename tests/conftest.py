@@ -10,8 +10,15 @@ from types import ModuleType
 import pytest
 import torch
 
+from .cpu_seconds import CpuSeconds
 
-def pytest_configure() -> None:
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of each test file to a JSON file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuSeconds(config), "cpu-seconds")
     # Tensors are tiny here. With more threads, every one of them waits for cores that other workers and programs hold:
     # PyTorch's fp64 grouped convolution, a parallel region per channel, then takes seconds instead of microseconds.
     torch.set_num_threads(1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 import zoo
 from kernels import UserError
@@ -49,9 +50,11 @@ class KillsAWorker(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == 2:
+            worker = min(children() - self.before)
             try:
-                os.kill(min(children() - self.before), signal.SIGKILL)
-                signal.sigtimedwait([], 30)  # until the signal handler for ended children raises
+                os.kill(worker, signal.SIGKILL)
+                os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+                _error_if_any_worker_fails()  # PyTorch's signal handler; Lightning may have replaced it
             except RuntimeError:
                 if not self.hides_it:
                     raise

@@ -1,5 +1,6 @@
 """Names the process whose death ended a run: a data worker, or the process of another device."""
 
+import multiprocessing.process
 import os
 import re
 import signal
@@ -7,11 +8,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import lightning as L
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails
 
 from zoo.train.callbacks.run_callback import RunCallback
 
@@ -77,16 +78,21 @@ def _others(trainer: L.Trainer) -> list["subprocess.Popen[Any]"]:
 
 def _lost_worker(exception: BaseException) -> str | None:
     """The data worker whose death interrupted this process, which may raise any exception then."""
-    messages = [str(error) for error in _chain(exception)]
-    try:
-        _error_if_any_worker_fails()
-    except RuntimeError as error:
-        messages.append(str(error))
-    match = next((found for message in messages if (found := WORKER.search(message))), None)
-    if match is None:
+    matches = (WORKER.search(str(error)) for error in _chain(exception))
+    if match := next((found for found in matches if found), None):
+        number, killed_by = match[1], match[2]
+    # PyTorch raises its error in a signal handler, where C code may replace it by an error of its own, and only once
+    elif killed := [worker for worker in _data_workers() if (worker.exitcode or 0) < 0]:
+        number, killed_by = killed[0].pid, signal.strsignal(-(killed[0].exitcode or 0))
+    else:
         return None
-    end = f"was killed (signal {match[2]})" if match[2] else "ended unexpectedly"
-    return f"data.num_workers: the data worker with process id {match[1]} {end}, {KILLED}; set fewer workers"
+    end = f"was killed (signal {killed_by})" if killed_by else "ended unexpectedly"
+    return f"data.num_workers: the data worker with process id {number} {end}, {KILLED}; set fewer workers"
+
+
+def _data_workers() -> list[BaseProcess]:
+    """The worker processes that were not joined; `multiprocessing.active_children` leaves out those that have ended."""
+    return [process for process in multiprocessing.process._children if process.daemon]  # type: ignore[attr-defined]
 
 
 def _lost_rank(trainer: L.Trainer, exception: BaseException) -> str | None:
