@@ -55,7 +55,7 @@ def start(folder: Path, cache: Path, *arguments: str, **environment: str) -> "su
     return subprocess.Popen(
         [sys.executable, str(CLI), *arguments],
         cwd=folder,
-        env={**os.environ, "ZOO_CACHE": str(cache), **environment},
+        env={**os.environ, "TRITON_INTERPRET": "0", "ZOO_CACHE": str(cache), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

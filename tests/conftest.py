@@ -12,6 +12,9 @@ import torch
 
 from .cpu_seconds import CpuSeconds
 
+if not torch.cuda.is_available():  # Triton decides when it is imported whether it interprets its kernels
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of each test file to a JSON file")

@@ -1,15 +1,12 @@
-"""Without a GPU, Triton kernels run under the interpreter. It has to be chosen before Triton is imported."""
+"""Without a GPU, Triton kernels run under the interpreter (`tests/conftest.py`), which is made to check addresses."""
 
 import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 INTERPRETED = not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
