@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from .cpu_seconds import CpuSeconds
+from .pairwise import mark_the_rest
 
 if not torch.cuda.is_available():  # Triton decides when it is imported whether it interprets its kernels
     os.environ["TRITON_INTERPRET"] = "1"
@@ -30,7 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_the_rest(items)
     devices = torch.accelerator.device_count()
     for item in items:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):

@@ -44,6 +44,7 @@ def test_against_the_product_of_matrices(backend: str):
     torch.testing.assert_close(state, expected_state)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("length", LENGTHS)
@@ -53,6 +54,7 @@ def test_backends_agree(length: int, gate: str, dtype: torch.dtype):
     assert_same(run(a, subheads=3), run(a, subheads=3, backend="reference"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("gate", ["constant", "head"])
@@ -62,6 +64,7 @@ def test_any_decay(gate: str, decay: str, dtype: torch.dtype):
     assert_same(run(a), run(a, backend="reference"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("correlated", [False, True])
 @pytest.mark.parametrize("beta", [0, 1, 2])
@@ -152,6 +155,7 @@ def test_bf16_inputs(gate: str):
     assert_same(found, expected, tolerance=1e-3)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("bounds", [[0, 64, 130], [0, 1, 66, 67, 130], list(range(131))])

@@ -46,6 +46,7 @@ def test_against_the_quadratic_form(backend: str):
     torch.testing.assert_close(state, expected_state)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("length", LENGTHS)
@@ -55,6 +56,7 @@ def test_backends_agree(length: int, gate: str, dtype: torch.dtype):
     assert_same(run(a, subheads=3), run(a, subheads=3, backend="reference"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("gate", ["constant", "head", "channel"])
@@ -135,6 +137,7 @@ def test_bf16_inputs(gate: str):
     assert_same(found, expected, tolerance=1e-3)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("bounds", [[0, 64, 130], [0, 1, 66, 67, 130], list(range(131))])

@@ -97,6 +97,7 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
             assert error <= tolerance * norm + 1e-12, f"{name}: error {error:.2g} at norm {norm:.2g}"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("decay", ["mild", "mixed"])
 @pytest.mark.parametrize("backend", ["torch", TRITON])
 @pytest.mark.parametrize("where", [*RESETS, "random"])
@@ -107,6 +108,7 @@ def test_against_the_loop(name: str, where: str, backend: str, decay: str):
     close(run(name, a, backend), run(name, a, "reference"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("where", [*RESETS, "random"])
 @pytest.mark.parametrize("name", PER_STEP)
 def test_in_fp64(name: str, where: str):
@@ -135,6 +137,7 @@ def test_constants(name: str, backend: str, packed: list[int] | None):
     assert not found["gradient of log_decay"][:3].any()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", ["torch", "reference", TRITON])
 @pytest.mark.parametrize(
     "where", ["first token", "middle of a chunk", "last token of a chunk", "second token of a chunk"]

@@ -90,6 +90,7 @@ def test_defaults_are_ones(backend: str):
         torch.testing.assert_close(kernels.selective_scan(**a, **{n: x.double() for n, x in ones.items()})[0], y)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("c", READ_OUTS)
 @pytest.mark.parametrize("N", [1, 16])
@@ -99,6 +100,7 @@ def test_backends_agree(length: int, N: int, c: str, dtype: torch.dtype):
     assert_same(run(a), run(a, backend="reference"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("state", [True, False])
 @pytest.mark.parametrize("b", [True, False])
 @pytest.mark.parametrize("c", READ_OUTS)
@@ -108,6 +110,7 @@ def test_one_state_per_channel(length: int, c: str, b: bool, state: bool):
     assert_same(run(a), run(a, backend="reference"))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rate", [True, False])
 @pytest.mark.parametrize("decay", DECAYS)

@@ -50,6 +50,7 @@ def test_against_softmax_of_all_scores(window: int | None, backend: str):
     torch.testing.assert_close(o, torch.einsum("bhts,bshd->bthd", scores.softmax(-1), a["v"]))
 
 
+@pytest.mark.pairwise
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("window", [None, 1, 2, 64, 65, 100, 1000])

@@ -1,0 +1,131 @@
+"""Compile every launch of the Triton kernels for a GPU that this machine does not have.
+
+    python -m tests.kernels.ahead 86
+
+calls each op as on that GPU, and compiles what it would launch instead of running it. It prints a JSON list of the
+launches: kernel, warps, stages, and the bytes of shared memory or the compiler's error. A launch that compiles and fits
+into shared memory starts on such a GPU; whether its results are right, only a run there can tell.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import kernels
+import mixers
+from kernels.triton import launches
+
+from .recurrences import inputs
+
+# compute capability, major and minor number in one → bytes of shared memory that one program can have
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+GATES = {"linear_recurrence": ("none", "constant", "head", "channel"), "delta_rule": ("none", "constant", "head")}
+LARGEST = {launches.HALF: 512, launches.SINGLE: 256}  # larger heads take the same launches, or none
+
+
+class AbsentGPU:
+    """Triton's driver of a GPU that is not there.
+
+    Args:
+        architecture: A key of `SHARED_MEMORY`.
+    """
+
+    def __init__(self, architecture: int) -> None:
+        self.get_current_target = lambda: GPUTarget("cuda", architecture, 32)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+
+class Compiler:
+    """Compiles launches instead of starting them."""
+
+    def __init__(self) -> None:
+        self.launches: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def compile(self, kernel: JITFunction[Any], *args: Any, **constants: Any) -> None:
+        row: dict[str, Any] = {"kernel": f"{kernel.__module__}.{kernel.__name__}"}
+        try:
+            compiled = kernel.warmup(*args, grid=(1,), **constants)
+        except Exception as error:  # the compiler's errors are of many kinds
+            row["error"] = f"{type(error).__name__}: {error}"[:500]
+            self.launches[row["kernel"], row["error"]] = row
+        else:
+            about = compiled.metadata
+            row |= {"warps": about.num_warps, "stages": about.num_stages, "shared": about.shared}
+            self.launches[row["kernel"], compiled.hash] = row
+
+
+def train(call: Callable[[], tuple[Tensor | None, ...]], leaves: list[Tensor]) -> None:
+    outputs = [x for x in call() if x is not None]
+    torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs], allow_unused=True)
+
+
+def recurrence(
+    name: str, dtype: torch.dtype, size: int, gate: str, documents: list[int] | None = None, T: int = 200, E: int = 1
+) -> None:
+    """One call of a recurrence with matrix states: training, or without gradients if there is one token."""
+    made = inputs(T, gate=gate, G=2, R=2, E=E, K=size // E, V=size, documents=documents, dtype=torch.float32)
+    given = {n: x.to(dtype) if n in "qkv" else x for n, x in made.items()}
+    op = partial(getattr(kernels, name), subheads=E, return_state=True)
+    if T == 1:
+        with torch.no_grad():
+            op(**given)
+    else:
+        leaves = [x.requires_grad_() for x in given.values() if x.is_floating_point()]
+        train(lambda: op(**given), leaves)
+
+
+def layer(name: str) -> None:
+    """Training and decoding of a mixer, which uses the other ops."""
+    mixer = mixers.entry(name).mixer(mixers.Site(hidden_size=256, num_heads=4)).bfloat16()
+    x = torch.randn(2, 200, 256, dtype=torch.bfloat16, requires_grad=True)
+    train(lambda: (mixer(x)[0],), [x, *mixer.parameters()])
+    with torch.no_grad():
+        mixer(x[:, :1], mixer.init_state(2))
+
+
+def calls(architecture: int) -> Iterator[Callable[[], None]]:
+    """Calls that together need every entry of the launch table for an architecture, and all other kernels."""
+    dtypes = {launches.HALF: torch.bfloat16, launches.SINGLE: torch.float32}
+    for name, gates in GATES.items():
+        of_op = [sizes for kernel, sizes in launches.TABLE.items() if kernel.startswith(f"{name}.")]
+        entries = {key[1:] for sizes in of_op for key in sizes if key[0] == architecture}
+        for size, itemsize in sorted({(min(size, LARGEST[itemsize]), itemsize) for size, itemsize in entries}):
+            call = partial(recurrence, name, dtypes[itemsize], size)
+            for gate in gates:
+                yield partial(call, gate)
+            yield partial(call, gates[-1], documents=[0, 70, 200])
+            yield partial(call, gates[-1], T=1)
+            yield partial(call, gates[-1], E=2)
+    for name in mixers.names():
+        if name != "Bidirectional":  # which has two other mixers
+            yield partial(layer, name)
+
+
+def main(architecture: int) -> None:
+    """Compile for an architecture, and print the launches."""
+    driver.set_active(AbsentGPU(architecture))
+    compiler = Compiler()
+    JITFunction.__getitem__ = lambda kernel, grid: partial(compiler.compile, kernel)  # type: ignore[method-assign]
+    known = launches.HOPPER if architecture // 10 == launches.HOPPER else launches.OTHER
+    launches.capability = lambda device: known  # type: ignore[assignment]
+    backend: Any = sys.modules["kernels.backend"]
+    backend._no_triton = lambda device, fp64, limits: limits  # although tensors are on the CPU
+    with kernels.backend("triton"), contextlib.redirect_stdout(sys.stderr):
+        for call in calls(known):
+            with contextlib.suppress(kernels.UserError):  # of what the kernels do not take, and PyTorch computes
+                call()
+    sys.stdout.write(json.dumps([*compiler.launches.values()], indent=1))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
