@@ -3,7 +3,7 @@
 from zoo.config.build import build, from_config, instantiate, vocabulary
 from zoo.config.find import CONFIGS, find_config
 from zoo.config.parser import CLASSES, KEYS, ConfigFile, Parser, add_arguments, explained, parse, read, run_parser
-from zoo.config.serialise import differences, to_dict
+from zoo.config.serialise import differences, to_dict, verified
 
 __all__ = [
     "CLASSES",
@@ -22,5 +22,6 @@ __all__ = [
     "read",
     "run_parser",
     "to_dict",
+    "verified",
     "vocabulary",
 ]

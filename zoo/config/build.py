@@ -1,5 +1,6 @@
 """Building models, data modules and trainer arguments from a parsed config."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,23 @@ def instantiate(key: str, config: Namespace) -> Any:
     Raises:
         UserError: The constructor rejects a value.
     """
+    try:
+        return _parser_of(key).instantiate(Namespace({key: config[key]}))[key]
+    except Exception as error:
+        if (cause := cause_of(error)) is not None:
+            raise cause from None
+        raise
+
+
+@functools.cache
+def _parser_of(key: str) -> Parser:
+    """A parser of one key that builds its object."""
     parser = Parser()
     if key == "data":
         parser.add_subclass_arguments(L.LightningDataModule, "data", fail_untyped=False)
     else:
         parser.add_class_arguments(CLASSES[key], key, fail_untyped=False, instantiate=key != "trainer")
-    try:
-        return parser.instantiate(Namespace({key: config[key]}))[key]
-    except Exception as error:
-        if (cause := cause_of(error)) is not None:
-            raise cause from None
-        raise
+    return parser
 
 
 def vocabulary(config: Namespace, datamodule: L.LightningDataModule | None = None) -> int | None:
@@ -74,7 +81,7 @@ def build(*configs_and_overrides: str | Path, device: torch.device | str | None 
     config = read(*configs_and_overrides)
     config.model.vocab_size = vocabulary(config)
     model = from_config(config, device)
-    model.config = {"model": to_dict(config)["model"]}
+    model.config = to_dict(Namespace(model=config.model))
     return model
 
 

@@ -171,7 +171,6 @@ def explained(parser: Parser) -> Iterator[None]:
 
 def add_arguments(parser: LightningArgumentParser) -> None:
     """Add the keys of a run, which are the same for every verb."""
-    mixers.names()  # plug-ins register before anything is parsed
     parser.add_argument(
         "--seed_everything",
         type=bool | int,
@@ -233,9 +232,9 @@ def read(*configs_and_overrides: Item) -> Namespace:
     Raises:
         UserError: A file is missing, or a key or value is wrong.
     """
-    parser = run_parser()
-    parser.add_argument("-c", "--config", action=ConfigFile)
     arguments = to_arguments(configs_and_overrides)
+    mixers.names()  # plug-ins register before anything is parsed
+    parser = _parser_of_files()
     with explained(parser):
         config = parser.parse_args(arguments)
     seed = config.seed_everything
@@ -244,10 +243,25 @@ def read(*configs_and_overrides: Item) -> Namespace:
     return config
 
 
+@functools.cache
 def run_parser() -> Parser:
-    """The parser of a run's config, without command-line options."""
+    """The parser of a run's config, without command-line options.
+
+    All callers share one, since making it takes as long as reading a config: do not add to it. Classes are looked up
+    when a config names them, so mixers that register later are accepted. Only a changed signature of `CLASSES`
+    requires `run_parser.cache_clear()`.
+    """
     parser = Parser()
     add_arguments(parser)
+    return parser
+
+
+@functools.cache
+def _parser_of_files() -> Parser:
+    """Like `run_parser`, but with `--config`. (`parse` must not have it: a saved config would name files to read.)"""
+    parser = Parser()
+    add_arguments(parser)
+    parser.add_argument("-c", "--config", action=ConfigFile)
     return parser
 
 
@@ -257,6 +271,7 @@ def parse(config: dict[str, Any]) -> Namespace:
     Raises:
         UserError: A key or value is wrong.
     """
+    mixers.names()  # plug-ins register before anything is parsed
     parser = run_parser()
     with explained(parser):
         return parser.parse_object(

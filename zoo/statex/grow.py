@@ -14,7 +14,7 @@ from mixers import Expanded, Growth, did_you_mean
 from mixers.growth import INITS, Init
 from zoo.checkpoints.signature import is_own, sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
-from zoo.config import from_config, parse, to_dict
+from zoo.config import from_config, parse, verified
 from zoo.config.moved import with_current_paths
 from zoo.files.output import check_output
 from zoo.lm import LanguageModel
@@ -135,7 +135,7 @@ def grown_config(
     """
     if factor is not None and factor < 2:
         raise UserError(f"factor: {factor} must be at least 2, which is twice the state")
-    model = to_dict(parse({"model": model}))["model"]
+    model = verified(parse({"model": model}))["model"]
     change, how = {}, {}
     for layer, growth in layers.items():
         arguments = growth.arguments(factor or growth.default_factor(), init)
