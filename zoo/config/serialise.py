@@ -10,7 +10,8 @@ import yaml
 from jsonargparse import Namespace
 
 from kernels import UserError
-from zoo.config.parser import KEYS, parse, run_parser
+from zoo.config.keys import KEYS, OF_LIGHTNING
+from zoo.config.parser import model_parser, parse, run_parser
 
 
 def to_dict(config: Namespace) -> dict[str, Any]:
@@ -20,9 +21,10 @@ def to_dict(config: Namespace) -> dict[str, Any]:
         UserError: A value, such as the default of a foreign class, cannot be written as YAML.
     """
     run_keys = Namespace({key: _without_instances(config[key]) for key in vars(config) if key in KEYS})
+    parser = run_parser() if {*OF_LIGHTNING} & {*vars(run_keys)} else model_parser()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="\\s*Unable to serialize instance")  # reported below
-        plain = yaml.safe_load(run_parser().dump(run_keys, skip_none=False, skip_validation=True))
+        plain = yaml.safe_load(parser.dump(run_keys, skip_none=False, skip_validation=True))
     if (problem := next(_unwritable(plain), None)) is not None:
         raise UserError(f"{problem}; give it in the config as plain values: numbers, strings, lists and mappings")
     return plain

@@ -27,5 +27,5 @@ def test_what_would_be_read_back_as_another_value_is_not_written():
 def test_objects_are_not_written(function):
     config = configs.read("gla.yaml")
     config.model.stack = Uniform(lambda site: None)
-    with pytest.raises(UserError, match="model.stack: .*Uniform.* is not a plain value; give it in the config as"):
+    with pytest.raises(UserError, match=r"model.stack: .*Uniform.* is not a plain value; give it in the config as"):
         function(config)
