@@ -12,6 +12,7 @@ import pydoc
 from argparse import ArgumentError
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, Literal, get_args
 
 import jsonargparse._typehints
@@ -154,10 +155,38 @@ class Parser(ArgumentParser):
                 action._typehint = functools.reduce(operator.or_, sorted(types, key=_numbers_first))
         return added
 
+    def parse_object(self, obj: Any, namespace: Namespace | None = None, **settings: Any) -> Any:
+        """As the base class does, but parse the same part of a config only once inside `each_part_once`."""
+        parsed = _PARSED.get()
+        if parsed is None:
+            return super().parse_object(obj, namespace, **settings)
+        context = copy_context()  # in which the base class passes on how strict to be, and the like
+        key = (id(self), repr(obj), repr(namespace), repr(settings), *map(id, context.values()))
+        if key not in parsed:
+            parsed[key] = super().parse_object(obj, namespace, **settings), context  # kept, so that no id is reused
+        return parsed[key][0].clone()
+
     def options(self) -> list[str]:
         """The names of all options, without dashes, and the keys that are left out."""
         options = (option for action in self._actions for option in action.option_strings)
         return [*(option[2:] for option in options if option.startswith("--")), *self.skipped]
+
+
+_PARSED: ContextVar[dict[tuple[Any, ...], tuple[Namespace, Context]] | None] = ContextVar("parsed", default=None)
+
+
+@contextmanager
+def each_part_once() -> Iterator[None]:
+    """Remember the parts of configs that are parsed inside the block.
+
+    At each level of a model the base class parses all parts below it several times. (It is not remembered for longer,
+    since what a name stands for depends on the classes that are imported.)
+    """
+    token = _PARSED.set({})
+    try:
+        yield
+    finally:
+        _PARSED.reset(token)
 
 
 def cause_of(error: BaseException | None) -> UserError | None:
@@ -280,7 +309,7 @@ def read_model(*configs_and_overrides: Item) -> Namespace:
 def _read(parser: Parser, configs_and_overrides: Iterable[Item]) -> Namespace:
     arguments = to_arguments(configs_and_overrides, parser.skipped)
     mixers.names()  # plug-ins register before anything is parsed
-    with explained(parser):
+    with explained(parser), each_part_once():
         config = parser.parse_args(arguments)
     seed = config.seed_everything
     if not isinstance(seed, bool) and not 0 <= seed <= MAX_SEED:
@@ -335,7 +364,7 @@ def parse(config: dict[str, Any]) -> Namespace:
     """
     mixers.names()  # plug-ins register before anything is parsed
     parser = run_parser()
-    with explained(parser):
+    with explained(parser), each_part_once():
         return parser.parse_object(
             {key: value for key, value in up_to_date(config).items() if not (value is None and key in GROUPS)}
         )
