@@ -152,7 +152,8 @@ class Parser(ArgumentParser):
         for action in self._actions:
             types = get_args(getattr(action, "_typehint", None))
             if int in types and float in types:
-                action._typehint = functools.reduce(operator.or_, sorted(types, key=_numbers_first))
+                ordered = functools.reduce(operator.or_, sorted(types, key=_numbers_first))
+                action._typehint = ordered  # type: ignore[attr-defined]
         return added
 
     def parse_object(self, obj: Any, namespace: Namespace | None = None, **settings: Any) -> Any:
