@@ -2,11 +2,13 @@
 
 import errno
 import os
+import re
 import shlex
 import signal
 import sys
 import time
 import warnings
+from importlib import metadata
 from pathlib import Path
 
 # meant for library authors, not for users; what they are told in training is hidden where it starts (zoo/runs/quiet.py)
@@ -46,6 +48,7 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
   python cli.py fit --config gdn_h2.yaml --config size/400m.yaml --model.stack.second.factor=4
   python cli.py fit --config gdn_h2.yaml --print_config      shows what would run
   python cli.py VERB --help                                  lists every key of a verb
+  python cli.py --version                                    of this project, torch and triton
 """
 
 # errors of a disk, which are not bugs: full, over quota, read-only, no permission
@@ -75,19 +78,20 @@ def run(arguments: list[str]) -> int:
     if verb in ("-h", "--help", "help"):
         write(HELP)
         return 0
+    if verb == "--version":
+        write(_versions())
+        return 0
+    import mixers
+    from kernels import UserError
+
+    if verb not in VERBS:
+        raise UserError(f"{verb!r} is not a verb{mixers.did_you_mean(verb, VERBS)} (verbs: {', '.join(VERBS)})")
     from rich.console import Console
 
-    import mixers
+    # what only one verb needs is imported where it is used: most of it imports Lightning, which takes seconds
     import zoo
-    from kernels import UserError
-    from zoo.benchmarks.command_line import run_bench
-    from zoo.benchmarks.tune import tune
     from zoo.config import KEYS, add_arguments
     from zoo.config.command_line import Keys, arguments_of
-    from zoo.lm.catalogue import show_mixers
-    from zoo.scaling.command_line import run_scaling
-    from zoo.sweeps import Sweep
-    from zoo.sweeps.ablation import FIELDS
 
     of_runs = Keys(KEYS, add_arguments)
     if verb in ("fit", "validate", "test", "predict"):
@@ -98,6 +102,9 @@ def run(arguments: list[str]) -> int:
         items, options = arguments_of(zoo.compare, rest, verb, of_runs, positional="configs")
         zoo.compare(*items, **options)
     elif verb == "sweep":
+        from zoo.sweeps import Sweep
+        from zoo.sweeps.ablation import FIELDS
+
         of_sweeps = Keys((*FIELDS, *KEYS), lambda parser: parser.add_class_arguments(Sweep))
         items, options = arguments_of(zoo.sweep, rest, verb, of_sweeps)
         zoo.sweep(*items, **options)
@@ -118,20 +125,38 @@ def run(arguments: list[str]) -> int:
             further += f" --data.tokenizer={folder}/tokenizer.json"
         Console().print(f"{grown.folder}\nnext: {further}", style="dim", soft_wrap=True)
     elif verb == "bench":
+        from zoo.benchmarks.command_line import run_bench
+
         return run_bench(rest)
     elif verb == "scaling":
+        from zoo.scaling.command_line import run_scaling
+
         run_scaling(rest)
     elif verb == "report":
         zoo.report(**arguments_of(zoo.report, rest, verb, positional="folders")[1])
     elif verb == "doctor":
         return int(zoo.doctor(**arguments_of(zoo.doctor, rest, verb)[1]).failed)
     elif verb == "tune":
+        from zoo.benchmarks.tune import tune
+
         tune(**arguments_of(tune, rest, verb)[1])
     elif verb == "mixers":
+        from zoo.lm.catalogue import show_mixers
+
         show_mixers(**arguments_of(show_mixers, rest, verb, positional="name")[1])
-    else:
-        raise UserError(f"{verb!r} is not a verb{mixers.did_you_mean(verb, VERBS)} (verbs: {', '.join(VERBS)})")
     return 0
+
+
+def _versions() -> str:
+    """The versions of this project and of the packages that its numbers depend on most, without importing them."""
+    version = re.search(r'^__version__ = "(.*)"', (Path(__file__).parent / "zoo/__init__.py").read_text(), re.MULTILINE)
+    lines = [f"token-mixer-zoo {version[1] if version else 'unknown'}"]
+    for package in ("torch", "triton"):
+        try:
+            lines.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:  # triton exists on Linux only
+            lines.append(f"{package} not installed")
+    return "\n".join(lines) + "\n"
 
 
 def _saved(folder: Path) -> str:
@@ -155,8 +180,8 @@ def main() -> None:
 
 def started() -> int:
     """Run the command line of this process, and return the exit code."""
-    # its help needs no imports, which take seconds
-    if sys.argv[1:2] in ([], ["-h"], ["--help"], ["help"]):
+    # these need no imports, which take seconds
+    if sys.argv[1:2] in ([], ["-h"], ["--help"], ["help"], ["--version"]):
         return run(sys.argv[1:])
     try:
         import mixers

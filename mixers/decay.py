@@ -39,6 +39,8 @@ class Discretisation(KeepsFp32):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        if self.A_log.is_meta:  # it has no values, and for these formulas PyTorch would import its compiler
+            return
         # a head could never leave log(0)
         self.A_log.uniform_(self.low, self.high).clamp_(min=1e-4).log_()
         dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_().clamp_(min=1e-4)

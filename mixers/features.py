@@ -246,6 +246,8 @@ class LRPE(FeatureMap):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        if self.theta.is_meta:  # it has no values, and for these formulas PyTorch would import its compiler
+            return
         channel = torch.arange(self.theta.numel(), device=self.theta.device, dtype=torch.float32)
         self.theta.copy_((self.base ** (-2 * channel / self.theta.numel())).view_as(self.theta))
 

@@ -85,6 +85,8 @@ class Mamba1(TokenMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        if self.A_log.is_meta:  # it has no values, and for these formulas PyTorch would import its compiler
+            return
         rates = torch.arange(1, self.state_dim + 1, device=self.A_log.device, dtype=torch.float32)
         self.A_log.copy_(rates.log().expand_as(self.A_log))
         nn.init.ones_(self.D)

@@ -158,7 +158,7 @@ def test_a_config_builds(name: str):
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_around_the_model_can_be_made(name: str):
     config = configs.read(name)
-    for factory in ("data", *configs.CLASSES):
+    for factory in configs.GROUPS:
         if factory != "model":
             configs.instantiate(factory, config)
 

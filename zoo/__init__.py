@@ -1,22 +1,41 @@
 """Language models with pluggable token mixers: built from configs, trained with Lightning."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kernels import UserError
-from zoo import scaling as scaling
-from zoo.benchmarks import bench
 from zoo.config import build
 from zoo.doctor import doctor
-from zoo.evaluation import evaluate
 from zoo.lm import LanguageModel, join_states, load_state, save_state, take_states
-from zoo.loading.convert import convert
-from zoo.loading.export import export
-from zoo.loading.load import load, load_tokenizer
 from zoo.report import report
 from zoo.runs.fit import Result, fit, predict, test, validate
-from zoo.runs.generate import generate
 from zoo.statex import statex
-from zoo.sweeps import compare, sweep
+
+if TYPE_CHECKING:
+    from zoo import scaling as scaling
+    from zoo.benchmarks import bench
+    from zoo.evaluation import evaluate
+    from zoo.loading.convert import convert
+    from zoo.loading.export import export
+    from zoo.loading.load import load, load_tokenizer
+    from zoo.runs.generate import generate
+    from zoo.sweeps import compare, sweep
 
 __version__ = "0.1.0"
+
+# module → names that are imported from it when they are first used, since these modules import Lightning, which takes
+# three times as long as PyTorch. (`doctor`, `report` and `statex` cannot be among them: they are modules, too, and
+# whoever imports one of these would set the name.)
+_LAZY = {
+    "benchmarks": "bench",
+    "evaluation": "evaluate",
+    "loading.convert": "convert",
+    "loading.export": "export",
+    "loading.load": "load load_tokenizer",
+    "runs.generate": "generate",
+    "sweeps": "compare sweep",
+}
+_MODULES = {name: module for module, names in _LAZY.items() for name in names.split()}
 
 __all__ = [
     "LanguageModel",
@@ -44,3 +63,16 @@ __all__ = [
     "test",
     "validate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "scaling":
+        return import_module("zoo.scaling")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,12 +2,13 @@
 
 from zoo.config.build import build, from_config, instantiate, vocabulary
 from zoo.config.find import CONFIGS, find_config
-from zoo.config.parser import CLASSES, KEYS, ConfigFile, Parser, add_arguments, explained, parse, read, run_parser
-from zoo.config.serialise import differences, to_dict
+from zoo.config.keys import GROUPS, KEYS
+from zoo.config.parser import ConfigFile, Parser, add_arguments, explained, parse, read, read_model, run_parser
+from zoo.config.serialise import differences, to_dict, verified
 
 __all__ = [
-    "CLASSES",
     "CONFIGS",
+    "GROUPS",
     "KEYS",
     "ConfigFile",
     "Parser",
@@ -20,7 +21,9 @@ __all__ = [
     "instantiate",
     "parse",
     "read",
+    "read_model",
     "run_parser",
     "to_dict",
+    "verified",
     "vocabulary",
 ]

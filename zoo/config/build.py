@@ -1,17 +1,22 @@
 """Building models, data modules and trainer arguments from a parsed config."""
 
+import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import torch
 from jsonargparse import Namespace
 
 from kernels import UserError
-from zoo.config.parser import CLASSES, Parser, cause_of, read
+from zoo.config.overlays import load_items
+from zoo.config.parser import Parser, cause_of, read, read_model
 from zoo.config.serialise import to_dict
 from zoo.data.contract import vocabulary_of
+from zoo.lm.creation import created_on
 from zoo.lm.model import LanguageModel
+
+if TYPE_CHECKING:  # importing it takes three times as long as PyTorch, and a model is built without it
+    import lightning as L
 
 
 def instantiate(key: str, config: Namespace) -> Any:
@@ -20,20 +25,33 @@ def instantiate(key: str, config: Namespace) -> Any:
     Raises:
         UserError: The constructor rejects a value.
     """
-    parser = Parser()
-    if key == "data":
-        parser.add_subclass_arguments(L.LightningDataModule, "data", fail_untyped=False)
-    else:
-        parser.add_class_arguments(CLASSES[key], key, fail_untyped=False, instantiate=key != "trainer")
     try:
-        return parser.instantiate(Namespace({key: config[key]}))[key]
+        return _parser_of(key).instantiate(Namespace({key: config[key]}))[key]
     except Exception as error:
         if (cause := cause_of(error)) is not None:
             raise cause from None
         raise
 
 
-def vocabulary(config: Namespace, datamodule: L.LightningDataModule | None = None) -> int | None:
+@functools.cache
+def _parser_of(key: str) -> Parser:
+    """A parser of one key that builds its object."""
+    parser = Parser()
+    if key == "model":
+        parser.add_class_arguments(LanguageModel, key, fail_untyped=False)
+        return parser
+    import lightning as L
+
+    from zoo.config.classes import CLASSES
+
+    if key == "data":
+        parser.add_subclass_arguments(L.LightningDataModule, "data", fail_untyped=False)
+    else:
+        parser.add_class_arguments(CLASSES[key], key, fail_untyped=False, instantiate=key != "trainer")
+    return parser
+
+
+def vocabulary(config: Namespace, datamodule: "L.LightningDataModule | None" = None) -> int | None:
     """`model.vocab_size`, or the vocabulary size of the data if it is null; None for a model without tokens.
 
     Args:
@@ -47,7 +65,7 @@ def vocabulary(config: Namespace, datamodule: L.LightningDataModule | None = Non
     if config.model.inputs is not None and config.model.head is not None:
         return size
     if datamodule is None:
-        if size is not None:
+        if not _needs_data(config.model):
             return size
         datamodule = instantiate("data", config)
     tokens = vocabulary_of(datamodule)
@@ -59,10 +77,18 @@ def vocabulary(config: Namespace, datamodule: L.LightningDataModule | None = Non
     return size or tokens
 
 
+def _needs_data(model: Namespace) -> bool:
+    """Whether only the data says how many tokens a model has."""
+    return model.vocab_size is None and (model.inputs is None or model.head is None)
+
+
 def build(*configs_and_overrides: str | Path, device: torch.device | str | None = None) -> LanguageModel:
     """Build a model with fresh parameters from configs and overrides, applied in order.
 
     ``zoo.build("gdn_h2.yaml", "size/400m.yaml", "model.stack.second.factor=4", device="meta")``
+
+    Of the keys that a model does not depend on, what is in `data`, `trainer` and callbacks is not checked, unless the
+    data has to say how many tokens there are.
 
     Args:
         configs_and_overrides: Paths or names of configs, and `key=value` overrides.
@@ -71,14 +97,17 @@ def build(*configs_and_overrides: str | Path, device: torch.device | str | None 
     Raises:
         UserError: A config is missing, or a key or value is wrong.
     """
-    config = read(*configs_and_overrides)
+    items = load_items(configs_and_overrides)
+    config = read_model(*items)
+    if _needs_data(config.model):
+        config = read(*items)
     config.model.vocab_size = vocabulary(config)
     model = from_config(config, device)
-    model.config = {"model": to_dict(config)["model"]}
+    model.config = to_dict(Namespace(model=config.model))
     return model
 
 
 def from_config(config: Namespace, device: torch.device | str | None = None) -> LanguageModel:
     """Build the model of a parsed config whose `model.vocab_size` is set, unless it has no tokens."""
-    with torch.device(device or "cpu"):
+    with created_on(device or "cpu"):
         return instantiate("model", config)

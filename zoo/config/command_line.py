@@ -15,7 +15,7 @@ from zoo.config.parser import ConfigFile, Parser, explained, to_arguments
 
 ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
 # parameters of the functions that can only be passed from Python
-IN_PYTHON = {"configs_and_overrides", "callbacks", "stream", "config"}
+IN_PYTHON: set[str | int] = {"configs_and_overrides", "callbacks", "stream", "config"}
 PRINTING = ("-h", "--help", "--print_config")  # options that print something and exit
 LIGHTNINGS = {"ckpt_path": ("resume", "checkpoint")}  # Lightning's name of an option → what verbs call it
 

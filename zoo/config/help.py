@@ -1,13 +1,13 @@
 """The help of a verb: examples, its options, and the keys of a config by group."""
 
-import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kernels import UserError
-from zoo.config.parser import CLASSES, Parser
+from zoo.config.keys import PURPOSES
+from zoo.config.parser import Parser
 
 EXAMPLES = {
     "fit": (
@@ -34,21 +34,11 @@ EXAMPLES = {
     "tune": ("python cli.py tune --kernels=delta_rule",),
 }
 ALL = "all"  # the topic of everything
-PURPOSES = {  # of keys that are not the arguments of one class of this project
-    "seed_everything": "Seed of all random numbers",
-    "backend": "Backend of the kernels in training",
-    "compile": "Whether to compile the blocks for the training steps",
-    "activation_checkpointing": "Recompute every N-th block in the backward pass, to save memory",
-    "context_parallel": "Number of neighbouring processes that share each sequence",
-    "data": "The data module: TextData, or another class",
-    "trainer": "Lightning's Trainer",
-}
 
 
 def purposes(keys: Sequence[str], add: Callable[[Parser], Any]) -> dict[str, str]:
     """Key → the first sentence about it; `add` adds those that are no keys of a run, such as a sweep's, to a parser."""
-    docs = {key: inspect.getdoc(cls) or "" for key, cls in CLASSES.items()}
-    found = {key: doc.partition("\n")[0].rstrip(".") for key, doc in docs.items()} | PURPOSES
+    found = dict(PURPOSES)
     if not {*keys} <= {*found}:
         add(parser := Parser())
         helps = {action.dest: str(action.help) for action in parser._actions}

@@ -117,9 +117,14 @@ def without_null_groups(
             null = {key for key in groups if key in item and item[key] is None}
             item = {key: value for key, value in item.items() if key not in null}
         if null:
-            kept = [earlier for earlier in (_without(earlier, null) for earlier in kept) if earlier]
+            kept = without(kept, null)
         kept += [item] if item else []
     return kept
+
+
+def without(items: Iterable[str | Mapping[str, Any]], groups: Collection[str]) -> list[str | Mapping[str, Any]]:
+    """The items, without what they set in some groups."""
+    return [rest for item in items if (rest := _without(item, groups))]
 
 
 def _without(item: str | Mapping[str, Any], groups: Collection[str]) -> str | Mapping[str, Any]:

@@ -10,35 +10,43 @@ import logging
 import operator
 import pydoc
 from argparse import ArgumentError
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, Literal, get_args
 
 import jsonargparse._typehints
-import lightning as L
+import torch
 import yaml
-from jsonargparse import ActionConfigFile, Namespace, get_loader, set_dumper, set_loader
-from lightning.fabric.utilities.seed import max_seed_value
-from lightning.pytorch.cli import LightningArgumentParser
+from jsonargparse import (
+    ActionConfigFile,
+    ArgumentParser,
+    Namespace,
+    get_loader,
+    register_unresolvable_import_paths,
+    set_dumper,
+    set_loader,
+    set_parsing_settings,
+)
 
 import mixers
 from kernels import BACKENDS, UserError
 from zoo.config.contradictions import check_overrides
 from zoo.config.explain import explain
+from zoo.config.keys import GROUPS, OF_LIGHTNING
 from zoo.config.moved import up_to_date
-from zoo.config.overlays import Item, as_arguments, load_config, load_items, without_null_groups
-from zoo.data import TextData
+from zoo.config.overlays import Item, as_arguments, load_config, load_items, without, without_null_groups
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.model import LanguageModel
-from zoo.train.callbacks.run_callback import RunCallback, run_callbacks
 from zoo.train.optim import Optimisation
 
 log = logging.getLogger(__name__)
 
-CALLBACKS: dict[str, type[RunCallback]] = {cls.key: cls for cls in run_callbacks() if cls.key is not None}
-CLASSES: dict[str, Any] = {"model": LanguageModel, "optim": Optimisation, "trainer": L.Trainer, **CALLBACKS}
-GROUPS = ("data", *CLASSES)
-KEYS = ("seed_everything", "backend", "compile", "activation_checkpointing", "context_parallel", *GROUPS)
+MAX_SEED = (1 << 32) - 1  # NumPy's, and so Lightning's
+
+# as Lightning's command line does: names for what PyTorch writes in C, and configs of a trainer's parts behind URLs
+register_unresolvable_import_paths(torch)
+set_parsing_settings(config_read_mode_fsspec_enabled=True)
 
 # Between its own steps, jsonargparse writes components to YAML and reads them again. Its dumper writes the text "1e5"
 # without quotes, and its loader reads that as a number.
@@ -75,7 +83,7 @@ class ConfigFile(ActionConfigFile):
     """
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        contents = load_config(values)
+        contents = {key: value for key, value in load_config(values).items() if key not in parser.skipped}
         if (named := _class_name(contents.get("data"))) is not None:
             _drop_defaults(cfg.get("data"), named)
         _start_over(cfg.get("model"), contents.get("model"))
@@ -120,12 +128,18 @@ def _numbers_first(option: type) -> int:
     return {int: 0, float: 1}.get(option, 2)
 
 
-class Parser(LightningArgumentParser):
-    """A parser that raises instead of exiting, and quotes text that looks like a number."""
+class Parser(ArgumentParser):
+    """A parser that raises instead of exiting, and quotes text that looks like a number.
 
-    def __init__(self, **settings: Any):
+    Args:
+        skipped: Top-level keys that configs may have and that are left out.
+        settings: As for the base class.
+    """
+
+    def __init__(self, skipped: Collection[str] = (), **settings: Any):
         defaults = {"dump_header": None, "exit_on_error": False, "allow_abbrev": False, "parser_mode": _MODE}
         super().__init__(**{**defaults, **settings})
+        self.skipped = skipped
 
     def add_class_arguments(self, *arguments: Any, **settings: Any) -> Any:
         """As the base class does, but `int` is tried before `float` where an option takes both, and text after them.
@@ -138,12 +152,42 @@ class Parser(LightningArgumentParser):
         for action in self._actions:
             types = get_args(getattr(action, "_typehint", None))
             if int in types and float in types:
-                action._typehint = functools.reduce(operator.or_, sorted(types, key=_numbers_first))
+                ordered = functools.reduce(operator.or_, sorted(types, key=_numbers_first))
+                action._typehint = ordered  # type: ignore[attr-defined]
         return added
 
+    def parse_object(self, obj: Any, namespace: Namespace | None = None, **settings: Any) -> Any:
+        """As the base class does, but parse the same part of a config only once inside `each_part_once`."""
+        parsed = _PARSED.get()
+        if parsed is None:
+            return super().parse_object(obj, namespace, **settings)
+        context = copy_context()  # in which the base class passes on how strict to be, and the like
+        key = (id(self), repr(obj), repr(namespace), repr(settings), *map(id, context.values()))
+        if key not in parsed:
+            parsed[key] = super().parse_object(obj, namespace, **settings), context  # kept, so that no id is reused
+        return parsed[key][0].clone()
+
     def options(self) -> list[str]:
-        """The names of all options, without dashes."""
-        return [o[2:] for action in self._actions for o in action.option_strings if o.startswith("--")]
+        """The names of all options, without dashes, and the keys that are left out."""
+        options = (option for action in self._actions for option in action.option_strings)
+        return [*(option[2:] for option in options if option.startswith("--")), *self.skipped]
+
+
+_PARSED: ContextVar[dict[tuple[Any, ...], tuple[Namespace, Context]] | None] = ContextVar("parsed", default=None)
+
+
+@contextmanager
+def each_part_once() -> Iterator[None]:
+    """Remember the parts of configs that are parsed inside the block.
+
+    At each level of a model the base class parses all parts below it several times. (It is not remembered for longer,
+    since what a name stands for depends on the classes that are imported.)
+    """
+    token = _PARSED.set({})
+    try:
+        yield
+    finally:
+        _PARSED.reset(token)
 
 
 def cause_of(error: BaseException | None) -> UserError | None:
@@ -169,9 +213,14 @@ def explained(parser: Parser) -> Iterator[None]:
         raise UserError(explain(str(error), parser.options())) from None
 
 
-def add_arguments(parser: LightningArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the keys of a run, which are the same for every verb."""
-    mixers.names()  # plug-ins register before anything is parsed
+    _add_keys_of_models(parser)
+    _add_keys_of_lightning(parser)
+
+
+def _add_keys_of_models(parser: Parser) -> None:
+    """Add all keys but those of Lightning."""
     parser.add_argument(
         "--seed_everything",
         type=bool | int,
@@ -202,10 +251,20 @@ def add_arguments(parser: LightningArgumentParser) -> None:
     )
     parser.add_class_arguments(LanguageModel, "model", fail_untyped=False)
     parser.add_class_arguments(Optimisation, "optim")
-    parser.add_lightning_class_args(L.LightningDataModule, "data", subclass_mode=True, required=True)
-    parser.add_lightning_class_args(L.Trainer, "trainer")
+
+
+def _add_keys_of_lightning(parser: Parser) -> None:
+    """Add the keys whose classes derive from Lightning's."""
+    import lightning as L  # takes three times as long as PyTorch, and a model is built without it
+
+    from zoo.config.classes import CALLBACKS, CLASSES
+    from zoo.data import TextData
+
+    parser.add_subclass_arguments(L.LightningDataModule, "data", fail_untyped=False, required=True)
+    settings = {"fail_untyped": False, "sub_configs": True}
+    parser.add_class_arguments(CLASSES["trainer"], "trainer", instantiate=False, **settings)
     for key, callback in CALLBACKS.items():
-        parser.add_lightning_class_args(callback, key)
+        parser.add_class_arguments(callback, key, **settings)
     parser.set_defaults(
         {
             "data": {"class_path": f"{TextData.__module__}.{TextData.__qualname__}"},
@@ -216,15 +275,19 @@ def add_arguments(parser: LightningArgumentParser) -> None:
     )
 
 
-def to_arguments(configs_and_overrides: Iterable[Item]) -> list[str]:
+def to_arguments(configs_and_overrides: Iterable[Item], skipped: Collection[str] = ()) -> list[str]:
     """Configs and overrides as command-line arguments for the parser.
+
+    Args:
+        configs_and_overrides: Configs and overrides.
+        skipped: Top-level keys to leave out.
 
     Raises:
         UserError: A config is missing, is not a YAML mapping, or two overrides contradict each other.
     """
     items = without_null_groups(load_items(configs_and_overrides), GROUPS)
     check_overrides(item for item in items if isinstance(item, str))
-    return [*as_arguments(items)]
+    return [*as_arguments(without(items, skipped))]
 
 
 def read(*configs_and_overrides: Item) -> Namespace:
@@ -233,21 +296,64 @@ def read(*configs_and_overrides: Item) -> Namespace:
     Raises:
         UserError: A file is missing, or a key or value is wrong.
     """
-    parser = run_parser()
-    parser.add_argument("-c", "--config", action=ConfigFile)
-    arguments = to_arguments(configs_and_overrides)
-    with explained(parser):
+    return _read(_parser_of_files(), configs_and_overrides)
+
+
+def read_model(*configs_and_overrides: Item) -> Namespace:
+    """As `read`, but without what a model does not depend on: `data`, `trainer` and the callbacks.
+
+    These require Lightning, which takes longer to import than a model takes to be built. What they hold is not checked.
+    """
+    return _read(_parser_of_models(), configs_and_overrides)
+
+
+def _read(parser: Parser, configs_and_overrides: Iterable[Item]) -> Namespace:
+    arguments = to_arguments(configs_and_overrides, parser.skipped)
+    mixers.names()  # plug-ins register before anything is parsed
+    with explained(parser), each_part_once():
         config = parser.parse_args(arguments)
     seed = config.seed_everything
-    if not isinstance(seed, bool) and not 0 <= seed <= max_seed_value:
-        raise UserError(f"seed_everything: {seed} must be a number from 0 to {max_seed_value}, true or false")
+    if not isinstance(seed, bool) and not 0 <= seed <= MAX_SEED:
+        raise UserError(f"seed_everything: {seed} must be a number from 0 to {MAX_SEED}, true or false")
     return config
 
 
+# Making a parser takes as long as reading a config with it, so each is made once. It looks classes up when a config
+# names them, so mixers that register later are accepted. It does not notice a changed signature of a class in
+# zoo/config/classes.py: `cache_clear()`.
+
+
+@functools.cache
 def run_parser() -> Parser:
-    """The parser of a run's config, without command-line options."""
+    """The parser of a run's config, without command-line options. All callers share it: do not add to it."""
     parser = Parser()
     add_arguments(parser)
+    return parser
+
+
+@functools.cache
+def model_parser() -> Parser:
+    """Like `run_parser`, but without the keys of Lightning, which are unknown to it."""
+    parser = Parser()
+    _add_keys_of_models(parser)
+    return parser
+
+
+@functools.cache
+def _parser_of_files() -> Parser:
+    """Like `run_parser`, but with `--config`. (`parse` must not have it: a saved config would name files to read.)"""
+    parser = Parser()
+    add_arguments(parser)
+    parser.add_argument("-c", "--config", action=ConfigFile)
+    return parser
+
+
+@functools.cache
+def _parser_of_models() -> Parser:
+    """Like `_parser_of_files`, but leaves out the keys of Lightning."""
+    parser = Parser(skipped=OF_LIGHTNING)
+    _add_keys_of_models(parser)
+    parser.add_argument("-c", "--config", action=ConfigFile)
     return parser
 
 
@@ -257,8 +363,9 @@ def parse(config: dict[str, Any]) -> Namespace:
     Raises:
         UserError: A key or value is wrong.
     """
+    mixers.names()  # plug-ins register before anything is parsed
     parser = run_parser()
-    with explained(parser):
+    with explained(parser), each_part_once():
         return parser.parse_object(
             {key: value for key, value in up_to_date(config).items() if not (value is None and key in GROUPS)}
         )

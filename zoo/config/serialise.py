@@ -10,29 +10,37 @@ import yaml
 from jsonargparse import Namespace
 
 from kernels import UserError
-from zoo.config.parser import KEYS, parse, run_parser
+from zoo.config.keys import KEYS, OF_LIGHTNING
+from zoo.config.parser import model_parser, parse, run_parser
 
 
 def to_dict(config: Namespace) -> dict[str, Any]:
-    """A parsed config as plain containers, from which `parse` restores it.
+    """A parsed config as plain containers, from which `parse` restores it. What is to be written is `verified`.
 
     Raises:
-        UserError: A value, such as the default of a foreign class, cannot be written as YAML and read back.
+        UserError: A value, such as the default of a foreign class, cannot be written as YAML.
     """
-    plain = _dumped(config)
+    run_keys = Namespace({key: _without_instances(config[key]) for key in vars(config) if key in KEYS})
+    parser = run_parser() if {*OF_LIGHTNING} & {*vars(run_keys)} else model_parser()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="\\s*Unable to serialize instance")  # reported below
+        plain = yaml.safe_load(parser.dump(run_keys, skip_none=False, skip_validation=True))
     if (problem := next(_unwritable(plain), None)) is not None:
         raise UserError(f"{problem}; give it in the config as plain values: numbers, strings, lists and mappings")
-    again = _dumped(parse(copy.deepcopy(plain)))  # a copy, since the parser modifies its input
-    for key, before, now in differences(plain, again):
-        raise UserError(f"{key}: {before!r} is read back from config.yaml as {now!r}; give it as plain values")
     return plain
 
 
-def _dumped(config: Namespace) -> dict[str, Any]:
-    run_keys = Namespace({key: _without_instances(config[key]) for key in vars(config) if key in KEYS})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="\\s*Unable to serialize instance")  # reported by `to_dict`
-        return yaml.safe_load(run_parser().dump(run_keys, skip_none=False, skip_validation=True))
+def verified(config: Namespace) -> dict[str, Any]:
+    """A parsed config as plain containers that are read back as they are, to be written to a file.
+
+    Raises:
+        UserError: A value cannot be written as YAML, or is read back as another.
+    """
+    plain = to_dict(config)
+    again = to_dict(parse(copy.deepcopy(plain)))  # a copy, since the parser modifies its input
+    for key, before, now in differences(plain, again):
+        raise UserError(f"{key}: {before!r} is read back from config.yaml as {now!r}; give it as plain values")
+    return plain
 
 
 def _without_instances(value: Any) -> Any:

@@ -12,11 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kernels import UserError
-from zoo.doctor.ahead import compile_ahead
 from zoo.doctor.finding import Finding
-from zoo.doctor.layers import examine_layers
-from zoo.doctor.machine import machine
-from zoo.doctor.ops import examine_ops
 from zoo.files.atomic import atomic_write
 from zoo.train.devices import pick_device
 
@@ -71,6 +67,12 @@ def doctor(device: str | None = None, output: str | None = None, verbose: bool =
     Raises:
         UserError: There is no such device, or the file cannot be written.
     """
+    # imported when they are used, since `zoo` imports this file, and these import Lightning
+    from zoo.doctor.ahead import compile_ahead
+    from zoo.doctor.layers import examine_layers
+    from zoo.doctor.machine import machine
+    from zoo.doctor.ops import examine_ops
+
     if output is not None and Path(output).is_dir():
         raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
     place, start = pick_device(device), monotonic()

@@ -2,7 +2,6 @@
 
 import inspect
 
-import torch
 from docstring_parser import parse
 from rich.console import Console, Group
 from rich.markup import escape
@@ -11,6 +10,7 @@ from rich.text import Text
 
 import mixers
 from mixers import Expanded, LinearMixer, Site
+from zoo.lm.creation import created_on
 
 
 def catalogue(site: Site, length: int) -> Table:
@@ -67,7 +67,7 @@ def page(name: str, site: Site, length: int) -> Group:
 
 
 def _measures(mixer: type[mixers.TokenMixer], site: Site, length: int, factor: int = 1) -> tuple[str, str, str]:
-    with torch.device("meta"):
+    with created_on("meta"):
         built = mixer(site) if factor == 1 else Expanded(site, mixer=mixer, factor=factor)  # type: ignore[arg-type]
     state = f"{built.state_size(length):,}" + ("" if built.constant_state else "\ngrows")
     parameters = sum(parameter.numel() for parameter in built.parameters())

@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -13,9 +13,11 @@ from kernels import UserError
 from zoo.files.atomic import atomic_write
 from zoo.files.links import read_regular
 from zoo.files.output import check_output
-from zoo.report import pictures, repeat, tables
-from zoo.report.checks import is_png
-from zoo.report.folders import Found, read_folders
+
+if TYPE_CHECKING:
+    from zoo.report.folders import Found
+
+# Functions import other files of this room, since `zoo` imports this one, and these import Lightning.
 
 ROOM = 300_000  # bytes of one picture that a sweep has drawn itself
 WHOLE = 20  # runs whose whole configs are in the page
@@ -59,6 +61,8 @@ def report(
     if file.suffix not in (".html", ".htm"):
         raise UserError(f"output: {file} is not named as a page; end it in .html (a browser prints it as a PDF)")
     check_output(file, "a page", overwrite)
+    from zoo.report.folders import read_folders
+
     found = read_folders(places)
     page = _page(found, title, places).encode(errors="replace")  # JSON and YAML can hold half of a surrogate pair
     try:
@@ -73,10 +77,12 @@ def report(
     return file
 
 
-def _page(found: Found, title: str, places: Sequence[str | Path]) -> str:
+def _page(found: "Found", title: str, places: Sequence[str | Path]) -> str:
     from bokeh.embed import components
     from bokeh.resources import Resources
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    from zoo.report import pictures, repeat, tables
 
     drawn: dict[str, Any] = pictures.losses(found.runs) if found.runs else {}
     curves = list(drawn)
@@ -114,8 +120,10 @@ def _page(found: Found, title: str, places: Sequence[str | Path]) -> str:
     return environment.get_template("page.html").render(content)
 
 
-def _embedded(folder: Path, found: Found) -> str | None:
+def _embedded(folder: Path, found: "Found") -> str | None:
     """The picture that a sweep has drawn, as a data URL."""
+    from zoo.report.checks import is_png
+
     if not (folder / "sweep.png").is_file():
         found.lacks(folder, "no sweep.png")
         return None

@@ -97,7 +97,7 @@ def parts(config: Namespace) -> Parts:
         model,
         configs.instantiate("optim", config),
         tokenizer,
-        configs.to_dict(config),
+        configs.verified(config),
         getattr(datamodule, "sequence_length", None),
         getattr(datamodule, "validation_names", ()),
         size,

@@ -14,12 +14,10 @@ from mixers import Expanded, Growth, did_you_mean
 from mixers.growth import INITS, Init
 from zoo.checkpoints.signature import is_own, sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
-from zoo.config import from_config, parse, to_dict
+from zoo.config import from_config, parse, verified
 from zoo.config.moved import with_current_paths
 from zoo.files.output import check_output
 from zoo.lm import LanguageModel
-from zoo.loading.export import write_new_folder
-from zoo.loading.load import build_described, find, find_tokenizer
 from zoo.statex.layers import chosen_layers
 from zoo.statex.stack import Spec, replaced
 from zoo.statex.weights import grown_weights
@@ -97,6 +95,10 @@ def statex(
         UserError: The model does not exist or is damaged, a layer cannot grow as asked, or the folder holds
             something else.
     """
+    # imported when they are used, since `zoo` imports this file, and these import Lightning
+    from zoo.loading.export import write_new_folder
+    from zoo.loading.load import build_described, find, find_tokenizer
+
     if init not in INITS:
         raise UserError(f"init: {init!r} is not one of {', '.join(INITS)}{did_you_mean(init, list(INITS))}")
     folder = Path(output)
@@ -135,7 +137,7 @@ def grown_config(
     """
     if factor is not None and factor < 2:
         raise UserError(f"factor: {factor} must be at least 2, which is twice the state")
-    model = to_dict(parse({"model": model}))["model"]
+    model = verified(parse({"model": model}))["model"]
     change, how = {}, {}
     for layer, growth in layers.items():
         arguments = growth.arguments(factor or growth.default_factor(), init)

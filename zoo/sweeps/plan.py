@@ -15,8 +15,9 @@ import mixers
 from kernels import UserError
 from zoo.config.build import from_config, instantiate
 from zoo.config.find import find_config
+from zoo.config.keys import KEYS
 from zoo.config.overlays import is_override
-from zoo.config.parser import KEYS, read
+from zoo.config.parser import read
 from zoo.sweeps.capacity import LEVELS
 from zoo.sweeps.gates import Gate
 from zoo.train.results import COLUMNS

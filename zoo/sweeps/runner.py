@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from kernels import UserError
 from zoo.config.moved import up_to_date
-from zoo.config.serialise import differences, to_dict
+from zoo.config.serialise import differences, verified
 from zoo.files.links import lock_of, open_in_place
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.runs.folder import LOCK, has_checkpoint
@@ -171,7 +171,7 @@ class Runner:
         advice = "delete it, and the runs there count as runs of this sweep"
         recorded = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
         for run in runs:
-            plain = json.loads(json.dumps(to_dict(run.read())))
+            plain = json.loads(json.dumps(verified(run.read())))
             # keys that did not exist when the run was started do not count as differences
             config = recorded.setdefault(run.name, plain)
             if not isinstance(config, dict):

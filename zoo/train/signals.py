@@ -1,8 +1,4 @@
-"""Signals that end a run, and processes that end together with their parent.
-
-`Signals` replaces Lightning's signal connector (as of Lightning 2.6), whose SIGTERM handler waits for the other
-processes; these may be waiting for this one elsewhere, and then all of them hang.
-"""
+"""Signals that end a run, and processes that end together with their parent."""
 
 import ctypes
 import os
@@ -10,15 +6,11 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import contextmanager
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 STOP_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
@@ -41,60 +33,6 @@ def sigterm_raises() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class Signals(_SignalConnector):
-    """Handlers of Ctrl-C, SIGTERM and SIGHUP while a trainer runs.
-
-    While `noted` is set, a handler only stores the first signal in `wish`, which the `Checkpoints` callback reads
-    between two steps; a second Ctrl-C stops immediately. Otherwise, as in an evaluation, signals raise an exception.
-    """
-
-    def __init__(self, trainer: L.Trainer) -> None:
-        super().__init__(trainer)
-        self.noted = False
-        self.wish: int | None = None
-        self._process = os.getpid()
-
-    def register_signal_handlers(self) -> None:
-        """Install the handlers, except for signals that are ignored (SIGHUP under nohup)."""
-        super().register_signal_handlers()
-        self.wish, self._process = None, os.getpid()
-        for number in STOP_SIGNALS:
-            if number == signal.SIGINT or self._original_handlers.get(number) is not signal.SIG_IGN:
-                self._register_signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            return  # a forked data worker: the parent decides
-        if self.noted and (self.wish is None or number != signal.SIGINT):
-            first, self.wish = self.wish is None, self.wish or number
-            if first:
-                with suppress(OSError):  # the terminal may have hung up
-                    os.write(2, f"\n{_received(number)}\n".encode())  # print is not safe in a handler
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
-        else:
-            raise ended_by(number)
-
-    def end(self, number: int) -> BaseException:
-        """The exception that ends the run because of a signal, received by this or another process."""
-        if number == signal.SIGINT:
-            return KeyboardInterrupt()
-        self.received_sigterm = True
-        return ended_by(number)
-
-
-def ended_by(number: int) -> SIGTERMException:
-    """The exception with the exit code that a scheduler expects; Lightning's default exit code means success."""
-    error = SIGTERMException()
-    error.code = 128 + number
-    return error
-
-
-def _received(number: int) -> str:
-    again = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
-    return f"Stopping when this step is done and saved{again}."
 
 
 class Agreement:

@@ -5,7 +5,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from zoo.checkpoints.io import AtomicCheckpointIO
-from zoo.train.signals import Signals
+from zoo.train.signal_connector import Signals
 
 
 def install(trainer: L.Trainer) -> None:

@@ -15,9 +15,9 @@ import torch
 import mixers
 import zoo
 from kernels import UserError
+from zoo.config.classes import CLASSES
 from zoo.config.components import component, hints, subclasses
 from zoo.config.own import COMPONENTS, own_component
-from zoo.config.parser import CLASSES
 from zoo.config.trust import vet_model
 
 from ...commands import ROOT

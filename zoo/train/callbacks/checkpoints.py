@@ -25,7 +25,8 @@ from zoo.train.callbacks.loss_guard import Diverged
 from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.metrics_file import MetricsFile
 from zoo.train.results import rank
-from zoo.train.signals import Agreement, Signals
+from zoo.train.signal_connector import Signals
+from zoo.train.signals import Agreement
 from zoo.train.trainer import install
 
 PERMANENT = re.compile(r"step-(0\d{7}|[1-9]\d{7,})\.ckpt")  # names of `keep_every_n_steps`, and no others

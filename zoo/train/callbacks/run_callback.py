@@ -10,10 +10,11 @@ from lightning.pytorch.callbacks import Callback
 
 
 class RunCallback(Callback):
-    """A callback of every `fit` run. Defining a subclass in a file of this folder is enough to add one.
+    """A callback of every `fit` run. Defining a subclass in a file of this folder is enough to add one without a key.
 
     Attributes:
-        key: The config key of its constructor's arguments; None if it takes no arguments.
+        key: The config key of its constructor's arguments, which `zoo/config/keys.py` lists as well; None if it has no
+            arguments.
         order: Callbacks are called in ascending order. (Lightning moves those that save checkpoints to the end.)
     """
 

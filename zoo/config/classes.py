@@ -1,0 +1,13 @@
+"""The classes whose constructors define the keys of a config. Importing them imports Lightning."""
+
+from typing import Any
+
+import lightning as L
+
+from zoo.config.own import COMPONENTS as COMPONENTS  # so that a config can name them without their modules
+from zoo.lm.model import LanguageModel
+from zoo.train.callbacks.run_callback import RunCallback, run_callbacks
+from zoo.train.optim import Optimisation
+
+CALLBACKS: dict[str, type[RunCallback]] = {cls.key: cls for cls in run_callbacks() if cls.key is not None}
+CLASSES: dict[str, Any] = {"model": LanguageModel, "optim": Optimisation, "trainer": L.Trainer, **CALLBACKS}

@@ -1,0 +1,30 @@
+"""The top-level keys of a config. A table, since the classes behind some of them require Lightning to be imported."""
+
+# key → its first sentence in the help of a verb: that of the class behind it (zoo/config/classes.py), if it has one
+PURPOSES = {
+    "seed_everything": "Seed of all random numbers",
+    "backend": "Backend of the kernels in training",
+    "compile": "Whether to compile the blocks for the training steps",
+    "activation_checkpointing": "Recompute every N-th block in the backward pass, to save memory",
+    "context_parallel": "Number of neighbouring processes that share each sequence",
+    "data": "The data module: TextData, or another class",
+    "model": "A causal language model: embedding, blocks of a token mixer and an MLP, norm, head",
+    "optim": ("The optimiser, AdamW unless another is named, with a warm-up and a schedule counted in optimiser steps"),
+    "trainer": "Lightning's Trainer",
+    "guard": "Skips steps, in all processes, whose loss or gradients are not finite or far too high",
+    "watchdog": (
+        "Ends the process if no step finishes within the timeout, and writes the stacks of all its threads to a file"
+    ),
+    "checkpoints": "Writes `last.ckpt` and `best.ckpt`, and saves when the run is stopped by a signal",
+    "samples": (
+        "Samples text from the model at each validation, to the terminal and to `samples.txt` in the run's folder"
+    ),
+    "loss_curve": "Plots the training and validation loss over tokens in `loss.png`, at each validation and at the end",
+    "state_norms": (
+        "Logs the Frobenius norms of the states after the first row of a validation, for instance `state_norm_3_matrix`"
+    ),
+    "profile": "Profiles some steps of the first process with PyTorch's profiler, into `profile/` in the run's folder",
+}
+KEYS = (*PURPOSES,)
+GROUPS = KEYS[KEYS.index("data") :]  # those that hold further keys
+OF_LIGHTNING = tuple(key for key in GROUPS if key not in ("model", "optim"))  # groups of classes that derive from its
