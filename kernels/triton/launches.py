@@ -91,7 +91,7 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
         (HOPPER, 128, SINGLE): Launch(4, 2, values=16),
         (HOPPER, 256, SINGLE): Launch(4, 1, values=16),
         (OTHER, ANY, HALF): Launch(4, 2, values=16),
-        (OTHER, ANY, SINGLE): Launch(4, 2, values=16),
+        (OTHER, ANY, SINGLE): Launch(4, 1, values=16),  # two stages need 108 to 180 KiB of shared memory
     },
     "delta_rule.backward": {
         (HOPPER, 64, HALF): Launch(4, 3, values=64),
@@ -101,7 +101,7 @@ TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
         (HOPPER, 128, SINGLE): Launch(4, 2, values=16),
         (HOPPER, 256, SINGLE): Launch(4, 1, values=16),
         (OTHER, ANY, HALF): Launch(4, 2, values=16),
-        (OTHER, ANY, SINGLE): Launch(4, 2, values=16),
+        (OTHER, ANY, SINGLE): Launch(4, 1, values=16),  # two stages need 108 to 180 KiB of shared memory
     },
     "delta_rule.dq": {
         (HOPPER, 64, HALF): Launch(4, 2, keys=64, values=64),
