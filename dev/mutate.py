@@ -129,9 +129,7 @@ def run_pytest(folder: str, tests: str, log: str, answer: "multiprocessing.conne
         import pytest
 
         code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "", *shlex.split(tests)])
-    sys.stdout.flush()
     answer.send((int(code), sum(os.times()[:4])))
-    os._exit(code)
 
 
 def run_tests(folder: Path, tests: str, log: Path) -> tuple[int | None, float]:
@@ -144,7 +142,9 @@ def run_tests(folder: Path, tests: str, log: Path) -> tuple[int | None, float]:
     assert process.pid is not None
     try:
         if read.poll(TIME_LIMIT):
-            return read.recv()
+            outcome = read.recv()
+            process.join(10)
+            return outcome
     except EOFError:  # a crash
         process.join()
         return process.exitcode, 0.0
@@ -188,7 +188,7 @@ def first_failure(log: Path) -> str:
     """The name of the test that failed first."""
     lines = log.read_text(errors="replace").splitlines()
     failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0].rpartition("/")[2] if failed else last_line(log)
+    return failed[0].removeprefix("tests/") if failed else last_line(log)
 
 
 def last_line(log: Path) -> str:

