@@ -153,7 +153,7 @@ def test_errors_name_the_argument(name: str, change: Callable[[Tensor], Tensor])
 def test_a_label_outside_of_the_vocabulary(label: int):
     x, weight, labels = (y.cpu() for y in inputs(10))
     labels[3] = label
-    with kernels.backend("torch"), pytest.raises(IndexError):
+    with kernels.backend("torch"), pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
         kernels.linear_cross_entropy(x, weight, labels)
 
 
