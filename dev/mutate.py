@@ -76,7 +76,7 @@ class Mutation:
             return f"`before` occurs {count} times in {self.file}"
         if self.before == self.after:
             return "`after` is `before`"
-        missing = [name for name in self.test_files() if not (root / name).is_file()]
+        missing = [name for name in self.test_files() if not (root / name).exists()]
         return f"{missing[0]} does not exist" if missing else None
 
     def test_files(self) -> list[str]:
