@@ -255,11 +255,11 @@ def main() -> int:
                 results[work] = result
             elif result.outcome == BROKEN:
                 failing[work] = result
-    results |= {mutation: failing[mutation.tests] for mutation in chosen if mutation.tests in failing}
+            results |= {mutation: failing[mutation.tests] for mutation in results if mutation.tests in failing}
+            if args.output:  # also of what an interruption leaves
+                rows = [asdict(mutation) | results[mutation]._asdict() for mutation in chosen if mutation in results]
+                args.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     report(console, {mutation: results[mutation] for mutation in chosen})
-    if args.output:
-        rows = [asdict(mutation) | results[mutation]._asdict() for mutation in chosen]
-        args.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     outcomes = [result.outcome for result in results.values()]
     killed = outcomes.count(KILLED) + outcomes.count(TIMED_OUT)
     percent = 100 * killed / len(chosen)
