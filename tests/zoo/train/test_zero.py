@@ -1,6 +1,7 @@
 """What a ZeRO strategy is told, and a step of it in one process."""
 
 import multiprocessing
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,7 +72,20 @@ def train(folder: Path, **options: object) -> None:
 
 
 def train_with_zero(folder: Path, stage: int) -> None:
+    """The same in a process of its own, which notes what is synced to the disk, and what is renamed."""
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        done.append(f"sync {os.path.basename(os.readlink(f'/proc/self/fd/{descriptor}'))}")
+        fsync(descriptor)
+
+    def noted_replace(source: str, target: str) -> None:
+        done.append(f"rename to {os.path.basename(target)}")
+        replace(source, target)
+
+    os.fsync, os.replace = noted_fsync, noted_replace  # type: ignore[assignment]
     train(folder, strategy=Zero(stage=stage), devices=1)
+    (folder / "done.txt").write_text("\n".join(done))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -84,6 +98,11 @@ def test_accumulated_and_clipped_gradients_are_those_of_one_device(stage: int, t
     train(tmp_path / "alone")
     process.join(300)
     assert process.exitcode == 0
+    done = (tmp_path / "zero" / "done.txt").read_text().splitlines()
+    named = next(i for i, event in enumerate(done) if event.startswith("rename to ") and event.endswith(".ckpt"))
+    shards = [path.name for path in (tmp_path / "zero").rglob("shards-*/*.pt")]
+    assert shards
+    assert {f"sync {name}" for name in shards} <= set(done[:named])  # before the checkpoint names them
     alone, zero = (torch.load(tmp_path / name / "weights.pt") for name in ("alone", "zero"))
     torch.testing.assert_close(zero, alone, rtol=1e-5, atol=1e-6)
     norms = [float((tmp_path / name / "norm.txt").read_text()) for name in ("alone", "zero")]
