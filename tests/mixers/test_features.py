@@ -190,6 +190,14 @@ class Mirror(FeatureMap):
         return torch.cat([x, -x], -1).relu()
 
 
+def test_linear_attention_has_positive_features_by_default():
+    """1 + ELU, as published: no weight of a token is negative."""
+    mixer, stream = LinearAttention(Site(32, 2)), torch.randn(1, 9, 2, 16)
+    for path in (mixer.q_features, mixer.k_features):
+        y, _ = path(stream, None, ANYWHERE, None)
+        torch.testing.assert_close(y, torch.where(stream > 0, 1 + stream, stream.exp()))
+
+
 def test_a_feature_map_by_a_user():
     def factory(site: Site) -> GatedDeltaNet:
         return GatedDeltaNet(site, qk=Features(4, norm="l2", map=Mirror))
