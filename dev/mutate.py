@@ -4,7 +4,7 @@
     python dev/mutate.py --only hgrn1
 
 `mutations.toml` lists the changes, each with the few tests that must notice it. mutmut and cosmic-ray change every
-operator and run many tests for each change: days of processor time here, much of it for changes that mean nothing
+operator and run many tests for each change. Here that would take days, much of it for changes that mean nothing
 (another message, another default). They cannot be given a list, and their operators do not include the faults that
 matter in kernels and training: a missing scale, a dropped mask, an fsync left out, a gate applied before instead of
 after. So this list is written by hand, and a change costs seconds.
@@ -29,6 +29,7 @@ from compileall import compile_dir
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from py_compile import PycInvalidationMode
 from queue import SimpleQueue
@@ -113,7 +114,7 @@ def copy_tracked(folder: Path) -> None:
         compile_dir(folder / package, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
 
 
-def run_pytest(folder: str, tests: str, log: str, answer: "multiprocessing.connection.Connection") -> None:
+def run_pytest(folder: str, tests: str, log: str, answer: Connection) -> None:
     """Be a process that runs tests in `folder`, and send pytest's exit code and the processor time."""
     os.setsid()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
