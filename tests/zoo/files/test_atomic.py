@@ -113,6 +113,21 @@ def test_a_users_file_with_a_similar_name_is_left_alone(tmp_path: Path):
     assert partials(tmp_path) == sorted(names)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
+def test_an_interrupted_write_leaves_the_old_file_alone(error: type[BaseException], tmp_path: Path):
+    (tmp_path / "last.ckpt").write_bytes(b"before")
+
+    def interrupted() -> None:
+        with atomic_write(tmp_path / "last.ckpt") as file:
+            file.write(b"half")
+            raise error("stop")
+
+    with pytest.raises(error, match="stop"):
+        interrupted()
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert (tmp_path / "last.ckpt").read_bytes() == b"before"
+
+
 def test_a_file_linked_to_itself_leaves_nothing(tmp_path: Path):
     (tmp_path / "last.ckpt").write_bytes(b"x")
     for _ in range(2):

@@ -12,7 +12,7 @@ import pytest
 
 from kernels.errors import UserError
 from tests.zoo.tiny import ResumableLoader, pretraining, trainer, validation_loader
-from zoo.train.callbacks.watchdog import TIMED_OUT, Watchdog
+from zoo.train.callbacks.watchdog import Watchdog
 
 HANGING = """
     import sys, time
@@ -50,7 +50,7 @@ def test_a_run_that_hangs_ends_and_says_where(tmp_path: Path):
     code = textwrap.dedent(HANGING.format(here=str(here), folder=str(tmp_path)))
     # it does not wait for the end of what hangs
     done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, timeout=600)
-    assert done.returncode == TIMED_OUT, done.stderr
+    assert done.returncode == 124, done.stderr  # that of the command `timeout`
     stacks = (tmp_path / "hang-0.txt").read_text()
     assert "wait_for_nobody" in stacks
     assert "no step was finished for 0.025 minutes" in stacks
