@@ -250,9 +250,10 @@ def test_damaged_shards_are_told_in_one_sentence(damage: str, desk: Path, tmp_pa
         part.unlink()
     else:
         os.truncate(part, 1000)
-    with pytest.raises(UserError, match="is missing" if "missing" in damage else "is damaged"):
+    message = "is missing" if "missing" in damage else "is damaged"
+    with pytest.raises(UserError, match=message):
         zoo.load(tmp_path)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=message):
         read_weights(tmp_path)
 
 

@@ -72,10 +72,10 @@ def test_nesting_restores():
         with kernels.backend("torch"):
             assert ran("") == "torch"
         assert ran("") == "reference"
-        with pytest.raises(RuntimeError), kernels.backend("torch"):
-            raise RuntimeError
+        with pytest.raises(RuntimeError, match="inside"), kernels.backend("torch"):
+            raise RuntimeError("inside")
         assert ran("") == "reference"
-        with pytest.raises(kernels.UserError), kernels.backend("nonsense"):
+        with pytest.raises(kernels.UserError, match="nonsense"), kernels.backend("nonsense"):
             pass
         assert ran("") == "reference"
     assert ran("") == "torch"

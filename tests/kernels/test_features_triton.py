@@ -65,6 +65,15 @@ def test_stages(activation: str, norm: str):
     agree(single(5, B=1), "triton", activation=activation, norm=norm)
 
 
+@interpreted
+@pytest.mark.parametrize("activation", kernels.ACTIVATIONS)
+def test_slopes_at_exactly_zero(activation: str):
+    """The loop leaves them to PyTorch."""
+    a = single(4, B=1, W=0)
+    a["x"][..., 1:] = 0
+    agree(a, "triton", activation=activation)
+
+
 @pytest.mark.slow
 @interpreted
 @pytest.mark.usefixtures("short_runs")

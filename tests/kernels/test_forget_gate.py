@@ -184,6 +184,8 @@ def test_the_complement():
     torch.testing.assert_close(k, 1 - g.exp())
     torch.testing.assert_close(torch.autograd.grad(k.sum(), g)[0], -g.exp())
     assert kernels.complement(g, torch.bfloat16).dtype == torch.bfloat16
+    little = torch.tensor([-1e-3, -1e-6, -1e-9, -1e-30])  # 1 − exp would be 0 for most of them
+    torch.testing.assert_close(kernels.complement(little, torch.float32), -little, rtol=1e-3, atol=0)
 
 
 def test_the_results_are_computed_again_instead_of_saved():

@@ -74,6 +74,18 @@ def test_the_torch_backend_is_the_loss_of_the_logits_bitwise():
         assert torch.equal(kernels.linear_cross_entropy(x, weight, labels), usual)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_of_half_precision_are_summed_in_fp32(dtype: torch.dtype):
+    x, weight, labels = inputs(300, dtype=dtype)
+    expected = F.cross_entropy(F.linear(x, weight).double(), labels, reduction="none")
+    with kernels.backend("torch"):
+        loss = kernels.linear_cross_entropy(x, weight, labels)
+        losses, _ = kernels.linear_token_losses(x, weight, labels)
+    assert loss.dtype == losses.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected.sum(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["torch", "reference", "triton"])
 @pytest.mark.parametrize("N", [0, 1, 50])
 def test_losses_of_each_token(N: int, backend: str, monkeypatch: pytest.MonkeyPatch):
@@ -141,7 +153,7 @@ def test_errors_name_the_argument(name: str, change: Callable[[Tensor], Tensor])
 def test_a_label_outside_of_the_vocabulary(label: int):
     x, weight, labels = (y.cpu() for y in inputs(10))
     labels[3] = label
-    with kernels.backend("torch"), pytest.raises(IndexError):
+    with kernels.backend("torch"), pytest.raises(IndexError, match=f"Target {label} is out of bounds"):
         kernels.linear_cross_entropy(x, weight, labels)
 
 

@@ -210,7 +210,7 @@ def test_only_what_is_needed_is_computed():
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("E", [1, 2])
 def test_token_by_token(gate: str, E: int):
-    a = {n: x.to(DEVICE) for n, x in inputs(5, gate=gate, G=1, R=2, E=E, K=24, V=17, dtype=torch.float32).items()}
+    a = {n: x.to(DEVICE) for n, x in inputs(5, gate=gate, G=2, R=2, E=E, K=24, V=17, dtype=torch.float32).items()}
     with kernels.backend("reference"):
         whole, final = kernels.linear_recurrence(**a, subheads=E, return_state=True)
     state, outputs = a.pop("initial_state"), []

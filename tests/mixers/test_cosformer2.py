@@ -103,6 +103,23 @@ def test_tpe_begins_as_nearly_the_token_itself():
     torch.testing.assert_close(mixer(x)[0], x, atol=1e-5, rtol=1e-5)
 
 
+def test_rates_of_tpe_are_evenly_spaced_on_a_logarithmic_scale():
+    # from 2^4 to 2^−13 a token
+    for size, rates in ((3, [16, 2**-4.5, 2**-13]), (5, [16, 2**-0.25, 2**-4.5, 2**-8.75, 2**-13])):
+        mixer, x = TPE(Site(size, 1), size=size), torch.zeros(1, 30, size)
+        x[:, 0] = 1
+        with torch.no_grad():
+            mixer.weight.copy_(torch.eye(size))  # channel e reads sum e alone
+        expected = (-torch.arange(30)[:, None] * torch.tensor(rates)).exp()
+        torch.testing.assert_close(mixer(x)[0][0], expected, atol=1e-6, rtol=1e-5)
+
+
+def test_tpe_starts_with_small_weights_and_the_token_itself():
+    weight = TPE(Site(256, 4), size=64).weight
+    assert weight.std(0)[1:].mean().item() == pytest.approx(0.02, rel=0.05)
+    assert weight[:, 0].mean().item() == pytest.approx(1, abs=0.01)
+
+
 def test_tpe_remembers_up_to_thousands_of_tokens():
     # an impulse, read from the slowest sum alone: e^(−t/8192)
     mixer, x = TPE(Site(8, 2), size=5), torch.zeros(1, 2049, 8)

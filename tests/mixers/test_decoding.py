@@ -1,6 +1,7 @@
 """A batch that is decoded token by token, each row from where it stands."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 import mixers
 from mixers import Expanded, LinearMixer, Site
+from mixers.attention import AttentionState
+from mixers.state import caches, remembered
 
 CAUSAL = [name for name in mixers.names() if mixers.get(name).causal]
 FACTORIES = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in CAUSAL}
@@ -36,6 +39,25 @@ def test_two_rows_of_different_age(name: str):
         whole, _ = mixer(sequence)
         torch.testing.assert_close(prompt, whole[:, :start])
         torch.testing.assert_close(decoded[row : row + 1], whole[:, start:])
+
+
+def recurrent(state: Any) -> list[torch.Tensor]:
+    """What a state accumulates: all of it but caches and the inputs of convolutions."""
+    cached = caches(state) if hasattr(state, "_fields") else []
+    if cached or isinstance(state, AttentionState):
+        return []
+    return [tensor for _, tensor in remembered(state)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FACTORIES)
+def test_states_are_fp32_where_activations_are_bf16(name: str):
+    """Else a state would lose what a token adds to it after a few hundred others."""
+    mixer = FACTORIES[name](Site(64, 2, layer=1, num_layers=3)).bfloat16()
+    x, state = torch.randn(2, 3, 64).bfloat16(), mixer.init_state(2)
+    for now in (state, mixer(x, state)[1], mixer(x[:, :1], mixer.init_state(2, dtype=torch.bfloat16))[1]):
+        assert {tensor.dtype for tensor in recurrent(now)} <= {torch.float32}
+    assert recurrent(state) or not mixer.constant_state or isinstance(state, AttentionState)
 
 
 MATRICES = [name for name, factory in FACTORIES.items() if isinstance(factory(Site(64, 2)), LinearMixer)]

@@ -121,6 +121,15 @@ def test_low_rank():
     assert y.shape == (2, 6, heads, factor * size)
 
 
+def test_initial_weights_keep_the_size_of_what_they_expand():
+    heads, size, factor = 4, 64, 8
+    head_wise, low_rank = (kind(heads, size, factor, 12) for kind in (HeadWise, LowRank))
+    rank = round(factor * size / (factor + 1))
+    for weight, inputs in ((head_wise.weight, size), (low_rank.down, heads * size), (low_rank.up, rank)):
+        assert weight.std().item() == pytest.approx(inputs**-0.5, rel=0.03)
+        assert abs(weight.mean().item()) < 0.03 * inputs**-0.5
+
+
 def test_low_rank_has_the_parameters_of_head_wise():
     for heads, size, factor in ((8, 128, 8), (8, 256, 4), (3, 64, 2)):
         low, high = (sum(p.numel() for p in kind(heads, size, factor, 7).parameters()) for kind in (LowRank, HeadWise))

@@ -52,6 +52,16 @@ def test_norms(norm: str, by_hand):
     torch.testing.assert_close(features(Features(norm=norm), x), by_hand(x))
 
 
+def test_convolutions_start_as_pytorchs_do():
+    """Uniform up to (taps)^-½, with a bias of 0."""
+    for taps in (2, 4):
+        path = FeaturePath(Features(taps, bias=True), 4, 256)
+        bound = taps**-0.5
+        assert [path.weight.min().item(), path.weight.max().item()] == pytest.approx([-bound, bound], rel=0.01)
+        assert path.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.03)
+        assert not path.bias.any()
+
+
 def test_the_order_is_conv_activation_norm_map():
     class Double(FeatureMap):
         def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -178,6 +188,14 @@ class Mirror(FeatureMap):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return torch.cat([x, -x], -1).relu()
+
+
+def test_linear_attention_has_positive_features_by_default():
+    """1 + ELU, as published: no weight of a token is negative."""
+    mixer, stream = LinearAttention(Site(32, 2)), torch.randn(1, 9, 2, 16)
+    for path in (mixer.q_features, mixer.k_features):
+        y, _ = path(stream, None, ANYWHERE, None)
+        torch.testing.assert_close(y, torch.where(stream > 0, 1 + stream, stream.exp()))
 
 
 def test_a_feature_map_by_a_user():

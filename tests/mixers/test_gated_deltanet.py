@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import mixers
 from mixers import GatedDeltaNet, Site
 from mixers.base import Streams
+from mixers.decay import Discretisation, Mamba2Discretisation
 
 SITE = Site(hidden_size=64, num_heads=4)
 
@@ -22,6 +23,21 @@ def test_initial_ranges():
     assert 1e-3 * (1 - 1e-4) <= dt.min() < 1.5e-3
     assert 0.07 < dt.max() <= 0.1 * (1 + 1e-4)
     assert abs(dt.log().mean() - math.log(1e-2)) < 0.2  # uniform in the logarithm
+
+
+@pytest.mark.parametrize(("decay", "low"), [(Discretisation, 1e-4), (Mamba2Discretisation, 1.0)])
+def test_initial_ranges_are_reached(decay: type[Discretisation], low: float):
+    """Of so many numbers the least and the largest are the ends; A starts uniform, dt log-uniform."""
+    module = decay(100_000)
+    A, dt = module.A_log.exp(), F.softplus(module.dt_bias)
+    assert [A.min().item(), A.max().item()] == pytest.approx([low, 16], abs=2e-3)
+    assert A.mean().item() == pytest.approx((low + 16) / 2, rel=0.01)
+    assert [dt.min().item(), dt.max().item()] == pytest.approx([1e-3, 0.1], rel=1e-3)
+    assert dt.log().mean().item() == pytest.approx(math.log(1e-2), rel=0.005)
+
+
+def test_a_head_can_leave_the_smallest_rate():
+    assert Discretisation(100, low=0.0, high=1e-9).A_log.exp().tolist() == pytest.approx([1e-4] * 100)
 
 
 def test_initialisation_follows_the_seed():

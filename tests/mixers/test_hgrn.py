@@ -135,6 +135,19 @@ def test_gradients_are_finite_wherever_the_bounds_go(row: int, size: float, laye
     assert found.weight.grad is None if layer == 0 else found.weight.grad.isfinite().all()
 
 
+def test_a_gate_that_forgets_almost_nothing_writes_exactly_what_is_left():
+    # 1 − σ(14) is 8·10⁻⁷: next to 1, fp32 has no more than 4 bits for it
+    mixer, x = HGRN1(Site(8, 1), lower_bounds=None), torch.zeros(1, 1, 8)
+    x[..., 0] = 1
+    with torch.no_grad():
+        mixer.in_proj.weight.zero_()
+        mixer.in_proj.weight[:8, 0], mixer.in_proj.weight[8:16, 0] = 1, 14
+    _, state = mixer(x, mixer.init_state(1))
+    one = torch.ones((), dtype=torch.float64)
+    expected = torch.sigmoid(-14 * one) * F.silu(one)
+    torch.testing.assert_close(state.h.double(), expected.expand(1, 8, 1), rtol=1e-4, atol=0)
+
+
 @each_mixer
 def test_a_model_trains_its_bounds(name: str):
     found = model(name, initializer_range=0.2)

@@ -49,6 +49,13 @@ def test_norms_are_the_formula(norm: type[mixers.RMSNorm], first: int):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("norm", [mixers.RMSNorm, mixers.ZeroCentredRMSNorm, mixers.SimpleRMSNorm, mixers.LayerNorm])
+def test_norms_start_without_a_scale(norm: type[mixers.Norm]):
+    y = norm(256)(3 * torch.randn(50, 256) + (norm is mixers.LayerNorm))
+    torch.testing.assert_close(y.square().mean(-1), torch.ones(50), atol=1e-4, rtol=0)
+    assert norm is not mixers.LayerNorm or y.mean(-1).abs().max() < 1e-5
+
+
 def test_a_norm_without_a_weight():
     layer, (x, y) = mixers.SimpleRMSNorm(16, 1e-3), torch.randn(2, 5, 16)
     assert not [*layer.parameters()]

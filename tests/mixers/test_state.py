@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import mixers
 from mixers import History, Position, Site, TokenMixer, remembered
+from mixers.state import Cache, caches, positions_seen
 
 
 class Inner(NamedTuple):
@@ -85,6 +86,19 @@ class Untyped(Averaging):
 def test_what_is_not_typed_counts() -> None:
     with pytest.raises(mixers.ContractError, match="init_state holds 128 besides what is typed History or Position"):
         mixers.check_mixer(Untyped)
+
+
+class Cached(NamedTuple):
+    last: History
+    keys: Cache
+    seen: Position
+
+
+def test_caches_and_the_number_of_tokens_are_told_apart_from_histories() -> None:
+    x, seen = torch.ones(2, 3), torch.tensor([4, 5])
+    assert caches(Cached(x, x, seen)) == ["keys"]
+    assert positions_seen(Cached(x, x, seen)) is seen
+    assert (caches(Averaged(x, x)), positions_seen(Averaged(x, x))) == ([], None)
 
 
 class Unreadable(NamedTuple):

@@ -45,6 +45,27 @@ class Reader:
         return answers
 
 
+class NearMiss(Reader):
+    """Finds the needle, and reads one character of its value wrong.
+
+    Args:
+        character: Which.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, character: int) -> None:
+        super().__init__(tokenizer)
+        self.character = character
+
+    def answer(self, prompt: str) -> str:
+        """The value of the oracle with one other digit."""
+        sentence = super().answer(prompt)
+        match = re.search(_VALUE, sentence.lower())
+        assert match
+        value = list(match.group(1))
+        value[self.character] = "7" if value[self.character] != "7" else "8"
+        return sentence.lower().replace(match.group(1), "".join(value))
+
+
 class Guesser(Reader):
     """Says what comes to its mind."""
 

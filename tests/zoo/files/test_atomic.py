@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import threading
 import time
 from pathlib import Path
@@ -64,13 +65,42 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, again: str):
 
 def test_another_machines_file_is_removed_when_nobody_writes_to_it_any_more(tmp_path: Path):
     path = tmp_path / "last.ckpt"
-    now, long_ago = (tmp_path / f".last.ckpt.elsewhere.{process}.1.partial" for process in (1, 2))
-    for partial in (now, long_ago):
+    ages = {1: 0, 2: 30 * 60, 3: 2 * 60 * 60}  # seconds by process; writing a large file may take half an hour
+    for process, age in ages.items():
+        partial = tmp_path / f".last.ckpt.elsewhere.{process}.1.partial"
         partial.write_bytes(b"half")
-    os.utime(long_ago, (time.time() - 7200,) * 2)
+        os.utime(partial, (time.time() - age,) * 2)
     with atomic_write(path) as file:
         file.write(b"whole")
-    assert partials(tmp_path) == [now.name]
+    assert partials(tmp_path) == [f".last.ckpt.elsewhere.{process}.1.partial" for process in (1, 2)]
+
+
+@pytest.mark.parametrize("name", ["write", "link"])
+def test_what_is_renamed_is_on_the_disk_before_and_the_name_after(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Otherwise a power cut leaves an empty file under the new name, or the old file after success was reported."""
+    (tmp_path / "other").write_bytes(b"whole")
+    path, done, replace, fsync = tmp_path / "last.ckpt", [], os.replace, os.fsync
+
+    def noted_fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        done.append("folder" if stat.S_ISDIR(status.st_mode) else status.st_size)
+        fsync(descriptor)
+
+    def noted_replace(source: Path, target: Path) -> None:
+        done.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    if name == "write":
+        with atomic_write(path) as file:
+            file.write(b"whole")
+        assert done == [5, "rename", "folder"]
+    else:
+        atomic_link(tmp_path / "other", path)
+        assert done == ["rename", "folder"]
 
 
 def test_a_users_file_with_a_similar_name_is_left_alone(tmp_path: Path):
@@ -81,6 +111,21 @@ def test_a_users_file_with_a_similar_name_is_left_alone(tmp_path: Path):
     with atomic_write(tmp_path / "last.ckpt") as file:
         file.write(b"whole")
     assert partials(tmp_path) == sorted(names)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError])
+def test_an_interrupted_write_leaves_the_old_file_alone(error: type[BaseException], tmp_path: Path):
+    (tmp_path / "last.ckpt").write_bytes(b"before")
+
+    def interrupted() -> None:
+        with atomic_write(tmp_path / "last.ckpt") as file:
+            file.write(b"half")
+            raise error("stop")
+
+    with pytest.raises(error, match="stop"):
+        interrupted()
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert (tmp_path / "last.ckpt").read_bytes() == b"before"
 
 
 def test_a_file_linked_to_itself_leaves_nothing(tmp_path: Path):

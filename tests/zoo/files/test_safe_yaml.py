@@ -76,6 +76,10 @@ def test_shared_parts_of_a_value_count_each_time():
     part.append(part)
     with pytest.raises(UserError, match="levels deep"):
         check_plain(part, "config")
-    for value in ({(1, 2): 3}, {"a": {1, 2}}, {"a": Path()}):
-        with pytest.raises(UserError):
+    for value, message in (
+        ({(1, 2): 3}, r"config has a key \(1, 2\), which is not a string"),
+        ({"a": {1, 2}}, "config holds a set, which does not belong in a config"),
+        ({"a": Path()}, "config holds a PosixPath, which does not belong in a config"),
+    ):
+        with pytest.raises(UserError, match=message):
             check_plain(value, "config")

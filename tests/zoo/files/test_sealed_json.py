@@ -63,7 +63,7 @@ def test_no_flipped_bit_and_no_cut_is_believed(required: bool):
 def test_what_was_there_stays_if_the_new_content_cannot_be_written(tmp_path: Path):
     file = tmp_path / "a.json"
     write_sealed(file, CONTENT)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="object is not JSON serializable"):
         write_sealed(file, {"loss": object()})
     with pytest.raises(ValueError, match="blake2b"):
         write_sealed(file, {SEAL: 1})

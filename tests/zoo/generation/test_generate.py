@@ -46,6 +46,8 @@ def test_sampling_probabilities_by_hand():
     close(sampling_probabilities(LOGITS, top_k=2), [0.0, 4 / 7, 0.0, 3 / 7])
     close(sampling_probabilities(LOGITS, top_p=0.65), [0.0, 4 / 7, 0.0, 3 / 7])
     close(sampling_probabilities(LOGITS, top_p=0.75), [0.0, 4 / 9, 2 / 9, 3 / 9])
+    halves = torch.tensor([[0.25, 0.5, 0.25]]).log()  # exact in fp32, also after a softmax
+    close(sampling_probabilities(halves, top_p=0.5), [0.0, 1.0, 0.0])
     close(sampling_probabilities(LOGITS, top_p=1e-9), [0.0, 1.0, 0.0, 0.0])
     close(sampling_probabilities(LOGITS, top_k=3, top_p=0.5), [0.0, 4 / 7, 0.0, 3 / 7])
     close(sampling_probabilities(LOGITS, top_k=99, top_p=1.0), [0.1, 0.4, 0.2, 0.3])

@@ -34,6 +34,7 @@ pytest_plugins = "tests.desk"
         (["x", "ST"], ["STOP"], ["x", "ST"]),
         (["x\n\ny"], ["\n\n"], ["x"]),
         (["stop"], ["stop"], []),
+        (["xaa", "b"], ["aab"], ["x"]),  # "a" begins it, too, but "aa" is longer
     ],
 )
 def test_text_ends_before_a_stop_string(pieces: list[str], stops: list[str], text: list[str]):

@@ -18,7 +18,7 @@ def test_a_foreign_state_that_cannot_be_restored():
 def test_other_errors_stay_as_they_are(checkpoint: Path | None):
     watched = Begun()
     watched.on_train_batch_end()
-    with pytest.raises(KeyError), restoration_explained(checkpoint, watched):
+    with pytest.raises(KeyError, match="a bug"), restoration_explained(checkpoint, watched):
         raise KeyError("a bug")
     with pytest.raises(UserError, match="a mistake"), restoration_explained(checkpoint, Begun()):
         raise UserError("a mistake")

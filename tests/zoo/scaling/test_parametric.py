@@ -21,6 +21,24 @@ def test_constants_come_back_without_noise(truth: Parametric):
         assert part == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("law", PUBLISHED.values(), ids=PUBLISHED)
+@pytest.mark.parametrize("flops", [1e19, 1e23])
+def test_the_law_of_the_loss_is_the_least_loss_of_any_size(law: Parametric, flops: float):
+    laws = law.laws(6.0)
+    best = law(laws.size(flops), laws.tokens(flops))
+    assert laws.loss(flops) == pytest.approx(best)
+    sizes = np.geomspace(1e6, 1e12, 2001)
+    losses = law(sizes, flops / (6 * sizes))
+    assert best == pytest.approx(losses.min(), rel=1e-6)
+    assert laws.size(flops) == pytest.approx(sizes[losses.argmin()], rel=0.01)
+
+
+def test_a_few_wild_losses_hardly_move_the_fit():
+    points = points_of(ladder(CHINCHILLA_REPLICATED))
+    wild = points._replace(losses=points.losses * np.where(np.arange(len(points.losses)) < 10, 1.2, 1.0))
+    assert fit_parametric(wild).alpha == pytest.approx(CHINCHILLA.alpha, abs=0.01)
+
+
 def test_a_mean_in_place_of_the_sum_stops_early():
     """What went wrong in arXiv 2203.15556: an optimiser with usual tolerances finds an average flat."""
     from scipy.optimize import minimize

@@ -3,9 +3,10 @@
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -17,6 +18,7 @@ import torch.multiprocessing as mp
 from tests.zoo.tiny import batch, pretraining, trainer, validation_loader
 from zoo.checkpoints.format import read_checkpoint
 from zoo.data.batch import NO_LOSS, Batch
+from zoo.train.callbacks import step_times
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.step_times import StepTimes
@@ -44,17 +46,49 @@ class Share:
             yield Batch(*(part.chunk(self.count)[self.rank] for part in (tokens, labels)))
 
 
+class SharedClock:
+    """A clock of two processes that goes on only when one of them is late, and how many gradients each has computed."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self.seconds = context.Value("d", 0.0)
+        self.computed = [context.Value("q", 0) for _ in range(2)]
+
+    def of(self, rank: int, patch: pytest.MonkeyPatch) -> None:
+        """Let the times of this process be those of the clock."""
+        patch.setattr(step_times, "time", SimpleNamespace(perf_counter=lambda: self.seconds.value))
+        when_computed = step_times.when_computed
+
+        def counted(loss: torch.Tensor, do: Callable[[], None]) -> None:
+            def done() -> None:
+                do()
+                self.computed[rank].value += 1
+
+            when_computed(loss, done)
+
+        patch.setattr(step_times, "when_computed", counted)
+
+
 class Late(L.Callback):
-    """A process that takes 60 ms longer for its gradients than the others."""
+    """A process that takes a second longer for its gradients than the other one, which waits for them by then."""
+
+    def __init__(self, rank: int, clock: SharedClock) -> None:
+        self.rank, self.clock = rank, clock
 
     def on_before_backward(self, trainer, pl_module, loss):
-        loss.register_hook(lambda gradient: time.sleep(0.06))
+        loss.register_hook(self.wait)
+
+    def wait(self, gradient: torch.Tensor) -> None:
+        own, other = self.clock.computed[self.rank], self.clock.computed[1 - self.rank]
+        while other.value <= own.value:
+            time.sleep(0.001)
+        self.clock.seconds.value += 1
 
 
-def train(folder: Path, rank: int, count: int, late: int | None = None) -> None:
+def train(folder: Path, rank: int, count: int, *late: Late) -> None:
     """A run whose parameters hardly change: processes with unequal numbers of labels train another mean."""
     strategy = {"strategy": "ddp", "devices": count} if count > 1 else {}
-    callbacks = [StepTimes(), *([Late()] if rank == late else [])]
+    callbacks = [StepTimes(), *late]
     module = pretraining(learning_rate=1e-9)
     saving = Checkpoints(every_n_steps=3, in_background=True)
     trainer(folder, callbacks, checkpoints=saving, **OPTIONS, **strategy).fit(
@@ -80,7 +114,7 @@ def train_corrupted(folder: Path, rank: int) -> None:
     torch.save({"skipped": guard.skipped, "weights": module.model.state_dict()}, folder / f"rank-{rank}.pt")
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: str, clock: SharedClock) -> None:
     """One process of two."""
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # Lightning starts no others then
@@ -96,8 +130,10 @@ def work(rank: int, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counted)
         train(Path(folder, "two"), rank, 2)
-    for late in range(2):
-        train(Path(folder, f"late-{late}"), rank, 2, late)
+    with pytest.MonkeyPatch.context() as patch:
+        clock.of(rank, patch)
+        for late in range(2):
+            train(Path(folder, f"late-{late}"), rank, 2, *([Late(rank, clock)] if rank == late else []))
     train_corrupted(Path(folder, "corrupted"), rank)
     Path(folder, f"sums-{rank}.json").write_text(json.dumps(shapes))
     dist.destroy_process_group()
@@ -107,7 +143,8 @@ def work(rank: int, folder: str) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs: `one` of one process, `two`, `late-0` and `late-1` of two, of which the named one is late."""
     folder = tmp_path_factory.mktemp("processes")
-    context = mp.start_processes(work, (str(folder),), nprocs=2, start_method="spawn", join=False)
+    clock = SharedClock()  # held until the processes have started
+    context = mp.start_processes(work, (str(folder), clock), nprocs=2, start_method="spawn", join=False)
     train(folder / "one", 0, 1)
     while not context.join():
         pass
@@ -146,7 +183,7 @@ def test_processes_wait_for_it_only_where_it_is_logged(found: Path) -> None:
 
 
 def test_how_long_the_others_are_waited_for(found: Path) -> None:
-    """The numbers are those of the first process, in rows of two steps, of which only one batch of two waits."""
+    """The numbers are those of the first process, of steps of two batches, after only one of which it waits."""
     times = {}
     for run in ("one", "two", "late-0", "late-1"):
         rows = [row for row in read_metrics(found / run / "metrics.jsonl") if "seconds_backward" in row]
@@ -155,7 +192,8 @@ def test_how_long_the_others_are_waited_for(found: Path) -> None:
         assert all(seconds <= row["seconds_backward"] for seconds, row in zip(times[run], rows, strict=False))
     assert not times["one"]
     assert all(seconds > 0 for seconds in times["two"])
-    assert min(times["late-0"]) < 0.03 < 0.05 < max(times["late-1"])
+    assert times["late-0"] == [0.0] * 3
+    assert all(1 <= seconds <= 2 for seconds in times["late-1"])
 
 
 def test_the_first_process_saves_in_the_background(found: Path) -> None:

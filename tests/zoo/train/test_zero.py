@@ -1,11 +1,15 @@
-"""What a ZeRO strategy is told, before there are processes."""
+"""What a ZeRO strategy is told, and a step of it in one process."""
 
+import multiprocessing
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels import UserError
+from tests.zoo.tiny import ResumableLoader, pretraining, trainer, validation_loader
 from zoo.train.callbacks.checkpoints import Checkpoints
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is for Linux")
@@ -55,3 +59,52 @@ def test_checkpoints_are_not_written_in_the_background(tmp_path):
     trainer = SimpleNamespace(strategy=Zero(), default_root_dir=tmp_path, fast_dev_run=False, _signal_connector=None)
     with pytest.raises(UserError, match="in_background is true, but Zero writes its checkpoints itself"):
         Checkpoints(in_background=True).setup(trainer, None, "fit")
+
+
+def train(folder: Path, **options: object) -> None:
+    """Two steps of SGD on two batches each, whose gradients are clipped to a fraction of their norm."""
+    module = pretraining(optimizer=torch.optim.SGD, learning_rate=1.0, warmup_steps=0, gradient_clip=0.1)
+    run = trainer(folder, max_steps=2, accumulate_grad_batches=2, **options)
+    run.fit(module, ResumableLoader(8), validation_loader())
+    torch.save(module.model.state_dict(), folder / "weights.pt")
+    norm = run.strategy.gradient_norm if isinstance(run.strategy, Zero) else run.callback_metrics["gradient_norm"]
+    (folder / "norm.txt").write_text(f"{float(norm)}")
+
+
+def train_with_zero(folder: Path, stage: int) -> None:
+    """The same in a process of its own, which notes what is synced to the disk, and what is renamed."""
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def noted_fsync(descriptor: int) -> None:
+        done.append(f"sync {os.path.basename(os.readlink(f'/proc/self/fd/{descriptor}'))}")
+        fsync(descriptor)
+
+    def noted_replace(source: str, target: str) -> None:
+        done.append(f"rename to {os.path.basename(target)}")
+        replace(source, target)
+
+    os.fsync, os.replace = noted_fsync, noted_replace  # type: ignore[assignment]
+    train(folder, strategy=Zero(stage=stage), devices=1)
+    (folder / "done.txt").write_text("\n".join(done))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_accumulated_and_clipped_gradients_are_those_of_one_device(stage: int, tmp_path: Path):
+    """With SGD the weights show the size of a gradient, which AdamW's hardly do."""
+    for name in ("alone", "zero"):
+        (tmp_path / name).mkdir()
+    process = multiprocessing.get_context("fork").Process(target=train_with_zero, args=(tmp_path / "zero", stage))
+    process.start()  # DeepSpeed's choice of a device, and the process group, end with it
+    train(tmp_path / "alone")
+    process.join(300)
+    assert process.exitcode == 0
+    done = (tmp_path / "zero" / "done.txt").read_text().splitlines()
+    named = next(i for i, event in enumerate(done) if event.startswith("rename to ") and event.endswith(".ckpt"))
+    shards = [path.name for path in (tmp_path / "zero").rglob("shards-*/*.pt")]
+    assert shards
+    assert {f"sync {name}" for name in shards} <= set(done[:named])  # before the checkpoint names them
+    alone, zero = (torch.load(tmp_path / name / "weights.pt") for name in ("alone", "zero"))
+    torch.testing.assert_close(zero, alone, rtol=1e-5, atol=1e-6)
+    norms = [float((tmp_path / name / "norm.txt").read_text()) for name in ("alone", "zero")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[0] > 0.2  # so that they were clipped

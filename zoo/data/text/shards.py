@@ -128,10 +128,10 @@ class Shards:
         """Tokens start … stop − 1, as int64 `[stop − start]`."""
         parts = []
         while start < stop:
+            if start >= len(self):
+                raise IndexError(f"token {start} of {len(self)}")
             shard, offset = divmod(start, self._shard_tokens)
             part = self._shards[shard][offset : offset + stop - start]
-            if not len(part):
-                raise IndexError(f"token {start} of {len(self)}")
             parts.append(part)
             start += len(part)
         return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)

@@ -12,7 +12,8 @@ from kernels.errors import UserError
 from tests.commands import Command
 from zoo import config as configs
 from zoo.data import Batch, Corpus, MixedText, Source, TextData
-from zoo.data.text.blend import BlendedText
+from zoo.data.order import interleaved
+from zoo.data.text.blend import Blend, BlendedText
 
 pytest_plugins = "tests.desk"
 
@@ -87,6 +88,19 @@ def test_sources_come_by_weight_and_each_is_shown_whole_before_it_repeats(argume
         16 * steps * share / len(w) for share, w in zip([0.625, 0.0625, 0.3125], data.train.sources, strict=True)
     ]
     assert data.train.passes(16 * steps) == pytest.approx(expected)
+
+
+def test_each_source_has_an_order_of_its_own(arguments: dict):
+    """Else sources of one length would always show samples from the same part of their texts together."""
+    windows = MixedText(**arguments).train.sources[0]
+    blend, number = Blend([windows, windows], [1, 1]), len(windows)
+    samples = blend.order(np.arange(256), seed=3)
+    sources, numbers = interleaved(np.arange(256), [1, 1], seed=3)
+    first, second = (
+        {n: s % number for s, n, o in zip(samples, numbers, sources, strict=True) if o == i} for i in (0, 1)
+    )
+    assert first.keys() == second.keys() == set(range(128))
+    assert sum(first[n] == second[n] for n in first) < 30  # chance alone makes a few equal
 
 
 def test_resumed_by_another_number_of_ranks_nothing_is_repeated_or_left_out(arguments: dict):

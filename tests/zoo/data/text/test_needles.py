@@ -47,6 +47,8 @@ def test_haystacks_have_the_length_that_the_path_says():
         lengths = [len(document) for document in some(200, path)]
         assert longest * 0.8 < max(lengths) < 1.1 * longest + 1500
         assert min(lengths) > 200
+    # equally likely on a logarithmic scale, and longer by its questions; on a linear one the median would be 8,100
+    assert sorted(lengths)[100] == pytest.approx((200 * 16_000) ** 0.5 + 300, rel=0.25)
 
 
 def test_values_of_training_and_evaluation_are_never_the_same():

@@ -180,5 +180,5 @@ def test_tokens_are_int64(text_folder: str):
     train, _, _ = both(text_folder)
     assert train.read(0, 5).dtype == np.int64
     assert train.read(5, 5).shape == (0,)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match=f"token {len(train)} of {len(train)}"):
         train.read(0, len(train) + 1)

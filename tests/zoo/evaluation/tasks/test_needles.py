@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kernels import UserError
-from tests.zoo.evaluation.subjects import Guesser, Reader
+from tests.zoo.evaluation.subjects import Guesser, NearMiss, Reader
 from zoo.data import Tokenizer
 from zoo.evaluation.task import Options
 from zoo.evaluation.tasks import TASKS
@@ -48,6 +48,28 @@ def test_a_reader_is_right_and_a_guesser_is_not(name: str, tokenizer: Tokenizer)
         assert all(row["low"] < expected + 1e-9 and expected - 1e-9 < row["high"] for row in rows)
         assert {len(prompt) for prompt in subject.prompts} == {400, 700}
         assert len(subject.prompts) == 2 * 3 * 4
+
+
+@pytest.mark.parametrize("character", [0, -1])
+def test_a_value_with_one_wrong_digit_is_wrong(character: int, tokenizer: Tokenizer):
+    for name in ("s_niah_1", "s_niah_3", "passkey"):
+        task = task_of(name, lengths=(400,), samples=2)
+        subject = NearMiss(tokenizer, character)
+        assert [row["value"] for cell in task.cells(subject) for row in task.run(subject, cell)] == [0.0]
+
+
+def test_without_depths_a_needle_may_be_anywhere(tokenizers: dict[str, Tokenizer]):
+    """One of forty depths, the first and the last sentence included, all about equally often."""
+    task, found = task_of("passkey"), []
+    tokenizer = tokenizers["small"]
+    for number in range(400):
+        ids, value = task.sample(tokenizer, {"length": 400}, number)
+        haystack = tokenizer.decode(ids).removeprefix(task.wording.head).rpartition("\n")[0]
+        before, _, after = haystack.partition(f"The pass key is {value}.")
+        found.append(len(before) / (len(before) + len(after.partition("is the pass key.")[2])))
+    assert min(found) == 0
+    assert max(found) == 1
+    assert sum(found) / len(found) == pytest.approx(0.5, abs=0.06)  # four standard errors
 
 
 @pytest.mark.parametrize("name", NAMES)
