@@ -147,7 +147,10 @@ def with_tokenizer(arguments: list[str], finished: Path) -> list[str]:
 
 
 def _shortened(argument: str, folder: Path) -> str:
-    """For a sweep in configs/, the runs of which test_shipped_sweeps.py builds: one in `folder` with a value for each axis."""
+    """For a sweep in configs/, one in `folder` with a single value for each axis.
+
+    All of its runs are built by test_shipped_sweeps.py.
+    """
     if not (argument.endswith(".yaml") and (CONFIGS / argument).is_file()):
         return argument
     sweep = load_config(argument)
