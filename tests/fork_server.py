@@ -70,7 +70,8 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int | None) else print(end.code, file=sys.stderr) or 1  # noqa: T201
     except KeyboardInterrupt:
-        code = 130
+        traceback.print_exc()
+        code = -signal.SIGINT
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -83,6 +84,9 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code or 0)
 
 

@@ -79,7 +79,7 @@ class Ended(NamedTuple):
 
 
 class ForkServer:
-    """A process that has imported the project, and command lines forked from it."""
+    """A process that has imported the project, and programs forked from it."""
 
     def __init__(self) -> None:
         folder = Path(tempfile.mkdtemp(prefix="fork-server-"))  # a short path, as sockets need
@@ -108,10 +108,10 @@ class ForkServer:
             )
 
     def start(self, arguments: list[str], folder: Path, environment: dict[str, str], log: Path, **limits: float) -> int:
-        """Start a command line, in a session of its own.
+        """Start a program, in a session of its own.
 
         Args:
-            arguments: What follows `python cli.py`.
+            arguments: What follows `python`: a script and its arguments.
             folder: Its working directory.
             environment: Variables to set beside those of this process.
             log: The file that output and errors are appended to.
@@ -123,7 +123,7 @@ class ForkServer:
         settings = {**SETTINGS, "COLUMNS": "200", "ZOO_RUN": "", "ZOO_PARENT": "", "DS_ACCELERATOR": "cpu"}
         settings["FRESH_PYTHON"] = "1"  # for the processes that it starts, which are then found in /proc
         request = {
-            "arguments": [str(ROOT / "cli.py"), *map(str, arguments)],
+            "arguments": [*map(str, arguments)],
             "folder": str(folder),
             "environment": {**os.environ, **settings, **environment},
             **limits,

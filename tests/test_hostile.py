@@ -17,7 +17,7 @@ import pytest
 
 import cli
 
-from .commands import sitting_at
+from .commands import CLI, sitting_at
 from .forked_python import fork_server
 from .hostile import VERBS, Case, cases, prepare
 
@@ -85,7 +85,7 @@ def meet(case: Case, prepared: Path, cache: Path, folder: Path, cpu_seconds: int
     environment = {"ZOO_CACHE": cache, "HOME": home, "XDG_CONFIG_HOME": home / ".config"}
     environment |= dict.fromkeys(("TMPDIR", "MPLCONFIGDIR", "XDG_CACHE_HOME"), folder / "tmp")
     number = fork_server().start(
-        [*case.arguments],
+        [str(CLI), *case.arguments],
         desk,
         {name: str(path) for name, path in environment.items()},
         log,

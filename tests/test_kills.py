@@ -26,7 +26,7 @@ from zoo.checkpoints.format import read_checkpoint
 from zoo.runs.folder import has_checkpoint
 from zoo.train.metrics_file import read_metrics
 
-from .commands import FIT, sitting_at
+from .commands import CLI, FIT, sitting_at
 from .forked_python import fork_server
 
 pytest_plugins = "tests.desk"
@@ -38,7 +38,8 @@ pytestmark = [
 PATIENCE = 120  # seconds in which a process must end; many times what it takes
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # Stopped by a signal, or, by one that comes before the run listens or after it, killed or complete.
-CODES = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGHUP, 130, 0}
+ENDED_BY = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+CODES = {*(-number for number in ENDED_BY), 128 + signal.SIGTERM, 128 + signal.SIGHUP, 128 + signal.SIGINT, 0}
 STEPS = 24
 RUN = (
     *FIT,
@@ -114,7 +115,7 @@ class Chain:
             "XDG_CONFIG_HOME": os.environ.get("XDG_CONFIG_HOME", ""),
             MARK: self.mark,
         }
-        return fork_server().start([*arguments], self.folder, environment, self.log)
+        return fork_server().start([str(CLI), *arguments], self.folder, environment, self.log)
 
     def end(self, number: int, seconds: float = PATIENCE) -> int:
         """Its exit code; it must end, and leave no process behind."""

@@ -53,10 +53,13 @@ def test_it_runs_and_makes_its_pictures(file: Path, tmp_path: Path, shared_cache
 
 
 @pytest.mark.slow
-def test_statex_end_to_end(tmp_path: Path, shared_cache: Path):
-    printed = run(tmp_path, shared_cache, "statex_end_to_end.py", "--small", "--jobs=1")
+@pytest.mark.parametrize(
+    "mixers", [["GLA"], pytest.param(["GLA", "Mamba2"], marks=pytest.mark.nightly)], ids=["GLA", "GLA and Mamba2"]
+)
+def test_statex_end_to_end(mixers: list[str], tmp_path: Path, shared_cache: Path):
+    printed = run(tmp_path, shared_cache, "statex_end_to_end.py", "--small", "--jobs=1", "--mixers", *mixers)
     for form in ("original", "LPT", "reinit", "inherit", "preserve"):
-        assert len(re.findall(rf"│ {form} +│", printed)) == 4  # two mixers, two tasks
+        assert len(re.findall(rf"│ {form} +│", printed)) == 2 * len(mixers)  # two tasks
     assert (tmp_path / "runs/statex/statex.png").is_file()
 
 
