@@ -14,7 +14,7 @@ from jsonargparse import Namespace
 import zoo
 from zoo.benchmarks.tune import tune
 from zoo.config import CONFIGS, KEYS, add_arguments, find_config, read
-from zoo.config.command_line import Keys, arguments_of
+from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
 from zoo.evaluation.catalogue import tasks_of
 from zoo.evaluation.task import Options
@@ -100,12 +100,13 @@ def check_parses(arguments: list[str], command: Command, finished: Path, folder:
             else:
                 find_config(name)
         return
-    if arguments[:1] and arguments[0] in OF_CONFIGS and not any(a.endswith(".help") for a in arguments):
+    prints = any(argument in PRINTING or argument.endswith(".help") for argument in arguments)  # and runs nothing
+    if arguments[:1] and arguments[0] in OF_CONFIGS and not prints:
         parse_command(arguments)
         return
     arguments = [*arguments]
-    if any(argument.endswith(".help") for argument in arguments):
-        pass  # prints, and runs nothing
+    if prints:
+        pass
     elif arguments[:1] == ["sweep"]:
         short = [_shortened(argument, folder) for argument in arguments]
         arguments = [*short, *with_tokenizer(arguments, finished), "--dry-run"]
@@ -131,8 +132,9 @@ def parse_command(arguments: list[str]) -> Namespace:
         UserError: An option, a config, a key or a value is wrong.
     """
     verb, *rest = arguments
-    items, _ = arguments_of(getattr(zoo, verb), rest, verb, Keys(KEYS, add_arguments))
-    return parsed(*items)
+    items, options = arguments_of(getattr(zoo, verb), rest, verb, Keys(KEYS, add_arguments))
+    continued = options.get("resume") or options.get("checkpoint")
+    return parsed(*(["gdn_h2.yaml"] if continued else []), *items)  # in place of the config in the checkpoint
 
 
 def with_tokenizer(arguments: list[str], finished: Path) -> list[str]:
