@@ -9,12 +9,13 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
+
 import zoo
 from zoo.benchmarks.tune import tune
-from zoo.config import CONFIGS
-from zoo.config.command_line import arguments_of
+from zoo.config import CONFIGS, KEYS, add_arguments, find_config, read
+from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
-from zoo.config.parser import read
 from zoo.evaluation.catalogue import tasks_of
 from zoo.evaluation.task import Options
 from zoo.files.safe_yaml import dump_yaml
@@ -22,12 +23,14 @@ from zoo.lm.catalogue import show_mixers
 from zoo.sweeps.comparison import whole_configs
 
 from .commands import ROOT, Command
+from .shipped_configs import parsed
 
 SHELLS = ("bash", "sh", "shell", "console")
 FENCED = re.compile(r"^[ ]*```(\w*).*?\n(.*?)^[ ]*```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = ("python", "python3", "pytest", "pip")
 INLINE = re.compile(r"(?<!`)`([^`]+)`")
 ON_GPUS = tuple(["bench", kind] for kind in ("training", "scaling", "expansion", "length"))  # for minutes, as peers do
+OF_CONFIGS = ("fit", "validate", "test", "predict")  # verbs that take the config of a run
 # verbs that take no config: their functions, and the option that plain arguments set
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "evaluate": (zoo.evaluate, None),
@@ -88,14 +91,22 @@ def check_parses(arguments: list[str], command: Command, finished: Path, folder:
         keys = [argument.removeprefix("--") for argument in arguments[1:] if argument.startswith("--")]
         overrides = [key for key in keys if not key.startswith(("jobs=", "folder="))]
         names = [argument for argument in arguments[1:] if not argument.startswith("--")]
-        for name in names or whole_configs():
-            read(name, *overrides)
+        names = names or whole_configs()
+        # what is set outside `model` means the same for each config, all of which test_configs.py reads
+        each = any(override.startswith("model") for override in overrides)
+        for number, name in enumerate(names):
+            if each or number == 0:
+                parsed(name, *overrides)
+            else:
+                find_config(name)
+        return
+    prints = any(argument in PRINTING or argument.endswith(".help") for argument in arguments)  # and runs nothing
+    if arguments[:1] and arguments[0] in OF_CONFIGS and not prints:
+        parse_command(arguments)
         return
     arguments = [*arguments]
-    if any(argument.endswith(".help") for argument in arguments):
-        pass  # prints, and runs nothing
-    elif arguments and arguments[0] in ("fit", "validate", "test", "predict"):
-        arguments.append("--print_config")  # all of it is parsed, and nothing is run
+    if prints:
+        pass
     elif arguments[:1] == ["sweep"]:
         short = [_shortened(argument, folder) for argument in arguments]
         arguments = [*short, *with_tokenizer(arguments, finished), "--dry-run"]
@@ -105,13 +116,25 @@ def check_parses(arguments: list[str], command: Command, finished: Path, folder:
         keys = [a.removeprefix("--") for a in arguments if a.startswith("--") and a.partition("=")[0] not in shown]
         files = [after for word, after in itertools.pairwise(arguments) if word == "--config"]
         if keys:
-            read(*files, *keys)
+            parsed(*files, *keys)
     elif arguments[:1] == ["bench"]:
         arguments += ["--lengths=[]", "--shapes=[[1,1,64,16]]", "--seconds=0.01", f"--folder={folder}"]
     elif arguments[:2] == ["scaling", "fit"]:
         arguments.append("--help")  # of runs that take hours
     shown = command(*arguments)
     assert shown.code == 0, shown.err
+
+
+def parse_command(arguments: list[str]) -> Namespace:
+    """Parse what follows `python cli.py` in a command of one of OF_CONFIGS, options and config, and run nothing.
+
+    Raises:
+        UserError: An option, a config, a key or a value is wrong.
+    """
+    verb, *rest = arguments
+    items, options = arguments_of(getattr(zoo, verb), rest, verb, Keys(KEYS, add_arguments))
+    continued = options.get("resume") or options.get("checkpoint")
+    return parsed(*(["gdn_h2.yaml"] if continued else []), *items)  # in place of the config in the checkpoint
 
 
 def with_tokenizer(arguments: list[str], finished: Path) -> list[str]:
@@ -126,7 +149,10 @@ def with_tokenizer(arguments: list[str], finished: Path) -> list[str]:
 
 
 def _shortened(argument: str, folder: Path) -> str:
-    """For a sweep in configs/, all runs of which test_configs.py builds: one in `folder` with a value for each axis."""
+    """For a sweep in configs/, one in `folder` with a single value for each axis.
+
+    All of its runs are built by test_shipped_sweeps.py.
+    """
     if not (argument.endswith(".yaml") and (CONFIGS / argument).is_file()):
         return argument
     sweep = load_config(argument)

@@ -13,6 +13,8 @@ import pytest
 
 import cli
 
+from .forked_python import forked_python
+
 CLI = Path(cli.__file__)
 ROOT = CLI.parent
 TINY = """
@@ -50,10 +52,20 @@ def sitting_at(folder: Path, cache: Path) -> Iterator[None]:
         yield
 
 
-def start(folder: Path, cache: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
-    """`python cli.py …` as a process of its own, in `folder`."""
+def start(
+    folder: Path, cache: Path, *arguments: str, fresh: bool = False, **environment: str
+) -> "subprocess.Popen[str]":
+    """`python cli.py …` as a process of its own, in `folder`.
+
+    Args:
+        folder: The working directory.
+        cache: Where tokens lie.
+        arguments: What follows `python cli.py`.
+        fresh: Whether to start a new interpreter instead of forking one that has imported the project.
+        environment: Variables to set.
+    """
     return subprocess.Popen(
-        [sys.executable, str(CLI), *arguments],
+        [sys.executable if fresh else forked_python(), str(CLI), *arguments],
         cwd=folder,
         env={**os.environ, "TRITON_INTERPRET": "0", "ZOO_CACHE": str(cache), **environment},
         stdout=subprocess.PIPE,

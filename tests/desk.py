@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 import cli
+from zoo.sweeps import ablation, comparison
 
 from .commands import CLI, FIT, Command, Finished, sitting_at
+from .forked_python import forked_python
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +35,13 @@ def desk(tmp_path: Path, shared_cache: Path) -> Iterator[Path]:
     folder.mkdir()
     with sitting_at(folder, shared_cache):
         yield folder
+
+
+@pytest.fixture
+def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of sweeps and comparisons are forked from a process that has imported the project."""
+    for module in (ablation, comparison):
+        monkeypatch.setattr(module, "COMMAND", (forked_python(), str(CLI)))
 
 
 @pytest.fixture

@@ -1,45 +1,177 @@
-"""The client of `nursery.py`."""
+"""The program behind `forked_python.py`: it has imported the project, and forks a process for each request.
 
+Usage: python -m tests.fork_server FD, where FD is a listening socket. It ends when its standard input is closed.
+
+A request is a connection that passes standard input, output and error as file descriptors and sends a line of JSON:
+
+    {"arguments": ["cli.py", "fit", ...], "folder": ..., "environment": {...}}      a script, or -m and a module
+    {..., "cpu_seconds": 10, "gigabytes": 2}                                        limits beyond what imports have used
+
+The answers are lines of JSON: the process id, and, when the process has ended, its exit code (negative for a signal),
+its CPU seconds, and its gigabytes beyond the imports. Closing the connection earlier kills the process.
+"""
+
+import gc
 import json
 import os
-import subprocess
+import resource
+import runpy
+import selectors
+import signal
+import socket
 import sys
-from pathlib import Path
-from typing import Any
+import threading
+import traceback
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from .commands import ROOT
+
+class Child(NamedTuple):
+    """A forked process, and the connection of who asked for it."""
+
+    number: int
+    connection: socket.socket
 
 
-class Nursery:
-    """Starts command lines quickly (see `nursery.py`)."""
+def read_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The line of JSON, and the three file descriptors."""
+    text, streams, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    while not text.endswith(b"\n"):
+        if not (more := connection.recv(1 << 16)):
+            raise ConnectionError("the request is incomplete")
+        text += more
+    return json.loads(text), streams
 
-    def __init__(self, folder: Path) -> None:
-        one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.nursery"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env={
-                **os.environ,
-                **one,
-                "PYTHONPATH": str(ROOT),
-                "ZOO_RUN": "",
-                "ZOO_PARENT": "",
-                "DS_ACCELERATOR": "cpu",
-            },
-        )
 
-    def ask(self, **order: object) -> Any:
-        """The answer to an order."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+def become(request: dict[str, Any], streams: list[int]) -> None:
+    """Be the requested process, and end it."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream, source in enumerate(streams):
+        os.dup2(source, stream)
+        os.close(source)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if "cpu_seconds" in request:
+        resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"], request["cpu_seconds"] + 1))
+        data = data_bytes() + int(request["gigabytes"] * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (data, data))
+    is_module = request["arguments"][0] == "-m"
+    sys.argv = request["arguments"][is_module:]
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(sys.argv[0]))
+    code: int | str | None = 0
+    try:
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int | None) else print(end.code, file=sys.stderr) or 1  # noqa: T201
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = -signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    # the rest is how the interpreter ends; exit handlers end data workers
+    import atexit
 
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code or 0)
+
+
+def data_bytes() -> int:
+    """The memory of this process that RLIMIT_DATA counts."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+
+
+def serve(listener: socket.socket) -> None:
+    """Answer requests until standard input is closed."""
+    imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    children: dict[int, Child] = {}  # by the file descriptor that becomes readable when the process ends
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(0, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd == 0:
+                    for child in children.values():
+                        os.kill(child.number, signal.SIGKILL)
+                    return
+                if key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    try:
+                        request, streams = read_request(connection)
+                    except (ConnectionError, ValueError):
+                        connection.close()
+                        continue
+                    number = os.fork()
+                    if number == 0:
+                        selector.close()
+                        listener.close()
+                        for child in children.values():
+                            child.connection.close()
+                        connection.close()
+                        become(request, streams)
+                    for stream in streams:
+                        os.close(stream)
+                    end = os.pidfd_open(number)
+                    children[end] = Child(number, connection)
+                    selector.register(end, selectors.EVENT_READ)
+                    selector.register(connection, selectors.EVENT_READ, children[end])
+                    _send(connection, number)
+                elif key.data is None:  # the end of a process
+                    child = children.pop(key.fd)
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _, status, usage = os.wait4(child.number, 0)
+                    seconds, gigabytes = usage.ru_utime + usage.ru_stime, (usage.ru_maxrss - imports) / 2**20
+                    _send(child.connection, [os.waitstatus_to_exitcode(status), seconds, gigabytes])
+                    with suppress(KeyError, ValueError):
+                        selector.unregister(child.connection)
+                    child.connection.close()
+                elif key.data in children.values():  # nobody waits for it any more
+                    selector.unregister(key.fileobj)
+                    os.kill(key.data.number, signal.SIGKILL)
+
+
+def _send(connection: socket.socket, answer: Any) -> None:
+    with suppress(OSError):
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def import_everything() -> None:
+    """Import what command lines import, also what they import where it is needed."""
+    import contextlib
+
+    import torchmetrics  # noqa: F401
+
+    import mixers
+    import zoo.benchmarks.command_line
+    import zoo.runs.fit
+    import zoo.scaling.command_line
+    import zoo.sweeps.ablation  # noqa: F401
+
+    with contextlib.suppress(ImportError):  # of an extra
+        import bokeh.embed  # noqa: F401
+    mixers.names()
+
+
+if __name__ == "__main__":
+    sys.executable = os.environ.pop("FORKED_PYTHON")  # processes that are started there are forked from here, too
+    import_everything()
+    sys.modules["__main__"].__spec__ = None  # else the processes for other devices would be fork servers
+    gc.freeze()  # so that collections in a child do not copy all pages
+    with socket.socket(fileno=int(sys.argv[1])) as server:
+        serve(server)

@@ -1,6 +1,8 @@
 """Rules of the house that no other test would notice."""
 
 import ast
+import copy
+import functools
 import importlib
 import inspect
 import os
@@ -18,8 +20,6 @@ import mixers
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kernels", "mixers", "zoo")
-FILES = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))] + [ROOT / "cli.py"]
-TREES = {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in FILES}
 OUTSIDE = {"transformers", "fla", "lm_eval"}
 # kernels ← mixers ← zoo ← cli: what a package must not import, wherever in the file
 FORBIDDEN = {
@@ -52,10 +52,17 @@ ROOMS = (
 )
 
 
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """The syntax trees of all files by their paths; only to be read."""
+    files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))] + [ROOT / "cli.py"]
+    return {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text()) for file in files}
+
+
 def imports(name: str) -> Iterator[str]:
     """Dotted names that a file imports, `from a import b` as both a and a.b; relative ones made absolute."""
     package = name.removesuffix(".py").split("/")[:-1]
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(trees()[name]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -70,13 +77,13 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_imports_point_one_way(name: str):
-    package = name.partition("/")[0]
-    allowed = name.startswith(("zoo/evaluation", "zoo/benchmarks/peers"))
-    bad = FORBIDDEN[package] | (set() if allowed else OUTSIDE)
-    found = {imported for imported in imports(name) for other in bad if within(imported, other)}
-    assert not found, f"{name} imports {found}"
+def test_imports_point_one_way():
+    violations = []
+    for name in trees():
+        allowed = name.startswith(("zoo/evaluation", "zoo/benchmarks/peers"))
+        bad = FORBIDDEN[name.partition("/")[0]] | (set() if allowed else OUTSIDE)
+        violations += [f"{name} imports {used}" for used in imports(name) if any(within(used, other) for other in bad)]
+    assert not violations
 
 
 def room(module: str) -> str | None:
@@ -84,64 +91,76 @@ def room(module: str) -> str | None:
     return max((room for room in ROOMS if within(module, room)), key=len, default=None)
 
 
-@pytest.mark.parametrize("name", [name for name in TREES if name.startswith("zoo/") and name != "zoo/__init__.py"])
-def test_no_import_runs_back_up_between_rooms(name: str):
-    own = room(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-    assert own is not None, f"{name} stands in no room; tests/test_architecture.py lists them in their order"
-    used = {other for imported in imports(name) if (other := room(imported)) is not None}
-    above = {other for other in used if ROOMS.index(other) > ROOMS.index(own)}
-    assert not above, f"{name} imports from {above}, which come after {own}"
+def test_no_import_runs_back_up_between_rooms():
+    violations = []
+    for name in trees():
+        if not name.startswith("zoo/") or name == "zoo/__init__.py":
+            continue
+        own = room(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        if own is None:
+            violations.append(f"{name} is in no room; tests/test_architecture.py lists them in their order")
+            continue
+        used = {other for imported in imports(name) if (other := room(imported)) is not None}
+        above = [other for other in used if ROOMS.index(other) > ROOMS.index(own)]
+        violations += [f"{name} imports from {other}, which comes after {own}" for other in above]
+    assert not violations
 
 
-@pytest.mark.parametrize("name", [name for name in TREES if name.startswith("kernels/")])
-def test_kernels_know_no_module(name: str):
-    assert not [imported for imported in imports(name) if imported in ("torch.nn", "torch.nn.Module")]
-    assert not [n for n in ast.walk(TREES[name]) if isinstance(n, ast.ClassDef) and "Module" in ast.dump(n)]
+def test_kernels_know_no_module():
+    violations = []
+    for name, tree in trees().items():
+        if name.startswith("kernels/"):
+            violations += [
+                f"{name} imports {used}" for used in imports(name) if used in ("torch.nn", "torch.nn.Module")
+            ]
+            classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+            violations += [f"{name}: {node.name} is a Module" for node in classes if "Module" in ast.dump(node)]
+    assert not violations
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_names_say_what_is_inside(name: str):
-    assert Path(name).stem not in {
-        "utils",
-        "util",
-        "helpers",
-        "helper",
-        "common",
-        "misc",
-        "tools",
-        "core",
-        "base_utils",
-    }
+def test_names_say_what_is_inside():
+    vague = {"utils", "util", "helpers", "helper", "common", "misc", "tools", "core", "base_utils"}
+    assert not [name for name in trees() if Path(name).stem in vague]
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_no_print(name: str):
-    calls = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    assert not [call.lineno for call in calls if call.func.id in ("print", "breakpoint")]
+def test_no_print():
+    violations = []
+    for name, tree in trees().items():
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+        violations += [f"{name}:{call.lineno}" for call in calls if call.func.id in ("print", "breakpoint")]
+    assert not violations
 
 
 # a family of public checkpoints is a declaration of what their layers are called here; hybrids share a part of theirs
 DECLARATIONS = ("zoo/conversion/families/", "zoo/conversion/hybrid.py", "zoo/conversion/fla_attention.py")
 
 
-@pytest.mark.parametrize("name", [n for n in TREES if not n.startswith(("kernels/", "mixers/", *DECLARATIONS))])
-def test_no_mixer_is_named_above_the_mixers(name: str):
+def test_no_mixer_is_named_above_the_mixers():
     """What only one mixer needs goes through a hook that all mixers have."""
-    code = ast.parse(ast.unparse(TREES[name]))
-    for node in ast.walk(code):  # docstrings may tell of them
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
-            node.body[0] = ast.Pass()
-    words = set(re.findall(r"\w+", ast.unparse(code)))
-    # the help text shows how to ask for one by name
-    assert not words & ({*mixers.names()} - ({"GatedDeltaNet"} if name == "cli.py" else set()))
+    violations = []
+    for name in trees():
+        if name.startswith(("kernels/", "mixers/", *DECLARATIONS)):
+            continue
+        code = copy.deepcopy(trees()[name])
+        for node in ast.walk(code):  # docstrings may tell of them
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+                node.body[0] = ast.Pass()
+        words = set(re.findall(r"\w+", ast.unparse(code)))
+        # the help text shows how to ask for one by name
+        named = words & ({*mixers.names()} - ({"GatedDeltaNet"} if name == "cli.py" else set()))
+        violations += [f"{name} names {mixer}" for mixer in named]
+    assert not violations
 
 
-@pytest.mark.parametrize("name", [name for name in TREES if name.startswith("mixers/")])
-def test_mixers_take_no_arbitrary_arguments(name: str):
+def test_mixers_take_no_arbitrary_arguments():
     """A typo in a config must not vanish in **kwargs."""
-    functions = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.FunctionDef)]
-    constructors = [f for f in functions if f.name in ("__init__", "__new__")]
-    assert not [f.lineno for f in constructors if f.args.kwarg or f.args.vararg]
+    violations = []
+    for name, tree in trees().items():
+        if name.startswith("mixers/"):
+            functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+            constructors = [function for function in functions if function.name in ("__init__", "__new__")]
+            violations += [f"{name}:{f.lineno}" for f in constructors if f.args.kwarg or f.args.vararg]
+    assert not violations
 
 
 def public(module) -> Iterator[object]:

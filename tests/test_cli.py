@@ -479,7 +479,7 @@ def test_a_folder_that_cannot_be_written(command: Command, desk: Path):
 
 @pytest.mark.slow
 def test_exit_code_and_stream_of_a_process(desk: Path, shared_cache: Path):
-    process = start(desk, shared_cache, "fit", "--config", "gdn_h3.yaml")
+    process = start(desk, shared_cache, "fit", "--config", "gdn_h3.yaml", fresh=True)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert out == ""

@@ -26,6 +26,7 @@ TINY = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
 def test_two_configs_one_table_and_nothing_twice(command, tmp_path) -> None:
     configs = ["gdn_h2.yaml", "gla.yaml"]
     first = command("compare", *configs, *TINY, f"--folder={tmp_path}/out")

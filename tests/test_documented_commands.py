@@ -1,7 +1,8 @@
 """Every command in the documentation is one: its verb, keys, values, configs, tasks, tests, markers and files exist.
 
 Not here: those of README, most of which are run (`test_readme.py`), of the blocks of tutorials, all of which are run
-(`test_tutorials.py`), of configs (`test_configs.py`), and of reproductions (`test_commands.py` there).
+(`test_tutorials.py`), of configs (`test_config_commands.py`, `test_shipped_sweeps.py`), and of reproductions
+(`test_commands.py` there).
 """
 
 import re

@@ -10,7 +10,6 @@ import shutil
 import signal
 import stat
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,8 +17,8 @@ import pytest
 
 import cli
 
-from .commands import sitting_at
-from .fork_server import Nursery
+from .commands import CLI, sitting_at
+from .forked_python import fork_server
 from .hostile import VERBS, Case, cases, prepare
 
 pytest_plugins = "tests.desk"
@@ -38,13 +37,6 @@ SAMPLE = (
     "public: code of its own, convert",
     "state: text as callbacks",
 )
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    made = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +65,7 @@ def contents(folder: Path, without: list[Path]) -> dict[str, tuple[int, bytes | 
     return found
 
 
-def meet(
-    case: Case, nursery: Nursery, prepared: Path, cache: Path, folder: Path, cpu_seconds: int = CPU_SECONDS
-) -> None:
+def meet(case: Case, prepared: Path, cache: Path, folder: Path, cpu_seconds: int = CPU_SECONDS) -> None:
     """Run a case, and assert that it ended cleanly, soon, and with all around it as it was."""
     desk, home, canary = folder / "desk", folder / "home", folder / "canary"
     shutil.copytree(prepared, desk)
@@ -94,19 +84,19 @@ def meet(
     before = contents(folder, without)
     environment = {"ZOO_CACHE": cache, "HOME": home, "XDG_CONFIG_HOME": home / ".config"}
     environment |= dict.fromkeys(("TMPDIR", "MPLCONFIGDIR", "XDG_CACHE_HOME"), folder / "tmp")
-    number = nursery.ask(
-        folder=str(desk),
-        arguments=case.arguments,
-        environment={name: str(path) for name, path in environment.items()},
-        log=str(log),
+    number = fork_server().start(
+        [str(CLI), *case.arguments],
+        desk,
+        {name: str(path) for name, path in environment.items()},
+        log,
         cpu_seconds=cpu_seconds,
         gigabytes=2 * GIGABYTES,
     )
-    ended = nursery.ask(usage=number, seconds=60)
+    ended = fork_server().wait(number, 60)
     with suppress(ProcessLookupError):  # of the child, or of processes that it has left
         os.killpg(number, signal.SIGKILL)
     if ended is None:
-        nursery.ask(wait=number, seconds=10)
+        fork_server().wait(number, 10)
     said = log.read_text(errors="replace")
     assert ended is not None, f"{case.name}: it hangs\n{said}"
     code, seconds, gigabytes = ended
@@ -124,25 +114,25 @@ def meet(
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_sample(name: str, nursery: Nursery, prepared: Path, shared_cache: Path, tmp_path: Path):
-    meet(CASES[name], nursery, prepared, shared_cache, tmp_path)
+def test_a_sample(name: str, prepared: Path, shared_cache: Path, tmp_path: Path):
+    meet(CASES[name], prepared, shared_cache, tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
-def test_hostile(name: str, nursery: Nursery, prepared: Path, shared_cache: Path, tmp_path: Path):
-    meet(CASES[name], nursery, prepared, shared_cache, tmp_path)
+def test_hostile(name: str, prepared: Path, shared_cache: Path, tmp_path: Path):
+    meet(CASES[name], prepared, shared_cache, tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("verb", sorted({*VERBS} - {"scaling fit"}))  # which needs runs of several sizes
-def test_what_is_harmless_works(verb: str, nursery: Nursery, prepared: Path, shared_cache: Path, tmp_path: Path):
+def test_what_is_harmless_works(verb: str, prepared: Path, shared_cache: Path, tmp_path: Path):
     """Without an attack: the cases above are refused for the attack, and not for a slip in their command lines."""
     inputs = {"convert": "public", "evaluate into": "evaluation", "sweep": "sweep", "sweep into": "fresh"}
     inputs |= {"convert back": "transformer", "initial tensors": "exported"}
     case = Case(verb, lambda desk: None, verb, inputs.get(verb, "theirs"))
     # the runs of a sweep are processes of their own, which inherit the limit and import everything
-    meet(case, nursery, prepared, shared_cache, tmp_path, 60 if verb == "sweep into" else CPU_SECONDS)
+    meet(case, prepared, shared_cache, tmp_path, 60 if verb == "sweep into" else CPU_SECONDS)
     assert "error: " not in (tmp_path / "log").read_text(), (tmp_path / "log").read_text()
 
 

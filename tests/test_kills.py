@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -26,8 +26,8 @@ from zoo.checkpoints.format import read_checkpoint
 from zoo.runs.folder import has_checkpoint
 from zoo.train.metrics_file import read_metrics
 
-from .commands import FIT, sitting_at
-from .fork_server import Nursery
+from .commands import CLI, FIT, sitting_at
+from .forked_python import fork_server
 
 pytest_plugins = "tests.desk"
 pytestmark = [
@@ -38,7 +38,8 @@ pytestmark = [
 PATIENCE = 120  # seconds in which a process must end; many times what it takes
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # Stopped by a signal, or, by one that comes before the run listens or after it, killed or complete.
-CODES = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, 128 + signal.SIGTERM, 128 + signal.SIGHUP, 130, 0}
+ENDED_BY = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+CODES = {*(-number for number in ENDED_BY), 128 + signal.SIGTERM, 128 + signal.SIGHUP, 128 + signal.SIGINT, 0}
 STEPS = 24
 RUN = (
     *FIT,
@@ -90,26 +91,18 @@ CHAINS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    made = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield made
-    made.close()
-
-
 class Chain:
     """A run that is stopped and started again.
 
     Args:
-        nursery: What starts it.
         folder: The working directory.
         name: Of the run.
         cache: Where the tokens lie.
         seed: Of the moments and signals.
     """
 
-    def __init__(self, nursery: Nursery, folder: Path, name: str, cache: Path, seed: int) -> None:
-        self.nursery, self.folder, self.name, self.cache = nursery, folder, name, cache
+    def __init__(self, folder: Path, name: str, cache: Path, seed: int) -> None:
+        self.folder, self.name, self.cache = folder, name, cache
         self.random = random.Random(f"{name} {seed}")
         self.mark = f"{name}-{seed}-{os.getpid()}"
         self.log = folder / f"{name}.log"
@@ -122,26 +115,22 @@ class Chain:
             "XDG_CONFIG_HOME": os.environ.get("XDG_CONFIG_HOME", ""),
             MARK: self.mark,
         }
-        number = self.nursery.ask(
-            folder=str(self.folder), arguments=arguments, environment=environment, log=str(self.log)
-        )
-        assert number is not None
-        return number
+        return fork_server().start([str(CLI), *arguments], self.folder, environment, self.log)
 
     def end(self, number: int, seconds: float = PATIENCE) -> int:
         """Its exit code; it must end, and leave no process behind."""
-        code = self.nursery.ask(wait=number, seconds=seconds)
-        if code is None:
+        ended = fork_server().wait(number, seconds)
+        if ended is None:
             os.kill(number, signal.SIGKILL)
-            self.nursery.ask(wait=number, seconds=PATIENCE)
-        assert code is not None, self.told("a process hangs")
+            fork_server().wait(number, PATIENCE)
+        assert ended is not None, self.told("a process hangs")
         deadline = time.monotonic() + 20  # children that are told to end by the end of their parent
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         for orphan in left:
             os.kill(orphan, signal.SIGKILL)
         assert not left, self.told(f"processes are left: {left}")
-        return code
+        return ended.code
 
     def processes(self) -> list[int]:
         """All processes that the chain has started and that run."""
@@ -151,7 +140,7 @@ class Chain:
                 if not entry.name.isdigit():
                     continue
                 state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                # what the nursery forks keeps the nursery's environment there; what that starts has its own
+                # a forked process keeps the environment of the fork server there; what that starts has its own
                 mine = f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
                 if state != "Z" and (mine or int(session) in self.sessions):
                     found.append(int(entry.name))
@@ -245,7 +234,7 @@ def outcome(run: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Callable:
+def whole(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Callable:
     """`whole(variant)` → the outcome of an uninterrupted run, and the seconds that it takes."""
     known: dict[str, tuple[dict[str, object], float]] = {}
 
@@ -253,7 +242,7 @@ def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, shared_cac
         if variant not in known:
             folder = tmp_path_factory.mktemp("whole")
             with sitting_at(folder, shared_cache):
-                chain = Chain(nursery, folder, variant, shared_cache, 0)
+                chain = Chain(folder, variant, shared_cache, 0)
                 first = chain.start(*RUN, *VARIANTS[variant].options, "--run", "x", "--trainer.max_steps=1")
                 assert chain.end(first) == 0, chain.told("the first run failed")  # tokenised now
                 start = time.monotonic()
@@ -267,12 +256,12 @@ def whole(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, shared_cac
 
 @pytest.mark.parametrize(("variant", "where", "seed"), CHAINS)
 def test_a_run_survives(
-    variant: str, where: str, seed: int, whole: Callable, nursery: Nursery, tmp_path: Path, shared_cache: Path
+    variant: str, where: str, seed: int, whole: Callable, tmp_path: Path, shared_cache: Path
 ) -> None:
     expected, seconds = whole(variant)
     run = tmp_path / "runs" / variant
     with sitting_at(tmp_path, shared_cache):
-        chain = Chain(nursery, tmp_path, variant, shared_cache, seed)
+        chain = Chain(tmp_path, variant, shared_cache, seed)
 
         def command() -> tuple[str, ...]:
             if has_checkpoint(run):
@@ -293,7 +282,7 @@ TEXT = "".join(f"line {number} of the text, {number * number}\n" for number in r
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_tokenising_survives(seed: int, nursery: Nursery, tmp_path: Path) -> None:
+def test_tokenising_survives(seed: int, tmp_path: Path) -> None:
     """A text that is new each time, tokenised by two workers."""
     (tmp_path / "text").mkdir()
     for number in range(8):
@@ -308,7 +297,7 @@ def test_tokenising_survives(seed: int, nursery: Nursery, tmp_path: Path) -> Non
     for name in ("whole", "killed"):
         cache = tmp_path / f"cache-{name}"
         with sitting_at(tmp_path, cache):
-            chain = Chain(nursery, tmp_path, name, cache, seed)
+            chain = Chain(tmp_path, name, cache, seed)
             run = tmp_path / "runs" / name
 
             def command(name: str = name, run: Path = run) -> tuple[str, ...]:
@@ -328,15 +317,13 @@ def test_tokenising_survives(seed: int, nursery: Nursery, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_evaluation_survives(
-    seed: int, nursery: Nursery, finished: Path, tmp_path: Path, shared_cache: Path
-) -> None:
+def test_an_evaluation_survives(seed: int, finished: Path, tmp_path: Path, shared_cache: Path) -> None:
     """Its rows are those of an evaluation that was not stopped, each once."""
     shutil.copytree(finished / "runs", tmp_path / "runs")
     found = []
     for name in ("whole", "killed"):
         with sitting_at(tmp_path, shared_cache):
-            chain = Chain(nursery, tmp_path, name, shared_cache, seed)
+            chain = Chain(tmp_path, name, shared_cache, seed)
             command = ("evaluate", "--checkpoint", "runs/done", f"--output={name}", *EVALUATION)
 
             def cells(name: str = name) -> int:
@@ -361,14 +348,14 @@ seeds: [0, 1]
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_sweep_survives(seed: int, nursery: Nursery, tmp_path: Path, shared_cache: Path) -> None:
+def test_a_sweep_survives(seed: int, tmp_path: Path, shared_cache: Path) -> None:
     """Its runs end with it, however it ends, and the next sweep does not collide with them."""
     (tmp_path / "layers.yaml").write_text(SWEEP)
     tables = []
     for name in ("whole", "killed"):
         folder = tmp_path / "runs" / name
         with sitting_at(tmp_path, shared_cache):
-            chain = Chain(nursery, tmp_path, name, shared_cache, seed)
+            chain = Chain(tmp_path, name, shared_cache, seed)
             options = ("--jobs=2", "--trainer.max_steps=20")
             command = ("sweep", "--config", "layers.yaml", "--folder", f"runs/{name}", *options)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from .commands import CLI, FIT, sitting_at, start
+from .forked_python import forked_python
 
 pytest_plugins = "tests.desk"
 
@@ -21,7 +22,8 @@ BESIDE = Path(sys.executable).parent  # where the launchers were installed
 def torchrun(node: int, port: int) -> tuple[list[str], dict[str, str]]:
     """What a person types on node `node`, and what is in the environment there."""
     rendezvous = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=nodes")
-    return [str(BESIDE / "torchrun"), "--nnodes=2", "--nproc_per_node=1", *rendezvous, "--", str(CLI)], {}
+    command = [str(BESIDE / "torchrun"), "--nnodes=2", "--nproc_per_node=1", *rendezvous, "--", str(CLI)]
+    return command, {"PYTHON_EXEC": forked_python()}
 
 
 def deepspeed(node: int, port: int) -> tuple[list[str], dict[str, str]]:
@@ -29,14 +31,15 @@ def deepspeed(node: int, port: int) -> tuple[list[str], dict[str, str]]:
     Path("hosts.txt").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
     who = ("--no_ssh", f"--node_rank={node}", "--master_addr=127.0.0.1", f"--master_port={port}")
     path = f"{BESIDE}{os.pathsep}{os.environ['PATH']}"
-    return [str(BESIDE / "deepspeed"), "--hostfile=hosts.txt", *who, str(CLI)], {"DS_ACCELERATOR": "cpu", "PATH": path}
+    command = [forked_python(), "-m", "deepspeed.launcher.runner"]  # as the program `deepspeed` does
+    return [*command, "--hostfile=hosts.txt", *who, str(CLI)], {"DS_ACCELERATOR": "cpu", "PATH": path}
 
 
 def slurm(node: int, port: int) -> tuple[list[str], dict[str, str]]:
     """What srun gives to a task."""
     tasks = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2", "SLURM_NODELIST": "localhost"}
     task = {"SLURM_PROCID": str(node), "SLURM_NODEID": str(node), "SLURM_LOCALID": "0", "MASTER_PORT": str(port)}
-    return [sys.executable, str(CLI)], {**tasks, **task, "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "zoo"}
+    return [forked_python(), str(CLI)], {**tasks, **task, "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "zoo"}
 
 
 @pytest.mark.slow

@@ -46,4 +46,6 @@ def test_a_command_of_the_readme_parses(
         write(tmp_path / "desk" / "some-hf-folder")
     elif arguments and arguments[0] == "generate":
         arguments.append("--max_new_tokens=1")
+    elif arguments and arguments[0] == "evaluate":
+        arguments.append("--samples=1")
     check_parses(arguments, command, finished, tmp_path)

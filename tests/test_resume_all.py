@@ -19,7 +19,7 @@ from .commands import sitting_at
 
 pytest_plugins = "tests.desk"
 
-STEPS, STOP = 20, 9
+STEPS, STOP = 8, 4
 SETTING = f"""
 model: {{hidden_size: 64, num_heads: 2}}
 data: {{sequence_length: 24, batch_size: 2, max_characters: 200000, vocab_size: 512}}

@@ -77,6 +77,7 @@ def test_one_process_trains_in_a_folder(command: Command, copied: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
 def test_what_a_run_has_not_made_is_kept(command: Command, desk: Path):
     notes = desk / "mine" / "gated_deltanet" / "notes"
     notes.mkdir(parents=True)

@@ -17,7 +17,8 @@ metric: val_loss
 
 
 @pytest.fixture
-def small(desk: Path) -> Path:
+def small(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("zoo.sweeps.plan.SOON", 600)  # seconds until a bar is shown, above what a busy machine takes
     (desk / "small.yaml").write_text(SWEEP)
     return desk
 
@@ -31,6 +32,7 @@ def test_a_dry_run_lists_runs_and_sizes(command, small) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
 def test_a_sweep_and_the_same_again(command, small) -> None:
     first = command("sweep", "--config", "small.yaml", "--trainer.max_steps=2", "--trainer.val_check_interval=2")
     assert first.code == 0, first.err

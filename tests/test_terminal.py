@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from .commands import CLI, FIT, Command, start
+from .forked_python import forked_python
 
 pytest_plugins = "tests.desk"
 
@@ -80,7 +81,7 @@ def on_a_terminal(desk: Path, cache: Path, *arguments: str) -> list[str]:
     """The lines that `python cli.py …` leaves on a terminal of 100 columns; what was overwritten is gone."""
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     shown = subprocess.run(
-        [sys.executable, "-c", AT_100_COLUMNS, sys.executable, str(CLI), *arguments],
+        [sys.executable, "-c", AT_100_COLUMNS, forked_python(), str(CLI), *arguments],
         cwd=desk,
         env={**environment, "ZOO_CACHE": str(cache), "TERM": "xterm"},
         capture_output=True,

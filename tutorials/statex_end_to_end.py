@@ -81,10 +81,10 @@ TINY_AFTER = {
 }
 
 
-def trained(folder: Path, small: bool, jobs: int) -> dict[tuple[str, int], Path]:
+def trained(folder: Path, mixers: Sequence[str], small: bool, jobs: int) -> dict[tuple[str, int], Path]:
     """The models before: mixer and seed → run."""
     overlays = [TINY, TINY_BEFORE] if small else []
-    configs = {name: [first, "recall/text.yaml", *rest, *overlays] for name, (first, *rest) in MIXERS.items()}
+    configs = {name: [MIXERS[name][0], "recall/text.yaml", *MIXERS[name][1:], *overlays] for name in mixers}
     # the base of sweep/recall.yaml, none of whose options another mixer takes over
     base = ["gated_deltanet.yaml", "recall/text.yaml"]
     sweep = {"base": base, "axes": {"mixer": configs}, "seeds": SEEDS[: 1 if small else None]}
@@ -146,9 +146,9 @@ def _evaluated(folder: Path, small: bool, gpus: str, number: int, models: Sequen
     )
 
 
-def measure(folder: Path, small: bool, jobs: int) -> Path:
+def measure(folder: Path, mixers: Sequence[str], small: bool, jobs: int) -> Path:
     """All steps; returns the file with what came out, a row for each model, task and length."""
-    before = trained(folder / "before", small, jobs)
+    before = trained(folder / "before", mixers, small, jobs)
     after = trained_on(larger(before, folder / "larger"), folder / "after", small, jobs)
     labels = {run.name: f"{mixer} original {seed}" for (mixer, seed), run in before.items()}
     labels |= {run.name: label for label, run in after.items()}
@@ -171,9 +171,10 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/statex"))
     parser.add_argument("--jobs", type=int, default=max(torch.cuda.device_count(), 1), help="runs at a time")
     parser.add_argument("--rows", type=Path, help="draw what was measured before; train nothing")
+    parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=[*MIXERS], help="of which models")
     parser.add_argument("--small", action="store_true")
     given = parser.parse_args()
-    draw(given.rows or measure(given.folder, given.small, given.jobs), given.folder)
+    draw(given.rows or measure(given.folder, given.mixers, given.small, given.jobs), given.folder)
 
 
 def draw(file: Path, folder: Path) -> None:
@@ -189,8 +190,9 @@ def draw(file: Path, folder: Path) -> None:
     table = Table("mixer", "task", "model", *map(str, lengths), title="median recall")
     figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(MIXERS), len(tasks), sharex=True, sharey=True, squeeze=False).flat
-    for axes, (mixer, task) in zip(panels, [(mixer, task) for mixer in MIXERS for task in tasks], strict=True):
+    mixers = list(dict.fromkeys(row["mixer"] for row in rows))
+    panels = figure.subplots(len(mixers), len(tasks), sharex=True, sharey=True, squeeze=False).flat
+    for axes, (mixer, task) in zip(panels, [(mixer, task) for mixer in mixers for task in tasks], strict=True):
         for number, form in enumerate(("original", "LPT", *FORMS)):
             seeds = [curves[mixer, task][form][length] for length in lengths]
             medians = [statistics.median(values) for values in seeds]

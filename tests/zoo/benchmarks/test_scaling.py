@@ -1,7 +1,6 @@
 """`bench scaling`: real runs in two processes, and what is made of runs that fail or go wrong."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.commands import CLI, Command, sitting_at
+from tests.forked_python import forked_python
 from zoo.benchmarks import fits
 from zoo.benchmarks.report import Report
 from zoo.benchmarks.scaling import ScalingReport, bench_scaling, largest_difference
@@ -63,6 +63,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Re
     folder = tmp_path_factory.mktemp("scaling")
     with sitting_at(folder, shared_cache), pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr("zoo.benchmarks.fits.COMMAND", (forked_python(), str(CLI)))
         report = bench_scaling(
             [*TINY, "optim.warmup_steps=2"],
             ways=["ddp", "zero2", "context_parallel"],
@@ -226,13 +227,17 @@ def test_without_a_base_there_is_no_efficiency(fake: Path, command: Command):
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process(fake: Path):
     goes(fake, ddp_2={"hangs": True})
-    code = (
-        f"import sys; sys.argv = {['cli.py', *OPTIONS, '--ways=[ddp]', '--devices=[2]']!r}; import cli; "
-        "from zoo.benchmarks import fits; fits.COMMAND = (sys.executable, 'fake.py'); cli.main()"
-    )
-    bench = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=fake, env={**os.environ, "PYTHONPATH": str(CLI.parent)}, text=True
-    )
+    code = f"""
+import sys
+sys.path.append({str(CLI.parent)!r})
+sys.argv = {["cli.py", *OPTIONS, "--ways=[ddp]", "--devices=[2]"]!r}
+import cli
+from zoo.benchmarks import fits
+fits.COMMAND = ({sys.executable!r}, "fake.py")
+cli.main()
+"""
+    (fake / "program.py").write_text(code)
+    bench = subprocess.Popen([forked_python(), "program.py"], cwd=fake, text=True)
     file = fake / "processes.json"
     until(lambda: file.is_file() and file.read_text().endswith("]"))
     bench.send_signal(signal.SIGINT)

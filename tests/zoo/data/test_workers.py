@@ -3,14 +3,16 @@
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.commands import CLI, FIT
+from tests.forked_python import fork_server
 from zoo.data import MarkovChain
 
 pytest_plugins = "tests.desk"
@@ -62,6 +64,24 @@ def wait_until_none_is(group: int, seconds: float) -> list[int]:
     return left
 
 
+@contextmanager
+def started(command: list[str], folder: Path, **environment: str) -> Iterator[int]:
+    """The id of a process, and of its group, whose output goes to `log` in a folder; none of it is left afterwards."""
+    process = fork_server().start(command, folder, environment, folder / "log")
+    try:
+        yield process
+    finally:
+        if alive(process):
+            os.killpg(process, signal.SIGKILL)
+
+
+def wait_until_at_work(folder: Path) -> None:
+    until = time.monotonic() + 60
+    while "at work\n" not in (folder / "log").read_text():
+        assert time.monotonic() < until, (folder / "log").read_text()
+        time.sleep(0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "where"),
@@ -79,22 +99,12 @@ def test_a_run_that_ends_in_a_validation_ends(desk: Path, shared_cache: Path, ho
     (desk / "stop.yaml").write_text(
         f"trainer: {{callbacks: {{class_path: stopper.Stop, init_args: {{how: {how}, where: {where}}}}}}}\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, str(CLI), *FIT, "--config", "stop.yaml", "--data.num_workers=2"],
-        cwd=desk,
-        env={**os.environ, "ZOO_CACHE": str(shared_cache)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        err = process.communicate(timeout=90)[1]
-        assert process.returncode == code, err
-        assert not wait_until_none_is(process.pid, 5)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    command = [str(CLI), *FIT, "--config", "stop.yaml", "--data.num_workers=2"]
+    with started(command, desk, ZOO_CACHE=str(shared_cache)) as process:
+        ended = fork_server().wait(process, 90)
+        assert ended is not None
+        assert ended.code == code, (desk / "log").read_text()
+        assert not wait_until_none_is(process, 5)
 
 
 @pytest.mark.parametrize("end", ["teardown", "on_exception"])
@@ -135,40 +145,26 @@ for number, _ in enumerate(encode_all(slowly(), train_tokenizer(Corpus(max_chara
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [READING, TOKENISING], ids=["reading", "tokenising"])
-def test_kill_9_leaves_no_worker(program: str):
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "at work\n"
-        assert len(alive(process.pid)) > 3
-        process.kill()
-        process.wait()
-        assert not wait_until_none_is(process.pid, 2)
-    finally:
-        if alive(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
+def test_kill_9_leaves_no_worker(program: str, tmp_path: Path):
+    (tmp_path / "program.py").write_text(program)
+    with started([str(tmp_path / "program.py")], tmp_path) as process:
+        wait_until_at_work(tmp_path)
+        assert len(alive(process)) > 3
+        os.kill(process, signal.SIGKILL)
+        assert fork_server().wait(process, 20)
+        assert not wait_until_none_is(process, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGINT)])
-def test_a_signal_to_all_leaves_no_worker(signals: tuple[signal.Signals, ...]):
+def test_a_signal_to_all_leaves_no_worker(signals: tuple[signal.Signals, ...], tmp_path: Path):
     """Of a program that does not handle them; its workers leave them to it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", READING],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "at work\n"
+    (tmp_path / "program.py").write_text(READING)
+    with started([str(tmp_path / "program.py")], tmp_path) as process:
+        wait_until_at_work(tmp_path)
         for number in signals:
-            os.killpg(process.pid, number)
-        assert process.wait(timeout=20) == -signals[0]
-        assert not wait_until_none_is(process.pid, 2)
-    finally:
-        if alive(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process, number)
+        ended = fork_server().wait(process, 20)
+        assert ended is not None
+        assert ended.code == -signals[0]
+        assert not wait_until_none_is(process, 2)

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import zoo
 from kernels import UserError
 from tests.commands import Command
+from tests.forked_python import forked_python
 from tests.zoo.conversion.public_folder import VOCABULARY, tensors, write
 
 pytest_plugins = "tests.desk"
@@ -379,7 +379,8 @@ def test_memory_stays_near_one_shard(tmp_path: Path):
     convert = f"zoo.convert({str(tmp_path / 'theirs')!r}, {str(tmp_path / 'ours')!r}, max_shard_size=50_000_000)"
     load = f"model = zoo.load({str(tmp_path / 'ours')!r})"
     for action, most in ((convert, 150), (load, size + 250)):
-        program = MEASURE.format(action=action, small=small)
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        program = tmp_path / "program.py"
+        program.write_text(MEASURE.format(action=action, small=small))
+        done = subprocess.run([forked_python(), str(program)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert float(done.stdout) < most, (action, done.stdout)

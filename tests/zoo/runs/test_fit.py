@@ -123,6 +123,7 @@ def test_a_sweep_lists_its_runs(desk: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
 def test_a_comparison_gives_its_rows(desk: Path) -> None:
     compared = zoo.compare("gla.yaml", "retnet.yaml", *_tiny_overrides(), folder="both")
     assert {row["run"] for row in compared.rows} == {"gla", "retnet"}

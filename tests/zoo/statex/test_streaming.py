@@ -1,7 +1,6 @@
 """A model grows in the dtypes that it has, without being in memory as a whole."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import zoo
 from kernels import UserError
+from tests.forked_python import forked_python
 from tests.zoo.loading.test_convert import MEASURE
 
 from .subjects import exported, logits
@@ -97,7 +97,8 @@ def test_memory_stays_near_one_shard_and_the_layers_that_grow(init: str, tmp_pat
     small = str(exported(tmp_path / "small", "GLA"))
     arguments = f"layers=1, init={init!r}, way='expand', max_shard_size=50_000_000"
     action = f"zoo.statex({str(before)!r}, {str(tmp_path / 'after')!r}, {arguments})"
-    program = MEASURE.format(action=action, small=small)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    program = tmp_path / "program.py"
+    program.write_text(MEASURE.format(action=action, small=small))
+    done = subprocess.run([forked_python(), str(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 200, done.stdout

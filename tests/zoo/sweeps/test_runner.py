@@ -1,5 +1,6 @@
 """Runs in processes: skipped, continued, retried, stopped. `fake_fit.py` stands in for `cli.py fit`."""
 
+import copy
 import csv
 import functools
 import json
@@ -11,11 +12,14 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonargparse import Namespace
 from rich.console import Console
 
 from kernels import UserError
+from zoo.config import read, to_dict
 from zoo.files.sealed_json import read_sealed
 from zoo.sweeps import Failure, Gate, Run, Runner, Sweep, report
 
@@ -29,6 +33,32 @@ ALL = [f"factor={factor},seed={seed}" for factor in (1, 2, 4) for seed in (0, 1)
 @functools.cache
 def runs() -> list[Run]:
     return SWEEP.runs()
+
+
+@functools.cache
+def _read(sources: tuple[str, ...]) -> Namespace:
+    return read(*sources)
+
+
+class _Plain(dict[str, dict[str, Any]]):
+    """Configs as plain values, by their texts."""
+
+    def __call__(self, config: Namespace) -> dict[str, Any]:
+        if str(config) not in self:
+            self[str(config)] = to_dict(config)
+        return copy.deepcopy(self[str(config)])
+
+
+@pytest.fixture(scope="module")
+def plain() -> _Plain:
+    return _Plain()
+
+
+@pytest.fixture(autouse=True)
+def configs_are_read_once(monkeypatch: pytest.MonkeyPatch, plain: _Plain) -> None:
+    """Each `Runner.run` reads the configs of all its runs and writes them as plain values, a second for each."""
+    monkeypatch.setattr(Run, "read", lambda run: _read(run.sources).clone())
+    monkeypatch.setattr("zoo.sweeps.runner.to_dict", plain)
 
 
 def calls(folder: Path) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 
 import cli
 from kernels.errors import UserError
+from tests.forked_python import forked_python
 from zoo.data import Corpus, Shards, TextData, Tokenizer, prepare, train_tokenizer
 from zoo.data.text.place import Place
 
@@ -105,7 +106,9 @@ def test_what_was_tokenised_is_not_tokenised_again(
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_continued_by_one_of_two(text_folder: str, tokenizer: Tokenizer, cache: Path):
+def test_a_killed_process_is_continued_by_one_of_two(
+    text_folder: str, tokenizer: Tokenizer, cache: Path, tmp_path: Path
+):
     """kill -9 in the middle; two others that go on at once have the shards of a process that nobody killed."""
     program = """
 import os, signal, sys, zoo.data.text.encoding, zoo.data.text.progress as progress
@@ -122,8 +125,11 @@ prepare(Corpus(sys.argv[1]), train_tokenizer(Corpus(sys.argv[1]), 300), 0.2, 2)
 sys.stdout.write(str(len(calls)))
 """
 
+    (tmp_path / "program.py").write_text(program)
+
     def start(how: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen([sys.executable, "-c", program, text_folder, how], stdout=subprocess.PIPE, text=True)
+        command = [forked_python(), str(tmp_path / "program.py"), text_folder, how]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     assert start("dies").wait(timeout=60) == -signal.SIGKILL
     (partial,) = (cache / "shards").glob(".*.partial")

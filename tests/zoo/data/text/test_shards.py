@@ -1,7 +1,6 @@
 import json
 import pickle
 import subprocess
-import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from kernels.errors import UserError
+from tests.forked_python import forked_python
 from zoo.data import Corpus, Shards, Tokenizer, prepare, train_tokenizer
 from zoo.files.sealed_json import read_sealed, write_sealed
 
@@ -146,16 +146,15 @@ def test_damage_is_named(text_folder: str, split: str):
 
 
 @pytest.mark.slow
-def test_two_processes_prepare_at_once(text_folder: str, cache: Path):
+def test_two_processes_prepare_at_once(text_folder: str, cache: Path, tmp_path: Path):
     program = (
         "import sys; from zoo.data.text.corpus import Corpus; from zoo.data.text.shards import *; "
         "from zoo.data.text.tokenizer import train_tokenizer; c = Corpus(sys.argv[1]); "
         "sys.stdout.write(Shards(prepare(c, train_tokenizer(c, 300), 0.2), 'train').data_hash)"
     )
-    started = [
-        subprocess.Popen([sys.executable, "-c", program, text_folder], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    (tmp_path / "program.py").write_text(program)
+    command = [forked_python(), str(tmp_path / "program.py"), text_folder]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     hashes = {process.communicate(timeout=60)[0] for process in started}
     assert [process.returncode for process in started] == [0, 0]
     assert len(hashes) == 1

@@ -12,6 +12,7 @@ import pytest
 import zoo
 from kernels import UserError
 from tests.commands import ROOT
+from tests.forked_python import forked_python
 from tests.zoo.evaluation.lm_eval.conftest import Answering
 from zoo.data import Tokenizer
 from zoo.evaluation.lm_eval.catalogue import CATALOGUE, CLOZE, RULER
@@ -260,7 +261,7 @@ def test_lm_evals_own_command_line(finished: Path, data: Write, tmp_path: Path) 
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: goal\ndoc_to_target: label\n"
         "doc_to_choice: '{{[sol1, sol2]}}'\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
-    command = [sys.executable, "-m", "zoo.evaluation.lm_eval", "run", "--model", "zoo", "--tasks", "jars"]
+    command = [forked_python(), "-m", "zoo.evaluation.lm_eval", "run", "--model", "zoo", "--tasks", "jars"]
     command += ["--include_path", str(tmp_path), "--device", "cpu", "--model_args"]
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     for checkpoint, code in ((finished / "runs" / "done", 0), (tmp_path / "none", 2)):

@@ -26,7 +26,7 @@ def document(number: int) -> str:
     return "\n".join(lines) + PASSKEY.ask(needle) + PASSKEY.reply(needle)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_recalls_short_needles_and_loses_long_ones(desk: Path):
     """Trained on sequences of 96 tokens, in 90 seconds; none of the evaluated pass keys was among them."""
     (desk / "keys.jsonl").write_text("\n".join(json.dumps({"text": document(i)}) for i in range(30_000)))

@@ -1,7 +1,6 @@
 """A run that hangs ends with a code that says so, and a file that says where."""
 
 import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
@@ -11,6 +10,7 @@ import lightning as L
 import pytest
 
 from kernels.errors import UserError
+from tests.forked_python import forked_python
 from tests.zoo.tiny import ResumableLoader, pretraining, trainer, validation_loader
 from zoo.train.callbacks.watchdog import Watchdog
 
@@ -47,9 +47,10 @@ HANGING = """
 @pytest.mark.slow
 def test_a_run_that_hangs_ends_and_says_where(tmp_path: Path):
     here = Path(__file__).parents[4]
-    code = textwrap.dedent(HANGING.format(here=str(here), folder=str(tmp_path)))
+    (tmp_path / "program.py").write_text(textwrap.dedent(HANGING.format(here=str(here), folder=str(tmp_path))))
     # it does not wait for the end of what hangs
-    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, timeout=600)
+    command = [forked_python(), str(tmp_path / "program.py")]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=600)
     assert done.returncode == 124, done.stderr  # that of the command `timeout`
     stacks = (tmp_path / "hang-0.txt").read_text()
     assert "wait_for_nobody" in stacks
