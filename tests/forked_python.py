@@ -68,6 +68,7 @@ os._exit(code)
 """
 # in the server's environment, since libraries read it when they are imported
 SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MPLBACKEND": "agg"}
+SETTINGS["TRITON_INTERPRET"] = "0"  # that of these tests is for their own process
 
 
 class Ended(NamedTuple):
