@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 from typing import Any
 
 LINUX = sys.platform == "linux"
@@ -27,8 +28,16 @@ def end_with(parent: int) -> None:
 def only_killed_by(parent: int) -> None:
     """Ignore signals, which may go to the whole process group: `parent` handles them, saves, and stops this process.
 
-    The process must be started by `context`. Except on Linux it still obeys SIGTERM.
+    The process must be started by `context`. Except on Linux it still obeys SIGTERM. Connections that break, as they do
+    when `parent` is killed, are not reported.
     """
+    report = sys.excepthook
+
+    def report_others(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if not issubclass(kind, ConnectionError | EOFError):
+            report(kind, error, traceback)
+
+    sys.excepthook = report_others  # the thread of multiprocessing that passes on tensors reports through it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if LINUX:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

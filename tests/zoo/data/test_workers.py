@@ -14,6 +14,7 @@ import pytest
 from tests.commands import CLI, FIT
 from tests.forked_python import fork_server
 from zoo.data import MarkovChain
+from zoo.data.workers import context, only_killed_by
 
 pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no such workers")
@@ -117,6 +118,20 @@ def test_data_that_is_not_wanted_any_more_has_no_workers(end: str):
     assert len(multiprocessing.active_children()) == 2 * len(first)
     data.teardown() if end == "teardown" else data.on_exception(KeyboardInterrupt())
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "reported"), [(ConnectionResetError(104, "reset"), False), (EOFError(), False), (OSError(5, "I/O"), True)]
+)
+def test_a_worker_does_not_report_that_its_parent_was_killed(error: OSError, reported: bool, capfd):
+    def pass_on_tensors(parent: int) -> None:
+        only_killed_by(parent)
+        sys.excepthook(type(error), error, None)
+
+    worker = context().Process(target=pass_on_tensors, args=(os.getpid(),))
+    worker.start()
+    worker.join()
+    assert (type(error).__name__ in capfd.readouterr().err) == reported
 
 
 READING = """
