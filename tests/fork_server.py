@@ -60,7 +60,7 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (data, data))
     is_module = request["arguments"][0] == "-m"
     sys.argv = request["arguments"][is_module:]
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(sys.argv[0]))
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(sys.argv[0])))
     code: int | str | None = 0
     try:
         if is_module:

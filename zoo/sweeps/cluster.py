@@ -1,7 +1,9 @@
 """Running a sweep as jobs on a cluster, through submitit."""
 
+import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -10,6 +12,7 @@ from kernels import UserError
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.sweeps.plan import Run
 from zoo.sweeps.runner import Failure, Runner, result
+from zoo.train.signals import interrupt_deferred
 
 POLL_SECONDS = 2.0
 
@@ -52,17 +55,21 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
                 continue
             if run.name in earlier and cluster in classes:
                 job = classes[cluster](logs, earlier[run.name])
-                if not job.done():
+                if not _has_ended(job):
                     jobs[run.name] = job
                     continue
-            jobs[run.name] = executor.submit(submitit.helpers.CommandFunction(runner.prepare(run), verbose=False))
-            earlier[run.name] = jobs[run.name].job_id
-            write_sealed(file, earlier)
+                if result(runner.folder / run.name) is not None:  # it has ended in the meantime
+                    continue
+            command = submitit.helpers.CommandFunction(runner.prepare(run), verbose=False)
+            with interrupt_deferred():  # a job that is not recorded would be submitted again
+                jobs[run.name] = executor.submit(command)
+                earlier[run.name] = jobs[run.name].job_id
+                write_sealed(file, earlier)
         with tqdm(total=len(runs), initial=len(runs) - len(jobs), desc="runs", unit=" runs", dynamic_ncols=True) as bar:
             waiting = dict(jobs)
             while waiting:
                 time.sleep(POLL_SECONDS)
-                for name in [name for name, job in waiting.items() if job.done()]:
+                for name in [name for name, job in waiting.items() if _has_ended(job)]:
                     del waiting[name]
                     bar.update()
     return [
@@ -70,3 +77,17 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
         for name, job in jobs.items()
         if result(runner.folder / name) is None
     ]
+
+
+def _has_ended(job: Any) -> bool:
+    """Whether a job has ended. submitit says so of each local job that another process has started."""
+    if job.state != "NO PROCESS AND NO RESULT":
+        return bool(job.done())
+    process = int(job.job_id)
+    with suppress(ChildProcessError):  # an ended child exists until it is waited for
+        os.waitpid(process, os.WNOHANG)
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
+    return False

@@ -35,6 +35,22 @@ def sigterm_raises() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def interrupt_deferred() -> Iterator[None]:
+    """Deliver a Ctrl-C that arrives inside the block at its end, so that what belongs together is done together."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            signal.raise_signal(signal.SIGINT)
+
+
 class Agreement:
     """The maximum of some numbers over all processes, available one call later, so that no process waits.
 

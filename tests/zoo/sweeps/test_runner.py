@@ -58,7 +58,7 @@ def plain() -> _Plain:
 def configs_are_read_once(monkeypatch: pytest.MonkeyPatch, plain: _Plain) -> None:
     """Each `Runner.run` reads the configs of all its runs and writes them as plain values, a second for each."""
     monkeypatch.setattr(Run, "read", lambda run: _read(run.sources).clone())
-    monkeypatch.setattr("zoo.sweeps.runner.to_dict", plain)
+    monkeypatch.setattr("zoo.sweeps.runner.verified", plain)
 
 
 def calls(folder: Path) -> list[str]:
