@@ -114,7 +114,7 @@ class ForkServer:
         Args:
             arguments: What follows `python`: a script and its arguments.
             folder: Its working directory.
-            environment: Variables to set beside those of this process.
+            environment: Variables to set in addition to those of this process.
             log: The file that output and errors are appended to.
             limits: `cpu_seconds` and `gigabytes` beyond those of the imports; all or none.
 

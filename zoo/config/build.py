@@ -78,7 +78,7 @@ def vocabulary(config: Namespace, datamodule: "L.LightningDataModule | None" = N
 
 
 def _needs_data(model: Namespace) -> bool:
-    """Whether only the data says how many tokens a model has."""
+    """Return whether the vocabulary size has to come from the data."""
     return model.vocab_size is None and (model.inputs is None or model.head is None)
 
 

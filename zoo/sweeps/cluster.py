@@ -27,10 +27,10 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
         runner: Has the folder of the runs and the command that starts them.
         runs: The runs of the sweep.
         cluster: submitit's name of the executor: `slurm`, or `local` for processes on this machine.
+        options: submitit's parameters, such as `{"slurm_partition": "gpu", "gpus_per_node": 1, "timeout_min": 120}`.
 
     Returns:
         The runs that failed.
-        options: submitit's parameters, such as `{"slurm_partition": "gpu", "gpus_per_node": 1, "timeout_min": 120}`.
 
     Raises:
         UserError: submitit is not installed, or does not know the cluster or an option.
@@ -80,7 +80,10 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
 
 
 def _has_ended(job: Any) -> bool:
-    """Whether a job has ended. submitit says so of each local job that another process has started."""
+    """Return whether a job has ended.
+
+    submitit reports every local job that it has no process object for as ended, so the process is looked for.
+    """
     if job.state != "NO PROCESS AND NO RESULT":
         return bool(job.done())
     process = int(job.job_id)

@@ -1,4 +1,4 @@
-"""What a trainer does at a signal.
+"""Signal handlers of a trainer.
 
 `Signals` replaces Lightning's signal connector (as of Lightning 2.6), whose SIGTERM handler waits for the other
 processes; these may be waiting for this one elsewhere, and then all of them hang.

@@ -1,4 +1,4 @@
-"""Which of several signals ends a run, and how."""
+"""The first of several signals ends a run, with its exit code."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a ZeRO strategy is told, and a step of it in one process."""
+"""The settings of a ZeRO strategy, and one step of it in a single process."""
 
 import multiprocessing
 import os
@@ -72,7 +72,7 @@ def train(folder: Path, **options: object) -> None:
 
 
 def train_with_zero(folder: Path, stage: int) -> None:
-    """The same in a process of its own, which notes what is synced to the disk, and what is renamed."""
+    """Train in a separate process, and record which files are synced and renamed, in order."""
     done, fsync, replace = [], os.fsync, os.replace
 
     def noted_fsync(descriptor: int) -> None:

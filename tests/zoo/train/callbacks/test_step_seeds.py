@@ -13,7 +13,7 @@ from zoo.train.callbacks.step_seeds import StepSeeds
 
 
 def drawn(seed: int, rank: int, step: int) -> tuple[float, float, float]:
-    """What Python, NumPy and PyTorch draw in a step."""
+    """Return the random numbers that Python, NumPy and PyTorch draw in a step."""
     trainer = SimpleNamespace(global_rank=rank, fit_loop=SimpleNamespace(total_batch_idx=step))
     seeds = StepSeeds()
     seeds.load_state_dict({"seed": seed})
