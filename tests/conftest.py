@@ -55,6 +55,14 @@ def seed() -> None:
 
 
 @pytest.fixture(autouse=True)
+def release_gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Release the memory that PyTorch caches on a GPU after each test, for the other workers that share it."""
+    yield
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def hears_ctrl_c() -> Iterator[None]:
     """Lightning ignores Ctrl-C for the rest of the process once a run has been interrupted."""
     before = signal.getsignal(signal.SIGINT)

@@ -1,7 +1,7 @@
 """Where a test run's processor time goes: CPU seconds of each directory, with those of all started processes.
 
 The rows add up to what all processes of the run have used. `pytest --cpu-seconds=FILE` also writes the seconds of each
-test file to a JSON file.
+test to a JSON file.
 """
 
 import json
@@ -41,6 +41,10 @@ def _used(number: str) -> float:
     return sum(map(int, fields[11:15])) / TICK
 
 
+def _folder(test: str) -> str:
+    return "/".join(PurePosixPath(test.partition("::")[0]).parts[:-1][:3])
+
+
 class CpuSeconds:
     """Counts in each worker, and adds up in the process that the user started."""
 
@@ -56,7 +60,7 @@ class CpuSeconds:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         before = cpu_seconds()
         result = yield
-        self._seconds[item.nodeid.partition("::")[0]] += cpu_seconds() - before
+        self._seconds[item.nodeid] += cpu_seconds() - before
         return result
 
     @pytest.hookimpl(trylast=True)
@@ -73,7 +77,7 @@ class CpuSeconds:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         folders: Counter[str] = Counter()
         for name, seconds in self._seconds.items():
-            folders[name if name.startswith("(") else "/".join(PurePosixPath(name).parts[:-1][:3])] += seconds
+            folders[name if name.startswith("(") else _folder(name)] += seconds
         terminalreporter.section("CPU seconds")
         for name, seconds in [*folders.most_common(), ("total", folders.total())]:
             terminalreporter.write_line(f"{seconds:8.1f}  {name}")
