@@ -3,9 +3,9 @@
     python dev/speed.py            compares, and exits with 1 if one is more than 5 % slower
     python dev/speed.py --store    stores the times of this run in dev/speed.json, for GPUs of this name
 
-Each benchmark checks its results first. The benchmarks run in three rounds, and the matrix product is timed after each of
-them. A ratio is the median time of a benchmark over the median time of the product: single times of the product differ by
-15 %, because the GPU lowers its clock when it gets hot.
+Each benchmark checks its results first. The benchmarks run in three rounds, and the matrix product is timed after each
+of them. A ratio is the median time of a benchmark over the median time of the product: single times of the product
+differ by 15 %, because the GPU lowers its clock when it gets hot.
 """
 
 import argparse
@@ -31,6 +31,7 @@ FILE = Path(__file__).with_suffix(".json")  # name of a GPU â†’ name of a case â
 TOLERANCE = 0.05
 SIZE, TURNS = 8192, 8  # of the matrices; products in a measurement
 ROUNDS = 3
+CONSOLE = Console(width=120)
 KERNEL = {"shapes": [(4, 16, 4096, 128)], "lengths": [], "dtype": "bf16", "device": "cuda", "seconds": 4.0}
 MODEL = ("gated_deltanet.yaml", "size/400m.yaml")
 # with half of these tokens the step of the unexpanded model waits for the host, and its time varies by 10 %
@@ -82,7 +83,8 @@ def measure() -> dict[str, float]:
             times[name].append(run(folder))
         torch.cuda.empty_cache()
         products.append(yardstick.measure())
-        print(f"round {round_number + 1}: {name}: {times[name][-1]:.3f} ms, then the product: {products[-1]:.3f} ms")
+        round_times = f"{times[name][-1]:.3f} ms, then the product: {products[-1]:.3f} ms"
+        CONSOLE.print(f"round {round_number + 1}: {name}: {round_times}")
     product = statistics.median(products)
     return {name: statistics.median(values) / product for name, values in times.items()}
 
@@ -99,7 +101,7 @@ def compare(ratios: dict[str, float], stored: dict[str, float], gpu: str) -> boo
         if change is not None and abs(change) > TOLERANCE:
             verdict += " SLOWER" if change > 0 else " faster: store it"
         table.add_row(name, f"{ratio:.4g}", "" if before is None else f"{before:.4g}", verdict)
-    Console(width=120).print(table)
+    CONSOLE.print(table)
     return slower
 
 

@@ -493,20 +493,24 @@ def gradients(
         barrier()
         dQ = warpgroup_mma(pairs_s, leave_s, dQ, is_async=True)
         dK = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, rows, use_acc=False, is_async=True)
-        b = decays_s.load(ROWS)
-        enter, leave, _ = points(ends_s, OF_CHANNELS)
         dQ = warpgroup_mma_wait(1, deps=[dQ])
-        dQ *= gl.exp2(b - gl.expand_dims(enter, 0)) * scale
-        dK = warpgroup_mma_wait(0, deps=[dK])
-        dK *= gl.exp2(gl.expand_dims(leave, 0) - b)
-        Q, K = queries_s.load(ROWS).to(gl.float32), keys_s.load(ROWS).to(gl.float32)
-        if log_decay_grad is not None:
-            # later tokens reach back past this one, earlier ones forward: sums of one sign, not differences
-            queries_s.store((Q * dQ - K * dK).to(gl.bfloat16))
         itself = gl.expand_dims(itself_s.load(OF_TOKENS), 1)
-        store_rows(q_grad, token, n * 128, stop, heads * 128, dQ + itself * K)
+        # b is loaded for each use, and the gradient of q stored before that of k is needed: registers are short here
+        if log_decay_grad is not None:
+            # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum
+            # of both, so both take the factors as the products took them, rounded to bf16.
+            past = enter_s.load(ROWS).to(gl.float32) * dQ
+        dQ *= gl.exp2(decays_s.load(ROWS) - gl.expand_dims(points(ends_s, OF_CHANNELS)[0], 0)) * scale
+        store_rows(q_grad, token, n * 128, stop, heads * 128, dQ + itself * keys_s.load(ROWS).to(gl.float32))
+        dK = warpgroup_mma_wait(0, deps=[dK])
+        if log_decay_grad is not None:
+            past -= leave_s.load(ROWS).to(gl.float32) * dK
+        dK *= gl.exp2(gl.expand_dims(points(ends_s, OF_CHANNELS)[1], 0) - decays_s.load(ROWS))
+        dK += itself * queries_s.load(ROWS).to(gl.float32)
+        if log_decay_grad is not None:
+            queries_s.store(past.to(gl.bfloat16))
+        K = keys_s.load(ROWS).to(gl.float32)
         T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
-        dK += itself * Q
         _, leave, _ = points(ends_s, OF_CHANNELS)
         down = gl.exp2(gl.expand_dims(leave, 0) - decays_s.load(ROWS))
         T = warpgroup_mma_wait(0, deps=[T])
