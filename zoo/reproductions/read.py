@@ -1,5 +1,6 @@
 """Reads the rows of all papers, and sees to it that none is left out."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,16 @@ def _file_name(item: str) -> str:
 
 def _built(kind: type, contents: Any, where: str) -> Any:
     """A dataclass from plain containers; a mistake is told with the file that it is in."""
-    parser = Parser()
-    parser.add_class_arguments(kind, "row")
+    parser = _parser(kind)
     try:
         with explained(parser):
             return parser.instantiate_classes(parser.parse_object({"row": contents})).row
     except UserError as error:
         raise UserError(f"reproductions: {where}: {str(error).replace('row.', '')}") from None
+
+
+@functools.cache
+def _parser(kind: type) -> Parser:
+    parser = Parser()
+    parser.add_class_arguments(kind, "row")
+    return parser
