@@ -39,7 +39,7 @@ class Recurrences:
 
     @property
     def differentiated(self) -> bool:
-        """Whether a gradient is needed."""
+        """Return whether a gradient is needed."""
         given = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
@@ -147,7 +147,7 @@ def check(
 
 
 def _may_change(*tensors: Tensor | None) -> bool:
-    """Whether the state, which is the last tensor, may be overwritten in a call with the other tensors."""
+    """Return whether the state, which is the last tensor, may be overwritten in a call with the other tensors."""
     state = tensors[-1]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         return False

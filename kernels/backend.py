@@ -1,4 +1,4 @@
-"""Which implementation runs: ``auto``, ``triton``, ``torch`` (chunks), ``reference`` (fp32 loops) or ``flashqla``.
+"""Choice of the implementation: ``auto``, ``triton``, ``torch`` (chunks), ``reference`` (fp32 loops) or ``flashqla``.
 
 ``auto`` picks the fastest implementation for the tensor's device. Where the Triton kernels cannot take the arguments,
 it runs PyTorch on the GPU and logs a warning. An explicit choice that an op cannot honour is an error, never a

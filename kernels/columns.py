@@ -43,7 +43,7 @@ class _Whole:
 
 
 def _same(x: Tensor | None, place: Tensor) -> bool:
-    """Whether x is exactly that memory, which `place` keeps allocated, so that comparing addresses is safe."""
+    """Return whether x is exactly that memory, which `place` keeps allocated, so that comparing addresses is safe."""
     if x is None or x.data_ptr() != place.data_ptr() or (x.shape, x.dtype) != (place.shape, place.dtype):
         return False
     return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), place.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""How much a channel may write that forgets so much: 1 − exp(log_decay)."""
+"""Input gate tied to the forget gate: 1 − exp(log_decay)."""
 
 from collections.abc import Sequence
 

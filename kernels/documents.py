@@ -110,7 +110,7 @@ def _remembered(cu_seqlens: Tensor) -> Documents | None:
 
 
 def _version(x: Tensor) -> int | None:
-    """How many times a tensor was changed in place; None if that is not counted."""
+    """Number of in-place changes of a tensor; None if they are not counted."""
     return None if x.is_inference() else x._version
 
 

@@ -17,7 +17,7 @@ def heads_first(x: Tensor) -> Tensor:
 
 
 def heads_first_of(result: Tensor) -> Tensor:
-    """The same, as memory to write to: always a view."""
+    """Return a view of a result with heads first, to write to."""
     return result.view(-1, *result.shape[2:]).transpose(0, 1)
 
 

@@ -107,7 +107,7 @@ def register(
     op.register_autograd(partial(differentiate, dispatched), setup_context=setup_context)
 
     class Direct(torch.autograd.Function):
-        """The same op without the dispatcher, which takes as long as some kernels."""
+        """The op without PyTorch's dispatcher, which takes as long as some kernels."""
 
         @staticmethod
         def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
@@ -135,5 +135,5 @@ KNOWN = frozenset({Tensor, torch.nn.Parameter, torch.dtype, str, int, float, boo
 
 
 def plain(given: Sequence[Any]) -> bool:
-    """Whether all tensors are ordinary ones that hold data, and nothing is being compiled or traced."""
+    """Return whether all tensors are ordinary ones that hold data, and nothing is being compiled or traced."""
     return not torch.compiler.is_compiling() and not any(issubclass(x, Tensor) for x in {*map(type, given)} - KNOWN)

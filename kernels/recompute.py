@@ -25,7 +25,7 @@ class _Note:
         self.value: Tensor | None = None
 
     def is_of(self, x: Tensor) -> bool:
-        """Whether x is the result, or a view of the whole result."""
+        """Return whether x is the result, or a view of the whole result."""
         y = self.y
         return (
             y is not None
@@ -113,12 +113,14 @@ def _later(x: Tensor, notes: dict[int, _Note]) -> _Later | None:
 
 
 def keeping() -> bool:
-    """Whether an op that makes a cheap result inside itself is to save it: in eager calls outside `recomputing()`."""
+    """Return whether an op that makes a cheap result inside itself is to save it: in eager calls outside
+    `recomputing()`.
+    """
     return not torch.compiler.is_compiling() and _notes.get() is None
 
 
 def noted(x: Tensor) -> bool:
-    """Whether a tensor is to be recomputed in the backward pass."""
+    """Return whether a tensor is to be recomputed in the backward pass."""
     notes = None if torch.compiler.is_compiling() else _notes.get()
     return notes is not None and _later(x, notes) is not None
 

@@ -1,4 +1,4 @@
-"""What a token mixer is, and the flow that all matrix-state mixers share.
+"""The token mixer interface, and the computation that all matrix-state mixers share.
 
 Letters, here and in every mixer: B batch, T time, H value heads, G key heads, E expansion factor, S subheads, K key
 size, V value size, N documents (with `cu_seqlens`, B = 1 and states have N rows instead of B). Time comes first:
@@ -28,7 +28,7 @@ State = Any  # a pytree of tensors, usually a NamedTuple; `state.py` says how to
 
 
 class Site(NamedTuple):
-    """Where a layer sits in the model. One argument, so that fields can be added without changing plug-ins."""
+    """Position of a layer in the model. One argument, so that fields can be added without changing plug-ins."""
 
     hidden_size: int
     num_heads: int
@@ -113,7 +113,7 @@ class TokenMixer(KeepsFp32):
         raise NotImplementedError
 
     def masked_flops(self, length: int) -> int:
-        """How many of `flops` are for pairs of tokens that the mask of attention leaves out."""
+        """Return the part of `flops` that is spent on pairs of tokens that the mask of attention leaves out."""
         return 0
 
     @property
@@ -222,7 +222,7 @@ class LinearMixer(TokenMixer):
         raise NotImplementedError
 
     def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
-        """What the delta rule's gates are computed from, to compute them with the features; None to call `gates`."""
+        """Return the inputs of the delta rule's gates, to compute the gates with the features; None to call `gates`."""
         return None
 
     def gates(self, s: Streams) -> Streams:

@@ -147,7 +147,7 @@ class _Gather(torch.autograd.Function):
 
 
 def takes_context_parallel(module: type[nn.Module]) -> bool:
-    """Whether modules of this class can work on a part of each sequence: whether `forward` has the argument."""
+    """Return whether modules of this class can work on a part of each sequence: whether `forward` has the argument."""
     return "context_parallel" in signature(module.forward).parameters
 
 

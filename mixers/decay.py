@@ -52,12 +52,12 @@ class Discretisation(KeepsFp32):
 
     @property
     def has_own_formula(self) -> bool:
-        """Whether a subclass computes decays otherwise."""
+        """Return whether a subclass computes decays otherwise."""
         return type(self).forward is not Discretisation.forward
 
 
 class Mamba2Discretisation(Discretisation):
-    """The same with Mamba2's smallest initial A.
+    """`Discretisation` with Mamba2's smallest initial A.
 
     Args:
         size: Number of recurrences.

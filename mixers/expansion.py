@@ -200,7 +200,7 @@ Recomputed = Literal["queries", "states"]
 
 @dataclass(frozen=True)
 class Expand:
-    """How the mixer at a site is to be expanded."""
+    """Settings of the expansion of a mixer at a site."""
 
     factor: int
     subheads: int

@@ -1,4 +1,4 @@
-"""What happens to a stream between its projection and the recurrence, declared as data."""
+"""Operations between a projection and the recurrence, declared as data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,7 +143,7 @@ def together(
     gates: kernels.GateInputs | None = None,
     products: Sequence[Tensor | None] | None = None,
 ) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None]:
-    """What each path makes of its stream, and the gates if any, computed together where that saves launches.
+    """Compute the features of each path's stream, and the gates if there are any, in fewer launches where possible.
 
     Each head of a stream with a product [G,K,N] is multiplied by its matrix first.
     """

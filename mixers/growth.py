@@ -1,4 +1,4 @@
-"""How the state of a trained mixer grows: which of its arguments change, and what becomes of its weights.
+"""Growth of the state of a trained mixer: the arguments that change, and the new weights.
 
 Nothing above the mixers knows more of a mixer than what is declared here. (StateX, and Liu et al. for subheads.)
 """
@@ -44,7 +44,7 @@ class Growth:
         self.mixer = mixer
 
     def default_factor(self) -> int:
-        """How many times larger the state becomes unless the user says so."""
+        """Factor by which the state grows unless the user sets one."""
         return 4
 
     def arguments(self, factor: int, init: Init) -> dict[str, object]:

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def another_is_first() -> ImportError:
-    """What to say when `kernels` is not this project's."""
+    """Return the error message for a `kernels` package that is not this project's."""
     return ImportError(
         f"kernels: {kernels.__file__} is another package of this name, such as Hugging Face's; run "
         f"`pip uninstall kernels`, or put this project before it: PYTHONPATH={Path(__file__).parents[1]}"

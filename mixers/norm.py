@@ -48,7 +48,7 @@ class SimpleRMSNorm(Norm):
 
     @property
     def scale(self) -> Tensor | None:
-        """What each channel is multiplied by [size]; None for 1."""
+        """Factor of each channel [size]; None for 1."""
         return None
 
     @overload
@@ -136,7 +136,7 @@ class LayerNorm(Norm):
 
 
 class Output(KeepsFp32):
-    """What comes between the recurrence and the output projection: o [...,size], gate [...,size] → [...,size].
+    """Layer between the recurrence and the output projection: o [...,size], gate [...,size] → [...,size].
 
     Subclass it to write another one; `gated` says whether the mixer has to project a gate.
     """

@@ -51,7 +51,7 @@ def per_document(
 
 
 def _seen(state: Any) -> list[int]:
-    """How many tokens each sequence has seen; as far as it matters."""
+    """Return the number of tokens that each sequence has seen, up to the largest number that matters."""
     if not caches(state):
         return [0]
     seen = positions_seen(state)

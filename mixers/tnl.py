@@ -15,7 +15,7 @@ from .registry import register
 
 
 class LowRankGated(LinearMixer):
-    """What TNL and cosFormer2 share: a norm without weight over the full width, times σ(W_up W_down x) of rank K."""
+    """Output of TNL and cosFormer2: a norm without weight over the full width, times σ(W_up W_down x) of rank K."""
 
     def __init__(self, site: Site, *, num_heads: int | None, qk: Features, norm_eps: float):
         num_heads, head_dim = site.heads(num_heads)

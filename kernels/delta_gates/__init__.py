@@ -79,7 +79,7 @@ class GateInputs:
 
     @property
     def differentiated(self) -> bool:
-        """Whether a gradient is wanted."""
+        """Return whether a gradient is wanted."""
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self.tensors)
 
 

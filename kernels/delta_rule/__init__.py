@@ -27,7 +27,7 @@ WHOLE, LONGEST = 256, 2048  # channels of a key: whose state fits into registers
 
 
 def learned_constant(a: Recurrences) -> bool:
-    """Whether the gradient of a constant decay is needed."""
+    """Return whether the gradient of a constant decay is needed."""
     g = a.log_decay
     return g is not None and g.dim() == 1 and g.requires_grad and torch.is_grad_enabled()
 

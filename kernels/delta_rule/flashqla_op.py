@@ -37,7 +37,7 @@ def refusal(a: Recurrences) -> str | None:
 
 
 def filled(documents: Documents) -> tuple[Tensor, Tensor]:
-    """Which documents have tokens, and the boundaries of these."""
+    """Return the indices of the documents that have tokens, and the boundaries of these."""
     full = [i for i, (start, stop) in enumerate(documents.spans) if stop > start]
     bounds = [0, *(documents.bounds[i + 1] for i in full)]
     return torch.tensor(full, device=documents.device), torch.tensor(bounds, dtype=torch.int32, device=documents.device)
@@ -49,7 +49,7 @@ def repeated(x: Tensor, groups: int, times: int) -> Tensor:
 
 
 def spread(x: Tensor, groups: int, times: int) -> Tensor:
-    """The same, and what is longer than x need not be kept for the gradients."""
+    """Like `repeated`, but do not save an expanded tensor for the backward pass: recompute it there."""
     return x if times == 1 else remake(repeated(x, groups, times), repeated, x, groups, times)
 
 

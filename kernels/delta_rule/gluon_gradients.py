@@ -74,7 +74,7 @@ def halves(x):
 
 @gluon.jit
 def at_halves():
-    """Where the sums of halves are stored, as [2, 64]."""
+    """Pointers to the sums of both halves of a chunk, as [2, 64]."""
     r = gl.arange(0, 64, gl.SliceLayout(1, HALVES))
     return gl.expand_dims(r, 1) + gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, HALVES)) * 64, 0)
 

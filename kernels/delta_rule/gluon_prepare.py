@@ -1,4 +1,5 @@
-"""What `triton_prepare.py` computes of chunks of the (gated) delta rule, in Gluon: Hopper, bf16, keys of 128 channels.
+"""Preparation of the chunks of the (gated) delta rule, as in `triton_prepare.py`, in Gluon: Hopper, bf16, keys of 128
+channels.
 
 With N the strict lower part of D ⊙ K Kᵀ, everything follows from one symmetric form of the inverse:
 

@@ -46,7 +46,7 @@ def prepared(to: DeltaRule, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tenso
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The same numbers where kernels in Gluon can copy 16 bytes at a time."""
+    """Return x, cloned if a pass in Gluon cannot copy it 16 bytes at a time."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
@@ -149,7 +149,9 @@ def in_three_passes(
     *,
     gated: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """The same, along time, then of queries and of keys in all chunks at once."""
+    """Compute all gradients in three passes: one along time, then those of queries and of keys for all chunks in
+    parallel.
+    """
     inverse, scores, gates, _, u, states, _ = kept
     B, T, M, K, table, slots = to.B, to.T, to.M, to.K, to.layout.chunks, len(to.layout.chunks)
     dv, dinitial, dstates = to.new(B, T, M, to.V), to.states(), to.new(slots, M, K, to.V)

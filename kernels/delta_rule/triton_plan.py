@@ -102,12 +102,13 @@ class DeltaRule(Plan):
 
     @cached_property
     def at_once(self) -> bool:
-        """Whether one pass computes all gradients: where it can, and its programs fill the device."""
+        """Return whether one pass computes all gradients: where it can, and its programs fill the device."""
         return self._fits_at_once and (self.halved or self._fills(len(self.layout.segments) * self.M))
 
     @cached_property
     def halved(self) -> bool:
-        """Whether that pass alone runs over two segments of each sequence, as its programs fill half of the device.
+        """Return whether that pass alone runs over two segments of each sequence, as its programs fill half of the
+        device.
 
         The gradients between the two come from the pass along time, over the second, with nothing to combine.
         """
@@ -117,13 +118,15 @@ class DeltaRule(Plan):
         return rows and fits and self._fills(2 * programs) and not self._fills(programs)
 
     def _fills(self, programs: int) -> bool:
-        """Whether programs that need a whole multiprocessor each fill the device: every wave of them takes as long."""
+        """Return whether programs that need a whole multiprocessor each fill the device: every wave of them takes as
+        long.
+        """
         places = multiprocessors(self.device)
         return programs >= FULL * cdiv(programs, places) * places
 
     @cached_property
     def in_gluon(self) -> bool:
-        """Whether the device and the keys are those of the kernels in Gluon."""
+        """Return whether the device and the keys are those of the kernels in Gluon."""
         return DIRECT and self.K == IN_GLUON and self.dtype == torch.bfloat16 and hopper(self.device)
 
     @property
@@ -206,7 +209,7 @@ class DeltaRule(Plan):
 
     @prepared
     def backward(self, segments: int) -> Prepared:
-        """The same pass for the gradients, in reverse."""
+        """Launch of the reverse pass along time, for the gradients."""
         kernel = long_backward if self.long else scan_backward
         return self._along_time(kernel, self.pass_entry("backward"), segments, self.V)
 
@@ -260,12 +263,12 @@ class DeltaRule(Plan):
 
 
 def hopper(device: torch.device) -> bool:
-    """Whether this is a Hopper GPU."""
+    """Return whether this is a Hopper GPU."""
     return device.type == "cuda" and capability(device) == HOPPER
 
 
 def segments(room: int, chunks: int) -> int:
-    """How many segments the passes along time cut each sequence into, if `room` of them fill the device.
+    """Number of segments that the passes along time cut each sequence into, if `room` segments fill the device.
 
     Segments cost two more passes, so that a few of them, or short ones, gain nothing.
     """
@@ -280,7 +283,7 @@ def whole(wide: Launch, narrow: Launch | None, recurrences: int, V: int, device:
 
 
 def fitting(wide: Launch, recurrences: int, V: int, device: torch.device) -> int:
-    """How many times the programs of a pass fit on the device."""
+    """Return how many times the programs of a pass fit on the device."""
     return multiprocessors(device) // (max(1, recurrences) * -(-V // wide.values))
 
 
@@ -290,5 +293,7 @@ def block(size: int) -> int:
 
 
 def key_block(size: int) -> int:
-    """The same for keys. With 64 values, blocks of 16 and 32 give wrong gradients on Hopper with Triton 3.6."""
+    """Block size of keys, as `value_block`. With 64 values, blocks of 16 and 32 give wrong gradients on Hopper with
+    Triton 3.6.
+    """
     return max(64, block(size))

@@ -81,7 +81,7 @@ def features(
 
 
 def features_together(streams: Sequence[FeatureStream]) -> list[tuple[Tensor, Tensor | None]]:
-    """What `features` returns for each of several streams.
+    """Compute `features` of several streams, in one launch where possible.
 
     For one token of each, without gradients, Triton launches one kernel for all.
 
@@ -98,7 +98,7 @@ def features_together(streams: Sequence[FeatureStream]) -> list[tuple[Tensor, Te
 def features_and_gates(
     streams: Sequence[FeatureStream], gates: GateInputs
 ) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor]]:
-    """What `features_together` and `delta_gates` return; in one launch where the first makes one.
+    """Compute `features_together` and `delta_gates`, in one launch where `features_together` takes one.
 
     Args:
         streams: The arguments of each call of `features`.

@@ -71,7 +71,7 @@ class FeatureStream:
         return self.x.shape[3] if self.product is None else self.product.shape[2] // self.subheads
 
     def multiplied(self) -> "FeatureStream":
-        """The same with the result of the product as x."""
+        """Return the stream after its product, which becomes x."""
         if self.product is None:
             return self
         x = head_linear(self.x, self.product)
@@ -85,7 +85,7 @@ class FeatureStream:
 
     @property
     def differentiated(self) -> bool:
-        """Whether a gradient is wanted."""
+        """Return whether a gradient is wanted."""
         tensors = (self.x, self.product, self.weight, self.bias, self.history)
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in tensors)
 

@@ -52,7 +52,9 @@ def _depthwise(line: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 class _Depthwise(torch.autograd.Function):
-    """The same, whatever autocast says, with the gradient of the taps written by hand: oneDNN takes twice as long."""
+    """Depthwise convolution that ignores autocast, with a gradient of the taps written by hand: oneDNN takes twice as
+    long.
+    """
 
     @staticmethod
     def forward(ctx: Any, line: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ MOST_WAVES = 8  # of programs
 
 
 class Launch(NamedTuple):
-    """How a kernel runs."""
+    """Launch configuration of a kernel."""
 
     tokens: int  # of a tile
     registers: int  # of a thread
@@ -43,7 +43,7 @@ FORWARD, BACKWARD = Launch(64, 80, 3), Launch(64, 128, 2)
 
 
 def fits(stream: FeatureStream) -> bool:
-    """Whether the kernels can take the arguments, on this device."""
+    """Return whether the kernels can take the arguments, on this device."""
     x, product, weight = stream.x, stream.product, stream.weight
     return (
         product is not None
@@ -60,12 +60,12 @@ def fits(stream: FeatureStream) -> bool:
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Whether a device has the instructions that the kernels need, and Triton is one that they were tested with."""
+    """Return whether a device has the instructions that the kernels need, and Triton was tested with them."""
     return DIRECT and device.type == "cuda" and capability(device) == HOPPER
 
 
 class Shape(NamedTuple):
-    """What a launch depends on."""
+    """Sizes that a launch depends on."""
 
     B: int
     T: int

@@ -25,7 +25,7 @@ SHORT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))  #
 
 @gluon.jit
 def place(n, TILE: gl.constexpr):
-    """Which token of a tile is column n of a product: thread a of four has columns 8j + 2a and 8j + 2a + 1."""
+    """Token of a tile that is column n of a product: thread a of four has columns 8j + 2a and 8j + 2a + 1."""
     return ((n >> 1) & 3) * (TILE // LANES) + (n >> 3) * 2 + (n & 1)
 
 
@@ -104,7 +104,7 @@ def joined(tokens):
 
 @gluon.jit
 def beside(x, STEP: gl.constexpr):
-    """What the thread STEP further has."""
+    """Value held by the lane `STEP` positions away."""
     LAYOUT: gl.constexpr = x.type.layout
     a = gl.expand_dims((gl.arange(0, LANES, gl.SliceLayout(0, LAYOUT)) + STEP) & (LANES - 1), 0)
     at = a + 0 * gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)), 1)

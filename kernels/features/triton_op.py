@@ -32,7 +32,7 @@ MOST_WAVES = 4  # of programs, one after the other on the same multiprocessors
 
 
 class Cut(NamedTuple):
-    """How the work is cut: `runs` of `length` tokens in each row, by blocks of `heads` heads of `size` channels."""
+    """Partition of the work: `runs` of `length` tokens in each row, by blocks of `heads` heads of `size` channels."""
 
     heads: int
     size: int

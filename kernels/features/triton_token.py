@@ -219,7 +219,9 @@ _op.register_fake(fake)
 
 
 def fits(streams: Sequence[FeatureStream], gates: GateInputs | None = None) -> bool:
-    """Whether one launch can serve all: one token of a few streams of a dtype, no gradients, a history to return."""
+    """Return whether one launch can serve all: one token of a few streams of a dtype, no gradients, a history to
+    return.
+    """
     if gates is not None and (gates.differentiated or gates.a.dtype == torch.float64):
         return False
     return 1 < len(streams) <= MOST and all(

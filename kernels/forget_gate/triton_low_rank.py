@@ -117,7 +117,7 @@ def low_rank_backward(
 
 
 def constants(x: Tensor, weight: Tensor) -> dict[str, int | str]:
-    """What both kernels are compiled for."""
+    """Compile-time constants of both kernels."""
     C, R = weight.shape
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     return {"C": C, "R": R, "BR": max(16, next_power_of_2(R)), "PRECISION": precision}

@@ -29,7 +29,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"triton": triton, "torch": 
 
 
 def few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Whether the Triton kernel is made for a call: few rows, neither gradients nor casts."""
+    """Return whether the Triton kernel is made for a call: few rows, neither gradients nor casts."""
     small = x.numel() <= MOST_ROWS * x.shape[-1] and weight.shape[1] <= MOST_INPUTS
     differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return small and not differentiated and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)

@@ -89,7 +89,7 @@ def in_log2(g):
 
 @gluon.jit
 def bounded(decays, NARROW: gl.constexpr):
-    """What `split` stores: decays that are not too strong, in log2 if they are in fp32."""
+    """Decays as `split` stores them: bounded, and in log2 if they are in fp32."""
     if NARROW:
         g = gl.maximum(as_narrow(decays).load(ROWS).to(gl.float32), LEAST_NARROW)
     else:

@@ -23,7 +23,7 @@ RANGE = 120.0
 
 
 def serves(a: Recurrences, b: Tensor | None) -> bool:
-    """Whether this module can compute the call; b are the log decays summed inside chunks."""
+    """Return whether this module can compute the call; b are the log decays summed inside chunks."""
     if a.subheads > 1 or not a.v.is_cpu or not plain((a.q, a.k, a.v)):  # the values of the decays must be known
         return False
     if b is None or b.dim() != 6:

@@ -81,7 +81,7 @@ def constant_decay_inside(g):
 
 @triton.jit
 def decay_inside(gates, WIDE: tl.constexpr):
-    """The same where each token has a different decay."""
+    """Decays between all pairs of tokens of a chunk, where they differ from token to token."""
     r = tl.arange(0, CHUNK)
     b = tl.load(gates + SUMS * CHUNK + r)
     between = b[:, None] - b[None, :]

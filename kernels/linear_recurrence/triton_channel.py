@@ -38,7 +38,7 @@ def row(x, i):
 
 @triton.jit
 def span(b, middle):
-    """How far the decays of a chunk reach from its middle row, in log2 units."""
+    """Largest distance of the summed decays of a chunk from its middle row, in log2 units."""
     r = tl.arange(0, CHUNK)
     earlier = tl.max(tl.max(tl.where(r[:, None] == 0, b, -float("inf")), 0) - middle, 0)
     later = tl.max(middle - tl.min(b, 0), 0)

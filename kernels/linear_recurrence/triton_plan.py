@@ -125,11 +125,11 @@ class LinearRecurrence(Plan):
 
     @property
     def aligned(self) -> bool:
-        """Whether there are passes in Gluon, which copy 16 bytes at a time."""
+        """Return whether there are passes in Gluon, which copy 16 bytes at a time."""
         return self.one_pass or self.head_pass
 
     def _fills_half(self) -> bool:
-        """Whether as many programs as there can be, each of which needs a whole multiprocessor, fill half of them."""
+        """Return whether the largest number of programs, each on a multiprocessor of its own, fills half of the GPU."""
         most = self.heads * self.B * -(-self.T // BLOCK)
         return most >= multiprocessors(self.device) // 2
 
@@ -152,7 +152,7 @@ class LinearRecurrence(Plan):
 
     @property
     def sums(self) -> Mapping[str, Any]:
-        """Whether decays are summed in fp64, and the dtype, with the range of fp32, of factors around a reference."""
+        """Options of decay sums: whether they are in fp64, and the dtype of factors around a reference."""
         return {"WIDE": self.wide, "DOT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32}
 
     def options(self, entry: Launch) -> Mapping[str, Any]:
@@ -278,12 +278,12 @@ class LinearRecurrence(Plan):
 
     @prepared
     def steep_forward(self) -> Prepared:
-        """What steep channels add to outputs."""
+        """Launch that adds the part of steep channels to the outputs."""
         return self._steep(steep_forward, {"q": "q", "k": "k", "v": "v"})
 
     @prepared
     def steep_backward(self) -> Prepared:
-        """What they add to gradients."""
+        """Launch that adds the part of steep channels to the gradients."""
         return self._steep(steep_backward, {"q": "q", "k": "k", "v": "v", "grad": "grad"})
 
     @prepared
@@ -396,23 +396,23 @@ class LinearRecurrence(Plan):
 
 
 def at_once(gate: str, beta: bool, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a decay per channel takes one pass forward and one backward."""
+    """Return whether a decay per channel takes one pass forward and one backward."""
     return gate == "channel" and _fits_gluon(beta, K, V, dtype, device)
 
 
 def all_gradients_at_once(gate: str, beta: bool, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether any other decay takes one pass backward."""
+    """Return whether any other decay takes one pass backward."""
     return gate != "channel" and _fits_gluon(beta, K, V, dtype, device)
 
 
 def _fits_gluon(beta: bool, K: int, V: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there are passes in Gluon for these sizes."""
+    """Return whether there are passes in Gluon for these sizes."""
     fits = not beta and K == V == AT_ONCE and dtype == torch.bfloat16
     return fits and DIRECT and device.type == "cuda" and capability(device) == HOPPER
 
 
 def filling(heads: int, K: int, V: int, dtype: torch.dtype, device: torch.device, one_pass: bool) -> int:
-    """How many segments, over all sequences, fill the device."""
+    """Number of segments, over all sequences, that fill the device."""
     if one_pass:  # each program needs a whole multiprocessor
         return max(1, multiprocessors(device) // heads)
     slices = -(-V // launch("linear_recurrence.carry", max(K, V), dtype, device).block)

@@ -1,4 +1,5 @@
-"""What steep channels add to outputs and gradients of the one pass for decays per channel (`gluon_channel.py`).
+"""The part of steep channels in outputs and gradients, which the one pass for decays per channel (`gluon_channel.py`)
+leaves out.
 
 A program looks at the sums of decays of a few chunks. For those that have a steep channel, it computes what pairs of
 tokens inside the chunk contribute in such channels. Rows and columns are split into blocks of 16: between blocks the
@@ -24,7 +25,7 @@ def is_steep(early, late):
 
 @triton.jit
 def half_at(ends, place, ck, K: tl.constexpr):
-    """Where the sums over the first half of a chunk are; those over the second follow after K numbers."""
+    """Pointers to the sums over the first half of a chunk; those over the second half follow K numbers later."""
     return ends + place * (2 * K) + ck
 
 
@@ -69,7 +70,7 @@ def steep_gradients(
     D, Q, Kk, g, q, k, log_decay, length, q_token, k_token, heads,
     K: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What pairs of different tokens add to dQ and dK, for D = dO Vᵀ below the diagonal."""
+    """Part of pairs of different tokens in dQ and dK, for D = dO Vᵀ below the diagonal."""
     r, ck = tl.arange(0, CHUNK), tl.arange(0, BK)
     distance = r[:, None] - r[None, :]
     b = tl.cumsum(g, 0)

@@ -25,7 +25,7 @@ AHEAD, LONGEST_AHEAD = 3, 1024  # tiles on their way, and the longest rows of th
 
 
 def inner(x: Tensor) -> int:
-    """How many rows of x […,D] are contiguous: the heads of a token."""
+    """Number of contiguous rows of x […,D]: the heads of a token."""
     return x.shape[-2] if x.dim() > 3 else 1
 
 
@@ -39,7 +39,7 @@ def strided(x: Tensor) -> tuple[Tensor, int]:
 
 
 def order(gate: Tensor | None, gate_first: bool) -> str:
-    """Where the gate is applied."""
+    """Return the position of the gate: none, first (before the norm) or last."""
     return "none" if gate is None else "first" if gate_first else "last"
 
 
@@ -68,7 +68,7 @@ def backward(programs: int, rows: int, inner: int, size: int, gate: str, *number
 
 
 def ahead(size: int, gate: str) -> bool:
-    """Whether the backward pass loads tiles before it needs them."""
+    """Return whether the backward pass loads tiles before it needs them."""
     return gate == "none" and size <= LONGEST_AHEAD
 
 

@@ -76,7 +76,7 @@ def local(
     READ: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """What each chunk adds to the state after it, and its summed log decay.
+    """Contribution of each chunk to the state after it, and its summed log decay.
 
     REVERSE: x is the gradient of the output, and the result is the chunk's part of the gradient of the state before it.
     """

@@ -84,7 +84,9 @@ class SelectiveScan(Plan):
 
     @prepared
     def local(self, reverse: bool) -> Prepared:
-        """What each chunk adds to the state after it, or in reverse to the gradient of the state before it."""
+        """Compute the contribution of each chunk to the state after it, or in reverse to the gradient of the state
+        before it.
+        """
         return self._prepared(local, self.chunks, ELEMENTS, READ=self.read, REVERSE=reverse)
 
     @prepared

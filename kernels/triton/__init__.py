@@ -1,1 +1,1 @@
-"""What all Triton kernels share: launches, the layout of chunks and documents, and tiles. Nothing here is an op."""
+"""Shared parts of all Triton kernels: launches, the layout of chunks and documents, and tiles. No ops are here."""

@@ -169,7 +169,7 @@ class Prepared:
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many blocks of `size` hold n. (Triton's function is meant for kernels, and slow outside them.)"""
+    """Return the number of blocks of `size` that hold n. (Triton's function is slow outside of kernels.)"""
     return -(-n // size)
 
 
@@ -232,6 +232,6 @@ def _start(
 
 
 def _observed() -> bool:
-    """Whether a hook observes launches, as those of profilers do."""
+    """Return whether a hook observes launches, as those of profilers do."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

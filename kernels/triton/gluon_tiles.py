@@ -29,13 +29,15 @@ FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def opaque(x):
-    """The same numbers, computed where they are needed: nothing made of them is moved out of a loop, into registers."""
+    """Return x unchanged, so that the compiler computes what depends on it in place instead of moving it out of a loop,
+    into registers.
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def distance():
-    """How many tokens the query of a pair comes after its key."""
+    """Number of tokens from the key of a pair to its query."""
     return gl.expand_dims(opaque(gl.arange(0, 64, OF_ROWS)), 1) - gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
 
 

@@ -132,7 +132,7 @@ def read(path: str) -> LaunchFile:
 
 
 def _mistake(entry: Any) -> str | None:
-    """What is wrong with an entry; None if nothing is."""
+    """Describe the mistake in an entry; None if there is none."""
     if not isinstance(entry, dict):
         return f"expected an object, got {entry!r}"
     if (kernel := entry.get("kernel")) not in KERNELS:

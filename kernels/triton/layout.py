@@ -1,4 +1,4 @@
-"""Where the chunks of all sequences lie: small index tables that the kernels read, built once per shape or packing.
+"""Positions of the chunks of all sequences: small index tables that the kernels read, built once per shape or packing.
 
 Sequences are the rows of a batch, or the documents packed into one row; tokens are numbered across the whole batch.
 No kernel is compiled for a size in these tables.

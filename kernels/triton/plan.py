@@ -1,4 +1,4 @@
-"""What follows from the sizes of a call alone, computed once for all calls of these sizes to save time on the host."""
+"""Quantities that follow from the sizes of a call, computed once for all calls of these sizes to save host time."""
 
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
@@ -67,7 +67,7 @@ def of_rows(file: str | None, plan: Callable[..., SomePlan], sizes: tuple[Any, .
 def of_documents(
     packed: Documents, file: str | None, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]
 ) -> SomePlan:
-    """The same for packed documents."""
+    """Return the plan of a call with packed documents."""
     made = plan(*sizes)
     made.place(packed)
     return made

@@ -1,4 +1,4 @@
-"""Which of several implementations computes attention: the choice within the backend `torch`."""
+"""Choice among the implementations of attention within the backend `torch`."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -11,7 +11,7 @@ from .arguments import Attention
 
 
 def serves(a: Attention) -> bool:
-    """Whether the kernel supports the dtype and the head size, and queries and keys are the same tokens."""
+    """Return whether the kernel supports the dtype and the head size, and queries and keys are the same tokens."""
     size = a.q.shape[3]
     known = a.q.dtype in (torch.bfloat16, torch.float16) and size <= 256 and size % 8 == 0
     return known and a.first_key is None and a.q.shape[1] == a.k.shape[1] and has("window_size")
@@ -39,7 +39,7 @@ def attention() -> Any:
 
 
 def has(option: str) -> bool:
-    """Whether PyTorch's function has an option, which depends on the version."""
+    """Return whether PyTorch's function has an option, which depends on the version."""
     return option in _options()
 
 

@@ -13,7 +13,7 @@ BLOCK = 128  # queries and keys per block
 
 
 def serves(a: Attention) -> bool:
-    """Whether queries and keys are the same tokens, and the head size is a power of two, at least 16."""
+    """Return whether queries and keys are the same tokens, and the head size is a power of two, at least 16."""
     size = a.q.shape[3]
     return a.first_key is None and a.q.shape[1] == a.k.shape[1] and size >= 16 and size & (size - 1) == 0
 
@@ -79,6 +79,6 @@ def _mask(document: Tensor, window: int | None) -> Any:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries sees, and their indices, which come first [1,1,…]."""
+    """Return the number of blocks of keys that each block of queries sees, and their indices, those first [1,1,…]."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).to(torch.int32)[None, None], order.to(torch.int32)[None, None]

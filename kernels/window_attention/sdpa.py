@@ -7,7 +7,7 @@ from .arguments import Attention
 
 
 def serves(a: Attention) -> bool:
-    """Whether nothing but the future is masked."""
+    """Return whether nothing but the future is masked."""
     whole = a.documents is None and a.window_size is None and a.first_key is None
     return whole and a.q.shape[1] == a.k.shape[1]
 

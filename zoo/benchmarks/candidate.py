@@ -58,7 +58,7 @@ def present(target: Target, device: torch.device) -> Entry | None:
 
 
 def is_cut(target: Target, device: torch.device) -> bool:
-    """Whether heads of this size are cut into pieces."""
+    """Return whether heads of this size are cut into pieces."""
     op, dtype = target.kernel.partition(".")[0], DTYPES[target.dtype]
     return op == "linear_recurrence" and target.size > launches.largest(op, dtype, device)
 
@@ -88,7 +88,7 @@ def candidates(target: Target, entry: Entry, shared: int, capability: int) -> li
 
 
 def fits(target: Target, entry: Entry, shared: int) -> bool:
-    """Whether the tiles of 64 tokens that a pipelined loop holds fit into `shared` bytes of shared memory.
+    """Return whether the tiles of 64 tokens that a pipelined loop holds fit into `shared` bytes of shared memory.
 
     This is a lower bound, which saves trying hopeless candidates; the compiler decides.
     """

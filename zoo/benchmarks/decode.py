@@ -201,7 +201,7 @@ def growing(model: LanguageModel) -> list[bool]:
 
 
 def grows(model: LanguageModel) -> bool:
-    """Whether any tensor of the model's state grows with each token."""
+    """Return whether any tensor of the model's state grows with each token."""
     return any(growing(model))
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark says of its device, its peak speed, and the dtypes and backends to choose from."""
+"""A benchmark's device: its description, its peak speed, and the dtypes and backends to choose from."""
 
 import importlib.metadata
 import os

@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What to call it in a remark."""
+        """Name of the model in a remark."""
         return f"{self.model} E{self.factor}{f' {self.form}' if self.form else ''}"
 
 

@@ -21,7 +21,7 @@ class Gate:
 
     @property
     def passed(self) -> bool:
-        """Whether there is at least one error, and all are within their limits."""
+        """Return whether there is at least one error, and all are within their limits."""
         return bool(self.errors) and all(error <= self.limits[name] for name, error in self.errors.items())
 
     @property

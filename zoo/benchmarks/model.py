@@ -40,7 +40,7 @@ def read(config: Sequence[str]) -> Any:
 
 
 def name(config: Sequence[str]) -> str:
-    """What to call a model: its first config."""
+    """Return the name of a model: its first config."""
     return Path(str(next((item for item in config if "=" not in item), "model"))).stem
 
 
@@ -149,7 +149,7 @@ def continuing(model: LanguageModel) -> dict[str, Tensor]:
 
 
 def at_once(model: LanguageModel) -> dict[str, Tensor]:
-    """The same logits from one forward pass over all tokens, without a state."""
+    """Compute the logits of all tokens in one forward pass, without a state."""
     with torch.no_grad():
         return {"logits": model(_tokens(model, 2))[0][:, -3:].float()}
 

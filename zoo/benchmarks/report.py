@@ -33,7 +33,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether a result was wrong."""
+        """Return whether a result was wrong."""
         return any(map(is_wrong, self.rows))
 
     def write(self) -> None:
@@ -51,7 +51,7 @@ class Report:
         raise NotImplementedError
 
     def picture(self) -> Figure | None:
-        """What bench.png shows; None if there is no curve."""
+        """Return the contents of bench.png; None if there is no curve."""
         return None
 
     def new_table(self, columns: Iterable[str]) -> Table:
@@ -90,7 +90,7 @@ def path_of(row: dict[str, Any], remarks: list[str]) -> str:
 
 
 def is_wrong(row: dict[str, Any]) -> bool:
-    """Whether the result of a row was wrong."""
+    """Return whether the result of a row was wrong."""
     return "gate" in row and not row["gate"]["passed"]
 
 

@@ -54,7 +54,7 @@ class Trial:
 
     @property
     def gains(self) -> bool:
-        """Whether the proposal is at least as fast as the built-in launch configurations."""
+        """Return whether the proposal is at least as fast as the built-in launch configurations."""
         return self.best is not None and self.ms[str(self.best)] <= self.ms.get(ALONE, float("inf"))
 
 

@@ -63,7 +63,7 @@ def save_sealed(contents: Any, file: BinaryIO) -> None:
 
 
 def is_sealed(path: str | os.PathLike[str]) -> bool:
-    """Whether a file ends with a hash of its contents.
+    """Return whether a file ends with a hash of its contents.
 
     Raises:
         UserError: The hash does not match: the file is damaged.

@@ -30,7 +30,7 @@ def sign(config: Any) -> str | None:
 
 
 def is_own(config: Any, signature: Any) -> bool:
-    """Whether this user signed a config."""
+    """Return whether this user signed a config."""
     try:
         key = _key_file().read_bytes()
     except (OSError, RuntimeError):

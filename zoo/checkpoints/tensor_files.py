@@ -113,7 +113,7 @@ class TensorFiles:
 
 
 def has_tensor_files(folder: Path) -> bool:
-    """Whether a folder holds weights that `TensorFiles` reads."""
+    """Return whether a folder holds weights that `TensorFiles` reads."""
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 

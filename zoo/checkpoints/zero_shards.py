@@ -163,7 +163,7 @@ def unreadable(path: str | os.PathLike[str], error: Exception) -> UserError:
 
 
 def divided_alike(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], stage: int, world_size: int) -> bool:
-    """Whether a run can load a checkpoint's ZeRO shards as they are, without resharding.
+    """Return whether a run can load a checkpoint's ZeRO shards as they are, without resharding.
 
     Args:
         path: The checkpoint.

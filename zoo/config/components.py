@@ -53,7 +53,7 @@ def component(hint: Any) -> type | None:
 
 
 def is_ours(cls: type) -> bool:
-    """Whether a class belongs to this project."""
+    """Return whether a class belongs to this project."""
     return cls.__module__.partition(".")[0] in ("zoo", "mixers")
 
 

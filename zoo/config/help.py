@@ -61,7 +61,7 @@ def short_help(parser: Parser, verb: str, keys: Mapping[str, str]) -> str:
 
 
 def topic_help(parser: Parser, verb: str, topic: str, keys: Sequence[str]) -> str:
-    """What is in one key of a config, or with `all` all options and keys, which `parser` has.
+    """Describe one key of a config, or with `all` every option and key of `parser`.
 
     Raises:
         UserError: There is no such key.

@@ -18,7 +18,7 @@ Item = str | Path | Mapping[str, Any]  # a config's name or path, an override `k
 
 
 def is_override(item: Item) -> bool:
-    """Whether an item is an override `key=value` rather than a config, whose path may have a "=" as well."""
+    """Return whether an item is an override `key=value` rather than a config, whose path may have a "=" as well."""
     return isinstance(item, str) and _OVERRIDE.match(item) is not None and not os.path.isfile(item)
 
 

@@ -34,7 +34,7 @@ def own_component(name: str) -> type | None:
 
 
 def registered(cls: type) -> bool:
-    """Whether a class was registered by `mixers.register`, also by an installed plug-in."""
+    """Return whether a class was registered by `mixers.register`, also by an installed plug-in."""
     return any(mixers.entry(name).mixer is cls for name in mixers.names())
 
 

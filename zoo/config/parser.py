@@ -191,7 +191,8 @@ def each_part_once() -> Iterator[None]:
 
 
 def cause_of(error: BaseException | None) -> UserError | None:
-    """What the parser wrapped in its own exceptions, as a UserError; None if it is a mistake of the parser's own kind.
+    """Return the UserError that the parser wrapped in its own exceptions; None if it is a mistake of the parser's own
+    kind.
 
     That is the UserError of a constructor, or a slip in a Python file that a config names.
     """

@@ -78,7 +78,7 @@ _MOST = {
 
 @dataclass(frozen=True)
 class UserInput:
-    """What the user set, on the command line and in configs given there.
+    """Values that the user set, on the command line and in configs given there.
 
     Args:
         keys: The keys that are set, such as `data.path` and `data.class_path`, without `init_args`.
@@ -330,7 +330,7 @@ class _Vetting:
 
 
 def _is_harmless(value: Any, cls: Any, name: str) -> bool:
-    """Whether an argument is text, or names built-in text where the code resolves such names."""
+    """Return whether an argument is text, or names built-in text where the code resolves such names."""
     if not isinstance(cls, type):
         return False
 

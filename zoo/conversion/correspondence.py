@@ -21,7 +21,7 @@ _MOST_NAMED = 5  # tensors in a message
 
 
 class Correspondence:
-    """Which tensor of theirs is which of ours, for one model.
+    """The tensor of ours for each tensor of theirs, for one model.
 
     Args:
         family: Whose table.

@@ -1,4 +1,4 @@
-"""Where two models on the meta device would compute different things."""
+"""Differences between the computations of two models on the meta device."""
 
 import dataclasses
 from typing import Any

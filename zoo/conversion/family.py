@@ -1,4 +1,4 @@
-"""What a family of public checkpoints is: its config in our terms and back, and its table of tensors."""
+"""A family of public checkpoints: its config in our terms and back, and its table of tensors."""
 
 import json
 from collections.abc import Callable, Mapping

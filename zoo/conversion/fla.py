@@ -1,4 +1,6 @@
-"""What the models of flash-linear-attention share: the names around the mixers, and what their configs may say."""
+"""Parts that the models of flash-linear-attention share: the names around the mixers, and the allowed keys of their
+configs.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -15,7 +15,7 @@ _LARGEST = 4 << 20  # bytes of a config
 
 
 def is_public(path: str | Path) -> bool:
-    """Whether a folder is one of Hugging Face's, and not one that this project exported."""
+    """Return whether a folder is one of Hugging Face's, and not one that this project exported."""
     folder = Path(path)
     return (folder / CONFIG).is_file() and not (folder / "config.yaml").exists()
 

@@ -1,4 +1,4 @@
-"""What hybrids of Gated DeltaNet and attention share in Hugging Face's layout: Qwen3-Next, Qwen3.5, OLMo-Hybrid."""
+"""Shared parts of hybrids of Gated DeltaNet and attention in the layouts of Qwen3-Next, Qwen3.5 and OLMo-Hybrid."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping

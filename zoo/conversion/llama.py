@@ -1,4 +1,4 @@
-"""What models like Llama share: attention with rotary positions and SwiGLU, under the same names."""
+"""Parts that models like Llama share: attention with rotary positions and SwiGLU, under the same names."""
 
 from collections.abc import Mapping
 from typing import Any

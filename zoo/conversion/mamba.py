@@ -1,4 +1,4 @@
-"""What the layouts of Mamba and Mamba2 share."""
+"""Parts that the layouts of Mamba and Mamba2 share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -114,7 +114,7 @@ def mamba2_keys_of(model: LanguageModel) -> dict[str, Any]:
 
 
 def expansion(width: int, model: LanguageModel) -> int:
-    """How many times wider than the residual stream a layer is inside.
+    """Return the inner width of a layer, in multiples of the width of the residual stream.
 
     Raises:
         UserError: It is no whole number.

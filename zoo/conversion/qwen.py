@@ -1,4 +1,4 @@
-"""What Qwen3-Next and Qwen3.5 share beside what all hybrids do: their norms and their gated attention."""
+"""Parts that only Qwen3-Next and Qwen3.5 share: their norms and their gated attention."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How a tensor of theirs corresponds to tensors of ours. Each rule works both ways.
+"""Rules that map tensors of theirs to tensors of ours, and back.
 
 Names may contain `{layer}`, which a family's table fills in.
 """
@@ -89,7 +89,7 @@ Rule = Rows | Shared | Tied | Recut
 
 
 def same(theirs: str, ours: str, *aliases: str) -> Rows:
-    """The same tensor under two names; theirs may have others, see `Rows`."""
+    """A tensor that has another name in their checkpoints, or several names, see `Rows`."""
     return Rows(theirs, (ours,), aliases=aliases)
 
 

@@ -47,7 +47,7 @@ def read_tokenizer(folder: Path, trust: bool = False) -> Tokenizer | None:
 
 
 def _named_end(folder: Path, found: tokenizers.Tokenizer) -> str | None:
-    """What the folder's configs call the end of a document, if the tokenizer has it."""
+    """Return the token that the folder's configs name as the end of a document, if the tokenizer has it."""
     if (folder / DESCRIPTION).is_file():
         named: Any = read_config(folder, DESCRIPTION).get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named

@@ -58,7 +58,7 @@ def recut(weights: Weights, rules: Iterable[Recut], shapes: Mapping[str, tuple[i
 
 
 def _same_rows(found: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> bool:
-    """Whether tensors of these shapes have as many rows together, of the same shape."""
+    """Return whether tensors of these shapes have as many rows together, of the same shape."""
     if any(not shape or shape[1:] != wanted[0][1:] for shape in [*found, *wanted]):
         return False
     return sum(shape[0] for shape in found) == sum(shape[0] for shape in wanted)

@@ -1,4 +1,6 @@
-"""What a run needs of a data module, which may be any of Lightning's: batches, and what stands for the vocabulary."""
+"""The data module interface: batches, and the source of the vocabulary size. Any of Lightning's data modules may
+implement it.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -46,11 +46,11 @@ class Case:
 
     @property
     def takes_documents(self) -> bool:
-        """Whether the op can be given packed documents."""
+        """Return whether the op can be given packed documents."""
         return "cu_seqlens" in inspect.signature(getattr(kernels, self.op)).parameters
 
     def on(self, device: torch.device, dtype: torch.dtype) -> "Case":
-        """The same call on a device, with its inputs rounded to a dtype."""
+        """Return the call on a device, with its inputs rounded to a dtype."""
 
         def moved(name: str, x: Tensor) -> Tensor:
             return x.to(device, dtype if x.is_floating_point() and name not in self.kept else None)
@@ -58,7 +58,7 @@ class Case:
         return replace(self, inputs={name: moved(name, x) for name, x in self.inputs.items()})
 
     def exact(self) -> "Case":
-        """The same call in fp32, of the same rounded numbers."""
+        """Return the call in fp32, with the same rounded numbers."""
         widened = {name: x.float() if x.is_floating_point() else x for name, x in self.inputs.items()}
         return replace(self, inputs=widened)
 

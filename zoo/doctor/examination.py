@@ -27,7 +27,7 @@ STYLES = {"passed": "green", "noted": "yellow", "failed": "bold red"}
 
 
 class Examination(NamedTuple):
-    """What the doctor has found.
+    """All findings of the doctor.
 
     Attributes:
         device: Where ops and mixers ran.
@@ -50,7 +50,7 @@ class Examination(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether a check failed."""
+        """Return whether a check failed."""
         return bool(self.failures)
 
 

@@ -1,4 +1,4 @@
-"""What a check has found."""
+"""The result of a check."""
 
 import math
 from typing import Any, Literal, NamedTuple
@@ -7,7 +7,7 @@ Status = Literal["passed", "noted", "failed"]
 
 
 class Finding(NamedTuple):
-    """What one check has found.
+    """The result of one check.
 
     Attributes:
         subject: What was examined: `packages`, `GPU`, an op, a mixer …

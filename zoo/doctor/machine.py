@@ -30,7 +30,7 @@ def machine(device: torch.device) -> Iterator[Finding]:
 
 
 def packages() -> Finding:
-    """Whether the packages are those that this project needs, and those that it was tested with."""
+    """Return whether the packages are those that this project needs, and those that it was tested with."""
     tested = dict(_pinned())
     try:
         needed = [Requirement(line) for line in requires(DISTRIBUTION) or []]
@@ -72,7 +72,7 @@ def _pinned() -> Iterator[tuple[str, str]]:
 
 
 def gpu(device: torch.device) -> Finding:
-    """Which GPU the ops run on."""
+    """Describe the GPU that the ops run on."""
     if device.type != "cuda":
         here = "there is one, which --device=cuda examines" if torch.cuda.is_available() else "none"
         threads = torch.get_num_threads()

@@ -54,7 +54,7 @@ def examine_case(case: Case, device: torch.device) -> Iterator[Finding]:
 
 
 def attempted(subject: str, check: str, run: Callable[[], Finding]) -> Finding:
-    """What a check finds; that it crashes is a finding, too."""
+    """Run a check; an exception is a failed check."""
     try:
         return run()
     except Exception as error:  # of compilers and drivers, of any type
@@ -63,7 +63,7 @@ def attempted(subject: str, check: str, run: Callable[[], Finding]) -> Finding:
 
 
 def path(case: Case, device: torch.device) -> Finding:
-    """Which implementation runs where nobody chooses one."""
+    """Report the implementation that runs by default."""
     implementations = sys.modules[getattr(kernels, case.op).__module__].IMPLEMENTATIONS
     tensor = next(iter(case.on(device, torch.float32).inputs.values()))
     chosen = choose(case.op, implementations, tensor)
@@ -87,7 +87,7 @@ def accuracy(case: Case, device: torch.device, check: str) -> Finding:
 
 
 def repeats(case: Case, device: torch.device) -> Finding:
-    """Whether outputs and gradients are the same bits each time, in the dtype that models are trained in."""
+    """Return whether outputs and gradients are the same bits each time, in the dtype that models are trained in."""
     here = case.on(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     first, changed = here.results(), set[str]()
     for _ in range(REPEATS - 1):
@@ -98,7 +98,7 @@ def repeats(case: Case, device: torch.device) -> Finding:
 
 
 def isolation(case: Case, device: torch.device) -> Finding:
-    """Whether a packed document is left alone by its neighbours, in each dtype that may run other kernels."""
+    """Return whether a packed document is left alone by its neighbours, in each dtype that may run other kernels."""
     dtypes = [*CHECKS.values()] if device.type == "cuda" else [torch.float32]
     change, leaks, wrong = 0.0, 0.0, []
     for dtype in dtypes:
@@ -112,7 +112,9 @@ def isolation(case: Case, device: torch.device) -> Finding:
 
 
 def _influence(inputs: Tensors, case: Case) -> tuple[float, float]:
-    """How much a document's outputs change with its neighbours' inputs, and how much of its gradient gets there."""
+    """Return the change of a document's outputs with its neighbours' inputs, and the part of its gradient that reaches
+    them.
+    """
     along = [name for name, x in inputs.items() if x.dim() > 2 and x.shape[1] == LENGTH]
     boundaries = torch.tensor(DOCUMENTS, dtype=torch.int32, device=inputs[along[0]].device)
     start, stop = DOCUMENTS[1:3]
@@ -135,6 +137,6 @@ def _influence(inputs: Tensors, case: Case) -> tuple[float, float]:
 
 
 def _outside(gradient: Tensor, start: int, stop: int) -> float:
-    """How much of a gradient [1,T,…] lies outside of a document, relative to what lies inside."""
+    """Return the norm of a gradient [1,T,…] outside of a document, relative to the norm inside."""
     outside = torch.cat([gradient[:, :start], gradient[:, stop:]], 1).double().norm()
     return float(outside / gradient[:, start:stop].double().norm().clamp(min=1e-30))

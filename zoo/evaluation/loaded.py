@@ -56,7 +56,7 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return next(self.model.parameters()).device
 
     def state_size(self, length: int) -> float:
@@ -81,7 +81,7 @@ class LoadedModel:
         return results
 
     def log_likelihoods(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
-        """How likely each continuation is after its context, of at least one token."""
+        """Return the log likelihood of each continuation, given its context of at least one token."""
         results: list[Scored | None] = [None] * len(requests)
         for rows in self._batches([len(context) + len(continuation) - 1 for context, continuation in requests]):
             batch = _padded([requests[row] for row in rows])

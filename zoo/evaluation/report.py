@@ -1,4 +1,4 @@
-"""What people look at: a table per task for the terminal, and pictures fit for a paper."""
+"""Results for people: a table per task for the terminal, and pictures fit for a paper."""
 
 import itertools
 import math
@@ -51,7 +51,7 @@ def table(task: Task, rows: Sequence[Row]) -> Table:
 
 
 def is_fraction(metric: str) -> bool:
-    """Whether a metric goes from 0 to 1."""
+    """Return whether a metric goes from 0 to 1."""
     return metric in FRACTIONS or metric.endswith("accuracy")
 
 

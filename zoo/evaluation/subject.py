@@ -49,7 +49,7 @@ class Subject(Protocol):
         ...
 
     def log_likelihoods(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
-        """How likely each continuation is after its context, of at least one token."""
+        """Return the log likelihood of each continuation, given its context of at least one token."""
         ...
 
     def label_scores(self, batch: Batch) -> TokenScores:

@@ -1,4 +1,4 @@
-"""What an evaluation task is: cells, such as one length at one depth, and the rows that each of them yields."""
+"""The interface of evaluation tasks: cells, such as one length at one depth, and the rows that each of them yields."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may choose; None is the task's default.
+    """Settings that a user may choose; None is the task's default.
 
     Args:
         lengths: Lengths in tokens.

@@ -1,4 +1,4 @@
-"""What may be replaced when a verb writes a file or a folder: nothing, or with `--overwrite` what such a verb wrote."""
+"""Files and folders that a verb writes: nothing is replaced, unless `--overwrite` is set and such a verb wrote it."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | N
 
 
 def _there(path: Path) -> str | None:
-    """What is at a path; None if nothing is."""
+    """Describe the file or folder at a path; None if there is none."""
     if path.is_symlink():
         return "a link"
     if not path.exists():

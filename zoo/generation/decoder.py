@@ -115,7 +115,7 @@ def capture(rehearse: Callable[[], None], step: Callable[[], Tensor], device: to
 
 
 def fits(state: Any, following: Any) -> bool:
-    """Whether the tensors of `state` can hold `following` without loss."""
+    """Return whether the tensors of `state` can hold `following` without loss."""
     pairs = zip(tree_leaves(state), tree_leaves(following), strict=True)
     return all(old.shape == new.shape and torch.promote_types(old.dtype, new.dtype) == old.dtype for old, new in pairs)
 

@@ -21,7 +21,7 @@ _INCOMPLETE = "\ufffd"  # what decoders return for bytes that are not, or not ye
 
 
 class Tokenizer(Protocol):
-    """What generation needs from a tokenizer."""
+    """The tokenizer interface that generation uses."""
 
     eos_id: int  # ends a document; `stop_ids`, which not all tokenizers have, are all ids that end a text
     bos_id: int | None  # the first token of every document, if there is one

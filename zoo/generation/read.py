@@ -14,7 +14,7 @@ AT_ONCE = {"cpu": 2048, "cuda": 16_384}
 
 
 def at_once(device: torch.device) -> int:
-    """How many tokens to read in one call of a model on a device."""
+    """Return the number of tokens to read in one call of a model on a device."""
     return AT_ONCE.get(device.type, AT_ONCE["cpu"])
 
 

@@ -1,4 +1,4 @@
-"""Where the parameters of new modules are created."""
+"""Device and dtype of the parameters of new modules."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""What stands below the first block where samples are no tokens."""
+"""Input layers for data other than tokens."""
 
 from torch import Tensor, nn
 

@@ -28,7 +28,7 @@ LinearInitializer = Literal["normal", "uniform"]
 
 
 class TokenLosses(NamedTuple):
-    """What a model makes of labels.
+    """Losses of labels, token by token.
 
     Attributes:
         losses: Negative log-likelihood of each label in nats, [B,T] fp32; 0 where there is none.

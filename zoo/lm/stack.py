@@ -1,4 +1,4 @@
-"""Which mixer is used at which depth. A stack is a factory itself: site in, mixer out."""
+"""Stacks: the mixer of each layer, by depth. A stack is a factory itself: site in, mixer out."""
 
 from collections.abc import Callable
 
@@ -18,12 +18,14 @@ class Stack:
         return self.slots[site.layer % len(self.slots)](site)
 
     def post_norm(self, layer: int) -> bool:
-        """Whether the block of a layer has its norms after its mixer and MLP, x + norm(mixer(x)); by default before."""
+        """Return whether the block of a layer has its norms after its mixer and MLP, x + norm(mixer(x)); by default
+        before.
+        """
         return False
 
 
 class Uniform(Stack):
-    """The same mixer in every layer.
+    """One mixer, in every layer.
 
     Args:
         mixer: The mixer of every layer.

@@ -187,7 +187,7 @@ def _on_meta(found: Saved) -> LanguageModel:
 
 
 def _weights_of(found: Saved) -> Path:
-    """Where the weights are, for messages."""
+    """Return the place of the weights, for messages."""
     return found.files[0] if len(found.files) == 1 else found.source.parent
 
 

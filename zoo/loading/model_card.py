@@ -87,7 +87,7 @@ def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], check
 
 
 def _sources(data: Mapping[str, Any]) -> str:
-    """Where the training data came from, as the config names it; a class that reads no text is its own source."""
+    """Return the sources of the training data that the config names; a class that reads no text is its own source."""
     given = data.get("init_args") or {}
     parts = given["sources"].values() if isinstance(given.get("sources"), Mapping) else [given]
     paths = [part["path"] for part in parts if "path" in part]

@@ -1,4 +1,4 @@
-"""What lies in the folders that are reported on: runs, evaluations, sweeps."""
+"""Runs, evaluations and sweeps in the folders of a report."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""What repeats the numbers of a report: commands, versions, devices."""
+"""Commands, versions and devices that repeat the numbers of a report."""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ VERSIONS = ("commit", "zoo", "torch", "triton", "python", "device", "devices", "
 
 
 class Recipe(NamedTuple):
-    """How to repeat a run or an evaluation.
+    """Instructions to repeat a run or an evaluation.
 
     Attributes:
         name: Of what.

@@ -64,7 +64,7 @@ def cell(value: Any, metric: str = "") -> Cell:
 
 
 def trained(runs: Sequence[Run]) -> Table:
-    """What was trained: a row for each run, without the columns that none has."""
+    """Table of the training runs: a row for each, without the columns that none has."""
     columns = [heading for heading, name in TRAINED.items() if any(run.row.get(name) is not None for run in runs)]
     rows = []
     for run in runs:
@@ -139,7 +139,7 @@ def task_rows(records: Iterable[Plain]) -> dict[str, list[Plain]]:
 
 
 def axis_of(rows: Iterable[Plain]) -> str | None:
-    """What a task's results are measured over, such as the length; None for single numbers."""
+    """Return the variable that a task's results are measured over, such as the length; None for single numbers."""
     return next((name for row in rows for name, value in row.items() if _is_axis(name, value)), None)
 
 

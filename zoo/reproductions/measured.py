@@ -14,7 +14,7 @@ from mixers import did_you_mean
 
 @dataclass(frozen=True)
 class Measured:
-    """Which numbers of a file a row shows, for each combination of values: the median and all seeds.
+    """Numbers of a file that a row shows, for each combination of values: the median and all seeds.
 
     Args:
         file: A CSV file of this repository with a line for each run or evaluation, such as the `sweep.csv` of a sweep,
@@ -61,7 +61,7 @@ class Measured:
         return {labels: [values[seed] for seed in sorted(values)] for labels, values in found.items()}
 
     def table(self, root: Path) -> Iterator[str]:
-        """The same as a table in Markdown, line by line."""
+        """Return the numbers as a table in Markdown, line by line."""
         found = self.numbers(root)
         only = "".join(f", {_short(column)} {value}" for column, value in (self.where or {}).items() if value)
         by, metric = list(map(_short, self.by)), f"{_short(self.metric)}{only}"

@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parents[2] / "reproductions"  # in a checkout; wheels do
 
 @dataclass(frozen=True)
 class Listing:
-    """What a paper has.
+    """Tables and figures of a paper.
 
     Args:
         title: Its title.
@@ -59,7 +59,7 @@ def read_papers(folder: Path = FOLDER) -> list[Paper]:
 
 
 def _file_name(item: str) -> str:
-    """Of a row: that of "Table S.1" is `table_s1.yaml`."""
+    """Return the file name of a row: `table_s1.yaml` for "Table S.1"."""
     return f"{item.lower().replace('.', '').replace(',', '').replace(' ', '_')}.yaml"
 
 

@@ -12,7 +12,7 @@ Status = Literal["contradicted", "partly", "reproduced", "not run"]
 
 @dataclass(frozen=True)
 class Needs:
-    """What it takes to repeat a table or figure at the paper's size.
+    """Resources that a table or figure takes at the paper's size.
 
     Args:
         gpu_hours: Hours of one H200.
@@ -29,7 +29,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Ours:
-    """What we measured.
+    """Our measurement.
 
     Args:
         result: What came out, in words.
@@ -97,7 +97,9 @@ class Row:
 
     @property
     def stands_first(self) -> bool:
-        """Whether readers have to be warned: it contradicts its paper, or the spread over seeds hides the effect."""
+        """Return whether readers have to be warned: it contradicts its paper, or the spread over seeds hides the
+        effect.
+        """
         return self.status == "contradicted" or (self.ours is not None and self.ours.spread_hides_effect)
 
 

@@ -181,7 +181,7 @@ def run_of(checkpoint: Path) -> Path:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a run has a checkpoint to resume from."""
+    """Return whether a run has a checkpoint to resume from."""
     return any((folder / "checkpoints").glob("*.ckpt"))
 
 

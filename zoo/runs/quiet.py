@@ -1,4 +1,4 @@
-"""What libraries say to the authors of libraries is not shown to those who train."""
+"""Silence library warnings that a user cannot act on."""
 
 import logging
 import warnings

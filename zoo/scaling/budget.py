@@ -1,4 +1,4 @@
-"""What a ladder of runs may cost, in FLOPs."""
+"""Cost of a ladder of runs, in FLOPs."""
 
 import json
 from pathlib import Path

@@ -149,7 +149,7 @@ def crossing(one: Laws, other: Laws, between: tuple[float, float]) -> float | No
 
 
 class Crossing(NamedTuple):
-    """Where the laws of the loss of two mixers cross.
+    """Compute at which two mixers have the same loss, by their laws.
 
     Attributes:
         mixers: The two, the one with the lower loss below the crossing first.
@@ -174,7 +174,7 @@ class Crossing(NamedTuple):
 
 
 def crossings(laws: Sequence[Law]) -> list[Crossing]:
-    """Where each pair of mixers crosses, within the `span` of all."""
+    """Return the crossing of each pair of mixers, within the `span` of all."""
     between = span(laws)
     return [_crossing(one, other, between) for one, other in combinations(laws, 2)]
 

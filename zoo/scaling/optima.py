@@ -1,4 +1,4 @@
-"""How loss, best size and best number of tokens follow compute, by two ways of reading training curves.
+"""Loss, best size and best number of tokens as functions of compute, by two ways of reading training curves.
 
 `envelope`: at each amount of compute the run with the lowest loss is the optimum (arXiv 2406.16690; the first approach
 of arXiv 2203.15556). `isoflop`: at a few amounts of compute a parabola over log size has the optimum (the second one).
@@ -36,7 +36,7 @@ class Optima(NamedTuple):
 
 
 class Laws(NamedTuple):
-    """What follows compute C: L(C), N_opt(C), D_opt(C), for C in FLOPs."""
+    """Functions of compute C in FLOPs: L(C), N_opt(C), D_opt(C)."""
 
     loss: PowerLaw
     size: PowerLaw
@@ -150,7 +150,7 @@ def laws(optima: Optima) -> Laws:
 
 
 class Offset(NamedTuple):
-    """Whether L(C) needs an offset: both forms fitted without the largest best size, and their errors there.
+    """Return whether L(C) needs an offset: both forms fitted without the largest best size, and their errors there.
 
     Attributes:
         power: β·C^−α, fitted to all.

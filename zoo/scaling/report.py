@@ -1,4 +1,4 @@
-"""What people look at: a table of laws, and pictures fit for a paper."""
+"""Results for people: a table of laws, and pictures fit for a paper."""
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -48,7 +48,7 @@ def _cell(law: Law, part: Callable[[Laws], PowerLaw]) -> str:
 
 
 def crossing_table(crossings: Sequence[Crossing]) -> Table:
-    """Where mixers cross, one row a pair: which has the lower loss with less compute, which with more.
+    """Table of crossings, one row a pair: the mixer that has the lower loss with less compute, and the one with more.
 
     Of two that do not cross, the better one is named in the first column, the other as `never …` in the second.
     """
@@ -70,7 +70,7 @@ def crossing_table(crossings: Sequence[Crossing]) -> Table:
 
 
 def remarks(laws: Sequence[Law]) -> list[str]:
-    """What a reader has to know about the laws: what was left out, offsets, balances."""
+    """Remarks on the laws for their readers: runs left out, offsets, balances."""
     lines = []
     for law in laws:
         if law.optima is not None and (reasons := {why: n for why, n in law.optima.left_out.items() if n}):

@@ -1,4 +1,4 @@
-"""Which runs a scaling law is fitted to, and why others are left out."""
+"""Selection of the runs that a scaling law is fitted to, with the reason for each run left out."""
 
 import itertools
 import json
@@ -163,7 +163,7 @@ def _read(folder: Path) -> Trained | str:
 
 
 def _kind(folder: Path) -> str:
-    """What is no size in the `model` of a run's config, as text; nothing if it cannot be read."""
+    """Return the model config without its sizes, as text; nothing if it cannot be read."""
     try:
         config = read_yaml(folder / "config.yaml")
     except UserError:
@@ -219,7 +219,9 @@ def _minority(runs: Sequence[Trained], name: str, what: str) -> Iterable[tuple[s
 
 
 def _repeated(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
-    """Of runs that differ only in learning rate and length: all but the longest at the best learning rate."""
+    """Yield the runs that repeat another one: all but the longest at the best learning rate, of those that differ only
+    in both.
+    """
     groups: dict[tuple[Any, ...], list[Trained]] = {}
     for run in runs:
         groups.setdefault((run.curve.mixer, run.kind, run.curve.size, run.row.get("seed")), []).append(run)

@@ -1,4 +1,4 @@
-"""Which layers grow, and how."""
+"""Selection of the layers that grow, and their new sizes."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How many key-value pairs a model recalls, from its accuracies at several numbers of pairs."""
+"""Number of key-value pairs that a model recalls, from its accuracies at several numbers of pairs."""
 
 import math
 import re

@@ -34,11 +34,11 @@ class Gate:
             raise UserError(f"gates: {', '.join(self.numbers)} has no bound; give at_least or at_most")
 
     def concerns(self, cell: Mapping[str, str]) -> bool:
-        """Whether a cell is one that it is about."""
+        """Return whether a cell is one that it is about."""
         return all(cell.get(axis) == label for axis, label in (self.where or {}).items())
 
     def failure(self, row: Mapping[str, Any]) -> str | None:
-        """What is wrong with a flat results row; None if nothing is."""
+        """Describe the failure in a flat results row; None if there is none."""
         for name in self.numbers:
             value = row.get(name)
             if value is None or math.isnan(value):

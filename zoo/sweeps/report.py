@@ -142,7 +142,7 @@ def failures(sweep: Sweep, results: Sequence[Outcome]) -> list[tuple[str, str]]:
 
 
 def _failure(sweep: Sweep, run: Run, row: dict[str, Any] | None) -> str | None:
-    """How a run fails the gates; None if it does not, or has no results."""
+    """Describe the gate that a run fails; None if it passes, or has no results."""
     concerned = [] if row is None else [gate for gate in sweep.gates if gate.concerns(dict(run.cell))]
     return next((problem for gate in concerned if (problem := gate.failure(_flat(row or {})))), None)
 

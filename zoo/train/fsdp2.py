@@ -153,7 +153,7 @@ class FSDP2(ModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning loads the optimiser's state, by the method below."""
+        """Return whether Lightning loads the optimiser's state, by the method below."""
         return True
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

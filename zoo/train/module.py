@@ -34,7 +34,7 @@ OF_OPTIMISER = ("optimizer", "train_only", "learning_rate", "weight_decay", "bet
 
 
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer."""
+    """The tokenizer interface that training uses."""
 
     def to_json(self) -> str:
         """The whole tokenizer as text."""
@@ -399,5 +399,5 @@ class Pretraining(L.LightningModule):
 
 
 def _named(part: Any) -> Any:
-    """What a config calls a part: its class, if it is one."""
+    """Return the name of a part in a config: its class, if it is one."""
     return part["class_path"] if isinstance(part, dict) else "null" if part is None else part

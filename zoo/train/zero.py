@@ -185,7 +185,7 @@ class Zero(DeepSpeedStrategy):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether all processes skipped the last optimiser step because of non-finite gradients."""
+        """Return whether all processes skipped the last optimiser step because of non-finite gradients."""
         return bool(self.deepspeed_engine.optimizer.overflow)
 
     @property

@@ -89,7 +89,7 @@ class Images(ResumableData):
 
     @cached_property
     def num_classes(self) -> int:
-        """As many as `classes` of the data set has, or else found by reading all labels."""
+        """Number of classes: the length of the data set's `classes`, or else the largest label plus one."""
         classes = getattr(self._images, "classes", None)
         if classes is not None:
             return len(classes)

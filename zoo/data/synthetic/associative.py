@@ -63,12 +63,12 @@ class StackedRecall(TokenTask):
 
 
 def keys_of(vocab_size: int) -> int:
-    """How many keys, and how many values, a vocabulary of `StackedRecall` has."""
+    """Return the number of keys, and of values, in a vocabulary of `StackedRecall`."""
     return math.isqrt(vocab_size) - 1
 
 
 class Associative(TokenTask):
-    """What the other variants share: questions at random distances, among fillers.
+    """Base of the other variants: questions at random distances, among fillers.
 
     Args:
         length: Tokens in a sequence.

@@ -13,7 +13,7 @@ Split = Literal["train", "validation", "test"]
 
 
 class Sized(Protocol):
-    """What all tasks have: the tokens of a sequence, and the relative frequency of training batches of this task."""
+    """Settings of all tasks: the tokens of a sequence, and the relative frequency of training batches of this task."""
 
     @property
     def length(self) -> int: ...

@@ -24,7 +24,9 @@ BUILT_IN = ("embedded:", "synthetic:")  # how the names of text begin that is no
 
 
 def is_built_in(path: str) -> bool:
-    """Whether a path names built-in text that exists, as a whole: a prefix of `BUILT_IN` alone could begin a file."""
+    """Return whether a path names built-in text that exists, as a whole: a prefix of `BUILT_IN` alone could begin a
+    file.
+    """
     return path in PARTS or re.fullmatch(rf"{NEEDLES}(:[0-9]{{1,7}})?", path) is not None
 
 
@@ -56,7 +58,7 @@ class Corpus:
 
     @property
     def built_in(self) -> bool:
-        """Whether this is the embedded corpus, a part of it, or synthetic text, rather than the user's files."""
+        """Return whether this is the embedded corpus, a part of it, or synthetic text, rather than the user's files."""
         return self.path is None or (isinstance(self.path, str) and self.path.startswith(BUILT_IN))
 
     def __iter__(self) -> Iterator[str]:

@@ -113,7 +113,7 @@ def find_files(path: str, key: str) -> Listing:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL, to be opened by fsspec."""
+    """Return whether a path is a URL, to be opened by fsspec."""
     return "://" in path
 
 

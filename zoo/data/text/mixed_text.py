@@ -169,7 +169,7 @@ class MixedText(TokenisedText):
         return [*self.predict_dataloader(), *self.loaders_beside()]
 
     def test_dataloader(self) -> list[ValidationLoader]:
-        """What is validated on."""
+        """Return the validation batches, which `test` uses as well."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> list[ValidationLoader]:

@@ -31,7 +31,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Wording:
-    """How a prompt reads; `{key}` and `{value}` stand for those of the needle.
+    """Text of a prompt; `{key}` and `{value}` are replaced by those of the needle.
 
     Args:
         kind: The kind of the values.
@@ -111,7 +111,7 @@ def draw_needles(rng: random.Random, kind: Kind, stream: Stream) -> Iterator[Nee
 
 
 def mentions(text: str, needles: Sequence[Needle]) -> bool:
-    """Whether a text contains the key or value of a needle, in upper or lower case."""
+    """Return whether a text contains the key or value of a needle, in upper or lower case."""
     folded = text.casefold()
     return any(needle.value in folded or needle.key in folded for needle in needles)
 

@@ -39,7 +39,7 @@ class Place:
 
     @property
     def remote(self) -> bool:
-        """Whether it is at a URL."""
+        """Return whether it is at a URL."""
         return is_url(self.where)
 
     def name_of(self, file: str) -> str:

@@ -139,7 +139,7 @@ class TextData(TokenisedText):
         return [loader, *self.loaders_beside()] if self.validation_sets else loader
 
     def test_dataloader(self) -> ValidationLoader | list[ValidationLoader]:
-        """What is validated on."""
+        """Return the validation batches, which `test` uses as well."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> ValidationLoader:

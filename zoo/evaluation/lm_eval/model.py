@@ -60,7 +60,7 @@ class SubjectLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context."""
+        """Token before a text that has no context."""
         return self.text.eos_id if self.text.bos_id is None else self.text.bos_id
 
     @property

@@ -17,7 +17,7 @@ _FEWER_WORDS = 4
 
 
 class TextTokenizer(Protocol):
-    """What a haystack needs of a tokenizer."""
+    """The tokenizer interface that a haystack uses."""
 
     bos_id: int | None
 

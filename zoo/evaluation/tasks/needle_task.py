@@ -97,7 +97,7 @@ class NeedleTask(Task):
         return list(self.options.lengths)
 
     def answers(self, subject: Subject, samples: Sequence[tuple[Cell, int]]) -> list[bool]:
-        """Whether the answer to each sample, a cell and a number, is right."""
+        """Return whether the answer to each sample, a cell and a number, is right."""
         tokenizer, right = self._tokenizer(subject), []
         for first in range(0, len(samples), _PROMPTS):
             prompts = [self.sample(tokenizer, *sample) for sample in samples[first : first + _PROMPTS]]

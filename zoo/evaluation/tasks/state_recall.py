@@ -1,4 +1,4 @@
-"""How far a model recalls, and how that grows with its state ("Scaling up the State Size of RNN LLMs", section 5.5)."""
+"""Recall of a model, and its growth with the state ("Scaling up the State Size of RNN LLMs", section 5.5)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -62,7 +62,7 @@ class CompiledBlocks(TrainingForward):
 
 
 def _check_compiler() -> None:
-    """Whether PyTorch finds a C++ compiler; without one it fails in the middle of the first step."""
+    """Return whether PyTorch finds a C++ compiler; without one it fails in the middle of the first step."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # slow to import
 
     try:

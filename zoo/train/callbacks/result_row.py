@@ -213,7 +213,7 @@ class ResultRow(RunCallback):
 
 
 def _where(trainer: L.Trainer, pl_module: L.LightningModule) -> str:
-    """Where the results lie, and a command that uses them."""
+    """Return the path of the results, and a command that uses them."""
     folder = trainer.default_root_dir
     profile = ", profile" if (Path(folder) / "profile").is_dir() else ""
     made = (

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: waiting for data, forward, backward, other processes, optimiser."""
+"""Time of each part of a training step: waiting for data, forward, backward, other processes, optimiser."""
 
 import time
 from collections import deque
@@ -21,7 +21,7 @@ class Mark(Protocol):
     """A point in time, with the three methods of `torch.cuda.Event` that are used here."""
 
     def query(self) -> bool:
-        """Whether the device has reached the mark."""
+        """Return whether the device has reached the mark."""
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
