@@ -134,7 +134,12 @@ def test_other_checkpoints_take_the_place_of_a_lost_one(
     assert command("fit", "--resume", str(best), "--trainer.max_steps=7").code == 0  # named
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    # test_signals.py and test_signal_connector.py have all signals, in one process
+    [pytest.param(signal.SIGHUP, marks=pytest.mark.nightly), signal.SIGTERM],
+    ids=lambda number: number.name,
+)
 @pytest.mark.slow
 def test_a_signal_to_the_group_stops_all_processes_with_a_checkpoint(
     number: signal.Signals, tmp_path: Path, shared_cache: Path
@@ -224,6 +229,7 @@ def test_damaged_metrics_are_told(copied: Path, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
 def test_a_damaged_list_of_runs_is_one_sentence(command: Command, desk: Path):
     (desk / "layers.yaml").write_text("base: [gated_deltanet.yaml, tiny.yaml]\naxes: {model.num_layers: [1]}\n")
     sweep = ("sweep", "--config", "layers.yaml", "--trainer.max_steps=1")
