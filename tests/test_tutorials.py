@@ -29,8 +29,8 @@ pytest_plugins = "tests.desk"
 
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
 FILES = sorted(TUTORIALS.glob("*.md"))
-# by other tests in every run: sweeps, strategies of several processes, larger states and conversions
-NIGHTLY = [file for file in FILES if file.stem[:2] in ("06", "08", "11")]
+# other tests train as they do in every run: expanded states, sweeps, strategies of several processes, conversions
+NIGHTLY = [file for file in FILES if file.stem[:2] in ("05", "06", "08", "11")]
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -126,7 +126,7 @@ def test_its_commands_parse_and_its_names_exist(file: Path, command: Command, fi
         elif block.language == "python":
             check_names(block.code, names)
     checked = commands_of(file.read_text(encoding="utf-8"), ["bash"])
-    assert len(checked) >= 4
+    assert checked
     for _, *arguments in checked:
         if arguments[0] != "cli.py":
             check_tool(["python", *arguments])
