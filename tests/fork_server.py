@@ -162,10 +162,18 @@ def import_everything() -> None:
     import zoo.runs.fit
     import zoo.scaling.command_line
     import zoo.sweeps.ablation  # noqa: F401
+    from zoo.config.parser import read, run_parser
 
     with contextlib.suppress(ImportError):  # of an extra
         import bokeh.embed  # noqa: F401
+    if not os.path.exists("/dev/nvidiactl"):  # a process cannot use a GPU that the one it was forked from has opened
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
+        with contextlib.suppress(ImportError):  # it imports PyTorch's compiler when it makes an optimiser
+            import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
+        del os.environ["DS_ACCELERATOR"]
     mixers.names()
+    run_parser()  # parsers are made once per process
+    read("gdn_h2.yaml")
 
 
 if __name__ == "__main__":

@@ -106,38 +106,58 @@ def together(folder: Path, cache: Path, *commands: tuple[tuple[str, ...], dict[s
         yield process.returncode, out + err
 
 
+def to_be_killed(stage: int) -> tuple[tuple[str, ...], dict[str, str]]:
+    return (*RUN, *zero(stage), "--run", f"{stage}-killed"), {"KILL": f"[{KILLED_AT}, 1]"}
+
+
+def continue_killed(folder: Path, cache: Path, stage: int, code: int, said: str) -> None:
+    """Check that a run of `to_be_killed` ended with an error, and continue it."""
+    assert code != 0, said
+    assert max(losses(folder / "runs" / f"{stage}-killed")) == KILLED_AT
+    ((code, said),) = together(folder, cache, (("fit", "--resume", f"{stage}-killed"), {}))
+    assert code == 0, said
+
+
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
-    """Runs: `one` and `bf16-one` in this process; in two processes stages `2`, `3` and `bf16`, and `2-killed` and
-    `3-killed`, of whose processes one was killed before they were continued. `2-alone` is in the middle of `2`."""
+    """Runs: `one` in this process; in two processes `2`, `3`, and `3-killed`, of whose processes one was killed before
+    it was continued. `2-alone` is in the middle of `2`."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "zero_watcher.py").write_text(WATCHER)
     (folder / "setting.yaml").write_text(SETTING)
     (folder / "watching.yaml").write_text("trainer: {callbacks: {class_path: zero_watcher.Watch}}\n")
-    bf16 = ("--trainer.precision=bf16-mixed", "--trainer.max_steps=4", "--trainer.accumulate_grad_batches=2")
     with sitting_at(folder, shared_cache):
         assert cli.run([*RUN, "--run", "one"]) == 0
-        assert cli.run([*RUN, "--run", "bf16-one", *bf16]) == 0
-    killed = [((*RUN, *zero(n), "--run", f"{n}-killed"), {"KILL": f"[{KILLED_AT}, 1]"}) for n in (2, 3)]
     whole = [((*RUN, *zero(stage), "--run", str(stage)), {}) for stage in (2, 3)]
-    *fine, two, three = together(folder, shared_cache, *whole, *killed)
+    *fine, killed = together(folder, shared_cache, *whole, to_be_killed(3))
     assert [code for code, _ in fine] == [0, 0], fine
     (folder / "said-3.txt").write_text(fine[1][1])
-    for stage, (code, said) in ((2, two), (3, three)):
-        assert code != 0, said
-        assert max(losses(folder / "runs" / f"{stage}-killed")) == KILLED_AT
+    continue_killed(folder, shared_cache, 3, *killed)
     alone = folder / "runs" / "2-alone"
     shutil.copytree(folder / "runs" / "2", alone, ignore=shutil.ignore_patterns("seen-*"))
     shutil.copy(alone / "checkpoints" / "step-00000004.ckpt", alone / "checkpoints" / "last.ckpt")
-    spoiled = ((*RUN, *zero(3), "--run", "bf16", *bf16), {"SPOIL": "[3, 1]"})
-    again = [(("fit", "--resume", f"{stage}-killed"), {}) for stage in (2, 3)]
-    for code, said in together(folder, shared_cache, *again, spoiled):
-        assert code == 0, said
     return folder
 
 
-@pytest.mark.parametrize(("run", "tolerance"), [("2", 1e-5), ("3", 1e-5), ("bf16", 2e-3)])
-def test_two_processes_train_as_one(run: str, tolerance: float, desk: Path):
+@pytest.fixture(scope="module")
+def more(desk: Path, shared_cache: Path) -> Path:
+    """Like `desk`, with `bf16-one`, and in two processes `bf16` and `2-killed`."""
+    bf16 = ("--trainer.precision=bf16-mixed", "--trainer.max_steps=4", "--trainer.accumulate_grad_batches=2")
+    with sitting_at(desk, shared_cache):
+        assert cli.run([*RUN, "--run", "bf16-one", *bf16]) == 0
+    spoiled = ((*RUN, *zero(3), "--run", "bf16", *bf16), {"SPOIL": "[3, 1]"})
+    (code, said), killed = together(desk, shared_cache, spoiled, to_be_killed(2))
+    assert code == 0, said
+    continue_killed(desk, shared_cache, 2, *killed)
+    return desk
+
+
+@pytest.mark.parametrize(
+    ("run", "tolerance"), [("2", 1e-5), ("3", 1e-5), pytest.param("bf16", 2e-3, marks=pytest.mark.nightly)]
+)
+def test_two_processes_train_as_one(run: str, tolerance: float, desk: Path, request: pytest.FixtureRequest):
+    if run == "bf16":
+        request.getfixturevalue("more")
     alone = desk / "runs" / ("bf16-one" if run == "bf16" else "one")
     one, two = losses(alone, ranks=1), losses(desk / "runs" / run)
     assert list(two) == list(one)
@@ -177,28 +197,32 @@ def test_a_block_is_gathered_at_once(desk: Path):
         assert row["whole"] == 0
 
 
-def test_parameters_stay_in_fp32(desk: Path):
+@pytest.mark.nightly
+def test_parameters_stay_in_fp32(more: Path):
     """Those of the gates, too: bf16 is where autocast has it, as in one process."""
-    for row in seen(desk / "runs" / "bf16", 0).values():
+    for row in seen(more / "runs" / "bf16", 0).values():
         assert row["dtypes"] == ["torch.float32"]
-    assert losses(desk / "runs" / "bf16")[1] != losses(desk / "runs" / "3")[1]
-    weights = zoo.load(desk / "runs" / "bf16").state_dict()
+    assert losses(more / "runs" / "bf16")[1] != losses(more / "runs" / "3")[1]
+    weights = zoo.load(more / "runs" / "bf16").state_dict()
     gates = [tensor for name, tensor in weights.items() if name.endswith(("A_log", "dt_bias"))]
     assert gates
     assert all((gate.bfloat16().float() != gate).any() for gate in gates)
 
 
-def test_a_step_that_one_process_spoils_is_taken_by_none(desk: Path):
-    rows = read_metrics(desk / "runs" / "bf16" / "metrics.jsonl")
+@pytest.mark.nightly
+def test_a_step_that_one_process_spoils_is_taken_by_none(more: Path):
+    rows = read_metrics(more / "runs" / "bf16" / "metrics.jsonl")
     assert [row["skipped_steps"] for row in rows if "skipped_steps" in row] == [0, 0, 0, 1]
     assert all(row["gradient_norm"] > 0 for row in rows[:3])
-    for tensor in zoo.load(desk / "runs" / "bf16").state_dict().values():
+    for tensor in zoo.load(more / "runs" / "bf16").state_dict().values():
         assert tensor.isfinite().all()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_killed_run_continues_bitwise(stage: int, desk: Path):
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.nightly), 3])
+def test_a_killed_run_continues_bitwise(stage: int, desk: Path, request: pytest.FixtureRequest):
     """One process was killed in the middle of a step; the other one could not go on."""
+    if stage == 2:
+        request.getfixturevalue("more")
     killed, whole = desk / "runs" / f"{stage}-killed", desk / "runs" / str(stage)
     lines = (killed / "seen-0.jsonl").read_text().splitlines()
     last = KILLED_AT // EVERY * EVERY

@@ -1,7 +1,7 @@
 """Every command in the documentation is one: its verb, keys, values, configs, tasks, tests, markers and files exist.
 
 Not here: those of README, most of which are run (`test_readme.py`), of the blocks of tutorials, all of which are run
-(`test_tutorials.py`), of configs (`test_config_commands.py`, `test_shipped_sweeps.py`), and of reproductions
+or parsed (`test_tutorials.py`), of configs (`test_config_commands.py`, `test_shipped_sweeps.py`), and of reproductions
 (`test_commands.py` there).
 """
 
@@ -46,7 +46,7 @@ def test_they_are_found():
         "README.md": ["pip", "install", "-e", ".[scaling]"],  # in a table
     }.items():
         assert f"{page}: {' '.join(words)}" in COMMANDS
-    assert "06_an_ablation.md" not in "".join(WITH_CONFIGS)  # as its blocks are run
+    assert "06_an_ablation.md" not in "".join(WITH_CONFIGS)  # since test_tutorials.py has its blocks
     assert len(COMMANDS) > 60
 
 
@@ -60,10 +60,24 @@ def test_what_another_tool_is_to_use_exists(name: str):
     check_tool(COMMANDS[name])
 
 
+@pytest.fixture(scope="session")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that `scaling plan` has written."""
+    folder = tmp_path_factory.mktemp("scaling") / "planned"
+    zoo.scaling.plan("gla,transformer", budget=1e18, output=folder, verbose=False)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ONCE.values())
 def test_it_parses(
-    name: str, command: Command, finished: Path, desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    command: Command,
+    finished: Path,
+    desk: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ):
     words = WITH_CONFIGS[name]
     if any("runs/" in word for word in words):  # a run that the reader has by then
@@ -71,7 +85,7 @@ def test_it_parses(
         words = [re.sub(r"runs/[\w-]+", "runs/done", word) for word in words]
     for word in words:  # what the commands before have made
         if word.startswith(("ladder/", "planned/")):
-            zoo.scaling.plan("gla,transformer", budget=1e18, output=word.partition("/")[0], verbose=False)
+            shutil.copytree(request.getfixturevalue("planned"), word.partition("/")[0], dirs_exist_ok=True)
         elif word.endswith("/config.yaml") and not Path(word).exists():
             (desk / word).parent.mkdir()
             shutil.copy(CONFIGS / "gla.yaml", desk / word)

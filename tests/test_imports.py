@@ -87,7 +87,7 @@ def processor_seconds(*arguments: str) -> float:
     return min(measured)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_start_up_takes_little_longer_than_to_import_pytorch():
     """1.3 and 1.4 times as long when this was written; Lightning makes it four times."""
     pytorch = processor_seconds("-c", "import torch")

@@ -43,7 +43,10 @@ def slurm(node: int, port: int) -> tuple[list[str], dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "strategy"), [(torchrun, "ddp"), (deepspeed, "zero2"), (slurm, "zero2")])
+@pytest.mark.parametrize(
+    ("launcher", "strategy"),
+    [(torchrun, "ddp"), (slurm, "zero2"), pytest.param(deepspeed, "zero2", marks=pytest.mark.nightly)],
+)
 def test_two_nodes_train_as_one(launcher, strategy: str, finished: Path, tmp_path: Path, shared_cache: Path) -> None:
     if strategy == "zero2":
         pytest.importorskip("deepspeed")

@@ -9,7 +9,19 @@ from jsonargparse import Namespace
 
 from zoo import config as configs
 
-from .shipped_configs import ABLATIONS, BASED, CONTENTS, RUNS_AS_IT_IS, built, commands, named, parsed, resolved
+from .shipped_configs import (
+    ABLATIONS,
+    BASED,
+    CONTENTS,
+    RUNS_AS_IT_IS,
+    SIZES,
+    bases_of,
+    built,
+    commands,
+    named,
+    parsed,
+    resolved,
+)
 
 
 def changed(before: Namespace, after: Namespace) -> set[str]:
@@ -24,10 +36,19 @@ def names_a_class(contents: Any) -> bool:
     return isinstance(contents, str) and re.fullmatch(r"([\w.]+\.)?[A-Z]\w+", contents) is not None
 
 
+def marks(name: str, base: str) -> pytest.MarkDecorator | tuple[()]:
+    """A size has an effect on its first base in every run; test_configs.py builds it on all of them."""
+    return pytest.mark.nightly if (base, name) in SIZES and base != bases_of(name)[0] else ()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "base"),
-    [pytest.param(name, base, id=f"{name} {base}") for name, base in BASED if name not in ABLATIONS],
+    [
+        pytest.param(name, base, id=f"{name} {base}", marks=marks(name, base))
+        for name, base in BASED
+        if name not in ABLATIONS
+    ],
 )
 def test_an_overlay_changes_its_base(name: str, base: str):
     assert changed(parsed(base), parsed(base, name)) == set(CONTENTS[name]), "each of its keys has an effect"

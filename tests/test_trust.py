@@ -356,8 +356,14 @@ SIZES: dict[str, Change] = {
 }
 
 
+# numbers that are compared with the number of weights, as the hidden size is
+ALIKE = ("heads", "inner size", "vocabulary")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("what", SIZES)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.nightly if what in ALIKE else ()) for what in SIZES]
+)
 def test_sizes_are_compared_with_the_weights(command: Command, theirs: Path, what: str):
     rewrite(theirs, of_config(SIZES[what]))
     start = time.process_time()

@@ -1,20 +1,36 @@
-"""Every tutorial runs from top to bottom, in its small setting, and what it refers to exists."""
+"""Every tutorial runs from top to bottom, in its small setting, and what it refers to exists.
 
+Those that train many models run nightly. In every run their commands are parsed, and the names in their Python exist.
+"""
+
+import ast
+import inspect
 import os
 import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
+from tutorials import statex_end_to_end
+from tutorials.run import FILE, Block, blocks
+from zoo import config as configs
+
+from .command_lines import check_options, check_parses, check_tool, commands_of, takes_no_config
+from .commands import Command
 from .forked_python import forked_python
 
 pytest_plugins = "tests.desk"
 
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
 FILES = sorted(TUTORIALS.glob("*.md"))
+# other tests train as they do in every run: expanded states, sweeps, strategies of several processes, conversions
+NIGHTLY = [file for file in FILES if file.stem[:2] in ("05", "06", "08", "11")]
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -40,8 +56,55 @@ def run(folder: Path, cache: Path, script: str, *arguments: str, python: str | N
     return done.stdout
 
 
+def check_names(code: str, names: dict[str, Any]) -> None:
+    """Import what Python code imports, and assert that the attributes and arguments that it uses of that exist.
+
+    Args:
+        code: The code, which is not run.
+        names: Imported objects by name, to which those of this code are added.
+    """
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                module = import_module(alias.name)
+                names[alias.asname or alias.name.partition(".")[0]] = (
+                    module if alias.asname else import_module(alias.name.partition(".")[0])
+                )
+        elif isinstance(node, ast.ImportFrom):
+            module = import_module(node.module or "")
+            names |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+
+    def of(node: ast.expr) -> Any:
+        """The imported object that an expression names; None for other expressions."""
+        if isinstance(node, ast.Name):
+            return names.get(node.id)
+        owner = of(node.value) if isinstance(node, ast.Attribute) else None
+        return getattr(owner, node.attr) if isinstance(owner, ModuleType | type) else None  # type: ignore[attr-defined]
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of(node)
+        elif isinstance(node, ast.Call) and callable(called := of(node.func)):
+            parameters = _parameters(called)
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                named = {keyword.arg for keyword in node.keywords if keyword.arg}
+                assert not parameters or named <= parameters.keys(), ast.unparse(node)
+
+
+def _parameters(called: Any) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(called).parameters)
+    except ValueError:  # of a function in C
+        return {}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=pytest.mark.nightly if file in NIGHTLY else ()) for file in FILES],
+    ids=lambda file: file.stem,
+)
 def test_it_runs_and_makes_its_pictures(file: Path, tmp_path: Path, shared_cache: Path):
     (tmp_path / "tutorials" / "pictures").mkdir(parents=True)
     shutil.copytree(TUTORIALS / "measured", tmp_path / "tutorials" / "measured")  # on machines that few have
@@ -53,9 +116,63 @@ def test_it_runs_and_makes_its_pictures(file: Path, tmp_path: Path, shared_cache
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("file", NIGHTLY, ids=lambda file: file.stem)
+def test_its_commands_parse_and_its_names_exist(file: Path, command: Command, finished: Path, desk: Path):
+    names: dict[str, Any] = {}
+    found: list[Block] = blocks(file, small=True)
+    for block in found:
+        if of_file := FILE.match(block.code):
+            (desk / of_file[1]).write_text(block.code[of_file.end() :])
+        elif block.language == "python":
+            check_names(block.code, names)
+    checked = commands_of(file.read_text(encoding="utf-8"), ["bash"])
+    assert checked
+    for _, *arguments in checked:
+        if arguments[0] != "cli.py":
+            check_tool(["python", *arguments])
+        elif takes_no_config(arguments[1:]):
+            check_options(arguments[1:])
+        else:  # a model that the commands before have made is a Mamba2
+            check_parses(
+                [a.replace("$model/config.yaml", "mamba2.yaml") for a in arguments[1:]], command, finished, desk
+            )
+
+
 @pytest.mark.parametrize(
-    "mixers", [["GLA"], pytest.param(["GLA", "Mamba2"], marks=pytest.mark.nightly)], ids=["GLA", "GLA and Mamba2"]
+    "code",
+    [
+        "import zoo.statexs",
+        "from zoo.config import find_confg",
+        "import zoo\nprint(zoo.lod('x'))",
+        "from zoo.train.metrics_file import read_metrics as r\nr(path='x', rows=3)",
+        "import zoo\nzoo.load('x', divice='cpu')",
+        "import torch as t\nt.nn.Liner(1, 2)",
+    ],
 )
+def test_a_wrong_name_is_noticed(code: str):
+    with pytest.raises((ImportError, AttributeError, AssertionError)):
+        check_names(code, {})
+
+
+@pytest.mark.slow
+def test_the_steps_of_statex_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Its names exist, its configs can be read, and it draws what was measured."""
+    script = Path(statex_end_to_end.__file__)
+    check_names(script.read_text(encoding="utf-8"), {})
+    before, after = statex_end_to_end.TINY_BEFORE, statex_end_to_end.TINY_AFTER
+    for first, *overlays in statex_end_to_end.MIXERS.values():
+        whole = [first, "recall/text.yaml", *overlays]
+        for later in ([], [statex_end_to_end.TINY, before], [statex_end_to_end.LONG], [statex_end_to_end.LONG, after]):
+            assert configs.read(*whole, *later).model.num_layers
+    statex_end_to_end.draw(TUTORIALS / "measured" / "statex_h200.csv", tmp_path)
+    printed = capsys.readouterr().out
+    for form in ("original", "LPT", *statex_end_to_end.FORMS):
+        assert len(re.findall(rf"│ {form} +│", printed)) == 2 * len(statex_end_to_end.MIXERS)  # two tasks
+    assert (tmp_path / "statex.png").is_file()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mixers", [["GLA"], ["GLA", "Mamba2"]], ids=["GLA", "GLA and Mamba2"])
 def test_statex_end_to_end(mixers: list[str], tmp_path: Path, shared_cache: Path):
     printed = run(tmp_path, shared_cache, "statex_end_to_end.py", "--small", "--jobs=1", "--mixers", *mixers)
     for form in ("original", "LPT", "reinit", "inherit", "preserve"):

@@ -181,8 +181,12 @@ def each_part_once() -> Iterator[None]:
     """Remember the parts of configs that are parsed inside the block.
 
     At each level of a model the base class parses all parts below it several times. (It is not remembered for longer,
-    since what a name stands for depends on the classes that are imported.)
+    since what a name stands for depends on the classes that are imported.) A block inside another one shares what that
+    one remembers.
     """
+    if _PARSED.get() is not None:
+        yield
+        return
     token = _PARSED.set({})
     try:
         yield

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator
+from contextvars import copy_context
 from typing import Any
 
 import yaml
@@ -24,7 +25,8 @@ def to_dict(config: Namespace) -> dict[str, Any]:
     parser = run_parser() if {*OF_LIGHTNING} & {*vars(run_keys)} else model_parser()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="\\s*Unable to serialize instance")  # reported below
-        plain = yaml.safe_load(parser.dump(run_keys, skip_none=False, skip_validation=True))
+        # in a context of its own, in which the parser leaves these settings (see `each_part_once`)
+        plain = yaml.safe_load(copy_context().run(parser.dump, run_keys, skip_none=False, skip_validation=True))
     if (problem := next(_unwritable(plain), None)) is not None:
         raise UserError(f"{problem}; give it in the config as plain values: numbers, strings, lists and mappings")
     return plain

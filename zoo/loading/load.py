@@ -13,7 +13,7 @@ from zoo.checkpoints.sizes import check_sizes
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory, Weights, has_tensor_files
 from zoo.config.build import from_config
 from zoo.config.moved import with_current_paths
-from zoo.config.parser import parse
+from zoo.config.parser import each_part_once, parse
 from zoo.config.serialise import to_dict
 from zoo.config.trust import vet_model
 from zoo.conversion.convert import imported
@@ -109,8 +109,9 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
     """
     _check_device(device or "cpu")
     found = find(path)
-    _, weights = build_described(found, trust)  # compared with the config before memory is taken for it
-    model = build_saved(found, trust)
+    with each_part_once():  # the config is read for each model that is built
+        _, weights = build_described(found, trust)  # compared with the config before memory is taken for it
+        model = build_saved(found, trust)
     load_tensors(model, weights, _weights_of(found))
     return model.to(device or "cpu").eval()
 
@@ -158,10 +159,11 @@ def described(found: Saved, trust: bool) -> tuple[LanguageModel, Weights]:
         UserError: The weights are damaged or of another model.
     """
     weights = found.weights or TensorsInMemory(read_weights(found.source))
-    if not trust:
-        config = parse({"model": with_current_paths(found.config["model"])})
-        check_sizes(to_dict(config)["model"], weights.specs, _weights_of(found))
-    model = _on_meta(found)
+    with each_part_once():
+        if not trust:
+            config = parse({"model": with_current_paths(found.config["model"])})
+            check_sizes(to_dict(config)["model"], weights.specs, _weights_of(found))
+        model = _on_meta(found)
     check_weights(weights.specs, model, _weights_of(found))
     if weights.specs.keys() == model.state_dict().keys():
         return model, weights
