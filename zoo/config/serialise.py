@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 
 from kernels import UserError
 from zoo.config.keys import KEYS, OF_LIGHTNING
-from zoo.config.parser import model_parser, parse, run_parser
+from zoo.config.parser import model_parser, parse, parse_model, run_parser
 
 
 def to_dict(config: Namespace) -> dict[str, Any]:
@@ -37,7 +37,8 @@ def verified(config: Namespace) -> dict[str, Any]:
         UserError: A value cannot be written as YAML, or is read back as another.
     """
     plain = to_dict(config)
-    again = to_dict(parse(copy.deepcopy(plain)))  # a copy, since the parser modifies its input
+    parse_again = parse if plain.keys() & {*OF_LIGHTNING} else parse_model
+    again = to_dict(parse_again(copy.deepcopy(plain)))  # a copy, since the parser modifies its input
     for key, before, now in differences(plain, again):
         raise UserError(f"{key}: {before!r} is read back from config.yaml as {now!r}; give it as plain values")
     return plain
