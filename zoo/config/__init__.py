@@ -3,7 +3,17 @@
 from zoo.config.build import build, from_config, instantiate, vocabulary
 from zoo.config.find import CONFIGS, find_config
 from zoo.config.keys import GROUPS, KEYS
-from zoo.config.parser import ConfigFile, Parser, add_arguments, explained, parse, read, read_model, run_parser
+from zoo.config.parser import (
+    ConfigFile,
+    Parser,
+    add_arguments,
+    explained,
+    parse,
+    parse_model,
+    read,
+    read_model,
+    run_parser,
+)
 from zoo.config.serialise import differences, to_dict, verified
 
 __all__ = [
@@ -20,6 +30,7 @@ __all__ = [
     "from_config",
     "instantiate",
     "parse",
+    "parse_model",
     "read",
     "read_model",
     "run_parser",

@@ -181,12 +181,8 @@ def each_part_once() -> Iterator[None]:
     """Remember the parts of configs that are parsed inside the block.
 
     At each level of a model the base class parses all parts below it several times. (It is not remembered for longer,
-    since what a name stands for depends on the classes that are imported.) A block inside another one shares what that
-    one remembers.
+    since what a name stands for depends on the classes that are imported.)
     """
-    if _PARSED.get() is not None:
-        yield
-        return
     token = _PARSED.set({})
     try:
         yield
@@ -368,8 +364,20 @@ def parse(config: dict[str, Any]) -> Namespace:
     Raises:
         UserError: A key or value is wrong.
     """
+    return _parse(run_parser(), config)
+
+
+def parse_model(config: dict[str, Any]) -> Namespace:
+    """As `parse`, for a config without `data`, `trainer` and the callbacks, and without their defaults.
+
+    Raises:
+        UserError: A key or value is wrong.
+    """
+    return _parse(model_parser(), config)
+
+
+def _parse(parser: Parser, config: dict[str, Any]) -> Namespace:
     mixers.names()  # plug-ins register before anything is parsed
-    parser = run_parser()
     with explained(parser), each_part_once():
         return parser.parse_object(
             {key: value for key, value in up_to_date(config).items() if not (value is None and key in GROUPS)}

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator
-from contextvars import copy_context
 from typing import Any
 
 import yaml
@@ -12,7 +11,7 @@ from jsonargparse import Namespace
 
 from kernels import UserError
 from zoo.config.keys import KEYS, OF_LIGHTNING
-from zoo.config.parser import model_parser, parse, run_parser
+from zoo.config.parser import model_parser, parse, parse_model, run_parser
 
 
 def to_dict(config: Namespace) -> dict[str, Any]:
@@ -25,8 +24,7 @@ def to_dict(config: Namespace) -> dict[str, Any]:
     parser = run_parser() if {*OF_LIGHTNING} & {*vars(run_keys)} else model_parser()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="\\s*Unable to serialize instance")  # reported below
-        # in a context of its own, in which the parser leaves these settings (see `each_part_once`)
-        plain = yaml.safe_load(copy_context().run(parser.dump, run_keys, skip_none=False, skip_validation=True))
+        plain = yaml.safe_load(parser.dump(run_keys, skip_none=False, skip_validation=True))
     if (problem := next(_unwritable(plain), None)) is not None:
         raise UserError(f"{problem}; give it in the config as plain values: numbers, strings, lists and mappings")
     return plain
@@ -39,7 +37,8 @@ def verified(config: Namespace) -> dict[str, Any]:
         UserError: A value cannot be written as YAML, or is read back as another.
     """
     plain = to_dict(config)
-    again = to_dict(parse(copy.deepcopy(plain)))  # a copy, since the parser modifies its input
+    parse_again = parse if plain.keys() & {*OF_LIGHTNING} else parse_model
+    again = to_dict(parse_again(copy.deepcopy(plain)))  # a copy, since the parser modifies its input
     for key, before, now in differences(plain, again):
         raise UserError(f"{key}: {before!r} is read back from config.yaml as {now!r}; give it as plain values")
     return plain

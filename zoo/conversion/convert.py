@@ -9,7 +9,7 @@ from mixers import did_you_mean
 from zoo.checkpoints.sizes import check_sizes
 from zoo.checkpoints.tensor_files import TensorFiles, Weights
 from zoo.config.build import from_config
-from zoo.config.parser import parse
+from zoo.config.parser import parse_model
 from zoo.conversion.correspondence import Correspondence
 from zoo.conversion.difference import difference
 from zoo.conversion.families import FAMILIES
@@ -150,4 +150,4 @@ def _held(model: LanguageModel, family: Family, config: dict[str, Any]) -> Langu
 
 def on_meta(model: dict[str, Any]) -> LanguageModel:
     """The model of a `model` config, without memory for its weights."""
-    return from_config(parse({"model": model}), "meta")
+    return from_config(parse_model({"model": model}), "meta")

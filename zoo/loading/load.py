@@ -1,9 +1,12 @@
 """Loading saved models and their tokenizers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jsonargparse import Namespace
 
 from kernels import UserError
 from mixers import did_you_mean
@@ -13,7 +16,7 @@ from zoo.checkpoints.sizes import check_sizes
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory, Weights, has_tensor_files
 from zoo.config.build import from_config
 from zoo.config.moved import with_current_paths
-from zoo.config.parser import each_part_once, parse
+from zoo.config.parser import parse_model
 from zoo.config.serialise import to_dict
 from zoo.config.trust import vet_model
 from zoo.conversion.convert import imported
@@ -109,23 +112,12 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
     """
     _check_device(device or "cpu")
     found = find(path)
-    with each_part_once():  # the config is read for each model that is built
-        _, weights = build_described(found, trust)  # compared with the config before memory is taken for it
-        model = build_saved(found, trust)
+    model_config(found, trust)
+    # the weights are compared with the config before memory is taken for it
+    config, _, weights = _described(found, trust or is_own(found.config, found.signature))
+    model = _built(found, config)
     load_tensors(model, weights, _weights_of(found))
     return model.to(device or "cpu").eval()
-
-
-def build_saved(found: Saved, trust: bool, device: str | None = None) -> LanguageModel:
-    """The model of a saved config, with fresh weights.
-
-    Raises:
-        UserError: It is not trusted, or of another format.
-    """
-    model = model_config(found, trust)
-    built = from_config(parse({"model": model}), device)
-    built.config = {"model": model}
-    return built
 
 
 def model_config(found: Saved, trust: bool) -> dict[str, Any]:
@@ -158,34 +150,44 @@ def described(found: Saved, trust: bool) -> tuple[LanguageModel, Weights]:
     Raises:
         UserError: The weights are damaged or of another model.
     """
+    return _described(found, trust)[1:]
+
+
+def _described(found: Saved, trust: bool) -> tuple[Namespace, LanguageModel, Weights]:
+    """The parsed config, and what `described` returns."""
     weights = found.weights or TensorsInMemory(read_weights(found.source))
-    with each_part_once():
-        if not trust:
-            config = parse({"model": with_current_paths(found.config["model"])})
-            check_sizes(to_dict(config)["model"], weights.specs, _weights_of(found))
-        model = _on_meta(found)
+    with _named(found.source):
+        config = parse_model({"model": found.config["model"]})
+    if not trust:
+        check_sizes(to_dict(config)["model"], weights.specs, _weights_of(found))
+    with _named(found.source):
+        model = _built(found, config, "meta")
     check_weights(weights.specs, model, _weights_of(found))
     if weights.specs.keys() == model.state_dict().keys():
-        return model, weights
+        return config, model, weights
     named = {name: weights.tensor(name) for name in weights.specs}  # by the names of fused parameters
-    whole = _on_meta(found)
+    whole = _built(found, config, "meta")
     whole.load_state_dict(named, assign=True)
-    return model, TensorsInMemory(whole.state_dict())
+    return config, model, TensorsInMemory(whole.state_dict())
 
 
-def _on_meta(found: Saved) -> LanguageModel:
-    """The model of a vetted config, without memory for its weights.
+def _built(found: Saved, config: Namespace, device: str | None = None) -> LanguageModel:
+    """The model of a parsed config, with fresh weights, or without memory for them on the device meta."""
+    built = from_config(config, device)
+    built.config = {"model": with_current_paths(found.config["model"])}
+    return built
 
-    Raises:
-        UserError: A value in its config is impossible.
-    """
+
+@contextmanager
+def _named(source: Path) -> Iterator[None]:
+    """Turn what a constructor raises for an impossible value in the config of `source` into a UserError."""
     try:
-        return build_saved(found, True, "meta")
+        yield
     except UserError:  # which is a ValueError
         raise
     except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
         message = " ".join(str(error).split())
-        raise UserError(f"checkpoint: {found.source}: its model cannot be built: {message}") from error
+        raise UserError(f"checkpoint: {source}: its model cannot be built: {message}") from error
 
 
 def _weights_of(found: Saved) -> Path:

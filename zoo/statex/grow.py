@@ -14,7 +14,7 @@ from mixers import Expanded, Growth, did_you_mean
 from mixers.growth import INITS, Init
 from zoo.checkpoints.signature import is_own, sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
-from zoo.config import from_config, parse, verified
+from zoo.config import from_config, parse_model, verified
 from zoo.config.moved import with_current_paths
 from zoo.files.output import check_output
 from zoo.lm import LanguageModel
@@ -109,7 +109,7 @@ def statex(
     before, weights = build_described(saved, trust)
     growing = chosen_layers(before.mixers, layers, way)
     config, how = grown_config(with_current_paths(saved.config["model"]), before, growing, init, factor)
-    after = from_config(parse({"model": config}), "meta")
+    after = from_config(parse_model({"model": config}), "meta")
     sizes = _size(before), _size(after)
     grown = grown_weights(after, before, weights, growing, init, seed)
     whole = {**saved.config, "model": config}
@@ -137,7 +137,7 @@ def grown_config(
     """
     if factor is not None and factor < 2:
         raise UserError(f"factor: {factor} must be at least 2, which is twice the state")
-    model = verified(parse({"model": model}))["model"]
+    model = verified(parse_model({"model": model}))["model"]
     change, how = {}, {}
     for layer, growth in layers.items():
         arguments = growth.arguments(factor or growth.default_factor(), init)

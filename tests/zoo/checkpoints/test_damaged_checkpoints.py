@@ -20,7 +20,10 @@ from zoo.train.results import read_row
 
 pytest_plugins = "tests.desk"
 
-MUTATIONS = 500
+
+@pytest.fixture(params=[60, pytest.param(500, marks=pytest.mark.nightly)], ids="{} mutations".format)
+def mutations(request: pytest.FixtureRequest) -> int:
+    return request.param
 
 
 def mutated(content: bytes, draw: random.Random) -> bytes:
@@ -43,7 +46,7 @@ def mutated(content: bytes, draw: random.Random) -> bytes:
     return bytes(made)
 
 
-def what_loads(file: Path, load: Callable[[], object], mutations: int = MUTATIONS) -> list[bytes]:
+def what_loads(file: Path, load: Callable[[], object], mutations: int) -> list[bytes]:
     """The mutations of a file that `load` takes; the file is as it was in the end.
 
     It may raise nothing but a UserError, of one line.
@@ -73,9 +76,9 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("read", [read_checkpoint, read_weights])
-def test_a_checkpoint(run: Path, read: Callable[[Path], object]):
+def test_a_checkpoint(run: Path, read: Callable[[Path], object], mutations: int):
     file = run / "checkpoints" / "last.ckpt"
-    assert not what_loads(file, lambda: read(file))
+    assert not what_loads(file, lambda: read(file), mutations)
 
 
 def test_the_end_of_a_checkpoint(run: Path):
@@ -92,10 +95,10 @@ def test_the_end_of_a_checkpoint(run: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.yaml", "model.safetensors", "tokenizer.json", "hashes.json"])
-def test_an_exported_folder(run: Path, tmp_path: Path, name: str):
+def test_an_exported_folder(run: Path, tmp_path: Path, name: str, mutations: int):
     folder = export(run, tmp_path / "out")
-    assert not what_loads(folder / name, lambda: zoo.load(folder))
-    assert not what_loads(folder / name, lambda: zoo.load_tokenizer(folder), 50)
+    assert not what_loads(folder / name, lambda: zoo.load(folder), mutations)
+    assert not what_loads(folder / name, lambda: zoo.load_tokenizer(folder), mutations // 10)
 
 
 @pytest.mark.slow
@@ -114,15 +117,15 @@ def test_an_exported_folder_without_hashes(run: Path, tmp_path: Path, name: str,
     what_loads(folder / name, lambda: load(folder), mutations)
 
 
-def test_a_state(tmp_path: Path):
+def test_a_state(tmp_path: Path, mutations: int):
     model, file = model_of("GLA"), tmp_path / "state.safetensors"
     zoo.save_state(model(torch.tensor([[1, 2, 3]]), model.init_state(1))[1], file)
-    assert not what_loads(file, lambda: zoo.load_state(model, file))
+    assert not what_loads(file, lambda: zoo.load_state(model, file), mutations)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["last.ckpt", "shards-1/a.pt", "shards-1/b.pt"])
-def test_shards(run: Path, name: str):
+def test_shards(run: Path, name: str, mutations: int):
     file, folder = run / "checkpoints" / "last.ckpt", run / "checkpoints" / "shards-1"
     contents = torch.load(file, weights_only=True)
     folder.mkdir()
@@ -135,7 +138,7 @@ def test_shards(run: Path, name: str):
     def read() -> None:
         check_shards(file, read_checkpoint(file)["shards"])
 
-    assert not what_loads(file.parent / name, read)
+    assert not what_loads(file.parent / name, read, mutations)
 
 
 def test_a_checkpoint_of_format_1_is_known_by_the_checksums_of_its_archive(run: Path):
@@ -160,19 +163,19 @@ def test_a_checkpoint_is_the_same_under_other_names(run: Path, tmp_path: Path):
     assert torch.load(file, weights_only=True, mmap=True)["zoo"]["format"] == 2  # PyTorch's own reader goes on
 
 
-def test_results(run: Path):
+def test_results(run: Path, mutations: int):
     """The file may have got a line more; what it says is the same."""
     file, row = run / "results.json", read_row(run)
-    for content in what_loads(file, lambda: read_row(run)):
+    for content in what_loads(file, lambda: read_row(run), mutations):
         file.write_bytes(content)
         assert read_row(run) == row
 
 
-def test_metrics(run: Path):
+def test_metrics(run: Path, mutations: int):
     """Rows are left out with a warning; a reader never fails."""
     file, rows = run / "metrics.jsonl", read_metrics(run / "metrics.jsonl")
     written, draw = file.read_bytes(), random.Random(0)
-    for _ in range(MUTATIONS):
+    for _ in range(mutations):
         file.write_bytes(mutated(written, draw))
         read_metrics(file)
     file.write_bytes(written)

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import multiprocessing
 import re
 import shutil
 import sys
@@ -176,11 +177,20 @@ def test_mistakes(command, arguments: list[str], expected: str):
         zoo.doctor("tpu")
 
 
-@pytest.mark.slow
+def test_ops_and_mixers_are_examined_side_by_side(monkeypatch: pytest.MonkeyPatch):
+    """In processes that are forked, which spares their imports."""
+    ahead, cpu = sys.modules[side_by_side.__module__], torch.device("cpu")
+    monkeypatch.setattr(ahead, "get_context", lambda method: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(ahead, "known_cases", lambda device: known_cases(device)[:3])
+    monkeypatch.setattr(mixers, "names", lambda: ["GLA", "HGRN2"])
+    assert side_by_side(cpu, workers=2) == 5
+    assert compile_ahead(cpu) == 0  # which has nothing to compile
+
+
+@pytest.mark.nightly
 def test_everything_is_examined_side_by_side():
     cpu = torch.device("cpu")
     assert side_by_side(cpu, workers=2) == len(known_cases(cpu)) + len(mixers.names())
-    assert compile_ahead(cpu) == 0  # which has nothing to compile
 
 
 @pytest.mark.gpu

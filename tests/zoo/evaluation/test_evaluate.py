@@ -100,10 +100,11 @@ def test_a_pattern_stands_for_its_checkpoints(done: str, desk: Path) -> None:
         shutil.copytree(done, desk / "runs" / name)
     rows = zoo.evaluate("runs/mixer=*", **OPTIONS, output="out", verbose=False)
     assert list(dict.fromkeys(row["model"] for row in rows)) == ["mixer=a,seed=0", "mixer=b,seed=0"]
-    for number in range(12):
-        shutil.copytree(done, desk / "runs" / f"a-rather-long-name-{number:02}")
+    long = "a-name-of-forty-characters-and-some-more"
+    for number in range(3):
+        shutil.copytree(done, desk / "runs" / f"{long}-{number:02}")
     zoo.evaluate("runs/a-*", "perplexity", lengths=[32], samples=1, device="cpu", verbose=False)
-    assert [path.name for path in Path("evaluations").iterdir()] == ["a-rather-long-name-00+11-more"]
+    assert [path.name for path in Path("evaluations").iterdir()] == [f"{long}-00+2-more"]
     with pytest.raises(UserError, match="checkpoint: nothing matches runs/other"):
         zoo.evaluate("runs/other*", **OPTIONS)
 
@@ -204,7 +205,8 @@ def test_two_processes_do_not_write_to_one_folder(done: str, desk: Path) -> None
         zoo.evaluate(done, **OPTIONS, output="file/out", verbose=False)
 
 
-def test_throughput(done: str, desk: Path) -> None:
+def test_throughput(done: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zoo.evaluation.tasks.throughput.SECONDS", 0.05)
     rows = zoo.evaluate(
         done, "throughput", lengths=[16, 32], device="cpu", batch_tokens=64, verbose=False, output="speed"
     )

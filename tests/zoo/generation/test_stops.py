@@ -51,16 +51,19 @@ def test_generation_ends_with_the_stop_string():
         generate(model, ByteTokenizer(), "x", stop=[""])
 
 
-@pytest.mark.parametrize("stop", [["--stop=a"], ["--stop=\n"], ["--stop", "[/INST]"], ["--stop=1"], ["--stop=null"]])
-def test_stop_strings_of_the_command_line(command: Command, finished: Path, stop: list[str]):
+def test_stop_strings_of_the_command_line(command: Command, finished: Path):
     arguments = ("generate", "--checkpoint", str(finished / "runs/done"), "--prompt=def", "--seed=0")
-    whole = command(*arguments, "--max_new_tokens=60").out.removesuffix("\n")
-    text = command(*arguments, "--max_new_tokens=60", *stop).out.removesuffix("\n")
-    string = stop[-1].removeprefix("--stop=")
-    assert text == "def" + whole.removeprefix("def").partition(string)[0]
-    several = command(*arguments, "--max_new_tokens=60", "--stop=~", *stop).out.removesuffix("\n")
-    assert several == "def" + whole.removeprefix("def").partition(string)[0].partition("~")[0]
-    assert command(*arguments, "--max_new_tokens=60", f"--stop={json.dumps([string])}").out.removesuffix("\n") == text
+
+    def generated(*stop: str) -> str:
+        return command(*arguments, "--max_new_tokens=60", *stop).out.removesuffix("\n").removeprefix("def")
+
+    whole = generated()
+    for stop in (["--stop=a"], ["--stop=\n"], ["--stop", "[/INST]"], ["--stop=1"], ["--stop=null"]):
+        string = stop[-1].removeprefix("--stop=")
+        expected = whole.partition(string)[0]
+        assert generated(*stop) == expected, stop
+        assert generated(f"--stop={json.dumps([string])}") == expected, stop
+    assert generated("--stop=~", "--stop=a") == whole.partition("a")[0].partition("~")[0]
     assert "stop: ''" in command(*arguments, "--stop=").err
 
 

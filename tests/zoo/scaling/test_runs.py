@@ -20,6 +20,13 @@ pytest_plugins = "tests.desk"
 SIZES = np.geomspace(1e8, 1e10, 6)
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes longer than fitting, so one test does it for all."""
+    if request.node.name != "test_a_law_its_table_and_its_picture":
+        monkeypatch.setattr(sys.modules["zoo.scaling.fit"], "write_pictures", lambda laws, folder: [folder])
+
+
 @pytest.fixture
 def ladder(desk: Path) -> Path:
     for i, size in enumerate(SIZES):
@@ -67,7 +74,7 @@ def test_mixers_that_cannot_be_told_apart(command, desk: Path) -> None:
         for i, size in enumerate(SIZES):
             noisy = CHINCHILLA._replace(E=CHINCHILLA.E * np.exp(0.01 * generator.standard_normal()))
             write_run(desk / mixer / f"run{i}", size, law=noisy, mixers=mixer)
-    done = command("scaling", "fit", "M", "Twin", "--draws=20", "--method=parametric")
+    done = command("scaling", "fit", "M", "Twin", "--draws=8", "--method=parametric")
     assert done.code == 0, done.err
     written = json.loads(Path("M/law/laws.json").read_text())
     low, high = written["crossings"][0]["difference"]

@@ -1,5 +1,6 @@
 """Small models to make larger, as exported folders; no training is needed."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,14 @@ def exported(folder: Path, name: str, *overrides: str) -> Path:
     return folder
 
 
+@functools.cache
+def loaded(folder: Path) -> zoo.LanguageModel:
+    """The model in a folder whose files do not change; only to be read."""
+    return zoo.load(folder)
+
+
 def logits(folder: Path, length: int = 40) -> torch.Tensor:
     """Of random tokens [2,length]."""
     tokens = torch.randint(64, (2, length), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        return zoo.load(folder)(tokens)[0]
+        return loaded(folder)(tokens)[0]

@@ -11,13 +11,14 @@ from torch import Tensor
 import zoo
 from kernels import UserError
 
-from .subjects import STACKS, exported, logits
+from .subjects import STACKS, exported, loaded, logits
 
 PRESERVING = [
     ("Mamba2", "widen"),
     *((name, "expand") for name in ("GLA", "HGRN2", "GatedDeltaNet", "Mamba2", "RetNet")),
 ]
 GROWING = [(name, way) for name in ("GLA", "HGRN2", "GatedDeltaNet") for way in ("merge", "expand")] + PRESERVING[:1]
+INHERITING = [("HGRN2", "expand"), ("Mamba2", "widen")]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
-    return zoo.load(folder).state_dict()
+    return loaded(folder).state_dict()
 
 
 def gradients(model: zoo.LanguageModel) -> None:
@@ -37,17 +38,26 @@ def gradients(model: zoo.LanguageModel) -> None:
     F.cross_entropy(predicted.flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
-@pytest.mark.parametrize(("name", "way"), GROWING)
-@pytest.mark.parametrize("init", ["reinit", pytest.param("inherit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("init", "name", "way"),
+    [
+        *(("reinit", *subject) for subject in GROWING),
+        # the rest is nightly, since test_merged_heads_inherit and test_every_tensor_keeps_its_dtype see the same layers
+        *(
+            pytest.param("inherit", *subject, marks=pytest.mark.slow if subject in INHERITING else pytest.mark.nightly)
+            for subject in GROWING
+        ),
+    ],
+)
 def test_layers_that_stay_are_the_same_bit_by_bit(
-    name: str, way: str, init: str, trained: dict[str, Path], tmp_path: Path
+    init: str, name: str, way: str, trained: dict[str, Path], tmp_path: Path
 ):
     grown = zoo.statex(trained[name], tmp_path / "larger", layers=[2, 1], init=init, way=way)
     before, after = weights(trained[name]), weights(grown.folder)
     stay = [n for n in before if not n.startswith(("layers.1.mixer", "layers.2.mixer"))]
     assert all(torch.equal(before[n], after[n]) for n in stay)
     assert [layer for layer in grown.layers] == [1, 2]
-    sizes = [mixer.state_size() for mixer in zoo.load(grown.folder).mixers]
+    sizes = [mixer.state_size() for mixer in loaded(grown.folder).mixers]
     assert sizes[0] == sizes[3] < sizes[1] == sizes[2]
     assert logits(grown.folder).isfinite().all()
 
@@ -105,7 +115,7 @@ def test_preserve_computes_what_the_model_computed(name: str, way: str, trained:
     expected = logits(trained[name])
     torch.testing.assert_close(logits(grown.folder), expected, rtol=1e-5, atol=1e-5)
     # token by token, with states
-    model, tokens = zoo.load(grown.folder), torch.randint(64, (2, 40), generator=torch.Generator().manual_seed(2))
+    model, tokens = loaded(grown.folder), torch.randint(64, (2, 40), generator=torch.Generator().manual_seed(2))
     state, pieces = model.init_state(2), []
     with torch.no_grad():
         for cut in (tokens[:, :7], *tokens[:, 7:].split(1, 1)):
@@ -172,14 +182,14 @@ def test_preserve_is_checked_where_options_forbid_it(tmp_path: Path):
 def test_a_hybrid_keeps_its_order(trained: dict[str, Path], tmp_path: Path):
     grown = zoo.statex(trained["hybrid"], tmp_path / "larger", layers=3, init="inherit")
     assert list(grown.layers) == [0, 1, 3]  # layer 2 is attention
-    kinds = [[type(mixer) for mixer in zoo.load(folder).mixers] for folder in (trained["hybrid"], grown.folder)]
+    kinds = [[type(mixer) for mixer in loaded(folder).mixers] for folder in (trained["hybrid"], grown.folder)]
     assert kinds[0] == kinds[1]
 
 
 def test_what_grew_grows_again_in_another_layer(trained: dict[str, Path], tmp_path: Path):
     first = zoo.statex(trained["GLA"], tmp_path / "first", layers=[0], init="inherit")
     second = zoo.statex(first.folder, tmp_path / "second", layers=[2], init="inherit")
-    sizes = [mixer.state_size() for mixer in zoo.load(second.folder).mixers]
+    sizes = [mixer.state_size() for mixer in loaded(second.folder).mixers]
     assert sizes[0] == sizes[2] == 2 * sizes[1] == 2 * sizes[3]
     with pytest.raises(UserError, match=r"^way: GLA has one head, so there is nothing to merge; choose --way=expand$"):
         zoo.statex(second.folder, tmp_path / "third", layers=[0])

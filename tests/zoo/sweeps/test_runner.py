@@ -19,6 +19,7 @@ from jsonargparse import Namespace
 from rich.console import Console
 
 from kernels import UserError
+from tests.forked_python import forked_python
 from zoo.config import read, to_dict
 from zoo.files.sealed_json import read_sealed
 from zoo.sweeps import Failure, Gate, Run, Runner, Sweep, report
@@ -57,8 +58,12 @@ def plain() -> _Plain:
 @pytest.fixture(autouse=True)
 def configs_are_read_once(monkeypatch: pytest.MonkeyPatch, plain: _Plain) -> None:
     """Each `Runner.run` reads the configs of all its runs and writes them as plain values, a second for each."""
-    monkeypatch.setattr(Run, "read", lambda run: _read(run.sources).clone())
-    monkeypatch.setattr("zoo.sweeps.runner.verified", plain)
+    read_once(monkeypatch, plain)
+
+
+def read_once(patch: pytest.MonkeyPatch, plain: _Plain) -> None:
+    patch.setattr(Run, "read", lambda run: _read(run.sources).clone())
+    patch.setattr("zoo.sweeps.runner.verified", plain)
 
 
 def calls(folder: Path) -> list[str]:
@@ -139,12 +144,16 @@ def test_stopped_in_the_middle_then_called_again(tmp_path: Path, number: signal.
 import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 sys.modules["tabulate"] = None  # PyTorch imports it at exit, whereupon CPython forgets that it was interrupted
 from pathlib import Path
-from tests.zoo.sweeps.test_runner import FAKE, runs
+import pytest
+from tests.zoo.sweeps.test_runner import FAKE, _Plain, read_once, runs
 from zoo.sweeps import Runner
+read_once(pytest.MonkeyPatch(), _Plain())
 Runner(FAKE, Path({str(tmp_path)!r}), jobs=2).run(runs())
 """
+    program = tmp_path / "program.py"
+    program.write_text(script)
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [forked_python(), str(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     for _ in range(600):
         if all((tmp_path / name / "config.yaml").exists() for name in ALL[2:4]):

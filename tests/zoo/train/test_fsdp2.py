@@ -1,4 +1,7 @@
-"""FSDP2 in two processes on the CPU: the same training as in one, and checkpoints that all strategies continue."""
+"""FSDP2 in two processes on the CPU: the same training as in one, and checkpoints that all strategies continue.
+
+One run is compared with one of a single process before each merge; the other tests are nightly.
+"""
 
 import json
 import shutil
@@ -56,12 +59,25 @@ def expected(begun: Path, shared_cache: Path) -> float:
     return json.loads((begun / "runs" / "expected" / "results.json").read_text())["val_loss"]
 
 
+def test_two_processes_train_as_one(finished: Path, tmp_path: Path, shared_cache: Path) -> None:
+    """And the checkpoint of their shards has the weights that the single process has."""
+    with sitting_at(tmp_path, shared_cache):
+        run(tmp_path, shared_cache, *FIT, *STRATEGIES["sharded"], "--run", "sharded")
+    two, one = tmp_path / "runs" / "sharded", finished / "runs" / "done"
+    assert len(losses(one)) > 4
+    assert losses(two) == pytest.approx(losses(one), abs=1e-5)
+    assert len(list((two / "checkpoints").glob("shards-*"))) == 1
+    torch.testing.assert_close(zoo.load(two).state_dict(), zoo.load(one).state_dict(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.nightly
 def test_it_trains_as_ddp_does(begun: Path) -> None:
     one, other = (losses(begun / "runs" / name) for name in ("fsdp2", "ddp"))
     assert one == pytest.approx(other, abs=1e-5)
     assert one
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -86,6 +102,7 @@ def test_a_checkpoint_is_continued_by_any_strategy(
     assert row["val_loss"] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_best_is_linked_again_after_a_kill(begun: Path, shared_cache: Path) -> None:
     """Strategies that restore after their setup know the checkpoint later than `on_fit_start`."""
     run_folder = begun / "runs" / "killed"
@@ -97,6 +114,7 @@ def test_best_is_linked_again_after_a_kill(begun: Path, shared_cache: Path) -> N
     assert (run_folder / "checkpoints" / "best.ckpt").samefile(run_folder / "checkpoints" / "last.ckpt")
 
 
+@pytest.mark.nightly
 def test_a_sharded_checkpoint_is_one_model(begun: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All verbs read it whole, and its weights are those of the checkpoint in one file."""
     checkpoints = [begun / "runs" / name / "checkpoints" / "last.ckpt" for name in ("sharded", "fsdp2")]

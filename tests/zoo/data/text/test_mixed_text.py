@@ -276,7 +276,7 @@ def test_the_command_line(command: Command, desk: Path, sources: dict[str, Sourc
         + json.dumps({name: {"path": source.path, "weight": source.weight} for name, source in sources.items()})
         + "}}\n"
     )
-    small = ("--model.hidden_size=64", "--model.num_heads=1", "--model.num_layers=3", "--data.sequence_length=32")
+    small = ("--model.hidden_size=32", "--model.num_heads=1", "--model.num_layers=3", "--data.sequence_length=32")
     small += ("--data.vocab_size=300", "--data.validation_fraction=0.2", "--optim.warmup_steps=1")
     run = ("fit", "--config", "gdn_h2.yaml", "--config", "mixture.yaml", "--trainer.accelerator=cpu", *small)
     done = command(*run, "--data.sources.bees.weight=2", "--trainer.max_steps=2", "--run", "run")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -225,8 +226,19 @@ def test_evaluate_over_a_folder(finished: Path, desk: Path, data: Write) -> None
     assert counts == [(3, 1), (3, 1), (2, 2)]
 
 
-@pytest.mark.slow  # reads lm-eval's whole index
-def test_groups_tags_and_unknown_tasks(data: Write) -> None:
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ("arc", "hellaswag"),
+        pytest.param((), marks=pytest.mark.nightly),  # reads lm-eval's whole index
+    ],
+)
+def test_groups_tags_and_unknown_tasks(folders: tuple[str, ...], data: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.evaluation.lm_eval import building
+
+    if folders:
+        paths = [building.THEIRS / name for name in folders]
+        monkeypatch.setattr(building, "_everything", lambda: building.TaskManager(None, paths, include_defaults=False))
     question = {"question": "q", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}
     folder = data("arc_easy.jsonl", question)
     data("arc_challenge.jsonl", question)
@@ -236,7 +248,20 @@ def test_groups_tags_and_unknown_tasks(data: Write) -> None:
         run("hellaswig", Answering(), folder)
 
 
-@pytest.mark.slow  # RULER sorts 20 million words first
+@pytest.fixture
+def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RULER, when it is imported, sorts all pairs of its adjectives and nouns: 20 million."""
+    wonderwords = pytest.importorskip("wonderwords")
+    init = wonderwords.RandomWord.__init__
+
+    def short(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self._categories = {name: words[:100] for name, words in self._categories.items()}
+
+    monkeypatch.setattr(wonderwords.RandomWord, "__init__", short)
+
+
+@pytest.mark.usefixtures("few_words")
 def test_ruler_generates_its_prompts(tokenizer: Tokenizer) -> None:
     def oracle(prompt: str) -> str:
         return re.findall(r"is: (\d{7})\.", prompt)[0]
@@ -253,16 +278,45 @@ def test_ruler_generates_its_prompts(tokenizer: Tokenizer) -> None:
         assert max(lengths[:5]) <= 512 < min(lengths[5:]) <= max(lengths[5:]) <= 1024
 
 
-@pytest.mark.slow  # reads lm-eval's whole index
-def test_lm_evals_own_command_line(finished: Path, data: Write, tmp_path: Path) -> None:
+@pytest.fixture
+def jars(data: Write, tmp_path: Path) -> list[str]:
+    """Options of lm-eval's command line that evaluate a task of two documents, but for the checkpoint."""
     folder = data("jars.jsonl", *[PIQA] * 2)
     (tmp_path / "jars.yaml").write_text(
         f"task: jars\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / 'jars.jsonl'}}}}}\n"
         "test_split: test\noutput_type: multiple_choice\ndoc_to_text: goal\ndoc_to_target: label\n"
         "doc_to_choice: '{{[sol1, sol2]}}'\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
-    command = [forked_python(), "-m", "zoo.evaluation.lm_eval", "run", "--model", "zoo", "--tasks", "jars"]
-    command += ["--include_path", str(tmp_path), "--device", "cpu", "--model_args"]
+    return ["run", "--model", "zoo", "--tasks", "jars", "--include_path", str(tmp_path), "--device", "cpu"]
+
+
+def test_lm_evals_own_command_line(
+    finished: Path,
+    jars: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, without reading lm-eval's index of all its tasks."""
+    from lm_eval.tasks import TaskManager
+
+    from zoo.evaluation.lm_eval.__main__ import main
+
+    monkeypatch.setattr(TaskManager.__init__, "__defaults__", (None, None, False, None))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *jars, "--model_args", f"checkpoint={finished / 'runs' / 'done'}"])
+    main()
+    assert re.search(r"\|jars *\|.*acc", capsys.readouterr().out)
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *jars, "--model_args", f"checkpoint={tmp_path / 'none'}"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: checkpoint: there is nothing at")
+
+
+@pytest.mark.nightly  # reads lm-eval's whole index
+def test_lm_evals_own_command_line_in_processes(finished: Path, jars: list[str], tmp_path: Path) -> None:
+    command = [forked_python(), "-m", "zoo.evaluation.lm_eval", *jars, "--model_args"]
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
     for checkpoint, code in ((finished / "runs" / "done", 0), (tmp_path / "none", 2)):
         done = subprocess.run(
