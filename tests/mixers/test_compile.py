@@ -20,9 +20,9 @@ def build(name: str) -> TokenMixer:
     return FACTORIES[name](Site(64, 2, layer=1, num_layers=3))
 
 
-def compiled(f, **options):
+def compiled(f, backend: str = BACKEND, **options):
     torch._dynamo.reset()
-    return torch.compile(f, backend=BACKEND, **options)
+    return torch.compile(f, backend=backend, **options)
 
 
 @pytest.mark.slow
@@ -40,10 +40,11 @@ def test_a_layer_is_one_graph(name: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", pytest.param(BACKEND, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", ["GatedDeltaNet", "SlidingWindowAttention"])
-def test_packed_documents_may_break_the_graph_but_not_the_result(name: str):
+def test_packed_documents_may_break_the_graph_but_not_the_result(name: str, backend: str):
     mixer, x = build(name), torch.randn(1, 21, 64)
-    graph = compiled(mixer)
+    graph = compiled(mixer, backend)
     for bounds in ([0, 5, 5, 21], [0, 1, 12, 21]):
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
         torch.testing.assert_close(graph(x, cu_seqlens=cu_seqlens)[0], mixer(x, cu_seqlens=cu_seqlens)[0])
