@@ -1,5 +1,6 @@
 """Without a GPU, Triton kernels run under the interpreter (`tests/conftest.py`), which is made to check addresses."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,37 @@ import pytest
 import torch
 
 INTERPRETED = not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+@pytest.fixture(autouse=True)
+def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip work of the interpreter that changes no result: more than half of its time.
+
+    It patches Triton's language again in each call of a device function, instead of once per launch, and checks each
+    sum and product of integers for an overflow, while tensors are far too small for one.
+    """
+    if not INTERPRETED:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, start, done = interpreter._patch_lang, interpreter.GridExecutor.__call__, set[bool]()
+
+    def patch_once(function: Any) -> Any:
+        key = any(x is tl for x in function.__globals__.values())  # otherwise it is patched in `tl.core` alone
+        if key in done:
+            return None  # only launches use the result
+        done.add(key)
+        return patch(function)
+
+    def launch(self: Any, *given: Any, **named: Any) -> None:
+        done.clear()
+        start(self, *given, **named)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
 
 
 @pytest.fixture(autouse=True)

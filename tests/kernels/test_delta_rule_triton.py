@@ -143,10 +143,18 @@ def rounded(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 @interpreted
-@pytest.mark.parametrize(("gate", "state"), [("head", True), ("none", False)])
-@pytest.mark.parametrize(("length", "K", "V", "documents"), [(66, 272, 70, None), (130, 300, 16, PACKED)])
+@pytest.mark.parametrize(
+    ("length", "K", "V", "documents", "gate", "state"),
+    [
+        (66, 272, 70, None, "none", False),
+        (130, 300, 16, PACKED, "head", True),
+        pytest.param(66, 272, 70, None, "head", True, marks=pytest.mark.nightly),
+        pytest.param(130, 300, 16, PACKED, "none", False, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_state_that_stays_in_memory(length: int, K: int, V: int, documents: list[int] | None, gate: str, state: bool):
-    a = rounded(small(length, K=K, V=V, E=2, documents=documents, gate=gate, state=state), torch.bfloat16)
+    options = {"documents": documents, "gate": gate, "decay": "mixed" if state else "mild", "state": state}
+    a = rounded(small(length, K=K, V=V, E=2, **options), torch.bfloat16)
     found = agree(a, tolerance=3e-2, subheads=2)
     with torch.no_grad(), kernels.backend("triton"):
         o, end = kernels.delta_rule(**a, subheads=2, return_state=True)

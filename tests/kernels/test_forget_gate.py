@@ -103,6 +103,7 @@ def low_rank_results(a: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
     return {"y": y.detach(), **dict(zip(a, torch.autograd.grad(y, list(leaves.values()), arriving), strict=True))}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
 @pytest.mark.parametrize(("rank", "size"), [(16, 128), (3, 5), (20, 300), (64, 40), (1, 1)])
 @pytest.mark.parametrize("given", [("x", "weight"), ("x", "weight", "bias")])

@@ -52,7 +52,7 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         {"T": 130, "decay": "mixed"},
         {"T": 70, "decay": "strong"},
         {"T": 70, "decay": "zero"},
-        {"T": 130, "B": 2, "R": 2, "E": 2},
+        {"T": 70, "B": 2, "R": 2, "E": 2},
         {"T": 600, "documents": [0, 0, 5, 560, 600]},
     ],
 )
@@ -146,7 +146,7 @@ def with_resets(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("documents", [None, [0, 0, 5, 90, 130]])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_resets(rounded: bool, documents: list[int] | None, gluon: None):
-    a = with_resets(small(130, G=2, documents=documents))
+    a = with_resets(small(130, documents=documents))
     if rounded:
         a["log_decay"] = a["log_decay"].bfloat16()
     # sums of decays are in fp32, as only calls in bf16 come here on a GPU
@@ -180,17 +180,24 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 OTHERS = ("none", "constant", "head")
 
 
+ALL = [
+    {"T": 1},
+    {"T": 64, "state": False},
+    {"T": 130, "decay": "mixed"},
+    {"T": 70, "decay": "strong"},
+    {"T": 70, "B": 2, "R": 2, "E": 2},
+    {"T": 140, "documents": [0, 0, 5, 138, 140]},
+]
+LONG = {"T": 600, "documents": [0, 0, 5, 560, 600]}  # a document of more than one block
+
+
 @without_a_gpu
-@pytest.mark.parametrize("gate", OTHERS)
 @pytest.mark.parametrize(
-    "options",
+    ("gate", "options"),
     [
-        {"T": 1},
-        {"T": 64, "state": False},
-        {"T": 130, "decay": "mixed"},
-        {"T": 70, "decay": "strong"},
-        {"T": 130, "B": 2, "R": 2, "E": 2},
-        {"T": 600, "documents": [0, 0, 5, 560, 600]},
+        *((gate, options) for gate in OTHERS for options in ALL),
+        ("head", LONG),
+        *(pytest.param(gate, LONG, marks=pytest.mark.nightly) for gate in ("none", "constant")),
     ],
 )
 def test_other_decays_step_by_step(options: dict[str, Any], gate: str, head: None):
@@ -206,8 +213,14 @@ def test_resets_of_heads(head: None):
 
 
 @without_a_gpu
-@pytest.mark.parametrize("gate", OTHERS)
-@pytest.mark.parametrize("documents", [None, [0, 0, 5, 300, 320, 320]])
+@pytest.mark.parametrize(
+    ("gate", "documents"),
+    [
+        ("head", None),
+        *((gate, [0, 0, 5, 300, 320, 320]) for gate in OTHERS),
+        *(pytest.param(gate, None, marks=pytest.mark.nightly) for gate in ("none", "constant")),
+    ],
+)
 def test_segments_of_other_decays(documents: list[int] | None, gate: str, head: None, short_segments: None):
     compare(small(320, gate, documents=documents))
 

@@ -62,7 +62,7 @@ def compare(a: dict[str, Tensor], tolerance: float = 1e-5, reference: str = "ref
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("length", "E"), [(1, 2), (63, 2), (65, 1), (130, 1)])
+@pytest.mark.parametrize(("length", "E"), [(1, 2), (63, 2), (65, 1), pytest.param(130, 1, marks=pytest.mark.nightly)])
 def test_subheads_and_shared_keys(length: int, E: int, gate: str):
     # V ≠ K, neither a power of two; gates from nothing to e^-50 a step
     a = inputs(length, gate=gate, decay="mixed", B=1, G=1, R=2, E=E, K=24, V=17, dtype=torch.float32)
@@ -110,6 +110,7 @@ def held(a: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.slow
+@pytest.mark.pairwise
 @pytest.mark.parametrize("beta", [None, "random"])
 @pytest.mark.parametrize(("K", "V"), [(16, 16), (24, 17), (48, 16)])
 @pytest.mark.parametrize("gate", GATES[:3])
@@ -156,8 +157,16 @@ def test_gradient_of_a_strong_constant_decay(decays: tuple[float, float], docume
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("K", "V"), [(32, 32), (48, 20), (31, 37)])  # the last: no number of equal parts
+@pytest.mark.parametrize(
+    ("gate", "K", "V"),
+    [
+        *((gate, 31, 37) for gate in GATES),  # no number of equal parts
+        ("head", 48, 20),
+        ("channel", 32, 32),
+        *(pytest.param(gate, 48, 20, marks=pytest.mark.nightly) for gate in ("none", "constant", "channel")),
+        *(pytest.param(gate, 32, 32, marks=pytest.mark.nightly) for gate in ("none", "constant", "head")),
+    ],
+)
 def test_long_heads_are_cut(gate: str, K: int, V: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 16)
     compare(inputs(9, gate=gate, B=2, G=1, E=2, K=K, V=V, dtype=torch.float32), subheads=2)

@@ -117,6 +117,7 @@ def test_in_fp64(name: str, where: str):
     close(run(name, a, "torch"), run(name, a, "reference"), tolerance=1e-11)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", ["torch", TRITON])
 @pytest.mark.parametrize("where", ["adjacent", "random"])
 @pytest.mark.parametrize("name", PER_STEP)

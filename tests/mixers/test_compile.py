@@ -14,23 +14,29 @@ FACTORIES = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) 
 FACTORIES["TPE"] = mixers.TPE
 MATRICES = [name for name, factory in FACTORIES.items() if isinstance(factory(Site(64, 2)), LinearMixer)]
 BACKEND = "aot_eager_decomp_partition"  # all of the default one but the code that it generates
+# a delta rule, decays per channel, per head and constant, two kinds of scan, and attention
+ONE_OF_EACH_OP = ("GatedDeltaNet", "GLA", "Mamba2", "TNL", "Mamba1", "HGRN1", "SlidingWindowAttention")
 
 
 def build(name: str) -> TokenMixer:
     return FACTORIES[name](Site(64, 2, layer=1, num_layers=3))
 
 
-def compiled(f, **options):
+def compiled(f, backend: str = BACKEND, **options):
     torch._dynamo.reset()
-    return torch.compile(f, backend=BACKEND, **options)
+    return torch.compile(f, backend=backend, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(FACTORIES))
-def test_a_layer_is_one_graph(name: str):
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, BACKEND if name in ONE_OF_EACH_OP else "eager") for name in FACTORIES]
+    + [pytest.param(name, BACKEND, marks=pytest.mark.nightly) for name in FACTORIES if name not in ONE_OF_EACH_OP],
+)
+def test_a_layer_is_one_graph(name: str, backend: str):
     mixer, x = build(name), torch.randn(2, 21, 64, requires_grad=True)
     leaves, weight = [x, *mixer.parameters()], torch.randn(2, 21, 64)
-    graph = compiled(mixer, fullgraph=True)
+    graph = compiled(mixer, backend, fullgraph=True)
     (y, state), (z, _) = graph(x), mixer(x)
     assert state is None
     torch.testing.assert_close(y, z)
@@ -40,10 +46,11 @@ def test_a_layer_is_one_graph(name: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", pytest.param(BACKEND, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", ["GatedDeltaNet", "SlidingWindowAttention"])
-def test_packed_documents_may_break_the_graph_but_not_the_result(name: str):
+def test_packed_documents_may_break_the_graph_but_not_the_result(name: str, backend: str):
     mixer, x = build(name), torch.randn(1, 21, 64)
-    graph = compiled(mixer)
+    graph = compiled(mixer, backend)
     for bounds in ([0, 5, 5, 21], [0, 1, 12, 21]):
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
         torch.testing.assert_close(graph(x, cu_seqlens=cu_seqlens)[0], mixer(x, cu_seqlens=cu_seqlens)[0])

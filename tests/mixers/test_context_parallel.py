@@ -106,7 +106,9 @@ def work(rank: int, count: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda count: f"{count} processes")
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=pytest.mark.nightly), 4], ids=lambda count: f"{count} processes"
+)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What each process found."""
     folder, count = tmp_path_factory.mktemp("group"), request.param
