@@ -22,8 +22,8 @@ SIZES = np.geomspace(1e8, 1e10, 6)
 
 @pytest.fixture(autouse=True)
 def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing takes longer than fitting, so one test does it for all."""
-    if request.node.name != "test_a_law_its_table_and_its_picture":
+    """Drawing takes longer than fitting, so two tests do it for all: one law, and two that cross."""
+    if request.node.name not in ("test_a_law_its_table_and_its_picture", "test_several_places_and_mixers_that_cross"):
         monkeypatch.setattr(sys.modules["zoo.scaling.fit"], "write_pictures", lambda laws, folder: [folder])
 
 
@@ -63,6 +63,7 @@ def test_several_places_and_mixers_that_cross(command, ladder: Path) -> None:
     low, high = pair["flops_interval"]
     assert low <= pair["flops"] <= high
     assert pair["crossed"] == 1
+    assert (ladder / "law" / "laws.svg").read_text(encoding="utf-8").count("Other×2") > 1  # in the legend, and its row
     (line,) = [line for line in done.out.splitlines() if line.split()[:2] == ["M", "Other×2"]]
     assert f"{pair['flops']:.2g}" in line
     assert f"{low:.2g} to {high:.2g}" in line

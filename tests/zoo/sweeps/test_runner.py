@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,11 @@ def test_no_jobs(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("start", [forked_python, pytest.param(lambda: sys.executable, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
-def test_stopped_in_the_middle_then_called_again(tmp_path: Path, number: signal.Signals, code: int):
+def test_stopped_in_the_middle_then_called_again(
+    tmp_path: Path, number: signal.Signals, code: int, start: Callable[[], str]
+):
     """The running ones leave a checkpoint and are continued; the finished are not run again."""
     waits = [tmp_path / f"{name}.waits" for name in ALL[2:4]]
     for file in waits:
@@ -152,9 +156,7 @@ Runner(FAKE, Path({str(tmp_path)!r}), jobs=2).run(runs())
 """
     program = tmp_path / "program.py"
     program.write_text(script)
-    process = subprocess.Popen(
-        [forked_python(), str(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    process = subprocess.Popen([start(), str(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     for _ in range(600):
         if all((tmp_path / name / "config.yaml").exists() for name in ALL[2:4]):
             break
