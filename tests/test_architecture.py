@@ -77,6 +77,7 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
+@pytest.mark.slow
 def test_imports_point_one_way():
     violations = []
     for name in trees():
@@ -91,6 +92,7 @@ def room(module: str) -> str | None:
     return max((room for room in ROOMS if within(module, room)), key=len, default=None)
 
 
+@pytest.mark.slow
 def test_no_import_runs_back_up_between_rooms():
     violations = []
     for name in trees():
@@ -135,6 +137,7 @@ def test_no_print():
 DECLARATIONS = ("zoo/conversion/families/", "zoo/conversion/hybrid.py", "zoo/conversion/fla_attention.py")
 
 
+@pytest.mark.slow
 def test_no_mixer_is_named_above_the_mixers():
     """What only one mixer needs goes through a hook that all mixers have."""
     violations = []
@@ -206,6 +209,7 @@ def run(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_the_cpu_path_needs_neither_triton_nor_deepspeed():
     """They are not there on macOS and Windows."""
     code = """

@@ -43,6 +43,7 @@ def contents(folder: Path) -> dict[str, str]:
 # --- configs, overlays and overrides
 
 
+@pytest.mark.slow
 def test_overrides_change_the_config_and_the_model(command: Command):
     overrides = ["--model.stack.second.factor=4", "--model.stack.second.mixer.num_heads=2"]
     slot = resolved(command, "--config", "gdn_h2.yaml", *overrides)["model"]["stack"]["init_args"]["second"]
@@ -66,6 +67,7 @@ def test_an_overlay_of_three_lines_changes_the_model(command: Command, desk: Pat
     assert built.mixers[1].state_size() == 4 * 2 * 96 * 96
 
 
+@pytest.mark.slow
 def test_the_last_one_wins(command: Command, desk: Path):
     (desk / "five.yaml").write_text("model: {num_layers: 5}\n")
     names = ["--config", "gdn_h2.yaml", "--config", "five.yaml"]
@@ -221,6 +223,7 @@ def test_help_of_a_key_and_of_everything(command: Command):
     assert wrong.err.startswith("error: --help modle: no key of fit (keys: seed_everything, ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
 def test_the_examples_of_help_parse(command: Command, line: str):
     _, _, verb, *arguments = shlex.split(line)

@@ -93,6 +93,7 @@ def recorded(folder: Path) -> dict:
     return {name: run for name, run in json.loads((folder / "runs.json").read_text()).items() if isinstance(run, dict)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlay", ["--config=tiny.yaml", "tiny.yaml"])
 def test_an_overlay_is_applied_to_every_config(command, desk, overlay) -> None:
     for name in ("gdn_h2", "gla"):
@@ -104,6 +105,7 @@ def test_an_overlay_is_applied_to_every_config(command, desk, overlay) -> None:
     assert all(run["model"]["hidden_size"] == 32 and run["model"]["num_layers"] == 6 for run in runs.values())
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_comes_last(command, desk) -> None:
     finished_run(desk / "out" / "gla", None)
     finished_run(desk / "out" / "gdn_h2")
@@ -113,6 +115,7 @@ def test_a_loss_that_is_not_finite_comes_last(command, desk) -> None:
     assert (desk / "out" / "comparison.png").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named_below_the_table_of_the_others(command, desk, monkeypatch) -> None:
     finished_run(desk / "out" / "gla")
     monkeypatch.setattr(comparison, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
@@ -122,6 +125,7 @@ def test_a_run_that_fails_is_named_below_the_table_of_the_others(command, desk, 
     assert "1 of 2 runs failed: gdn_h2 (exit code 3, see out/gdn_h2.log)" in done.err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_configs_of_runs_whose_names_have_equals_signs(command, desk, monkeypatch) -> None:
     names = ["num_heads=1,seed=0", "num_heads=2,seed=0"]
     for name in names:

@@ -70,6 +70,7 @@ def test_a_command_of_an_overlay_parses(name: str, line: str):
     assert parse_command(shlex.split(line)[2:])
 
 
+@pytest.mark.slow
 def test_wikitext_is_made_of_its_rows(tmp_path: Path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow

@@ -58,6 +58,7 @@ def test_they_are_found():
     assert all(base in WHOLE for _, base in BASED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS_AS_IT_IS)
 def test_a_config_builds(name: str):
     model = built(name, vocab_size=1024)

@@ -108,6 +108,7 @@ def fit(command: Command, desk: Path) -> Callable:
     return call
 
 
+@pytest.mark.slow
 def test_hugging_faces_batches_without_a_tokenizer(fit: Callable, command: Command, desk: Path):
     done = fit("Counting", "--trainer.max_steps=60", "--optim.learning_rate=0.02", "--optim.warmup_steps=5")
     assert done.code == 0, done.err
@@ -132,6 +133,7 @@ def test_without_validation_data(fit: Callable, desk: Path):
     assert (row["status"], row["val_loss"]) == ("complete", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_is_missing_is_one_sentence(fit: Callable, name: str):
     done = fit(name)
@@ -217,6 +219,7 @@ class Text(L.LightningDataModule):
         return DataLoader([{"input_ids": tokens, "labels": tokens}] * 3, batch_size=None)
 
 
+@pytest.mark.slow
 def test_plain_python_leaves_a_checkpoint_that_can_be_loaded(desk: Path, finished: Path, command: Command):
     tokenizer = zoo.load_tokenizer(finished / "runs" / "done")
     small = ("model.num_layers=2", "model.hidden_size=32", "model.num_heads=2")

@@ -56,6 +56,7 @@ def test_a_topic_has_two_pages_at_most(page: Path):
     assert len(page.read_text(encoding="utf-8").split()) <= WORDS
 
 
+@pytest.mark.slow
 def test_the_pictures_of_the_passes_show_what_there_is(tmp_path: Path):
     subprocess.run([sys.executable, ROOT / "docs" / "draw_passes.py", tmp_path], check=True, timeout=120)
     drawn = sorted(path.name for path in tmp_path.iterdir())

@@ -113,6 +113,7 @@ def meet(case: Case, prepared: Path, cache: Path, folder: Path, cpu_seconds: int
     assert after == before, f"{told}\nchanged: {[name for name in after if after[name] != before[name]]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_sample(name: str, prepared: Path, shared_cache: Path, tmp_path: Path):
     meet(CASES[name], prepared, shared_cache, tmp_path)

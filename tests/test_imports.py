@@ -62,6 +62,7 @@ assert "lightning" in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_what_needs_no_lightning_does_not_import_it():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

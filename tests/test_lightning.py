@@ -44,6 +44,7 @@ def speaker(desk: Path) -> tuple[str, ...]:
     return (*FIT, "--trainer.callbacks+=speaker.Speaker", "--run=r")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [(), ("--trainer.enable_progress_bar=false",), (f"--trainer.callbacks+={CALLBACKS}.TQDMProgressBar",)],
@@ -59,6 +60,7 @@ def test_a_callback_prints_whatever_the_progress_bar(
     assert ("training" in done.err) == (options == ())  # our bar
 
 
+@pytest.mark.slow
 def test_lightnings_rich_bar_takes_the_place_of_ours(command: Command):
     done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.RichProgressBar", "--run=r")
     assert done.code == 0, done.err
@@ -74,6 +76,7 @@ def test_our_bar_is_lightnings():
     assert issubclass(Progress, TQDMProgressBar)
 
 
+@pytest.mark.slow
 def test_no_checkpoints_no_logger_no_summary(command: Command, desk: Path):
     off = ("enable_checkpointing", "logger", "enable_model_summary")
     done = command(*FIT, *(f"--trainer.{key}=false" for key in off), "--run=r")
@@ -85,12 +88,14 @@ def test_no_checkpoints_no_logger_no_summary(command: Command, desk: Path):
     assert "next:" not in done.out  # nothing can be loaded
 
 
+@pytest.mark.slow
 def test_a_table_of_lightnings_takes_the_place_of_ours(command: Command, desk: Path):
     done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.ModelSummary", "--trainer.max_steps=1", "--run=r")
     assert done.code == 0, done.err
     assert "whole model" not in done.out
 
 
+@pytest.mark.slow
 def test_runs_lie_in_the_root_dir(command: Command, desk: Path):
     done = command(*FIT, "--trainer.default_root_dir=elsewhere", "--run=r", "--trainer.max_steps=1")
     assert done.code == 0, done.err
@@ -99,6 +104,7 @@ def test_runs_lie_in_the_root_dir(command: Command, desk: Path):
     assert command("fit", "--resume=elsewhere/r", "--trainer.max_steps=2").code == 0
 
 
+@pytest.mark.slow
 def test_the_table_of_a_profiler_is_shown(desk: Path, shared_cache: Path):
     from .commands import start
 
@@ -109,6 +115,7 @@ def test_the_table_of_a_profiler_is_shown(desk: Path, shared_cache: Path):
     assert "run_training_epoch" in out + err
 
 
+@pytest.mark.slow
 def test_epochs_give_the_schedule_its_length(command: Command, desk: Path):
     """Two epochs of a cosine; continued within the second, it ends as the run that was never stopped."""
     epochs = ("--trainer.limit_train_batches=2", "--trainer.max_steps=-1", "--trainer.max_epochs=2")
@@ -127,6 +134,7 @@ def test_epochs_give_the_schedule_its_length(command: Command, desk: Path):
     assert (again["steps"], again["val_loss"]) == (4, results["val_loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "split"), [("validate", "val"), ("test", "test"), ("predict", "predict")])
 def test_ckpt_path_is_the_checkpoint(command: Command, finished: Path, verb: str, split: str):
     run = str(finished / "runs" / "done")
@@ -134,6 +142,7 @@ def test_ckpt_path_is_the_checkpoint(command: Command, finished: Path, verb: str
     assert done.code == 0, done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", REFUSED)
 def test_what_cannot_be_honoured_is_refused(command: Command, setting: str):
     if setting == "strategy=deepspeed":
@@ -163,6 +172,7 @@ def test_every_key_is_honoured_or_refused():
     assert keys == honoured | (refused & keys)
 
 
+@pytest.mark.slow
 def test_a_fraction_of_an_epoch(command: Command, desk: Path):
     """On the command line, too, where everything is text."""
     half = (
@@ -176,6 +186,7 @@ def test_a_fraction_of_an_epoch(command: Command, desk: Path):
     assert [row["step"] for row in rows if "val_loss" in row] == [1, 3]  # after two steps and after four
 
 
+@pytest.mark.slow
 def test_a_callback_whose_defaults_are_names(command: Command, desk: Path):
     """`Timer` has a member of an enumeration as a default, which the run's config must hold."""
     done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.Timer", "--trainer.max_steps=1", "--run=r")
@@ -183,6 +194,7 @@ def test_a_callback_whose_defaults_are_names(command: Command, desk: Path):
     assert "interval: step" in (desk / "runs/r/config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_from_python(desk: Path):
     """`zoo.fit` takes the same keys."""
     result = zoo.fit("gdn_h2.yaml", "tiny.yaml", "trainer.enable_checkpointing=false", "trainer.max_steps=1", run="r")

@@ -61,6 +61,7 @@ class KillsAWorker(L.Callback):
             raise TypeError("silu(): argument 'input' must be Tensor")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds workers in /proc")
 @pytest.mark.parametrize("hides_it", [False, True])
 def test_a_data_worker(desk: Path, hides_it: bool):
@@ -72,6 +73,7 @@ def test_a_data_worker(desk: Path, hides_it: bool):
     assert said.endswith("fit --resume runs/w continues from the last checkpoint.")
 
 
+@pytest.mark.slow
 def test_a_process_that_turns_text_into_tokens(command: Command, monkeypatch: pytest.MonkeyPatch, desk: Path):
     encode_batch, first = Tokenizer.encode_batch, os.getpid()
 

@@ -59,6 +59,7 @@ def rows(run: Path) -> dict[int, tuple[float, float]]:
     return {row["step"]: (row["train_loss"], row["learning_rate"]) for row in lines if "train_loss" in row}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_a_continued_run_is_the_whole_one(command: Command, desk: Path, name: str):
     done = command(*SHORT, *OPTIMISERS[name], "--run=whole")
@@ -75,12 +76,14 @@ def test_a_continued_run_is_the_whole_one(command: Command, desk: Path, name: st
     assert isinstance(saved["optimizer"] or saved["schedule"], dict)
 
 
+@pytest.mark.slow
 def test_a_schedule_moves_the_rate(command: Command, desk: Path):
     assert command(*SHORT, *OPTIMISERS["milestones"], "--optim.learning_rate=1", "--run=r").code == 0
     rates = [rate for _, rate in rows(desk / "runs" / "r").values()]
     assert rates == pytest.approx([1, 0.1, 0.1, 0.01])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", LATE_MISTAKES, ids=" ".join)
 def test_a_mistake_is_one_sentence(command: Command, arguments: tuple[str, ...]):
     done = command(*SHORT, *arguments)
@@ -88,6 +91,7 @@ def test_a_mistake_is_one_sentence(command: Command, arguments: tuple[str, ...])
     assert done.err.splitlines()[-1].startswith(f"error: {LATE_MISTAKES[arguments]}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -107,6 +111,7 @@ def test_what_a_checkpoint_would_override_is_refused(
     assert done.err.splitlines()[-1].startswith(f"error: {said}")
 
 
+@pytest.mark.slow
 def test_another_formula_for_the_rate_may_continue(command: Command, finished: Path, desk: Path):
     shutil.copytree(finished / "runs" / "done", desk / "runs" / "r")
     assert command("fit", "--resume=r", "--trainer.max_steps=5", "--optim.schedule=constant").code == 0
@@ -143,6 +148,7 @@ def test_muon_is_refused_where_matrices_are_sharded(desk: Path, shared_cache: Pa
     )
 
 
+@pytest.mark.slow
 def test_muon_takes_the_matrices_of_the_blocks():
     model = zoo.build("gdn_h2.yaml", "model.vocab_size=32", "model.hidden_size=32", "model.num_heads=2")
     optimizer = build_optimizer(model, Optimisation(optimizer=Muon))
@@ -158,6 +164,7 @@ def test_muon_takes_the_matrices_of_the_blocks():
     assert {"embeddings.weight", "lm_head.weight", "layers.0.mixer.q_features.weight"} <= {*by_algorithm[False]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [path.name for path in CONFIGS.glob("*.yaml")])
 def test_muon_takes_projections_only(config: str):
     """Convolutions, decays and the vectors of gates are AdamW's, in every mixer."""

@@ -34,6 +34,7 @@ def test_a_row_has_what_a_scaling_law_needs(finished: Path) -> None:
     assert len(row["data_hash"]) == 16
 
 
+@pytest.mark.slow
 def test_the_data_hash_is_of_the_samples_and_not_of_their_order(command: Command, finished: Path) -> None:
     def data_hash(*arguments: str) -> str:
         name = f"run{len(arguments[0])}"
@@ -62,6 +63,7 @@ def test_a_development_run_says_that_nothing_is_kept(command: Command, desk: Pat
     assert "trainer.fast_dev_run: training and validation work; nothing is kept" in done.out
 
 
+@pytest.mark.slow
 def test_one_process_trains_in_a_folder(command: Command, copied: Path):
     before = (copied / "metrics.jsonl").read_bytes()
     with FileLock(copied / ".lock"):

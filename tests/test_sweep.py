@@ -52,6 +52,7 @@ def test_a_sweep_and_the_same_again(command, small) -> None:
     assert "is a run with trainer.max_steps: 2, and now it is 3" in other.err
 
 
+@pytest.mark.slow
 def test_runs_that_fail_a_gate_are_named(command, small) -> None:
     for factor, loss in ((1, 3.0), (2, 2.5)):
         folder = small / "runs" / "small" / f"factor={factor},seed=0"
@@ -64,6 +65,7 @@ def test_runs_that_fail_a_gate_are_named(command, small) -> None:
     assert "gate," not in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

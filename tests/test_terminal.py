@@ -92,6 +92,7 @@ def on_a_terminal(desk: Path, cache: Path, *arguments: str) -> list[str]:
     return [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [2, 3], ids=["validated last", "not validated last"])
 def test_what_a_run_shows(interval: int, desk: Path, shared_cache: Path):
     lines = on_a_terminal(desk, shared_cache, *FIT, f"--trainer.val_check_interval={interval}", "--run=r")
@@ -136,6 +137,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
 def test_a_mistake_is_one_sentence_before_anything_runs(command: Command, desk: Path, arguments: tuple[str, ...]):
     done = command(*arguments)
@@ -145,6 +147,7 @@ def test_a_mistake_is_one_sentence_before_anything_runs(command: Command, desk: 
     assert not [path for path in desk.rglob("*") if path.is_file() and path.name != "tiny.yaml"]
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_not_logged(command: Command):
     monitor = f"{{class_path: {STOPPING}, init_args: {{monitor: val_lss}}}}"
     done = command(*FIT, f"--trainer.callbacks={monitor}")

@@ -277,6 +277,7 @@ def test_a_word_of_the_user_is_for_its_own_key(command: Command, theirs: Path):
     assert "checkpoints.folder names 'mine'" in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["/tmp/elsewhere", "../elsewhere", "a/../../elsewhere"])
 def test_checkpoints_lie_inside_their_run(command: Command, desk: Path, folder: str):
     done = command(*FIT, f"--checkpoints.folder={folder}")
@@ -374,6 +375,7 @@ def test_sizes_are_compared_with_the_weights(command: Command, theirs: Path, wha
     assert time.process_time() - start < 15  # of which most is for reading configs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["layers", "hidden size"])
 def test_sizes_of_an_exported_folder(command: Command, theirs: Path, what: str):
     assert command("export", "--checkpoint", "theirs", "--output", "out").code == 0
@@ -385,6 +387,7 @@ def test_sizes_of_an_exported_folder(command: Command, theirs: Path, what: str):
     refused(command("statex", "--checkpoint", "out", "--output", "more"))
 
 
+@pytest.mark.slow
 def test_sizes_of_a_public_folder(command: Command, desk: Path):
     transformer = "{class_path: zoo.lm.Uniform, init_args: {mixer: mixers.SoftmaxAttention}}"
     assert command("fit", "--config=tiny.yaml", f"--model.stack={transformer}", "--run=x").code == 0
@@ -490,6 +493,7 @@ def test_a_hard_link_out_of_a_folder_is_refused(command: Command, theirs: Path, 
     assert state_of(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.yaml", "checkpoints"])
 def test_a_new_run_starts_in_no_folder_with_links(command: Command, desk: Path, name: str):
     (desk / "runs" / "x").mkdir(parents=True)

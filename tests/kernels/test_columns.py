@@ -219,6 +219,7 @@ def test_transforms_and_what_needs_no_gradient():
     assert torch.equal(*tangents)
 
 
+@pytest.mark.slow
 def test_one_graph():
     def f(x: Tensor) -> Tensor:
         return only_by_torch(*split_columns(x * 2, SIZES))

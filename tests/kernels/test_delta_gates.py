@@ -89,6 +89,7 @@ def test_parameters_of_different_precision(low: tuple[str, ...]):
     assert_close(found, expected, 1e-5)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_op_is_registered_properly(bias: bool, monkeypatch: pytest.MonkeyPatch):

@@ -58,6 +58,7 @@ def test_lengths(length: int, gate: str):
     agree(small(length, gate=gate))
 
 
+@pytest.mark.slow
 @interpreted
 def test_what_is_kept_for_the_gradients_changes_only_memory(monkeypatch: pytest.MonkeyPatch):
     a, found, saved = small(130, gate="head", E=2), [], []
@@ -95,6 +96,7 @@ def test_packed_documents(gate: str, state: bool):
         assert torch.equal(found["state"][3], a["initial_state"][3])  # an empty document changes nothing
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     ("gate", "decay"), [("constant", "strong"), ("head", "strong"), ("head", "mixed"), ("head", "zero")]
@@ -142,6 +144,7 @@ def rounded(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: x.to(dtype) if name in "qkv" else x for name, x in a.items()}
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     ("length", "K", "V", "documents", "gate", "state"),
@@ -162,6 +165,7 @@ def test_a_state_that_stays_in_memory(length: int, K: int, V: int, documents: li
     assert torch.equal(end, found["state"])
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(("K", "V"), [(200, 48), (16, 272)])
 def test_long_values_need_no_other_implementation(K: int, V: int):
@@ -216,6 +220,7 @@ def test_segments(gate: str, state: bool, K: int, V: int, monkeypatch: pytest.Mo
     agree(a)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("length", [1.0, 1.5])
 def test_segments_of_which_little_is_remembered(length: float, monkeypatch: pytest.MonkeyPatch):
@@ -339,6 +344,7 @@ def test_what_the_kernels_cannot_take(change: dict[str, Any], reason: str):
         kernels.delta_rule(**a)
 
 
+@pytest.mark.slow
 @interpreted
 def test_the_ops_are_registered_properly():
     a = small(3)
@@ -472,6 +478,7 @@ def test_all_gradients_in_one_pass(options: dict[str, Any], cut: bool, gate: str
 GLUON = "kernels.delta_rule.gluon_gradients"
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("gate", ["none", "constant", "head"])
 @pytest.mark.parametrize(
@@ -488,6 +495,7 @@ def test_all_gradients_in_one_pass_step_by_step(options: dict[str, Any], gate: s
 PREPARE = "kernels.delta_rule.gluon_prepare"
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("gate", ["none", "constant", "head"])
 @pytest.mark.parametrize(
@@ -548,6 +556,7 @@ def test_bounds_step_by_step(length: float, monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gate", "missing"), [("per step", ()), ("constant", ("bounds",)), ("none", ("log_decay",))])
 def test_chunks_compile_for_hopper(gate: str, missing: tuple[str, ...]):
     types = dict.fromkeys(("log_decay", "gates", "bounds"), "*fp32") | {"scale": "fp32", "chunks": "*i32"}
@@ -578,6 +587,7 @@ def test_when_sequences_are_halved(
     assert found.at_once == whole
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("through", [("o", "state"), ("o",)])
 def test_all_gradients_in_one_pass_over_two_halves(through: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
@@ -602,6 +612,7 @@ def test_sequences_that_fill_half_of_a_gpu(gate: str, through: tuple[str, ...]):
     agree_on_device(a, torch.bfloat16, through=through)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [(), ("from_columns", "from_t", "before_t", "across")])
 def test_the_one_pass_compiles_for_hopper(missing: tuple[str, ...]):
     fp32 = ("gates", "dbeta", "from_columns", "from_t", "before_t", "across", "dinitial")

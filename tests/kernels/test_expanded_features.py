@@ -79,6 +79,7 @@ def gluon(monkeypatch: pytest.MonkeyPatch, poison: None) -> Iterator[None]:
     expanded_op.launch.cache_clear()
 
 
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_step_by_step(shape: dict[str, Any], gluon: None):
@@ -157,6 +158,7 @@ def test_runs_hold_all_tiles(tiles: int, columns: int):
     assert (runs - 1) * each < tiles <= runs * each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "norm"),
     [("forward", {"L2": False, "EPS": 1e-6}), ("forward", {"L2": True, "EPS": 1e-6}), ("backward", {})],

@@ -58,6 +58,7 @@ def test_features_of_an_expansion_are_computed_again(expanded: bool):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize(("activation", "norm"), STAGES)
@@ -109,6 +110,7 @@ def test_documents_against_runs(documents: list[int]):
     agree(single(8, documents=documents), "triton", activation="silu")
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     ("heads", "size", "norm"), [(3, 5, "l1"), (5, 4, "l2"), (1, 256, "l2"), (1, 700, "l2"), (7, 1, "none")]
@@ -219,6 +221,7 @@ def same(*found: list[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
     return all(torch.equal(x, y) for each in rest for x, y in zip(first, each, strict=True))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("chosen", [(0, 1), (0, 0, 2), (2, 1, 0)], ids=str)
 def test_one_token_of_several_streams_is_one_launch(chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
@@ -253,6 +256,7 @@ def with_gates(given: list[dict[str, Any]], inputs: dict[str, torch.Tensor]) -> 
     return [*streams, both]
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("chosen", [(0, 1), (2, 1, 0)], ids=str)
 @pytest.mark.parametrize("M", [1, 5, 48])
@@ -434,6 +438,7 @@ def test_programs_fill_whole_waves():
         assert 0.9 < programs / room / -(-programs // room) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_a_stride_may_be_one_unit(kernel: str):
     """Triton compiles arguments that are 1 as constants, which have no methods; the interpreter does not."""

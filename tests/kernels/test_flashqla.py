@@ -36,6 +36,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(chunk_gated_delta_rule=stand_in))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("options", [{"R": 1, "E": 1}, {"R": 2, "E": 1}, {"R": 1, "E": 3}, {"R": 2, "E": 3}], ids=str)

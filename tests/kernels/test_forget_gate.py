@@ -51,6 +51,7 @@ def test_extreme_gates(odds: float | None):
         torch.testing.assert_close(x, expected[name].float(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("given", [("x",), ("x", "bias"), ("x", "odds"), ("x", "bias", "odds")])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 7, 5), (70, 300), (2, 3, 2, 40)])
@@ -103,6 +104,7 @@ def low_rank_results(a: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
     return {"y": y.detach(), **dict(zip(a, torch.autograd.grad(y, list(leaves.values()), arriving), strict=True))}
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
 @pytest.mark.parametrize(("rank", "size"), [(16, 128), (3, 5), (20, 300), (64, 40), (1, 1)])

@@ -43,6 +43,7 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plan.of_rows.cache_clear()
 
 
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize(
     "options",
@@ -75,6 +76,7 @@ def same_with_states_kept_or_not(a: dict[str, torch.Tensor], E: int = 1) -> None
     assert all(torch.equal(kept[name], again[name]) for name in again)
 
 
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize(
     "options",
@@ -121,6 +123,7 @@ def test_decays_without_gradients(gluon: None):
     compare({name: x for name, x in a.items() if name != "log_decay"}, log_decay=a["log_decay"])
 
 
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize("steep", [-2.0, -2.6, -6.0, -50.0])
 def test_steep_channels_beside_others(steep: float, gluon: None):
@@ -142,6 +145,7 @@ def with_resets(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return a
 
 
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize("documents", [None, [0, 0, 5, 90, 130]])
 @pytest.mark.parametrize("rounded", [False, True])
@@ -154,6 +158,7 @@ def test_resets(rounded: bool, documents: list[int] | None, gluon: None):
     assert not run(a, backend="triton")["gradient of log_decay"][a["log_decay"] == -torch.inf].any()
 
 
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize("length", [64, 320])
 @pytest.mark.parametrize("keep", [False, True])
@@ -191,6 +196,7 @@ ALL = [
 LONG = {"T": 600, "documents": [0, 0, 5, 560, 600]}  # a document of more than one block
 
 
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize(
     ("gate", "options"),
@@ -212,6 +218,7 @@ def test_resets_of_heads(head: None):
     assert not run(a, backend="triton")["gradient of log_decay"][a["log_decay"] == -torch.inf].any()
 
 
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize(
     ("gate", "documents"),
@@ -255,6 +262,7 @@ FP32 = ("log_decay", "gates", "ends", "first", "last", "shrunk", "log_decay_grad
 NUMBERS = dict.fromkeys(("q_head", "k_head", "v_head", "grad_head", "x_head", "y_head", "chunks", "groups"), "i32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "tokens", "fixed"),
     [
@@ -270,6 +278,7 @@ def test_compiles_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[s
     compiles(GLUON, kernel, tokens, fixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "tokens", "fixed"),
     [

@@ -141,6 +141,7 @@ def test_a_gradient_of_one_result_alone(gate: str, through: str):
     compare(inputs(20, gate=gate, B=1, G=1, K=16, V=16, dtype=torch.float32), through=(through,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", [None, [0, 7, 100, 200]])
 @pytest.mark.parametrize("decays", [(-9.0, -14.0), (-20.0, -29.0), (-0.01, -29.0)])
 def test_gradient_of_a_strong_constant_decay(decays: tuple[float, float], documents: list[int] | None):
@@ -172,6 +173,7 @@ def test_long_heads_are_cut(gate: str, K: int, V: int, monkeypatch: pytest.Monke
     compare(inputs(9, gate=gate, B=2, G=1, E=2, K=K, V=V, dtype=torch.float32), subheads=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_a_long_head_is_cut_into_few_parts(gate: str, monkeypatch: pytest.MonkeyPatch):
     heads, op = [], triton_op._op
@@ -184,6 +186,7 @@ def test_a_long_head_is_cut_into_few_parts(gate: str, monkeypatch: pytest.Monkey
     compare(a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["none", "head", "channel"])
 def test_parts_of_a_head_are_whole_blocks(gate: str, monkeypatch: pytest.MonkeyPatch):
     sizes, op = [], triton_op._op

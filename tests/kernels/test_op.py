@@ -48,6 +48,7 @@ def test_gradients():
     torch.autograd.gradcheck(lambda a: toy(a, None, torch.arange(3), 2.0), leaf(True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
 def test_opcheck(needs: tuple[bool, bool]):
     torch.library.opcheck(torch.ops.token_mixer_zoo.toy.default, (*leaf(*needs), torch.arange(3), 2.0))

@@ -17,6 +17,7 @@ def test_what_the_user_has_set_stays(chosen: dict[str, str]):
     assert environment == chosen
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch's wheels have libgomp on Linux only")
 def test_openmp_has_read_it():
     """It is set before torch is imported; OpenMP itself says what it has read."""

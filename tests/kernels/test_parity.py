@@ -40,6 +40,7 @@ def compare(
         assert error < TOLERANCE, f"{name}: relative error {error:.2g}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize("form", ["naive_recurrent_gated_delta_rule", "naive_chunk_gated_delta_rule"])

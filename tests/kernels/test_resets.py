@@ -97,6 +97,7 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
             assert error <= tolerance * norm + 1e-12, f"{name}: error {error:.2g} at norm {norm:.2g}"
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("decay", ["mild", "mixed"])
 @pytest.mark.parametrize("backend", ["torch", TRITON])
@@ -108,6 +109,7 @@ def test_against_the_loop(name: str, where: str, backend: str, decay: str):
     close(run(name, a, backend), run(name, a, "reference"))
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("where", [*RESETS, "random"])
 @pytest.mark.parametrize("name", PER_STEP)
@@ -117,6 +119,7 @@ def test_in_fp64(name: str, where: str):
     close(run(name, a, "torch"), run(name, a, "reference"), tolerance=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("backend", ["torch", TRITON])
 @pytest.mark.parametrize("where", ["adjacent", "random"])
@@ -127,6 +130,7 @@ def test_packed_documents(name: str, where: str, backend: str):
     close(run(name, a, backend), run(name, a, "reference"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [None, PACKED])
 @pytest.mark.parametrize("backend", ["torch", TRITON])
 @pytest.mark.parametrize("name", ["linear_constant", "delta_constant"])
@@ -138,6 +142,7 @@ def test_constants(name: str, backend: str, packed: list[int] | None):
     assert not found["gradient of log_decay"][:3].any()
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("backend", ["torch", "reference", TRITON])
 @pytest.mark.parametrize(
@@ -188,6 +193,7 @@ def test_a_single_token(name: str, backend: str):
         assert all(x.isfinite().all() for x in gradients.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "reference", TRITON])
 def test_a_state_that_never_decays(backend: str):
     """A rate of 0 keeps its state whatever the decay of its channel: −inf · 0 is not a number."""

@@ -75,6 +75,7 @@ def test_several_blocks_of_channels(c: str, short_chunks: None):
     agree(small(18, c=c, D=70, N=17))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(("b", "c"), [(False, "ones"), (True, "ones"), (False, "each step"), (False, "constant")])
 def test_what_is_left_out_is_one(b: bool, c: str, short_chunks: None):

@@ -36,6 +36,7 @@ def run(op: str, a: dict[str, Tensor], backend: str, **options) -> tuple[Tensor,
         return getattr(kernels, op)(**a, subheads=E, return_state=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(("op", "beta", "gate"), CASES)
 def test_a_consumed_state_is_overwritten(op: str, beta: str, gate: str, backend: str):

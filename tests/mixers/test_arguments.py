@@ -44,6 +44,7 @@ ALLOWED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "name", "value"), [*wrong(MADE, ALLOWED)], ids=named)
 def test_wrong_numbers(cls: type, name: str, value: Any):
     refuses(cls, name, value, GIVEN)

@@ -56,6 +56,7 @@ def test_packed_documents_may_break_the_graph_but_not_the_result(name: str, back
         torch.testing.assert_close(graph(x, cu_seqlens=cu_seqlens)[0], mixer(x, cu_seqlens=cu_seqlens)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_where_packed_tokens_stand_needs_no_host(dtype: torch.dtype):
     x, offset = torch.zeros(1, 12, 4), torch.tensor([3, 0, 7, 1, 0])
@@ -70,6 +71,7 @@ def test_where_packed_tokens_stand_needs_no_host(dtype: torch.dtype):
         assert torch.equal(place, documents(cu_seqlens, 12).positions)
 
 
+@pytest.mark.slow
 def test_a_step_of_decoding_is_one_graph():
     mixer, x = build("GatedDeltaNet"), torch.randn(2, 3, 64)
     with torch.no_grad():

@@ -67,6 +67,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_registered_mixers(name: str):
     causal = name not in PLAIN or mixers.get(name).causal

@@ -16,6 +16,7 @@ from zoo.lm.stack import Uniform
 CONV = Features(4, activation="silu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "num_layers", "parameters", "state"),
     [

@@ -87,6 +87,7 @@ def test_a_mixer_of_ones_own_says_how_it_grows():
     assert Mine(SITE, **growths(Mine(SITE))[0].arguments(2, "reinit")).state_size() == 2 * Mine(SITE).state_size()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXERS)
 def test_residual_subheads_keep_the_contract(name: str):
     factory = partial(Expanded, mixer=MIXERS[name], factor=3, residual=True)

@@ -164,6 +164,7 @@ def test_bounds_do_not_decay(name: str):
     assert "lower_bounds.weight" in dict(MIXERS[name](Site(16, 2, 1, 3)).named_parameters())
 
 
+@pytest.mark.slow
 @each_mixer
 def test_one_layer_has_nothing_to_bound(name: str):
     assert model(name, num_layers=1).mixers[0].lower_bounds is None

@@ -241,6 +241,7 @@ def test_gated_deltanet(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, length:
         compare(ours, layer, layer, pairs, torch.randn(2, length, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("window", [None, 5, 64])
@@ -296,6 +297,7 @@ def test_mamba1(oracle: Oracle, length: int, backend: str):
         compare(ours, layer, layer, pairs, torch.randn(2, length, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("conv", [0, 4])
 @pytest.mark.parametrize("length", LENGTHS)
@@ -363,6 +365,7 @@ def test_hgrn1(oracle: Oracle, length: int, layer: int, backend: str):
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("allow_neg_eigval", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
@@ -413,6 +416,7 @@ def gated_by_bottleneck(o: Tensor, x: Tensor, w: Weights) -> Tensor:
 ALIBI = {4: [2**-2, 2**-4, 2**-6, 2**-8], 6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("heads", ALIBI)
 @pytest.mark.parametrize("layer", [0, 1, 3])

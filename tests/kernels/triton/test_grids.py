@@ -70,6 +70,7 @@ def recurrence(op: Callable, gate: str, T: int, B: int, H: int, beta: bool = Tru
         derive(results)
 
 
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize(("B", "H"), MANY)
 @pytest.mark.parametrize("T", [1, 65])

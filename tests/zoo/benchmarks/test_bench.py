@@ -343,6 +343,7 @@ def test_kernels_on_a_gpu_pass_at_the_timed_call(tmp_path):
     assert all(row["fwd_ms"] > 0 for row in report.rows)
 
 
+@pytest.mark.slow
 def test_expansion_beside_the_same_model(command, desk):
     given = [*SMALL, "--factors=[1,2]", "--batch_size=1", "--length=20", "--steps=2", "--folder=found"]
     done = command("bench", "expansion", "--config", "gated_deltanet.yaml", *given)
@@ -372,6 +373,7 @@ def test_what_expansion_refuses(given, message):
         bench_expansion(**given)
 
 
+@pytest.mark.slow
 def test_length_at_the_same_tokens_in_a_step(command, desk):
     given = [*SMALL, "--lengths=[40,20,8]", "--tokens=40", "--steps=2", "--folder=found"]
     done = command("bench", "length", "--config", "gated_deltanet.yaml", *given)
@@ -392,6 +394,7 @@ def test_a_wrong_result_has_no_speed(tmp_path, monkeypatch: pytest.MonkeyPatch):
     assert all("step_ms" not in row and row["note"] for row in report.rows)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The others are measured, unless its memory is not free again."""
 
@@ -414,6 +417,7 @@ def test_a_model_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run() == [left] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["0.4b", "1.3b"])
 @pytest.mark.parametrize("mixer", LENGTH_MODELS)
 def test_models_over_length_have_configs(mixer: str, size: str):

@@ -221,6 +221,7 @@ def test_a_run_that_fails_is_a_row_with_a_note(fake: Path, command: Command, say
     assert fine["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 def test_without_a_base_there_is_no_efficiency(fake: Path, command: Command):
     memory = {"says": "torch.OutOfMemoryError: CUDA out of memory."}
     goes(fake, one_device=memory, reference_2=memory)

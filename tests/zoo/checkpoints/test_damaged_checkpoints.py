@@ -81,6 +81,7 @@ def test_a_checkpoint(run: Path, read: Callable[[Path], object], mutations: int)
     assert not what_loads(file, lambda: read(file), mutations)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_checkpoint(run: Path):
     """Each byte of the hash, and of the archive's end before it."""
     file = run / "checkpoints" / "last.ckpt"

@@ -28,6 +28,7 @@ def test_overrides_without_effect_are_refused(command: Command, overrides: list[
     assert message in done.err
 
 
+@pytest.mark.slow
 def test_a_config_may_have_what_an_override_makes_useless(command: Command, finished: Path, desk: Path):
     done = command(*FIT, f"--data.tokenizer={finished / 'runs/done/tokenizer.json'}", "--trainer.max_steps=1")
     assert done.code == 0, done.err
@@ -35,6 +36,7 @@ def test_a_config_may_have_what_an_override_makes_useless(command: Command, fini
     assert done.code == 0, done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["1e2", "100.0", "1.0e+2", "100"])
 def test_whole_numbers_may_be_written_as_others(command: Command, desk: Path, number: str):
     overrides = [f"--trainer.max_steps={number}", f"--data.vocab_size={number}", f"--model.num_layers={number}"]

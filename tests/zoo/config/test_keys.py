@@ -23,6 +23,7 @@ def test_its_sentences_are_those_of_the_classes(key: str):
     assert (inspect.getdoc(CLASSES[key]) or "").partition("\n")[0].rstrip(".") == PURPOSES[key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [

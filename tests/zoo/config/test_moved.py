@@ -8,6 +8,7 @@ from zoo import config as configs
 from zoo.config.moved import MOVED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("new", "old"), [("zoo.lm.H2", "zoo.stack.H2"), ("zoo.lm.SwiGLU", "zoo.mlp.SwiGLU")])
 def test_a_class_is_found_where_it_was(new: str, old: str) -> None:
     now = configs.to_dict(configs.read("gdn_h2.yaml"))

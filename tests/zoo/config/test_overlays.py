@@ -87,6 +87,7 @@ def test_a_group_that_is_null_has_its_defaults() -> None:
         configs.read(LATER, {"model": None})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("null", ["empty_group.yaml", "{optim: null}", "optim=null", "--optim=~"])
 def test_null_has_one_meaning_however_it_is_written(null: str, desk: Path) -> None:
     (desk / "empty_group.yaml").write_text("optim:\n")
@@ -108,6 +109,7 @@ def test_a_misspelt_group_that_is_null_is_still_refused() -> None:
         configs.read("gla.yaml", {"smaples": None})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -63,6 +63,7 @@ def missing() -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_the_table_has_every_component():
     # in a new process: the components must not be those that tests have defined or changed
     program = "import json; from tests.zoo.config.test_own import missing; print(json.dumps(missing()))"

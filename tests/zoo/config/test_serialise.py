@@ -9,6 +9,7 @@ from zoo import config as configs
 from zoo.lm import Uniform
 
 
+@pytest.mark.slow
 def test_a_written_config_is_read_back_as_it_was():
     config = configs.read("gdn_h2.yaml", "data/mixture.yaml", "seed_everything=3")
     written = configs.verified(config)

@@ -26,6 +26,7 @@ def target(case: str) -> str:
     return "fla" if CASES[case][0] == "fla" else "huggingface"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_weights_return_bit_for_bit(case: str, oracle: Oracle, tmp_path: Path):
     model = build(case, oracle).to(torch.bfloat16)
@@ -45,6 +46,7 @@ def test_weights_return_bit_for_bit(case: str, oracle: Oracle, tmp_path: Path):
     assert config["model_type"] == ("llama" if case == "mistral, no window" else before["model_type"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_theirs(case: str, oracle: Oracle, tmp_path: Path):
     model = build(case, oracle)

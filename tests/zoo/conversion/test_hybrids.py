@@ -131,6 +131,7 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
@@ -150,6 +151,7 @@ def test_logits_and_a_round_trip(theirs: Make, tmp_path: Path, case: str):
         assert_same(tensors(tmp_path / "back"), tensors(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
@@ -167,6 +169,7 @@ def test_decoded_tokens(theirs: Make, case: str):
     assert_close(packed, torch.cat([model(tokens[:1, :9]).logits, model(tokens[:1, 9:]).logits], 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5, tied", "olmo_hybrid, all else"])
 def test_shards_in_bf16(theirs: Make, tmp_path: Path, case: str):
@@ -206,6 +209,7 @@ def released(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
 @pytest.mark.parametrize("packed", [False, True])
@@ -224,6 +228,7 @@ def test_olmo_hybrid_as_it_was_released(theirs: Make, tmp_path: Path, packed: bo
     assert_close(zoo.load(folder)(tokens)[0], model(tokens).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -246,6 +251,7 @@ def test_weights_that_do_not_fit(theirs: Make, change: Callable[[dict[str, Tenso
         zoo.load(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize("name", CLASSES)
 def test_what_configs_leave_out_is_as_in_theirs(oracle: Callable[[str], Any], name: str):
@@ -285,6 +291,7 @@ def test_the_larger_model_says_whether_embeddings_are_tied(outer: bool | None, i
     assert family_of(whole, Path()).read(whole)["tie_embeddings"] == tied
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "olmo_hybrid"])

@@ -51,6 +51,7 @@ def test_the_order_never_changes():
 FROZEN = [4, 5, 0, 1, 9, 7, 2, 3, 6, 8, 7, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resume_at_any_position(windows: Windows, workers: int):
     steps = len(windows) // 8 + 4  # into the second pass

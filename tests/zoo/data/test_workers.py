@@ -108,6 +108,7 @@ def test_a_run_that_ends_in_a_validation_ends(desk: Path, shared_cache: Path, ho
         assert not wait_until_none_is(process, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["teardown", "on_exception"])
 def test_data_that_is_not_wanted_any_more_has_no_workers(end: str):
     """Of training and of evaluations that were left early."""

@@ -39,6 +39,7 @@ def plant(patch: pytest.MonkeyPatch, op: str, fault: Callable[[Callable[..., Any
     patch.setitem(implementations, RUNNING, fault(implementations[RUNNING]))
 
 
+@pytest.mark.slow
 def test_a_healthy_machine(command, desk: Path):
     done = command("doctor", "--output", "doctor.json")
     assert done.code == 0, done.out
@@ -63,6 +64,7 @@ def test_every_op_is_known():
     assert {"delta_rule", "linear_recurrence", "window_attention", "linear_cross_entropy"} <= {*ops()}
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_off_by_one_percent(command, monkeypatch: pytest.MonkeyPatch):
     def fault(run):
         def wrong(a):
@@ -79,6 +81,7 @@ def test_a_gradient_that_is_off_by_one_percent(command, monkeypatch: pytest.Monk
     assert f"{len(named)} of " in done.out
 
 
+@pytest.mark.slow
 def test_documents_that_see_their_neighbours(monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch, "linear_recurrence", lambda run: lambda a: run(replace(a, cu_seqlens=None)))
     failures = zoo.doctor(verbose=False).failures
@@ -91,6 +94,7 @@ def test_documents_that_see_their_neighbours(monkeypatch: pytest.MonkeyPatch):
     assert "of a gradient goes to the neighbours" in said
 
 
+@pytest.mark.slow
 def test_results_that_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch):
     def fault(run):
         def noisy(*given: Tensor):
@@ -105,6 +109,7 @@ def test_results_that_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch):
     assert "output 2" in failure.says
 
 
+@pytest.mark.slow
 def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch):
     def fault(run):
         def broken(*given):
@@ -152,6 +157,7 @@ def test_packages_of_other_versions(monkeypatch: pytest.MonkeyPatch):
     assert "rich 99.0 (tested with " in finding.says
 
 
+@pytest.mark.slow
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**29))

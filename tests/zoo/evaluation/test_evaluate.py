@@ -28,6 +28,7 @@ def done(finished: Path, desk: Path) -> str:
     return str(finished / "runs" / "done")
 
 
+@pytest.mark.slow
 def test_rows_table_and_pictures(done: str, command: Command, desk: Path) -> None:
     found = command("evaluate", "--checkpoint", done, "--tasks=perplexity", "--lengths=[32,96]", "--samples=4")
     assert found.code == 0, found.err
@@ -61,6 +62,7 @@ def test_the_perplexity_is_that_of_all_its_tokens(done: str, desk: Path) -> None
         assert whole["low"] <= whole["value"] <= whole["high"]
 
 
+@pytest.mark.slow
 def test_several_models_side_by_side_and_nothing_measured_twice(
     done: str, desk: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,12 +91,14 @@ def test_several_models_side_by_side_and_nothing_measured_twice(
     assert [row["value"] for row in lines[2]["rows"]] == pytest.approx([row["value"] for row in lines[0]["rows"]])
 
 
+@pytest.mark.slow
 def test_a_cell_counts_whatever_else_was_evaluated(done: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
     monkeypatch.setattr(Perplexity, "run", lambda *given: pytest.fail("it was measured again"))
     assert zoo.evaluate(done, **{**OPTIONS, "lengths": [96]}, output="out", verbose=False) == both[2:]
 
 
+@pytest.mark.slow
 def test_a_pattern_stands_for_its_checkpoints(done: str, desk: Path) -> None:
     for name in ("mixer=a,seed=0", "mixer=b,seed=0"):
         shutil.copytree(done, desk / "runs" / name)
@@ -109,6 +113,7 @@ def test_a_pattern_stands_for_its_checkpoints(done: str, desk: Path) -> None:
         zoo.evaluate("runs/other*", **OPTIONS)
 
 
+@pytest.mark.slow
 def test_seeds_are_shown_as_one_model(done: str, desk: Path, command: Command) -> None:
     for name in ("mixer=a,seed=0", "mixer=a,seed=1", "mixer=b,seed=0"):
         shutil.copytree(done, desk / "runs" / name)
@@ -184,6 +189,7 @@ def test_no_checkpoint() -> None:
         zoo.evaluate(tasks="perplexity")
 
 
+@pytest.mark.slow
 def test_a_damaged_line_is_named(done: str, desk: Path) -> None:
     zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
     file = Path("out/rows.jsonl")
@@ -192,6 +198,7 @@ def test_a_damaged_line_is_named(done: str, desk: Path) -> None:
         zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_write_to_one_folder(done: str, desk: Path) -> None:
     zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
     with open("out/rows.jsonl", "a") as file:
@@ -205,6 +212,7 @@ def test_two_processes_do_not_write_to_one_folder(done: str, desk: Path) -> None
         zoo.evaluate(done, **OPTIONS, output="file/out", verbose=False)
 
 
+@pytest.mark.slow
 def test_throughput(done: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zoo.evaluation.tasks.throughput.SECONDS", 0.05)
     rows = zoo.evaluate(

@@ -117,6 +117,7 @@ class Live(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("what", ["scores", "prompts"])
 def test_memory_does_not_grow_with_the_length(

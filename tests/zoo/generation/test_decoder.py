@@ -44,6 +44,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FACTORIES)
 def test_in_place_is_what_the_model_says(name: str, pretended: list[torch.device]):
     model, prompt, tokens = build(name), torch.randint(11, (3, 9)), torch.randint(11, (3, 8))

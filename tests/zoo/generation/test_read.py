@@ -17,6 +17,7 @@ def model(request: pytest.FixtureRequest) -> LanguageModel:
     return LanguageModel(request.param, vocab_size=50, hidden_size=32, num_heads=2, num_layers=3).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[40, 40, 40], [40, 3, 17]], ids=["equal", "different"])
 @pytest.mark.parametrize("at_once", [16_384, 60, 9])
 def test_pieces_make_no_difference(

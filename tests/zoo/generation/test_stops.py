@@ -51,6 +51,7 @@ def test_generation_ends_with_the_stop_string():
         generate(model, ByteTokenizer(), "x", stop=[""])
 
 
+@pytest.mark.slow
 def test_stop_strings_of_the_command_line(command: Command, finished: Path):
     arguments = ("generate", "--checkpoint", str(finished / "runs/done"), "--prompt=def", "--seed=0")
 

@@ -32,6 +32,7 @@ GIVEN: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "name", "value"), [*wrong(MADE, {})], ids=named)
 def test_wrong_numbers(cls: type, name: str, value: Any):
     refuses(cls, name, value, GIVEN, also=("vocab_size",))

@@ -8,6 +8,7 @@ from zoo.lm.size_table import mixer_names, parameters_without_embeddings
 SMALL = ("model.vocab_size=64", "model.hidden_size=32", "model.num_heads=2", "model.num_layers=3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

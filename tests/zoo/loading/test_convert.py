@@ -22,6 +22,7 @@ from tests.zoo.conversion.public_folder import VOCABULARY, tensors, write
 pytest_plugins = "tests.desk"
 
 
+@pytest.mark.slow
 def test_a_public_folder_becomes_one_of_ours(command: Command, desk: Path):
     write(desk / "theirs")
     done = command("convert", "--checkpoint", "theirs", "--output", "ours/")
@@ -57,6 +58,7 @@ def test_what_comes_next_is_said(command: Command, desk: Path):
     assert "from_pretrained" in (desk / "back" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_converted_model_is_trained_on(command: Command, desk: Path):
     zoo.convert(write(desk / "theirs"), desk / "ours", max_shard_size=20_000)
     (desk / "data.yaml").write_text("data: {sequence_length: 32, batch_size: 2, max_characters: 20000}")
@@ -97,6 +99,7 @@ def test_there_and_back_in_shards(command: Command, desk: Path):
     assert zoo.load_tokenizer("back").encode("a<done>") == zoo.load_tokenizer("theirs").encode("a<done>")
 
 
+@pytest.mark.slow
 def test_a_run_is_converted(command: Command, desk: Path):
     (desk / "gla.yaml").write_text(
         "model: {stack: {class_path: Uniform, init_args: {mixer: {class_path: GLA, init_args: {norm_eps: 1.0e-6}}}}}"
@@ -264,6 +267,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case: str, command: Command, desk: Path):
     prepare, message = REFUSED[case]
@@ -298,6 +302,7 @@ def test_refusals_of_outputs_and_targets(command: Command, finished: Path, desk:
         assert not (desk / "new").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -324,6 +329,7 @@ def test_a_model_that_their_layout_cannot_hold(change: dict, message: str, comma
     assert not (desk / "new").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "attention", "message"),
     [

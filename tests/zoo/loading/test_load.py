@@ -67,6 +67,7 @@ def test_a_foreign_model_may_name_classes_where_they_were(exported: Path, saved:
     assert zoo.load(exported).state_dict().keys() == saved.keys()
 
 
+@pytest.mark.slow
 def test_load_takes_a_device(run: Path):
     assert {parameter.device.type for parameter in zoo.load(run, device="meta").parameters()} == {"meta"}
     for device in ("tpu", "cuda:99"):

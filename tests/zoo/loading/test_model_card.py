@@ -18,6 +18,7 @@ def table(card: str) -> dict[str, str]:
     return dict(re.findall(r"^\| ([^|]+?) \| (.+?) \|$", card, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_a_run_describes_itself(command: Command, desk: Path):
     (desk / "gla.yaml").write_text(
         "model: {stack: {class_path: Uniform, init_args: {mixer: {class_path: GLA, init_args: {norm_eps: 1.0e-6}}}}}"
@@ -43,6 +44,7 @@ def test_a_run_describes_itself(command: Command, desk: Path):
     assert header == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["GLA"]}
 
 
+@pytest.mark.slow
 def test_a_model_that_was_trained_on_says_from_what(desk: Path):
     zoo.convert(write(desk / "theirs"), desk / "ours")
     short = {
@@ -65,6 +67,7 @@ def test_what_nobody_knows_is_marked(desk: Path):
         assert rows[name].startswith("*to be filled in*"), name
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_transformers_loads_what_has_a_card(command: Command, desk: Path):
     transformers = pytest.importorskip("transformers")

@@ -36,6 +36,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_is_there_is_replaced_only_by_request(command: Command, sources: Path, verb: str):
     arguments = (verb.split()[0], *VERBS[verb], "--output=page.html" if verb == "report" else "--output=new")
@@ -60,6 +61,7 @@ def test_what_is_there_is_replaced_only_by_request(command: Command, sources: Pa
     zoo.load(sources / "new")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", MINE)
 @pytest.mark.parametrize("verb", ["export", "convert", "convert back", "statex"])
 def test_nothing_else_is_replaced(command: Command, sources: Path, verb: str, there: str):
@@ -72,6 +74,7 @@ def test_nothing_else_is_replaced(command: Command, sources: Path, verb: str, th
     assert files(sources) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -203,6 +203,7 @@ def words(page: Path) -> str:
     return html.unescape(page.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_files_are_left_out_and_named(command, folders: list[str], case: str):
     name, content = MALFORMED[case]
@@ -221,6 +222,7 @@ def test_malformed_files_are_left_out_and_named(command, folders: list[str], cas
         assert name.rpartition("/")[2] in done.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["config.yaml", "results.json", "metrics.jsonl", "samples.txt", "rows.jsonl", "sweep.csv", "sweep.png"]
 )
@@ -236,6 +238,7 @@ def test_links_are_not_followed(command, folders: list[str], desk: Path, name: s
     assert "secret" not in words(Path("page.html"))
 
 
+@pytest.mark.slow
 def test_runs_of_a_sweep_that_are_links_are_left_out(folders: list[str], desk: Path):
     (desk / "sweeps/s/b").rename(desk / "private")
     (desk / "private/samples.txt").write_text("── sample after 4 steps ──\nsecret\n")

@@ -79,6 +79,7 @@ def shown(page: str) -> str:
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", bare)).split())
 
 
+@pytest.mark.slow
 def test_a_page_for_a_colleague(command, folders: list[str]):
     done = command("report", *folders, "--output", "report.html", "--title=Heads")
     assert done.code == 0, done.err
@@ -113,6 +114,7 @@ def test_a_page_for_a_colleague(command, folders: list[str]):
     assert page.count('class="picture"') == 2 + 1 + 3  # losses; the sweep's own; heatmaps, and accuracy over length
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_one_sentence(command, folders: list[str], desk: Path):
     for name in ("results.json", "samples.txt"):
         (desk / "runs" / "first" / name).unlink()
@@ -169,6 +171,7 @@ def test_text_is_not_markup(folders: list[str], desk: Path):
     assert "<script>alert(1)</script>" in html.unescape(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -29,6 +29,7 @@ def test_commands_are_of_the_command_line_or_of_scripts_and_tests_that_exist():
         check_tool(shlex.split(line))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in OURS if line.split()[2] in QUICK])
 def test_what_is_evaluated_and_grown_exists(line: str):
     check_options(shlex.split(line)[2:])
@@ -45,6 +46,7 @@ def _cases() -> list[Any]:
     return cases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", _cases())
 def test_a_command_parses(line: str, command: Command, finished: Path, desk: Path, tmp_path: Path):
     arguments = shlex.split(line)[2:]

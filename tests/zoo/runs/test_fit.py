@@ -153,6 +153,7 @@ def test_a_benchmark_gives_its_report(desk: Path) -> None:
         zoo.bench("training", *TINY, lenght=16)
 
 
+@pytest.mark.slow
 def test_data_without_a_test_set_is_told_in_one_sentence(desk: Path) -> None:
     (desk / "counting.py").write_text(
         """

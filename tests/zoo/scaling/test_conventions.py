@@ -51,6 +51,7 @@ def test_all_24_are_there(rows: dict[tuple[str, str], Row]):
     assert rows.keys() == COUNTED.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", COUNTED, ids="-".join)
 def test_a_row_as_counted(key: tuple[str, str], rows: dict[tuple[str, str], Row]):
     row = rows[key]
@@ -80,6 +81,7 @@ def test_what_the_paper_leaves_out(key: tuple[str, str], rows: dict[tuple[str, s
     assert row.all_parameters == row.parameters + last_norm + row.angles + 100_280 * d
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", sorted(COUNTED.keys() - DIFFERENT), ids="-".join)
 def test_a_built_model_has_what_is_printed(key: tuple[str, str]):
     """All of it but the embedding, its norms among it."""

@@ -33,6 +33,7 @@ def test_attention_by_hand(desk, window: int | None) -> None:
     assert (row.six_n, row.six_n_all) == (6 * row.without_embeddings, 6 * row.parameters)
 
 
+@pytest.mark.slow
 def test_every_registered_mixer(command) -> None:
     done = command("scaling", "count", "--length=1024")
     assert done.code == 0, done.err

@@ -17,6 +17,7 @@ LAW = ("coefficient", "exponent")
 PLAN = ("scaling", "plan", "--mixers=gla", "--sizes=4")
 
 
+@pytest.mark.slow
 def test_a_ladder_is_a_sweep(command, desk: Path) -> None:
     done = command(*PLAN, "--budget=3e17", "--peak=1e15", "--output=ladder/")
     assert done.code == 0, done.err
@@ -37,6 +38,7 @@ def test_a_ladder_is_a_sweep(command, desk: Path) -> None:
         assert config.optim.learning_rate / rates[config.model.hidden_size] in (0.5, 2.0)
 
 
+@pytest.mark.slow
 def test_the_whole_budget_is_spent_on_true_counts(desk: Path) -> None:
     made = zoo.scaling.plan(["gla", "transformer"], budget=3e17, sizes=4, verbose=False)
     assert made.flops == pytest.approx(3e17, rel=0.01)
@@ -52,6 +54,7 @@ def test_the_whole_budget_is_spent_on_true_counts(desk: Path) -> None:
     assert 6 * made.best_size * made.best_tokens == pytest.approx(3e17)
 
 
+@pytest.mark.slow
 def test_petaflop_days_are_a_budget(desk: Path) -> None:
     one, other = (
         zoo.scaling.plan("gla", **budget, sizes=4, output=name, verbose=False)
@@ -77,6 +80,7 @@ def bench(path: str, kind: str = "training", device: str = "NVIDIA H200", mfu: f
     Path(path).write_text(json.dumps({"kind": kind, "device": device, "rows": [{"model": "gla", "mfu": mfu}]}))
 
 
+@pytest.mark.slow
 def test_hours_by_what_bench_measured(desk: Path) -> None:
     bench("bench.json")
     options = {"gpu_hours": 0.5, "sizes": 4, "verbose": False}
@@ -100,6 +104,7 @@ def test_what_bench_has_not_measured(command, desk: Path, record: dict, expected
     assert expected in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -34,6 +34,7 @@ def ladder(desk: Path) -> Path:
     return desk / "ladder"
 
 
+@pytest.mark.slow
 def test_a_law_its_table_and_its_picture(command, ladder: Path) -> None:
     done = command("scaling", "fit", "ladder/", "--method=parametric", "--draws=8", "--output=law/")
     assert done.code == 0, done.err
@@ -48,6 +49,7 @@ def test_a_law_its_table_and_its_picture(command, ladder: Path) -> None:
     assert (Path("law/laws.png").stat().st_size, Path("law/laws.svg").stat().st_size) > (5000, 5000)
 
 
+@pytest.mark.slow
 def test_several_places_and_mixers_that_cross(command, ladder: Path) -> None:
     for i, size in enumerate(SIZES):
         write_run(ladder.parent / "more" / f"run{i}", size, law=CHINCHILLA._replace(E=1.6, A=600.0), mixers="Other×2")

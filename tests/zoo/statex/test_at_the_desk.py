@@ -26,6 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: exported(folder / name, name) for name in ("GLA", "Mamba2", "transformer", "hybrid")}
 
 
+@pytest.mark.slow
 def test_sizes_and_layers_are_printed(command: Command, models: dict[str, Path], desk: Path):
     done = command(
         "statex", "--checkpoint", str(models["Mamba2"]), "--layers", "2", "--init=preserve", "--output=larger/"
@@ -59,6 +60,7 @@ def test_a_run_grows_is_trained_on_and_evaluated(command: Command, finished: Pat
     assert [row["task"] for row in evaluate("larger", "passkey", lengths=[64], samples=2, output="evaluated")]
 
 
+@pytest.mark.slow
 def test_the_recipe_needs_no_config_of_the_larger_model(command: Command, tmp_path: Path, desk: Path):
     model = exported(tmp_path / "model", "GLA", "model.vocab_size=512")
     assert command("statex", "--checkpoint", str(model), "--layers=2", "--output=larger/").code == 0
@@ -104,6 +106,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES, ids=" ".join)
 def test_a_mistake_is_one_sentence_and_nothing_is_written(
     mistake: tuple[str, ...], command: Command, models: dict[str, Path], desk: Path
@@ -116,6 +119,7 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(
     assert [path.name for path in desk.iterdir()] == ["tiny.yaml"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing(
     command: Command, models: dict[str, Path], desk: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -144,6 +148,7 @@ def test_names_to_train_that_do_not_exist(command: Command, desk: Path):
     assert len(done.err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_state_that_grows_with_the_length_has_no_ratio(command: Command, tmp_path: Path):
     softmax = "model.stack.third={class_path: SoftmaxAttention}"
     folder = exported(tmp_path / "hybrid", "hybrid", softmax)

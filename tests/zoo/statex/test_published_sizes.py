@@ -53,6 +53,7 @@ def test_gla():
     assert after.num_parameters() - before.num_parameters() == 4 * (2048 - 512)
 
 
+@pytest.mark.slow
 def test_mamba2_with_the_layers_of_the_text_and_with_those_of_the_printed_state():
     """1.350B parameters are those of four layers, as section 5.5 says; the state of table 2 is that of eight."""
     before, four, eight = built(MAMBA2), grown(MAMBA2, 4), grown(MAMBA2, 8)

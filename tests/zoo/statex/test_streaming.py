@@ -33,6 +33,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "init", "way"),
     [
@@ -59,6 +60,7 @@ def test_every_tensor_keeps_its_dtype(name: str, init: str, way: str, tmp_path: 
         torch.testing.assert_close(logits(grown.folder), logits(before), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_keeps_its_dtype(finished: Path, desk: Path):
     contents = torch.load(finished / "runs" / "done" / "checkpoints" / "last.ckpt", weights_only=True)
     contents["state_dict"] = {n: t.bfloat16() for n, t in contents["state_dict"].items()}

@@ -38,6 +38,7 @@ def gradients(model: zoo.LanguageModel) -> None:
     F.cross_entropy(predicted.flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("init", "name", "way"),
     [
@@ -62,6 +63,7 @@ def test_layers_that_stay_are_the_same_bit_by_bit(
     assert logits(grown.folder).isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GLA", "HGRN2"])
 def test_merged_heads_inherit_everything_but_for_the_norm(name: str, trained: dict[str, Path], tmp_path: Path):
     grown = zoo.statex(trained[name], tmp_path / "larger", layers=[1], init="inherit")
@@ -73,6 +75,7 @@ def test_merged_heads_inherit_everything_but_for_the_norm(name: str, trained: di
         assert torch.equal(after[n], torch.cat([before[n], before[n]]))
 
 
+@pytest.mark.slow
 def test_reinit_of_merged_heads_draws_the_layer_and_its_norm_anew(trained: dict[str, Path], tmp_path: Path):
     grown = zoo.statex(trained["GLA"], tmp_path / "larger", layers=1)
     before, after = weights(trained["GLA"]), weights(grown.folder)
@@ -88,6 +91,7 @@ def test_reinit_of_merged_heads_draws_the_layer_and_its_norm_anew(trained: dict[
     )
 
 
+@pytest.mark.slow
 def test_reinit_of_mamba2_spares_what_is_no_recurrence(trained: dict[str, Path], tmp_path: Path):
     grown = zoo.statex(trained["Mamba2"], tmp_path / "larger", layers=1)
     before, after = weights(trained["Mamba2"]), weights(grown.folder)
@@ -97,6 +101,7 @@ def test_reinit_of_mamba2_spares_what_is_no_recurrence(trained: dict[str, Path],
     assert parts == {"in_proj.B.weight", "in_proj.C.weight", "decay.A_log", "decay.dt_bias", *convolutions}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [[1, 2], [3]])  # the last layer is read last, so its bounds are the ones that count
 def test_lower_bounds_that_other_layers_share_are_never_drawn_anew(
     layers: list[int], trained: dict[str, Path], tmp_path: Path
@@ -108,6 +113,7 @@ def test_lower_bounds_that_other_layers_share_are_never_drawn_anew(
         assert torch.equal(before[name], after[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), PRESERVING)
 def test_preserve_computes_what_the_model_computed(name: str, way: str, trained: dict[str, Path], tmp_path: Path):
     grown = zoo.statex(trained[name], tmp_path / "larger", layers=4, init="preserve", way=way)
@@ -150,6 +156,7 @@ def test_new_keys_of_mamba2_get_gradients_at_once_and_one_step_changes_what_is_r
     assert (new_rows(mixer.k_features.bias.grad) != 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GLA", "HGRN2", "GatedDeltaNet", "Mamba2"])
 def test_gains_get_a_gradient_at_the_first_step_and_the_subheads_theirs_at_the_second(
     name: str, trained: dict[str, Path], tmp_path: Path
@@ -167,6 +174,7 @@ def test_gains_get_a_gradient_at_the_first_step_and_the_subheads_theirs_at_the_s
     assert all((weight.grad.abs().amax((1, 2)) > 0).all() for weight in expansions)
 
 
+@pytest.mark.slow
 def test_preserve_is_checked_where_options_forbid_it(tmp_path: Path):
     """1 + ELU(0) is 1, so that C reads new rows at once; constant decays of TNL depend on the number of subheads."""
     elu = exported(tmp_path / "elu", "Mamba2", "model.stack.mixer.mixer.init_args.xbc.activation=elu1")
@@ -179,6 +187,7 @@ def test_preserve_is_checked_where_options_forbid_it(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["constant", "elu"]
 
 
+@pytest.mark.slow
 def test_a_hybrid_keeps_its_order(trained: dict[str, Path], tmp_path: Path):
     grown = zoo.statex(trained["hybrid"], tmp_path / "larger", layers=3, init="inherit")
     assert list(grown.layers) == [0, 1, 3]  # layer 2 is attention
@@ -186,6 +195,7 @@ def test_a_hybrid_keeps_its_order(trained: dict[str, Path], tmp_path: Path):
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.slow
 def test_what_grew_grows_again_in_another_layer(trained: dict[str, Path], tmp_path: Path):
     first = zoo.statex(trained["GLA"], tmp_path / "first", layers=[0], init="inherit")
     second = zoo.statex(first.folder, tmp_path / "second", layers=[2], init="inherit")

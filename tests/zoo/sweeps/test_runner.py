@@ -176,6 +176,7 @@ Runner(FAKE, Path({str(tmp_path)!r}), jobs=2).run(runs())
     )
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path):
     (tmp_path / ALL[0]).mkdir()
     (tmp_path / ALL[0] / "config.yaml").write_text("half")

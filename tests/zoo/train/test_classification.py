@@ -18,6 +18,7 @@ def results(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.slow
 def test_patches_count_as_tokens_and_labels_have_no_position(command: Command, desk: Path):
     still = ("--optim.learning_rate=1e-9", "--optim.warmup_steps=0")
     done = command("fit", "--config", "image/digits.yaml", *SHORT, *still, "--data.batch_size=8", "--run", "digits")
@@ -33,6 +34,7 @@ def test_patches_count_as_tokens_and_labels_have_no_position(command: Command, d
     assert results(desk / "runs/digits")["tokens_seen"] == 4 * 8 * 16
 
 
+@pytest.mark.slow
 def test_packed_lists_are_labelled_one_by_one(command: Command, desk: Path):
     done = command("fit", "--config", "lra/listops.yaml", *SHORT, *LISTS, "--run", "lists")
     assert done.code == 0, done.err
@@ -63,6 +65,7 @@ def test_benchmarks_are_about_language_models(command: Command):
     assert done.err.startswith("error: config: benchmarks are about language models")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "accuracy"),
     [pytest.param(60, 0.65, marks=pytest.mark.slow), pytest.param(600, 0.9, marks=pytest.mark.nightly)],

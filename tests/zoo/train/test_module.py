@@ -192,6 +192,7 @@ def uninterrupted(tmp_path_factory):
     return log.losses, draws.numbers, module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stop", [1, 4, 5, 7, 11], ids=["first", "at validation", "middle", "end of epoch", "last but one"]
 )

@@ -88,6 +88,7 @@ def train_with_zero(folder: Path, stage: int) -> None:
     (folder / "done.txt").write_text("\n".join(done))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_accumulated_and_clipped_gradients_are_those_of_one_device(stage: int, tmp_path: Path):
     """With SGD the weights show the size of a gradient, which AdamW's hardly do."""

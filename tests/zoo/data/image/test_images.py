@@ -128,6 +128,7 @@ def test_images_of_several_sizes_are_refused():
 TINY = ("--trainer.max_steps=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=1", "--model.hidden_size=32")
 
 
+@pytest.mark.slow
 def test_a_run_on_images_from_elsewhere(command: Command, desk: Path):
     (desk / "somewhere.py").write_text(
         "from tests.zoo.data.image.test_images import Pictures\nclass Mine(Pictures):\n    classes = ('a', 'b', 'c')\n"
@@ -147,6 +148,7 @@ def test_a_run_on_images_from_elsewhere(command: Command, desk: Path):
     assert done.err == "error: evaluate: a model with the head Classifier labels sequences and predicts no tokens\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -77,6 +77,7 @@ def test_gaps_are_drawn_without_replacement_by_their_weight(power: float):
     assert power == 1 or is_taken[0] > 2 * is_taken[-1]  # short gaps are favoured
 
 
+@pytest.mark.slow
 def test_a_sample_is_a_function_of_its_number():
     task = RecallTask(32, 4)
     whole = Recall(task, 100, 64, True, 0.01, "a").batch(range(100))
@@ -102,6 +103,7 @@ def test_splits_and_seeds_differ():
     assert same(list(data.val_dataloader()[1]), list(MQAR(tasks=TWO, batch_size=32).val_dataloader()[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_samples", [None, 24])
 @pytest.mark.parametrize("tasks", [TWO, TWO[:1]], ids=["two", "one"])
 def test_resume_at_any_batch(tasks: list[RecallTask], train_samples: int | None):

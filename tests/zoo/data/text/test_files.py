@@ -68,6 +68,7 @@ def test_a_remote_folder_holds_what_a_local_one_does(bucket: MemoryFileSystem, a
     assert list(Corpus("simplecache::memory://bucket/all/c.PARQUET")) == ["five", "six"]
 
 
+@pytest.mark.slow
 def test_what_is_skipped_is_named_in_one_line(
     bucket: MemoryFileSystem, all_kinds: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -159,6 +159,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_tokenizer_is_refused_in_one_sentence(command: Command, desk: Path, case: str):
     content, sentence = HOSTILE[case]
@@ -188,6 +189,7 @@ def test_a_failure_of_the_library_is_a_sentence(tmp_path: Path):
         Tokenizer(made).encode("a" * 40 + " !")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trust", [False, True])
 def test_models_of_others(finished: Path, desk: Path, trust: bool):
     """Trusted, it is used as it is."""
@@ -216,6 +218,7 @@ def _state(part: Any) -> str:
     return part.__getstate__().decode()
 
 
+@pytest.mark.slow
 def test_a_line_without_spaces_trains_in_seconds(command: Command, desk: Path):
     line = "".join(random.Random(0).choices("abcd", k=300_000)) + "e" * 600_000
     (desk / "line.txt").write_text(f"{line}\n{'ordinary text ' * 1000}\n")

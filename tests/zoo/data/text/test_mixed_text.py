@@ -103,6 +103,7 @@ def test_each_source_has_an_order_of_its_own(arguments: dict):
     assert sum(first[n] == second[n] for n in first) < 30  # chance alone makes a few equal
 
 
+@pytest.mark.slow
 def test_resumed_by_another_number_of_ranks_nothing_is_repeated_or_left_out(arguments: dict):
     whole = rows(some(MixedText(**arguments), 12))
     done, position = [], 0
@@ -114,6 +115,7 @@ def test_resumed_by_another_number_of_ranks_nothing_is_repeated_or_left_out(argu
     assert done == whole
 
 
+@pytest.mark.slow
 def test_a_reading_process_changes_nothing(arguments: dict):
     assert rows(some(MixedText(**arguments, num_workers=2), 3)) == rows(some(MixedText(**arguments), 3))
 
@@ -253,6 +255,7 @@ def test_a_damaged_shard_is_named_with_its_source(arguments: dict):
         MixedText(**arguments).setup("fit")
 
 
+@pytest.mark.slow
 def test_parts_of_the_embedded_corpus():
     library, documentation = (Corpus(f"embedded:{part}", max_characters=None) for part in ("library", "documentation"))
     assert set(documentation).isdisjoint(library)

@@ -51,6 +51,7 @@ def test_haystacks_have_the_length_that_the_path_says():
     assert sorted(lengths)[100] == pytest.approx((200 * 16_000) ** 0.5 + 300, rel=0.25)
 
 
+@pytest.mark.slow
 def test_values_of_training_and_evaluation_are_never_the_same():
     train, evaluation = (
         {needle.value for seed in range(4) for needle in islice(draw_needles(random.Random(seed), kind, stream), 2000)}

@@ -143,6 +143,7 @@ sys.stdout.write(str(len(calls)))
     assert found == content(prepare(Corpus(text_folder), tokenizer, 0.2, 1))
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_tokenising_ends_a_run(
     text_folder: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

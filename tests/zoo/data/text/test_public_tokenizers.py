@@ -67,6 +67,7 @@ KINDS: dict[str, Callable[[Path], tokenizers.Tokenizer]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_kept_and_text_comes_back(kind: str, tmp_path: Path):
     library = KINDS[kind](tmp_path)

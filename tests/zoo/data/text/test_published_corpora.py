@@ -19,6 +19,7 @@ def example(number: int) -> bytes:
     return zstd.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_from_nothing_to_a_loss(command: Command, desk: Path):
     def said() -> str:

@@ -83,6 +83,7 @@ def test_a_trained_tokenizer_has_one_token_for_both(text_folder: str):
         TextData(text_folder, eos_token="</s>", **sizes).get_tokenizer()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True])
 def test_every_document_has_them(file: str, text_folder: str, mixed: bool):
     options = {"tokenizer": file, "eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "sequence_length": 16}

@@ -57,6 +57,7 @@ def test_a_mixture_has_them_after_its_sources(arguments: dict, plays: str):
         MixedText(sources, **arguments, validation_sets={"words": ValidationSet(plays, "body")})
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_says_its_loss_and_chooses_by_the_split_alone(command: Command, desk: Path, plays: str):
     sets = f"--data.validation_sets={{plays: {{path: {plays}, text_field: body}}}}"
@@ -86,6 +87,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", WRONG)
 def test_a_mistake_is_one_sentence(value: str, command: Command, desk: Path):
     (desk / "plays.txt").write_text("short")

@@ -18,6 +18,7 @@ pytest_plugins = "tests.desk"
 COLUMNS = {(column.task, column.metric): column for preset in PRESETS.values() for column in preset.columns}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", COLUMNS.values(), ids=lambda column: f"{column.task}-{column.metric}")
 def test_presets_name_only_tasks_that_exist(column: Column) -> None:
     prefix, slash, name = column.task.partition("/")

@@ -47,6 +47,7 @@ def run(name: str, subject: Answering, folder: Path | str | None, **options: obj
     return [row for cell in task.cells(subject) for row in task.run(subject, cell)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLOZE)
 @pytest.mark.parametrize("twice", [False, True])
 def test_cloze_questions(name: str, twice: bool, data: Write) -> None:
@@ -64,6 +65,7 @@ def test_cloze_questions(name: str, twice: bool, data: Write) -> None:
         assert prompt == f"{prompt[:half]}\n{prompt[:half]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLOZE)
 def test_documents_are_cut_around_the_answer(name: str, data: Write, tokenizer: Tokenizer) -> None:
     folder = data(f"{CATALOGUE[name].file or name}.jsonl", CLOZE_DOCUMENTS[name])
@@ -78,6 +80,7 @@ def test_documents_are_cut_around_the_answer(name: str, data: Write, tokenizer: 
         assert prompt.endswith(("Size:", "It measures"))
 
 
+@pytest.mark.slow
 def test_scrolls_and_longbench_are_scored_without_a_download(data: Write) -> None:
     question = {"id": "1", "pid": "1_0", "input": "Who is it?\n\nSome text."}
     folder = data("scrolls_narrativeqa.jsonl", {**question, "output": "the cat"}, {**question, "output": "a green cat"})
@@ -187,6 +190,7 @@ def test_a_model_without_a_tokenizer_is_refused(data: Write) -> None:
         lm_eval_task("piqa")(Options(data=str(data("piqa.jsonl", PIQA)))).cells(subject)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_the_catalogue_says_where_tasks_and_data_are(name: str) -> None:
     """That the task is in this folder, with this data set."""
@@ -210,6 +214,7 @@ def test_without_lm_eval_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         lm_eval_task("piqa")(Options())
 
 
+@pytest.mark.slow
 def test_evaluate_over_a_folder(finished: Path, desk: Path, data: Write) -> None:
     """A cell on record is measured again only if its file has changed."""
     counts = []
@@ -261,6 +266,7 @@ def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wonderwords.RandomWord, "__init__", short)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_words")
 def test_ruler_generates_its_prompts(tokenizer: Tokenizer) -> None:
     def oracle(prompt: str) -> str:
@@ -290,6 +296,7 @@ def jars(data: Write, tmp_path: Path) -> list[str]:
     return ["run", "--model", "zoo", "--tasks", "jars", "--include_path", str(tmp_path), "--device", "cpu"]
 
 
+@pytest.mark.slow
 def test_lm_evals_own_command_line(
     finished: Path,
     jars: list[str],

@@ -37,6 +37,7 @@ def test_these_are_needle_tasks():
     } <= set(NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reader_is_right_and_a_guesser_is_not(name: str, tokenizer: Tokenizer):
     for subject, expected in ((Reader(tokenizer), 1.0), (Guesser(tokenizer), 0.0)):
@@ -50,6 +51,7 @@ def test_a_reader_is_right_and_a_guesser_is_not(name: str, tokenizer: Tokenizer)
         assert len(subject.prompts) == 2 * 3 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("character", [0, -1])
 def test_a_value_with_one_wrong_digit_is_wrong(character: int, tokenizer: Tokenizer):
     for name in ("s_niah_1", "s_niah_3", "passkey"):
@@ -58,6 +60,7 @@ def test_a_value_with_one_wrong_digit_is_wrong(character: int, tokenizer: Tokeni
         assert [row["value"] for cell in task.cells(subject) for row in task.run(subject, cell)] == [0.0]
 
 
+@pytest.mark.slow
 def test_without_depths_a_needle_may_be_anywhere(tokenizers: dict[str, Tokenizer]):
     """One of forty depths, the first and the last sentence included, all about equally often."""
     task, found = task_of("passkey"), []
@@ -72,6 +75,7 @@ def test_without_depths_a_needle_may_be_anywhere(tokenizers: dict[str, Tokenizer
     assert sum(found) / len(found) == pytest.approx(0.5, abs=0.06)  # four standard errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_have_exactly_the_length(name: str, tokenizer: Tokenizer):
     subject = Reader(tokenizer)
@@ -85,12 +89,14 @@ def test_prompts_have_exactly_the_length(name: str, tokenizer: Tokenizer):
         assert tokenizer.encode(tokenizer.decode(body)) == body, "they are the encoding of their text"
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_exact_too(tokenizer: Tokenizer):
     for name in ("s_niah_1", "s_niah_2", "m_niah_2"):
         ids, _ = task_of(name).sample(tokenizer, {"length": 65_536}, 0)
         assert len(ids) == 65_536
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_no_answer_occurs_outside_its_needle(name: str, tokenizer: Tokenizer):
     for _, prompt, value in prompts_of(name, tokenizer, lengths=(400, 900), samples=10):
@@ -113,6 +119,7 @@ def test_an_answer_that_the_users_text_knows_is_not_in_the_haystack(tmp_path: Pa
     assert prompt.count("Nobody knows. ") > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["s_niah_1", "s_niah_2", "m_niah_1", "passkey", "niah_standard"])
 def test_the_needle_is_at_its_depth(name: str, tokenizer: Tokenizer):
     depths = (0, 0.25, 0.5, 0.75, 1)
@@ -129,6 +136,7 @@ def test_the_needle_is_at_its_depth(name: str, tokenizer: Tokenizer):
             assert (before == 0, after == 0) == (depth == 0, depth == 1)
 
 
+@pytest.mark.slow
 def test_samples_are_a_function_of_seed_task_cell_and_number(tokenizer: Tokenizer):
     options = {"lengths": (600, 800), "samples": 3}
     every = prompts_of("s_niah_2", tokenizer, **options)
@@ -153,6 +161,7 @@ def test_the_words_are_rulers(tokenizer: Tokenizer):
     )
 
 
+@pytest.mark.slow
 def test_haystacks_are_what_they_are_called(tokenizer: Tokenizer, stories: Path):
     options = {"lengths": (900,), "samples": 1}
     texts = {name: prompts_of(name, tokenizer, **options)[0][1] for name in NAMES}
@@ -166,6 +175,7 @@ def test_haystacks_are_what_they_are_called(tokenizer: Tokenizer, stories: Path)
     assert prompts_of("s_niah_2", tokenizer, **options, haystack=str(stories))[0][1].count("nobody came") > 15
 
 
+@pytest.mark.slow
 def test_lengths_that_do_not_fit_are_left_out_of_the_default_only(tokenizers: dict[str, Tokenizer]):
     lengths = {name: [cell["length"] for cell in task_of(name).cells(Reader(tokenizers["small"]))] for name in NAMES}
     assert lengths["passkey"] == [256, 512, 1024, 2048]

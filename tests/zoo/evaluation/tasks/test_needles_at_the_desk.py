@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.commands import Command
 
 pytest_plugins = "tests.desk"
 
 
+@pytest.mark.slow
 def test_a_run_that_never_saw_a_needle_recalls_none(finished: Path, desk: Path, command: Command):
     run = ("evaluate", "--checkpoint", str(finished / "runs" / "done"), "--samples=2")
     done = command(*run, "--tasks=s_niah_1,passkey,niah_easy", "--lengths=[256,384]", "--output=out")
@@ -24,6 +27,7 @@ def test_a_run_that_never_saw_a_needle_recalls_none(finished: Path, desk: Path, 
     assert command("evaluate", "--tasks=list").out.count("_niah_") == 5
 
 
+@pytest.mark.slow
 def test_a_grid_of_depth_and_length(finished: Path, desk: Path, command: Command):
     grid = ("--depths=[0,0.5,1]", "--lengths=[128,256]", "--samples=1", "--output=out")
     done = command("evaluate", "--checkpoint", str(finished / "runs" / "done"), "--tasks=passkey", *grid)

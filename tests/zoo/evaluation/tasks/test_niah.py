@@ -58,6 +58,7 @@ def test_what_table_12_prints_for_llama():
         assert weighted_accuracy(heatmap) == pytest.approx(weighted, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["niah_easy", "niah_standard"])
 def test_the_summary_is_of_the_whole_heatmap(name: str, tokenizers: dict[str, Tokenizer]):
     tokenizer = tokenizers["large"]

@@ -93,6 +93,7 @@ def made(name: str, **options: object) -> Task:
     return TASKS[name](Options(**{"samples": 20, **options}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_oracle_answers_everything_and_a_guess_is_chance(name: str):
     task, vocab_size = made(name), NAMES[name]

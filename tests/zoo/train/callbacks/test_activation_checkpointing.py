@@ -104,6 +104,7 @@ def test_gradients_are_the_same_to_the_last_bit(every, data, norms_again, tmp_pa
         assert any(gradient.abs().max() > 0 for gradient in one.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_so_many_blocks_are_computed_twice_and_only_in_training(every, norms_again, tmp_path):
     watch = Forwards()

@@ -414,6 +414,7 @@ def test_the_table_leaves_out_what_is_not_known():
     assert result_table(row).row_count == 3
 
 
+@pytest.mark.slow
 def test_the_curve_is_drawn_and_continued(tmp_path):
     trainer(tmp_path, [LossCurve(every_n_steps=2)], max_steps=6).fit(pretraining(), Data())
     last = tmp_path / "checkpoints" / "last.ckpt"

@@ -57,6 +57,7 @@ def test_it_runs_in_the_precision_of_the_step(precision: str, monkeypatch: pytes
     assert mixed == [precision == "bf16-mixed"]
 
 
+@pytest.mark.slow
 def test_it_leaves_compiled_blocks_alone(losses, tmp_path):
     fitted(tmp_path, CompiledBlocks(backend="eager"), CompiledAhead())
     assert losses == []

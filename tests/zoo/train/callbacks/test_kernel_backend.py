@@ -34,6 +34,7 @@ def here() -> str:
     return name
 
 
+@pytest.mark.slow
 def test_a_run_has_its_backend(desk: Path):
     assert ran("backend=reference")["linear_recurrence"] == {"reference"}
     assert here() == "torch"
@@ -47,6 +48,7 @@ def test_a_backend_that_cannot_run_is_a_sentence_and_is_left(desk: Path, monkeyp
     assert here() == "torch"
 
 
+@pytest.mark.slow
 def test_from_the_command_line(command: Command, desk: Path):
     done = command("fit", "--config", "gla.yaml", "--config", "tiny.yaml", "--backend=tritn")
     assert done.code == 2

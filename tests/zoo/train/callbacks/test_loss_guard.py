@@ -69,6 +69,7 @@ def test_a_step_that_is_not_finite_is_not_taken(what, value, fused, tmp_path):
     assert watch.skipped == 2
 
 
+@pytest.mark.slow
 def test_a_run_without_trouble_is_the_same_with_a_guard(tmp_path):
     with_guard, without = LossLog(), LossLog()
     trainer(tmp_path / "a", [LossGuard(spike=100.0, window=4), with_guard]).fit(
