@@ -75,9 +75,9 @@ class _Split(torch.autograd.Function):
             return None, None
         # a gradient that will itself be differentiated must not be written in place
         if whole is not None and whole.key == _key(like.device) and not torch.is_grad_enabled():
-            found = whole.complete(gradients)
-            if found is not None:
-                return found, None
+            gradient = whole.complete(gradients)
+            if gradient is not None:
+                return gradient, None
         every = zip(gradients, ctx.sizes, strict=True)
         return torch.cat([like.new_zeros(*ctx.shape[:-1], n) if g is None else g for g, n in every], -1), None
 

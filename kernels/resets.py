@@ -21,8 +21,8 @@ LEAST_ALONE = -1e20  # likewise where log decays are multiplied by rates, but no
 def sums(log_decay: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """log_decay summed along an axis, inclusive, in `dtype`."""
     least = LEAST[dtype]
-    known = log_decay.is_cpu and log_decay.numel() > 0 and plain((log_decay,))
-    resets = log_decay < least if known and float(log_decay.detach().amin()) < least else None
+    readable = log_decay.is_cpu and log_decay.numel() > 0 and plain((log_decay,))
+    resets = log_decay < least if readable and float(log_decay.detach().amin()) < least else None
     bounded = log_decay.clamp(min=least).to(dtype)  # whose gradient is 0 where it is bounded
     return bounded.cumsum(dim) if resets is None else _Sums.apply(bounded, resets, dim)
 

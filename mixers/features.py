@@ -147,11 +147,13 @@ def together(
 
     Each head of a stream with a product [G,K,N] is multiplied by its matrix first.
     """
-    given = [
+    inputs = [
         path.stream(x, product, history, cu_seqlens, context_parallel)
         for path, x, product, history in zip(paths, streams, products or [None] * len(paths), histories, strict=True)
     ]
-    made, done = (kernels.features_together(given), None) if gates is None else kernels.features_and_gates(given, gates)
+    made, done = (
+        (kernels.features_together(inputs), None) if gates is None else kernels.features_and_gates(inputs, gates)
+    )
     mapped = [
         (y if path.map is None else path.map(y, positions).to(y.dtype), history)
         for path, (y, history) in zip(paths, made, strict=True)

@@ -185,4 +185,4 @@ def growths(mixer: TokenMixer) -> list[Growth]:
 
 
 def _below(rule: type[Growth]) -> list[type[Growth]]:
-    return [found for direct in rule.__subclasses__() for found in (direct, *_below(direct))]
+    return [subclass for direct in rule.__subclasses__() for subclass in (direct, *_below(direct))]

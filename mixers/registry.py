@@ -42,9 +42,9 @@ def register(*, recurrence: str, paper: str, tiny: Mapping[str, Any] | None = No
     """
 
     def add(mixer: type[M]) -> type[M]:
-        known = _entries.get(mixer.__name__)
-        if known is not None and known.mixer.__module__ != mixer.__module__:
-            raise ValueError(f"mixer: the name {mixer.__name__!r} is taken by {known.mixer.__module__}")
+        previous = _entries.get(mixer.__name__)
+        if previous is not None and previous.mixer.__module__ != mixer.__module__:
+            raise ValueError(f"mixer: the name {mixer.__name__!r} is taken by {previous.mixer.__module__}")
         _entries[mixer.__name__] = Entry(mixer, recurrence, paper, tiny or {})
         return mixer
 
@@ -93,8 +93,8 @@ def get(name: str) -> type[TokenMixer]:
     return mixer
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """'; did you mean …?' if a known name is similar, otherwise an empty string."""
-    lower = {other.lower(): other for other in known}
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """'; did you mean …?' if one of the candidates is similar, otherwise an empty string."""
+    lower = {other.lower(): other for other in candidates}
     close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
     return f"; did you mean {lower[close[0]]!r}?" if close else ""

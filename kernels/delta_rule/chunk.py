@@ -160,7 +160,7 @@ def unit_lower_inverse(x: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
     h = C // 2
     upper, lower = unit_lower_inverse(torch.stack([x[..., :h, :h], x[..., h:, h:]])).unbind()
-    found = x.new_zeros(x.shape)
-    found[..., :h, :h], found[..., h:, h:] = upper, lower
-    found[..., h:, :h] = -(lower @ (x[..., h:, :h] @ upper))
-    return found
+    inverse = x.new_zeros(x.shape)
+    inverse[..., :h, :h], inverse[..., h:, h:] = upper, lower
+    inverse[..., h:, :h] = -(lower @ (x[..., h:, :h] @ upper))
+    return inverse

@@ -14,12 +14,12 @@ from ..triton.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_a
 
 
 @triton.jit
-def start_state(x, given, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Write a given state, or zeros."""
+def start_state(x, initial, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Write the initial state, or zeros."""
     for row in tl.range(0, K, BK):
         block = tl.zeros([BK, BV], tl.float32)
-        if given is not None:
-            block = load_state(given, row, column, K, V, BK, BV, tl.float32)
+        if initial is not None:
+            block = load_state(initial, row, column, K, V, BK, BV, tl.float32)
         store_state(x, row, column, K, V, BK, BV, block)
 
 

@@ -133,8 +133,8 @@ def at_once(
         to.backward(len(to.second_halves))(q, k, do, *along, to.second_halves)
         dends = torch.stack((middle, torch.zeros_like(middle) if dends is None else dends), 1).flatten(0, 1)
         dinitial = to.new(*dends.shape, dtype=torch.float32)
-    given = (q, k, u, do, beta, inverse, scores, gates, states, dends)
-    to.one_pass()(*given, dq, dk, dv, dbeta, *sums, dinitial, table)
+    inputs = (q, k, u, do, beta, inverse, scores, gates, states, dends)
+    to.one_pass()(*inputs, dq, dk, dv, dbeta, *sums, dinitial, table)
     return dq, dk, dv, dbeta, dinitial[::2] if to.halved else dinitial, sums
 
 
@@ -168,10 +168,10 @@ def in_three_passes(
     reads, writes = to.new(*inverse.shape), to.new(*inverse.shape)
     diagonal = to.new(slots, M, CHUNK, dtype=torch.float32)
     dq, dk, dbeta = to.new(B, T, M, K), to.new(B, T, M, K), to.new(B, T, M, dtype=torch.float32)
-    given: tuple[Any, ...] = (q, k, u, do, dv, beta, gates, states, dq, dbeta, reads, writes, diagonal, from_queries)
-    to.gradient_of_queries()(*given, table)
-    given = (q, k, u, dv, gates, states, dstates, reads, writes, diagonal, dk, from_keys, before_t, across)
-    to.gradient_of_keys()(*given, table)
+    args: tuple[Any, ...] = (q, k, u, do, dv, beta, gates, states, dq, dbeta, reads, writes, diagonal, from_queries)
+    to.gradient_of_queries()(*args, table)
+    args = (q, k, u, dv, gates, states, dstates, reads, writes, diagonal, dk, from_keys, before_t, across)
+    to.gradient_of_keys()(*args, table)
     return dq, dk, dv, dbeta, dinitial, (from_queries, from_keys, before_t, across)
 
 
@@ -259,9 +259,9 @@ def fake(
     return tuple(to.new(*shape, dtype=dtype) for shape, dtype in to.shapes(KEPT[keep]))
 
 
-def unread(*given: Any) -> Sequence[int]:
+def unread(*args: Any) -> Sequence[int]:
     """The values: if U is saved, the gradients do not read them."""
-    keep, values = given[-1], 2
+    keep, values = args[-1], 2
     return (values,) if keep == ALL else ()
 
 

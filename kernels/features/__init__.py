@@ -91,8 +91,8 @@ def features_together(streams: Sequence[FeatureStream]) -> list[tuple[Tensor, Te
     Returns:
         y [B,T,heads,size] and the history of each stream, or None in its place.
     """
-    found, _ = together(streams, None)
-    return found
+    outputs, _ = together(streams, None)
+    return outputs
 
 
 def features_and_gates(
@@ -107,8 +107,8 @@ def features_and_gates(
     Returns:
         y [B,T,heads,size] and the history of each stream, and log_decay and β.
     """
-    found, both = together(streams, gates)
-    return found, delta_gates(gates) if both is None else (both[0], both[1])
+    outputs, both = together(streams, gates)
+    return outputs, delta_gates(gates) if both is None else (both[0], both[1])
 
 
 def together(

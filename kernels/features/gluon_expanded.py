@@ -133,22 +133,22 @@ def with_future(tokens):
 def taps_of(taps, channel, SILU: gl.constexpr, LAYOUT: gl.constexpr):
     """The four taps of each channel; the last one applies to the current token. They are halved for `SILU`."""
     at = taps + gl.expand_dims((channel + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))) * (REACH + 1), 1)
-    found = ()
+    weights = ()
     for j in gl.static_range(REACH + 1):
-        found = found + (gl.load(at + j).to(gl.float32) * (0.5 if SILU else 1.0),)
-    return found
+        weights = weights + (gl.load(at + j).to(gl.float32) * (0.5 if SILU else 1.0),)
+    return weights
 
 
 @gluon.jit
 def convolved(window, taps, REVERSE: gl.constexpr):
     """Σ_j taps_j · window_{t+j} for each token of a run, with the taps in reverse for gradients."""
-    found = ()
+    sums = ()
     for i in gl.static_range(len(window) - REACH):
         z = taps[REACH if REVERSE else 0] * window[i]
         for j in gl.static_range(1, REACH + 1):
             z += taps[REACH - j if REVERSE else j] * window[i + j]
-        found = found + (z,)
-    return found
+        sums = sums + (z,)
+    return sums
 
 
 @gluon.jit
@@ -231,11 +231,11 @@ def forward(
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        found = tile.load(COPY)
+        block = tile.load(COPY)
         if L2:  # a thread has 8 channels of a token here, rather than 2
-            a = found.to(gl.float32)
-            found = (a * gl.expand_dims(gl.rsqrt(gl.sum(a * a, 1) + EPS), 1)).to(gl.bfloat16)
-        store_tile(y, found, start, subhead * 128, T, C, TILE, ALONE)
+            a = block.to(gl.float32)
+            block = (a * gl.expand_dims(gl.rsqrt(gl.sum(a * a, 1) + EPS), 1)).to(gl.bfloat16)
+        store_tile(y, block, start, subhead * 128, T, C, TILE, ALONE)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles"])

@@ -85,8 +85,8 @@ def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
     exponentiated. Compiled code, in which values are unknown, always does the latter.
     """
     dtype = q.dtype
-    known = not torch.compiler.is_compiling()
-    if known and (b.is_meta or not b.numel() or float(-b.detach()[..., -1, :].min()) <= SAFE_RANGE):
+    readable = not torch.compiler.is_compiling()
+    if readable and (b.is_meta or not b.numel() or float(-b.detach()[..., -1, :].min()) <= SAFE_RANGE):
         middle = b[..., -1:, :] / 2
         return ((q * (b - middle).to(dtype).exp()) @ (k * (middle - b).to(dtype).exp()).mT).tril()
     q, k = torch.broadcast_tensors(q, b)[0], torch.broadcast_tensors(k, b)[0]

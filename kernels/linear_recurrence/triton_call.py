@@ -73,8 +73,8 @@ class Call:
         self.gates = to.new(to.heads, to.chunks, to.parts, CHUNK, dtype=FP32)
         self.scores = to.new(to.heads, to.chunks, CHUNK, CHUNK)
         self.score_grads = None if grad is None else torch.empty_like(self.scores)
-        given = (q, k, v, grad, self.log_decay, self.beta, self.scores, self.score_grads, self.gates)
-        to.head_scores()(*given, to.layout.chunks)
+        args = (q, k, v, grad, self.log_decay, self.beta, self.scores, self.score_grads, self.gates)
+        to.head_scores()(*args, to.layout.chunks)
 
     def _channel_scores(self, q: Tensor, k: Tensor) -> None:
         to = self.plan
@@ -82,9 +82,9 @@ class Call:
         self.streams["queries"], self.streams["keys"] = entering, leaving = self.per_token(to.K), self.per_token(to.K)
         self.gates = to.new(to.heads, to.chunks, to.K, dtype=FP32)
         self.steep = to.new(to.heads, to.chunks, dtype=torch.int8)
-        given = (q, k, self.log_decay, self.beta, self.scores, entering, leaving, self.gates, self.steep)
+        args = (q, k, self.log_decay, self.beta, self.scores, entering, leaving, self.gates, self.steep)
         for slow in (False, True):
-            to.channel_scores(slow)(*given, to.layout.chunks)
+            to.channel_scores(slow)(*args, to.layout.chunks)
 
     def per_token(self, size: int) -> Tensor:
         """An uninitialised [B,T,H·E,size]."""
@@ -122,9 +122,9 @@ class Call:
             return None
         q, k, v = (self.streams[name] for name in "qkv")
         states, ends = self._states_of_chunks() if keep else None, self._sums_of_chunks()
-        given, final = (k, v, self.log_decay, o), None if to.segmented else last
-        to.channel_forward()(q, *given, states, ends, first, final, to.layout.segments)
-        to.steep_forward()(q, *given, ends, to.layout.chunks)
+        inputs, final = (k, v, self.log_decay, o), None if to.segmented else last
+        to.channel_forward()(q, *inputs, states, ends, first, final, to.layout.segments)
+        to.steep_forward()(q, *inputs, ends, to.layout.chunks)
         return None if states is None else (states, ends)
 
     def _states_of_chunks(self) -> Tensor:
@@ -162,8 +162,8 @@ class Call:
             if states is None or ends is None:
                 states, ends = self._states_of_chunks(), self._sums_of_chunks()
                 self._channel_states(False, states, ends, first)
-            given = (dq, dk, dv, states, ends, last, first_grad, decay_grad)
-            return dq, dk, dv, self._channel_backward(*given), None
+            args = (dq, dk, dv, states, ends, last, first_grad, decay_grad)
+            return dq, dk, dv, self._channel_backward(*args), None
         if to.head_pass:
             return dq, dk, dv, self._head_backward(dq, dk, dv, first, last, first_grad, decay_grad), None
         self.carry("dv", dv, last, first_grad)
@@ -181,8 +181,8 @@ class Call:
     ) -> None:
         """The states before all chunks, or the last one of each segment, in reverse their gradients."""
         x, y = ("q", "grad") if reverse else ("k", "v")
-        given = (self.streams[y], self.log_decay, states, ends, first, last, shrunk)
-        self.plan.channel_states(reverse)(self.streams[x], *given, self.plan.layout.segments)
+        args = (self.streams[y], self.log_decay, states, ends, first, last, shrunk)
+        self.plan.channel_states(reverse)(self.streams[x], *args, self.plan.layout.segments)
 
     def _channel_backward(
         self,
@@ -198,10 +198,10 @@ class Call:
         """Fill dq, dk and dv; return the gradient of log_decay, which is per channel."""
         to, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
         dg = to.new(to.B, to.T, to.heads, to.K, dtype=to.decay_dtype) if decay_grad else None
-        given, results = (k, v, grad, self.log_decay), (dq, dk, dv, dg)
+        inputs, results = (k, v, grad, self.log_decay), (dq, dk, dv, dg)
         first_grad = None if to.segmented else first_grad
-        to.channel_backward()(q, *given, states, ends, *results, last, first_grad, to.layout.segments)
-        to.steep_backward()(q, *given, ends, *results, to.layout.chunks)
+        to.channel_backward()(q, *inputs, states, ends, *results, last, first_grad, to.layout.segments)
+        to.steep_backward()(q, *inputs, ends, *results, to.layout.chunks)
         return dg
 
     def _head_backward(
@@ -245,8 +245,8 @@ class Call:
         x, y, z, other = map(self.streams.__getitem__, PASSES[mode])
         scores = self.score_grads if mode in ("dq", "dk") else self.scores
         launch = to.carry(mode, out is not None, checkpoints is not None, plain)
-        given = (x, y, z, other, out, scores, self.beta if to.inside else None, self.gates)
-        launch(*given, products, checkpoints, anchors, first, last, shrunk, to.layout.segments)
+        operands = (x, y, z, other, out, scores, self.beta if to.inside else None, self.gates)
+        launch(*operands, products, checkpoints, anchors, first, last, shrunk, to.layout.segments)
 
     def head_grads(
         self,
@@ -296,9 +296,9 @@ class Call:
         dg = to.new(to.B, to.T, to.heads, to.K, dtype=FP32) if decay_grad else None
         slices = to.slices(to.K, to.entry("channel_grads"))[1]
         dbeta = to.new(slices, to.B, to.T, to.heads, dtype=FP32) if beta_grad else None
-        given = (q, k, score_grads, diagonal, self.log_decay, self.beta, read, written, anchors, dq, dk, dg, dbeta)
+        args = (q, k, score_grads, diagonal, self.log_decay, self.beta, read, written, anchors, dq, dk, dg, dbeta)
         for slow in (False, True):
-            to.channel_grads(slow)(*given, self.steep, to.layout.chunks)
+            to.channel_grads(slow)(*args, self.steep, to.layout.chunks)
         return dg, None if dbeta is None else dbeta.sum(0)
 
     def per_head(self, x: Tensor) -> Tensor:

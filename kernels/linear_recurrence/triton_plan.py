@@ -147,8 +147,8 @@ class LinearRecurrence(Plan):
 
         Kernels are compiled for the token strides: like the number of heads, these do not depend on the length.
         """
-        known = {name: self.streams[of] for name, of in streams.items()}
-        return [x.head for x in known.values()], {f"{name}_token": x.token for name, x in known.items()}
+        by_name = {name: self.streams[of] for name, of in streams.items()}
+        return [x.head for x in by_name.values()], {f"{name}_token": x.token for name, x in by_name.items()}
 
     @property
     def sums(self) -> Mapping[str, Any]:

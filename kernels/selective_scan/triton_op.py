@@ -209,8 +209,8 @@ def differentiate(
     dc = None
     if c is not None:
         dc = to.states(to.chunks) if c.dim() == 2 else to.new(blocks, *c.shape, dtype=torch.float32)
-    given = (first, after, dy, scratch, dx, dlog_decay, drate, db, dc, dinitial if to.whole else None)
-    to.gradients()(x, *arguments, *given, to.layout.chunks)
+    tensors = (first, after, dy, scratch, dx, dlog_decay, drate, db, dc, dinitial if to.whole else None)
+    to.gradients()(x, *arguments, *tensors, to.layout.chunks)
     summed = [None if g is None or z is None else g.sum(0).to(z.dtype) for g, z in ((drate, rate), (db, b), (dc, c))]
     last = None if initial_state is None else dinitial.to(initial_state.dtype)
     return [dx, dlog_decay, *summed, last, None]
