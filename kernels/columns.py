@@ -50,7 +50,7 @@ def _same(x: Tensor | None, place: Tensor) -> bool:
 
 
 def _key(device: torch.device) -> tuple[int, int]:
-    """Identifies this backward pass (a graph may see several, even at once), and the stream of the writes.
+    """Identify this backward pass (a graph may run several, even concurrently) and the stream of the writes.
 
     No public function tells passes apart; `torch.utils.checkpoint` uses the same private one.
     """
@@ -59,7 +59,7 @@ def _key(device: torch.device) -> tuple[int, int]:
 
 
 class _Split(torch.autograd.Function):
-    """Splits x. The record of its gradient is stored on the node that will receive it, and dropped with that node."""
+    """Split x. The record of its gradient is stored on the node that will receive it, and dropped with that node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Packed documents: several sequences in one row, told apart by `cu_seqlens`.
+"""Packed documents: several sequences in one row, separated by `cu_seqlens`.
 
 `cu_seqlens` [N+1] int holds the start of every document and, as its last entry, the length of the row. On a device its
 values are read once per tensor object and version, so that ops do not synchronise on every call; everything derived

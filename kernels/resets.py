@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .op import plain
 
-# what stands for −inf where log decays are summed, by the dtype of the sums; those in fp64 serve results in fp64, too
+# replacement for −inf where log decays are summed, by the dtype of the sums; those in fp64 serve results in fp64, too
 LEAST = {torch.float64: -800.0, torch.float32: -110.0}
 LEAST_ALONE = -1e20  # likewise where log decays are multiplied by rates, but no differences of sums are taken
 

@@ -43,7 +43,7 @@ class SoftmaxAttention(TokenMixer):
         num_kv_heads: Key and value heads, shared by groups of query heads; num_heads by default.
         qk: Features of queries and keys: by default rotary positions; `map: null` leaves positions out.
         qk_norm: The norm of queries and keys before their features, such as RMSNorm; null for none.
-        qk_norm_over: What it normalises: each `head` by itself, with one weight for all heads (Qwen3), or the whole
+        qk_norm_over: What it normalises: each `head` separately, with one weight for all heads (Qwen3), or the whole
             `width` of all heads together (OLMo 3).
         gate: Whether σ(W x) multiplies the output, per `head` or per `channel` (arXiv 2505.06708); null for no gate.
         bias: Whether the projections of queries, keys, values and gate have biases.

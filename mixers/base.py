@@ -47,7 +47,7 @@ class Site(NamedTuple):
         if num_heads is None and head_dim is not None and self.num_heads * head_dim > self.hidden_size:
             raise kernels.UserError(
                 f"num_heads: the model's {self.num_heads} heads of head_dim {head_dim} are wider than hidden_size "
-                f"{self.hidden_size}; give the mixer a num_heads of its own, or a smaller head_dim"
+                f"{self.hidden_size}; set num_heads of the mixer, or a smaller head_dim"
             )
         num_heads = self.num_heads if num_heads is None else num_heads
         if head_dim is None and self.hidden_size % num_heads:
@@ -70,7 +70,9 @@ class TokenMixer(KeepsFp32):
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
     constant_state: ClassVar[bool] = True  # False: the state grows with the sequence
-    causal: ClassVar[bool] = True  # False: y_t depends on later x; there is no state, and only a classifier can use it
+    causal: ClassVar[bool] = (
+        True  # False: y_t depends on later x; such a mixer has no state, and only a classifier can use it
+    )
 
     def forward(
         self,

@@ -79,7 +79,7 @@ def get(name: str) -> type[TokenMixer]:
     """The mixer class of a registered name, or of a dotted path such as ``package.module.Class``.
 
     Raises:
-        UserError: No mixer has this name, or there is no mixer at this path.
+        UserError: No mixer has this name, or this path holds no mixer.
     """
     module, _, attribute = name.rpartition(".")
     if not module:
@@ -89,7 +89,7 @@ def get(name: str) -> type[TokenMixer]:
     except ModuleNotFoundError as error:
         raise UserError(f"mixer: {name!r} cannot be imported: {error}") from None
     if not (isinstance(mixer, type) and issubclass(mixer, TokenMixer)):
-        raise UserError(f"mixer: {name!r} is no TokenMixer class")
+        raise UserError(f"mixer: {name!r} is not a TokenMixer class")
     return mixer
 
 

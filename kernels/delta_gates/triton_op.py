@@ -166,7 +166,7 @@ def differentiate(
     parts = new(a, programs, sizes["M"], 3, dtype=torch.float32)
     strides = (rows, a_row, b_row, da_row, db_row)
     enqueue(gates_backward, programs, a, A_log, dt_bias, b, bias, *arriving, da, db, parts, *strides, largest, **sizes)
-    dA_log, ddt_bias, dbias = add_parts(parts, torch.float32)  # each parameter has a dtype of its own
+    dA_log, ddt_bias, dbias = add_parts(parts, torch.float32)  # the parameters' dtypes may differ
     return [
         input_gradients[0],
         dA_log.to(A_log.dtype),

@@ -166,7 +166,7 @@ class DeltaRule(Plan):
 
     def _prepared(self, kernel: Any, entry: Launch, programs: int, **constants: Any) -> Prepared:
         exact = self.dtype == torch.float32
-        # Triton's interpreter gets bf16 arithmetic wrong: what is loaded becomes fp32 at once
+        # Triton's interpreter gets bf16 arithmetic wrong: loads convert to fp32 immediately
         dtype = tl.float32 if exact or INTERPRETED else tl.bfloat16
         precision = "tf32x3" if exact and not INTERPRETED else "ieee"
         sizes: dict[str, Any] = {

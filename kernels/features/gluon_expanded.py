@@ -4,8 +4,8 @@ activation and norm, without the product in memory.
 A program has the matrix of one subhead in shared memory and walks over tiles of tokens, each of which begins three
 tokens (the reach of the convolution) before its first result, so that tiles do not depend on one another. The product
 is computed with tokens as its columns, in an order in which each thread holds a quarter of the tile's tokens of a
-channel, one after the other: the convolution then stays within a thread's registers, but for three tokens that come
-from the thread beside it.
+channel, one after the other: the convolution then stays within a thread's registers, except for three tokens that come
+from the neighbouring thread.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -103,8 +103,8 @@ def joined(tokens):
 
 
 @gluon.jit
-def beside(x, STEP: gl.constexpr):
-    """Value held by the lane `STEP` positions away."""
+def neighbour(x, STEP: gl.constexpr):
+    """The value held by the lane `STEP` positions away."""
     LAYOUT: gl.constexpr = x.type.layout
     a = gl.expand_dims((gl.arange(0, LANES, gl.SliceLayout(0, LAYOUT)) + STEP) & (LANES - 1), 0)
     at = a + 0 * gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)), 1)
@@ -116,7 +116,7 @@ def with_past(tokens):
     """The tokens of a run, behind the three before it."""
     window = ()
     for i in gl.static_range(REACH):
-        window = window + (beside(tokens[len(tokens) - REACH + i], -1),)
+        window = window + (neighbour(tokens[len(tokens) - REACH + i], -1),)
     return window + tokens
 
 
@@ -125,7 +125,7 @@ def with_future(tokens):
     """The tokens of a run, and the three after it."""
     window = tokens
     for i in gl.static_range(REACH):
-        window = window + (beside(tokens[i], 1),)
+        window = window + (neighbour(tokens[i], 1),)
     return window
 
 

@@ -20,13 +20,13 @@ from .arguments import FeatureStream
 from .convolution import continued
 from .stages import EPS
 
-LOAD = 256  # bytes that a warp reads at once, 8 per thread: with 16, too few warps have room
+LOAD = 256  # bytes per load of a warp, 8 per thread: with 16, too few warps have room
 # warps that run side by side on a multiprocessor; in the backward pass, which loads gradients too, each has twice the
 # registers. Forward there is room for 32, but runs as long as a power of two keep to the same channels of memory.
 WARPS, WARPS_BACKWARD = 28, 16
 REGISTERS_BACKWARD = 128  # of a thread, so that there is room for these warps: left alone, the compiler takes 163
 TOKENS = 4  # per iteration
-ALIGNED = 16  # channels: more would not be loaded at once
+ALIGNED = 16  # channels: more would not fit into one load
 SHORTEST = 16  # tokens of a run: the W − 1 before or after it are read as well
 MOST_WAVES = 4  # of programs, one after the other on the same multiprocessors
 

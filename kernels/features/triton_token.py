@@ -246,7 +246,7 @@ def own_history(stream: FeatureStream) -> Tensor:
 def forward(
     streams: Sequence[FeatureStream], gates: GateInputs | None = None
 ) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
-    """y and the history for the next call of each stream, and both gates [2,…,M] if there are inputs of theirs."""
+    """y and the history for the next call of each stream, and both gates [2,…,M] if `gates` has their inputs."""
     tensors = [x for stream in streams for x in (stream.x, stream.weight, stream.bias)]
     histories = [own_history(stream) for stream in streams]
     inputs = [] if gates is None else [x if x is None or x.dim() > 1 else x.contiguous() for x in gates.tensors]

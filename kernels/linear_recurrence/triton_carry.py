@@ -241,7 +241,7 @@ def carry(
             anchor = tl.sum(tl.sum(S * checkpoint, 1), 0)
             tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
         if DECAY and not CHANNEL and not CONSTANT:
-            # loaded one chunk ahead: a scalar that is needed at once would stall every step
+            # loaded one chunk ahead: a scalar that is needed immediately would stall every step
             next_ = block_start + block_count - 1 if REVERSE else block_start
             following = tl.load(part_at(gates, next_, TOTAL, PARTS))
         for i in tl.range(0, block_count, num_stages=STAGES):

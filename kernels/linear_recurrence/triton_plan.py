@@ -20,7 +20,7 @@ from .triton_steep import GROUP, steep_backward, steep_forward
 BLOCK = 512  # tokens between two anchors of the gradients of the gates; segments are whole blocks
 SCAN_BLOCK = 1024
 LARGEST = 1 << 31  # elements of a segment, which are indexed with 32 bits
-RESIDENT = 2  # programs of the sequential pass that run at once on one multiprocessor
+RESIDENT = 2  # programs of the sequential pass that run concurrently on one multiprocessor
 Shape = tuple[int, ...]
 Kept = tuple[Shape, torch.dtype]
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
@@ -129,7 +129,7 @@ class LinearRecurrence(Plan):
         return self.one_pass or self.head_pass
 
     def _fills_half(self) -> bool:
-        """Return whether the largest number of programs, each on a multiprocessor of its own, fills half of the GPU."""
+        """Return whether the largest number of programs, one per multiprocessor, fills half of the GPU."""
         most = self.heads * self.B * -(-self.T // BLOCK)
         return most >= multiprocessors(self.device) // 2
 

@@ -143,7 +143,7 @@ rms_norm = op.register("rms_norm", compute, differentiate, fake, results=1)
 class Added(torch.autograd.Function):
     """x + y and its norm, in one launch each way. Only the sum is saved; its gradient is that of both terms.
 
-    For eager calls only: a compiler fuses the sum and the norm by itself.
+    For eager calls only: a compiler fuses the sum and the norm automatically.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The selective scan in Triton: which kernels run, in which order, on which tensors.
 
-Forward: the states at the cuts between chunks, which are all that is saved, then all chunks at once. Backward: the
-gradients of these states, then all chunks at once. A sequence of a single chunk, such as a decoded token, takes one
+Forward: the states at the cuts between chunks, which are all that is saved, then all chunks in parallel. Backward: the
+gradients of these states, then all chunks in parallel. A sequence of a single chunk, such as a decoded token, takes one
 launch. There are no atomics: equal inputs give equal bits.
 """
 
@@ -22,9 +22,9 @@ from .triton_gradients import gradients
 
 SHORT, LONG = 64, 256  # tokens per chunk
 FROM = 8192  # tokens from which even long chunks are enough to fill a device, and short ones are slow to combine
-PART = 16  # tokens whose states are in memory at once while their gradients are computed
+PART = 16  # tokens whose states are in memory together while their gradients are computed
 CHANNELS = 64  # most channels whose states one warp holds
-ELEMENTS, GRADIENT_ELEMENTS = 1024, 512  # per tile of states; the gradients need several tiles at once
+ELEMENTS, GRADIENT_ELEMENTS = 1024, 512  # per tile of states; the gradients need several tiles together
 
 
 class SelectiveScan(Plan):

@@ -28,7 +28,7 @@ PLAIN = torch.version.hip is not None  # the ROCm compiler also looks at the siz
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))  # their `CompiledKernel.run` takes the arguments below
 Found = tuple[CompiledKernel, tuple[Any, ...]]  # a compiled kernel, and its constants in order
 _compiled: dict[tuple[Any, ...], Found] = {}  # by what the compiler knows of a launch
-# Not a context variable: the backward pass runs in a thread of its own, which no context reaches.
+# Not a context variable: the backward pass runs in a separate thread, which does not inherit the context.
 _ahead: "_Ahead | None" = None
 
 
@@ -58,7 +58,7 @@ def compiling_ahead() -> Iterator[None]:
     """Inside the ``with`` block, launches compile their kernels and run none; leaving it waits until all are compiled.
 
     It holds for launches of all threads. What the kernels would have written is undefined. A kernel that cannot be
-    compiled is none of its business: that error comes when the kernel is launched.
+    compiled raises no error here, but when it is launched.
     """
     global _ahead
     pool = ThreadPoolExecutor(os.cpu_count())
@@ -84,7 +84,7 @@ def check_programs(kernel: Any, programs: int) -> None:
         op = function.__module__.split(".")[-2]
         raise UserError(
             f"{op}: its kernel {function.__name__!r} would need {programs:,} programs, but a device starts at most "
-            f"{MOST_PROGRAMS:,} at once; use a smaller batch or shorter sequences"
+            f"{MOST_PROGRAMS:,} per launch; use a smaller batch or shorter sequences"
         )
 
 

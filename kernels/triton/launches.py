@@ -152,7 +152,7 @@ def largest(op: str, dtype: torch.dtype, device: torch.device) -> int:
     return _largest(op, dtype.itemsize, capability(device), launch_file.current(), device)
 
 
-# as in `backend.py`: the compiler need not trace the reading of files
+# as in `backend.py`: the compiler does not need to trace the reading of files
 largest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
