@@ -84,10 +84,10 @@ def register(
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        kept = list(inputs[:count])
+        saved = list(inputs[:count])
         for i in unread(*inputs):
-            kept[i] = inputs[i].new_empty(1).expand(inputs[i].shape)
-        ctx.save_for_backward(*kept, *output[results:])
+            saved[i] = inputs[i].new_empty(1).expand(inputs[i].shape)
+        ctx.save_for_backward(*saved, *output[results:])
         ctx.options = inputs[count:]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -100,8 +100,10 @@ def register(
         wanted = zip(input_gradients, needed[:count], strict=True)
         return (*[g if want else None for g, want in wanted], *[None] * len(ctx.options))
 
-    def dispatched(gradients: Sequence[Tensor | None], kept: Sequence[Tensor], *rest: Any) -> Sequence[Tensor | None]:
-        return gradient(*gradients, *kept, *rest)
+    def dispatched(
+        gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], *rest: Any
+    ) -> Sequence[Tensor | None]:
+        return gradient(*gradients, *residuals, *rest)
 
     op.register_autograd(partial(differentiate, dispatched), setup_context=setup_context)
 

@@ -86,15 +86,15 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
     notes: dict[int, _Note] = {}
 
     def pack(x: Tensor) -> Any:
-        kept = _later(x, notes)
-        if kept is None:
+        later = _later(x, notes)
+        if later is None:
             # without its history: a result that an op saves for itself would hold that op, and the op the result
             return x.detach()
-        kept.note.used()
-        return kept
+        later.note.used()
+        return later
 
-    def unpack(kept: Any) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept.now()
+    def unpack(saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else saved.now()
 
     token = _notes.set(notes)
     try:
@@ -132,6 +132,6 @@ def remake(y: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
     """
     notes = None if torch.compiler.is_compiling() else _notes.get()
     if notes is not None and y.requires_grad and y.is_contiguous() and y.numel():
-        lasting = [(_later(x, notes) or x.detach()) if isinstance(x, Tensor) else x for x in args]
-        notes[y.data_ptr()] = _Note(y, make, lasting)
+        saved_args = [(_later(x, notes) or x.detach()) if isinstance(x, Tensor) else x for x in args]
+        notes[y.data_ptr()] = _Note(y, make, saved_args)
     return y

@@ -167,8 +167,8 @@ class SoftmaxAttention(TokenMixer):
         length = cache.shape[1]
         if length < size:
             return F.pad(cache, (0, 0, 0, 0, size - length, 0))
-        kept = cache[:, length - size :]
-        return kept.clone() if length > 2 * size else kept  # a view keeps all of a long prompt in memory
+        tail = cache[:, length - size :]
+        return tail.clone() if length > 2 * size else tail  # a view keeps all of a long prompt in memory
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

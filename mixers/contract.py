@@ -114,8 +114,8 @@ def takes_no_state(factory: Factory, site: Site) -> None:
 def whole_is_pieces_is_tokens(factory: Factory, site: Site) -> None:
     mixer, x = _build(factory, site)
     y, _ = mixer(x)
-    whole, state = mixer(x, mixer.init_state(len(x)))
-    _close(whole, y, "outputs with a fresh state")
+    fresh_y, state = mixer(x, mixer.init_state(len(x)))
+    _close(fresh_y, y, "outputs with a fresh state")
     for name, bounds in (("two pieces", [0, 8, LENGTH]), ("token by token", list(range(LENGTH + 1)))):
         piece, outputs = mixer.init_state(len(x)), []
         for start, stop in zip(bounds, bounds[1:], strict=False):

@@ -148,7 +148,7 @@ def gradient_of(x: Tensor) -> Tensor:
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     a: Tensor,
     A_log: Tensor,

@@ -96,12 +96,12 @@ def long_forward(
             store_tokens(o, token, stop, M * V, column, V, BV, O)
         if u is not None:
             store_tokens(u, token, stop, M * V, column, V, BV, U)
-        kept = (U * keep[:, None]).to(DTYPE)
+        decayed_U = (U * keep[:, None]).to(DTYPE)
         tl.debug_barrier()  # other threads have read what is written next
         for row in tl.range(0, K, BK, num_stages=STAGES):
             block = load_state(S, row, column, K, V, BK, BV, tl.float32) * total
             keys_here = load_tokens(k, token, stop, keys * K, row, K, BK, DTYPE)
-            block = tl.dot(tl.trans(keys_here), kept, block, input_precision=PRECISION)
+            block = tl.dot(tl.trans(keys_here), decayed_U, block, input_precision=PRECISION)
             store_state(S, row, column, K, V, BK, BV, block)
 
 

@@ -92,13 +92,13 @@ class DeltaRule(Plan):
         states, transition = ((slots, M, K, V), self.dtype), ((self.most, M, K, K), torch.float32)
         return [*of_chunks, ((B, T, M, V), self.dtype), states, transition]
 
-    def shapes(self, whole: int) -> Shapes:
-        """Shapes and dtypes of the op's outputs: o, the final states, and the first `whole` of what gradients need."""
+    def shapes(self, count: int) -> Shapes:
+        """Shapes and dtypes of the op's outputs: o, the final states, and the first `count` of what gradients need."""
         results: Shapes = [
             ((self.B, self.T, self.H, self.V), self.dtype),
             ((self.N, self.M, self.K, self.V), torch.float32),
         ]
-        return [*results, *self.kept[:whole], *(((0,), dtype) for _, dtype in self.kept[whole:])]
+        return [*results, *self.kept[:count], *(((0,), dtype) for _, dtype in self.kept[count:])]
 
     @cached_property
     def at_once(self) -> bool:

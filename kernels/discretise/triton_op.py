@@ -118,7 +118,7 @@ def fake(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     a: Tensor,
     A_log: Tensor,

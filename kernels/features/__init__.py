@@ -115,7 +115,7 @@ def together(
     streams: Sequence[FeatureStream], gates: GateInputs | None
 ) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
     """y and the history of each stream, and both gates [2,…,M] if the same launch made them."""
-    chosen, whole = [], []
+    chosen, inputs = [], []
     for stream in streams:
         fits = stream.taps <= MOST_TAPS and (stream.norm == "none" or stream.size <= LARGEST)
         implementation = choose("features", IMPLEMENTATIONS, stream.x, None if fits else LIMITS)
@@ -124,8 +124,8 @@ def together(
         else:
             stream = stream.multiplied()
         chosen.append(implementation)
-        whole.append(stream)
-    streams = whole
+        inputs.append(stream)
+    streams = inputs
     if all(implementation is triton for implementation in chosen) and (done := one_launch(streams, gates)) is not None:
         return done
     return [implementation(stream) for implementation, stream in zip(chosen, streams, strict=True)], None

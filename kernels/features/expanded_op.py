@@ -137,7 +137,7 @@ def fake(x: Tensor, product: Tensor, weight: Tensor, activation: str, norm: str)
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     product: Tensor,

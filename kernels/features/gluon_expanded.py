@@ -36,12 +36,12 @@ def tokens_of(TILE: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(to, x, first, column, T, stride: gl.constexpr, TILE: gl.constexpr):
+def copy_tile(shared, x, first, column, T, stride: gl.constexpr, TILE: gl.constexpr):
     """Start to copy a tile that begins with token `first`; zeros outside of the sequence."""
     token = first + tokens_of(TILE)
     c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, COPY)), 0)
     at = x + (token.to(gl.int64) * stride + (column + c))
-    async_copy.async_copy_global_to_shared(to, at, mask=(token >= 0) & (token < T))
+    async_copy.async_copy_global_to_shared(shared, at, mask=(token >= 0) & (token < T))
 
 
 @gluon.jit
@@ -94,11 +94,11 @@ def joined(tokens):
     for i in gl.static_range(RUN):
         parts = parts + (gl.reshape(tokens[i], [128, LANES, 1]),)
     for d in gl.static_range(4 if RUN == 16 else 5):
-        whole = ()
+        merged = ()
         for i in gl.static_range(RUN >> (d + 1)):
             both = gl.permute(gl.join(parts[2 * i], parts[2 * i + 1]), (0, 1, 3, 2))
-            whole = whole + (gl.reshape(both, [128, LANES, 2 << d]),)
-        parts = whole
+            merged = merged + (gl.reshape(both, [128, LANES, 2 << d]),)
+        parts = merged
     return parts[0]
 
 
@@ -161,10 +161,10 @@ def tanh(x):
 
 
 @gluon.jit
-def copy_matrix(to, product, subhead, SUBHEADS: gl.constexpr):
+def copy_matrix(shared, product, subhead, SUBHEADS: gl.constexpr):
     """Start to copy the matrix [128, 128] of a subhead out of [heads, 128, SUBHEADS · 128]."""
     row, column = subhead // SUBHEADS * 128, subhead % SUBHEADS * 128
-    async_copy.async_copy_global_to_shared(to, at_tile(product, row, column, SUBHEADS * 128, COPY, 128, 128))
+    async_copy.async_copy_global_to_shared(shared, at_tile(product, row, column, SUBHEADS * 128, COPY, 128, 128))
 
 
 @gluon.jit

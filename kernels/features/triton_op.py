@@ -176,7 +176,7 @@ def fake(
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     weight: Tensor | None,

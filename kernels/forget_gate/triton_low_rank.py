@@ -140,7 +140,7 @@ def fake(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> tuple[
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     weight: Tensor,

@@ -131,7 +131,7 @@ def compute(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     bias: Tensor | None,

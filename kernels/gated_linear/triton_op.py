@@ -83,7 +83,7 @@ def fake(gate_up: Tensor, weight: Tensor, activation: str, keep: bool) -> tuple[
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     gate_up: Tensor,
     weight: Tensor,
@@ -99,7 +99,7 @@ def differentiate(
         programs = len(dy) * cdiv(size, BLOCK)
         constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
         enqueue(differentiate_product, programs, gate_up, dh, recomputed, dgate_up, **constants, num_warps=WARPS)
-        h = kept[0].view(dh.shape) if recomputed is None else recomputed
+        h = residuals[0].view(dh.shape) if recomputed is None else recomputed
         return [dgate_up, (dy.T @ h).to(weight.dtype) if needed[1] else None]
 
 

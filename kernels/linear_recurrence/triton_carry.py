@@ -339,9 +339,9 @@ def scan(
     inside = at < K * V
     begin = tl.load(sequences + sequence * 2)
     count = tl.load(sequences + sequence * 2 + 1)
-    whole = (sequence.to(tl.int64) * heads + n) * (K * V) + at
+    offsets = (sequence.to(tl.int64) * heads + n) * (K * V) + at
     if first is not None:
-        S = tl.load(first + whole, mask=inside, other=0.0)
+        S = tl.load(first + offsets, mask=inside, other=0.0)
     else:
         S = tl.zeros([BLOCK], tl.float32)
     for i in tl.range(0, count, num_stages=4):  # reads ahead
@@ -356,4 +356,4 @@ def scan(
                 S = S * tl.load(shrunk + row)
         S += added
     if last is not None:
-        tl.store(last + whole, S, mask=inside)
+        tl.store(last + offsets, S, mask=inside)

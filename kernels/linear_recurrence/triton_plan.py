@@ -130,8 +130,8 @@ class LinearRecurrence(Plan):
 
     def _fills_half(self) -> bool:
         """Return whether the largest number of programs, one per multiprocessor, fills half of the GPU."""
-        most = self.heads * self.B * -(-self.T // BLOCK)
-        return most >= multiprocessors(self.device) // 2
+        programs = self.heads * self.B * -(-self.T // BLOCK)
+        return programs >= multiprocessors(self.device) // 2
 
     def entry(self, kernel: str) -> Launch:
         """The launch configuration of a kernel."""
@@ -423,9 +423,9 @@ def segment_length(q_shape: Sequence[int], v_shape: Sequence[int], subheads: int
     """Tokens of the segments that the rows of a batch are cut into, if `room` of them fill the device."""
     (B, T, _, K), V = q_shape, v_shape[3]
     heads = v_shape[2] * subheads
-    most = LARGEST // (heads * max(K, V, CHUNK))
+    longest = LARGEST // (heads * max(K, V, CHUNK))
     wanted = -(-B * -(-T // BLOCK) // room)
-    return BLOCK * max(1, min(most // BLOCK, wanted))
+    return BLOCK * max(1, min(longest // BLOCK, wanted))
 
 
 def kept(

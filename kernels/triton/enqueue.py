@@ -26,8 +26,8 @@ from ..errors import UserError
 MOST_PROGRAMS = 2**31 - 1  # along the first axis of a grid, the only one of our launches: the others end at 65,535
 PLAIN = torch.version.hip is not None  # the ROCm compiler also looks at the size of a tensor's memory
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))  # their `CompiledKernel.run` takes the arguments below
-Found = tuple[CompiledKernel, tuple[Any, ...]]  # a compiled kernel, and its constants in order
-_compiled: dict[tuple[Any, ...], Found] = {}  # by what the compiler knows of a launch
+CompiledLaunch = tuple[CompiledKernel, tuple[Any, ...]]  # a compiled kernel, and its constants in order
+_compiled: dict[tuple[Any, ...], CompiledLaunch] = {}  # by what the compiler knows of a launch
 # Not a context variable: the backward pass runs in a separate thread, which does not inherit the context.
 _ahead: "_Ahead | None" = None
 
@@ -88,7 +88,7 @@ def check_programs(kernel: Any, programs: int) -> None:
         )
 
 
-def enqueue(kernel: Any, programs: int, *args: Any, **constants: Any) -> Found | None:
+def enqueue(kernel: Any, programs: int, *args: Any, **constants: Any) -> CompiledLaunch | None:
     """Launch a kernel on the current stream of the device of its first tensor.
 
     Args:
@@ -130,7 +130,8 @@ class Prepared:
         check_programs(kernel, programs)
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
         self.checked = checked
-        self.found: dict[tuple[Any, ...], Found | None] = {}  # by device, and what the compiler knows of the tensors
+        # by device, and what the compiler knows of the tensors
+        self.found: dict[tuple[Any, ...], CompiledLaunch | None] = {}
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
         """Launch it on the current stream of the device of the first tensor."""
@@ -178,7 +179,9 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _enqueue(kernel: Any, programs: int, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> Found | None:
+def _enqueue(
+    kernel: Any, programs: int, device: int, args: tuple[Any, ...], constants: dict[str, Any]
+) -> CompiledLaunch | None:
     first = kernel.constexprs[0] if kernel.constexprs else len(kernel.params)
     signature: list[Any] = [id(kernel), device, len(args)]  # and what the compiler knows of each argument
     values: list[Any] = []  # the arguments, tensors by address: the launcher would query each, and then the driver
