@@ -40,8 +40,8 @@ class Recurrences:
     @property
     def differentiated(self) -> bool:
         """Return whether a gradient is needed."""
-        given = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+        tensors = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
     @property
     def documents(self) -> Documents | None:
@@ -124,8 +124,8 @@ def check(
     scale = K**-0.5 if scale is None else scale
     consume_state = consume_state and _may_change(q, k, v, log_decay, beta, initial_state)
     keep_states = subheads * K <= FEW_CHANNELS if keep_states is None else keep_states
-    given = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    result = Recurrences(*given, consume_state, keep_states)
+    fields = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
+    result = Recurrences(*fields, consume_state, keep_states)
     if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
         documents(cu_seqlens, T, B, q.device)
     if initial_state is not None and tuple(initial_state.shape) != result.state_shape:

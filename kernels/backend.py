@@ -66,15 +66,15 @@ def implementations() -> Iterator[dict[str, set[str]]]:
 
     Compiled code chooses once, when it is traced.
 
-    >>> with kernels.implementations() as found:
+    >>> with kernels.implementations() as ran:
     ...     o, _ = kernels.delta_rule(q, k, v, beta)
-    >>> found
+    >>> ran
     {'delta_rule': {'torch'}}
     """
-    found: dict[str, set[str]] = {}
-    token = _noted.set(found)
+    ran: dict[str, set[str]] = {}
+    token = _noted.set(ran)
     try:
-        yield found
+        yield ran
     finally:
         _noted.reset(token)
 
@@ -129,25 +129,25 @@ def _say(op: str, channels: int, reason: str) -> None:
     log.warning("%s of %d channels runs in PyTorch, not on 'triton', %s", op, channels, reason)
 
 
-def _name(op: str, known: tuple[str, ...], device: str, fp64: bool, limits: str | None) -> str:
-    name = _allowed(op, known, device, fp64, limits)
+def _name(op: str, implemented: tuple[str, ...], device: str, fp64: bool, limits: str | None) -> str:
+    name = _allowed(op, implemented, device, fp64, limits)
     noted = _noted.get()
     if noted is not None:
         noted.setdefault(op, set()).add(name)
     return name
 
 
-def _allowed(op: str, known: tuple[str, ...], device: str, fp64: bool, limits: str | None) -> str:
+def _allowed(op: str, implemented: tuple[str, ...], device: str, fp64: bool, limits: str | None) -> str:
     name = _chosen.get()
     if name not in BACKENDS:
         raise UserError(f"ZOO_BACKEND: {name!r} is not one of {', '.join(BACKENDS)}")
-    if name in PARTIAL and name in known:
+    if name in PARTIAL and name in implemented:
         return name
     reason = _no_triton(device, fp64, limits)
     if name in ("auto", *PARTIAL):
-        return "triton" if "triton" in known and device == "cuda" and not reason else "torch"
-    others = ", ".join(other for other in known if other not in (name, *PARTIAL))
-    if name not in known:
+        return "triton" if "triton" in implemented and device == "cuda" and not reason else "torch"
+    others = ", ".join(other for other in implemented if other not in (name, *PARTIAL))
+    if name not in implemented:
         raise UserError(f"backend: {op} has no {name!r} implementation; choose one of {others} or auto")
     if name == "triton" and reason:
         raise UserError(f"backend: {op} cannot run on 'triton', {reason}; choose one of {others} or auto")

@@ -83,7 +83,7 @@ class Chunking:
         if g is None:
             return None
         if g.dim() == 1:
-            # padding must not decay, so the chunks can share one row of sums only if there is no padding
+            # padding must not decay, so the chunks can share one row of sums only without padding
             full = (1, self.size) if not self.padded else self.a.v.shape[:2]
             g = g.expand(*full, -1)
             if not self.padded:

@@ -50,7 +50,7 @@ def _same(x: Tensor | None, place: Tensor) -> bool:
 
 
 def _key(device: torch.device) -> tuple[int, int]:
-    """Identifies this backward pass (a graph may see several, even at once), and the stream of the writes.
+    """Identify this backward pass (a graph may run several, even concurrently) and the stream of the writes.
 
     No public function tells passes apart; `torch.utils.checkpoint` uses the same private one.
     """
@@ -59,7 +59,7 @@ def _key(device: torch.device) -> tuple[int, int]:
 
 
 class _Split(torch.autograd.Function):
-    """Splits x. The record of its gradient is stored on the node that will receive it, and dropped with that node."""
+    """Split x. The record of its gradient is stored on the node that will receive it, and dropped with that node."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -69,15 +69,15 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
-        whole, ctx.whole = ctx.whole, None
+        record, ctx.whole = ctx.whole, None
         like = next((g for g in gradients if g is not None), None)
         if like is None:
             return None, None
         # a gradient that will itself be differentiated must not be written in place
-        if whole is not None and whole.key == _key(like.device) and not torch.is_grad_enabled():
-            found = whole.complete(gradients)
-            if found is not None:
-                return found, None
+        if record is not None and record.key == _key(like.device) and not torch.is_grad_enabled():
+            gradient = record.complete(gradients)
+            if gradient is not None:
+                return gradient, None
         every = zip(gradients, ctx.sizes, strict=True)
         return torch.cat([like.new_zeros(*ctx.shape[:-1], n) if g is None else g for g, n in every], -1), None
 
@@ -120,9 +120,9 @@ def gradient_for(x: Tensor, new: Callable[..., Tensor]) -> Tensor:
         node, i = node.next_functions[0]
     ours = type(x) is Tensor and isinstance(node, _Split._backward_cls)
     if ours:
-        key, whole = _key(x.device), node.whole
-        if whole is None or whole.key != key:
-            whole = node.whole = _Whole(key, new(x, *node.shape), node.sizes)
-        if (place := whole.take(i)) is not None:
+        key, record = _key(x.device), node.whole
+        if record is None or record.key != key:
+            record = node.whole = _Whole(key, new(x, *node.shape), node.sizes)
+        if (place := record.take(i)) is not None:
             return place.view(x.shape)
     return new(x, *x.shape)

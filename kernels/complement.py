@@ -21,7 +21,7 @@ def fake(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor]:
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     log_decay: Tensor,
     dtype: torch.dtype,

@@ -1,4 +1,4 @@
-"""Packed documents: several sequences in one row, told apart by `cu_seqlens`.
+"""Packed documents: several sequences in one row, separated by `cu_seqlens`.
 
 `cu_seqlens` [N+1] int holds the start of every document and, as its last entry, the length of the row. On a device its
 values are read once per tensor object and version, so that ops do not synchronise on every call; everything derived
@@ -49,10 +49,10 @@ class Documents:
     def once(self, make: Callable[..., Made], *arguments: Any) -> Made:
         """make(self, *arguments), cached by function and arguments for the lifetime of the documents."""
         key = (make, *arguments)
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = make(self, *arguments)
-        return found
+        value = self._made.get(key)
+        if value is None:
+            value = self._made[key] = make(self, *arguments)
+        return value
 
 
 class Chunks:
@@ -82,8 +82,8 @@ class Chunks:
 def places(cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """The document of each token [T] and the token's position in it [T]; compiled code stays on the device."""
     if not torch.compiler.is_compiling():
-        found = documents(cu_seqlens, length)
-        return found.owner, found.positions
+        packed = documents(cu_seqlens, length)
+        return packed.owner, packed.positions
     time = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     owner = torch.searchsorted(cu_seqlens, time, right=True) - 1
     return owner, (time - cu_seqlens[owner]).long()
@@ -102,11 +102,11 @@ def tracked(cu_seqlens: Tensor) -> Tensor:
 
 def _remembered(cu_seqlens: Tensor) -> Documents | None:
     """The documents of these boundaries from an earlier call, unless they have changed since."""
-    version, found = _memo.get(cu_seqlens, (None, None))
-    if found is not None and (cu_seqlens.is_cpu or cu_seqlens.is_inference()):
+    version, cached = _memo.get(cu_seqlens, (None, None))
+    if cached is not None and (cu_seqlens.is_cpu or cu_seqlens.is_inference()):
         # reading costs nothing, or nothing else tells; on a CPU this also notices changes through NumPy or `.data`
-        return found if found.bounds == cu_seqlens.tolist() else None
-    return found if version == _version(cu_seqlens) else None
+        return cached if cached.bounds == cu_seqlens.tolist() else None
+    return cached if version == _version(cu_seqlens) else None
 
 
 def _version(x: Tensor) -> int | None:
@@ -125,17 +125,17 @@ def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1, device: torc
         raise ValueError(f"cu_seqlens: is on {cu_seqlens.device}, but the tokens are on {device}")
     if batch_size != 1:
         raise ValueError(f"cu_seqlens: packed documents need a batch of 1 row, got {batch_size}")
-    found = _remembered(cu_seqlens)
-    if found is None:
+    packed = _remembered(cu_seqlens)
+    if packed is None:
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
             raise ValueError(
                 f"cu_seqlens: expected an int32 or int64 vector of at least 2 boundaries, "
                 f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
             )
-        found = Documents(cu_seqlens)
-        if found.bounds[0] != 0 or any(b < a for a, b in found.spans):
-            raise ValueError(f"cu_seqlens: boundaries must start at 0 and never decrease, got {found.bounds}")
-        _memo[cu_seqlens] = _version(cu_seqlens), found
-    if found.bounds[-1] != length:
-        raise ValueError(f"cu_seqlens: ends at {found.bounds[-1]}, but there are {length} tokens")
-    return found
+        packed = Documents(cu_seqlens)
+        if packed.bounds[0] != 0 or any(b < a for a, b in packed.spans):
+            raise ValueError(f"cu_seqlens: boundaries must start at 0 and never decrease, got {packed.bounds}")
+        _memo[cu_seqlens] = _version(cu_seqlens), packed
+    if packed.bounds[-1] != length:
+        raise ValueError(f"cu_seqlens: ends at {packed.bounds[-1]}, but there are {length} tokens")
+    return packed

@@ -35,7 +35,7 @@ def fake(x: Tensor, weight: Tensor) -> tuple[Tensor]:
 
 
 def differentiate(
-    gradients: Sequence[Tensor | None], kept: Sequence[Tensor], needed: Sequence[bool], x: Tensor, weight: Tensor
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Sequence[bool], x: Tensor, weight: Tensor
 ) -> list[Tensor | None]:
     """The gradients of x and of the weight."""
     assert gradients[0] is not None

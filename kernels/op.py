@@ -24,7 +24,7 @@ def register(
     fake: Forward,
     *,
     results: int,
-    unread: Callable[..., Sequence[int]] = lambda *given: (),
+    unread: Callable[..., Sequence[int]] = lambda *args: (),
 ) -> Forward:
     """Register an op and its gradient.
 
@@ -50,32 +50,31 @@ def register(
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", forward, mutates_args=(), schema=schema)
     op.register_fake(fake)
     if backward is None:
-        return lambda *given: (forward if plain(given) else op)(*given)[:results]
+        return lambda *args: (forward if plain(args) else op)(*args)[:results]
     derive: Backward = backward
     arguments, outputs = schema[1:].split(") -> (")
     kinds = [argument.startswith("Tensor") for argument in arguments.split(", ")]
     count = sum(kinds)  # number of tensor arguments
     assert all(kinds[:count])
     first = len(outputs.split(","))  # index of `needed`: gradients and residuals come before it, arguments after it
-    given_first = [f"Tensor? gradient{i}" for i in range(results)] + [f"Tensor kept{i}" for i in range(first - results)]
-    found = (
-        "(Tensor)" if count == 1 else ", ".join(["Tensor"] * count)
-    )  # in schemas, a tuple of one has its own brackets
-    signature = f"({', '.join([*given_first, 'bool[] needed', arguments])}) -> ({found})"
+    inputs = [f"Tensor? gradient{i}" for i in range(results)] + [f"Tensor kept{i}" for i in range(first - results)]
+    # in schemas, a tuple of one is written with brackets
+    returns = "(Tensor)" if count == 1 else ", ".join(["Tensor"] * count)
+    signature = f"({', '.join([*inputs, 'bool[] needed', arguments])}) -> ({returns})"
 
     def run_backward(*values: Any) -> tuple[Tensor, ...]:
-        needed, *given = values[first:]
-        found = derive(values[:results], values[results:first], needed, *given)
-        wanted = zip(found, needed[:count], strict=True)
-        # a schema has no optional results: an empty tensor stands for None
-        every = [g if g is not None and want else given[0].new_empty(0) for g, want in wanted]
+        needed, *args = values[first:]
+        input_gradients = derive(values[:results], values[results:first], needed, *args)
+        wanted = zip(input_gradients, needed[:count], strict=True)
+        # a schema has no optional results: an empty tensor represents None
+        every = [g if g is not None and want else args[0].new_empty(0) for g, want in wanted]
         # nor may two results share memory
         memory = [g.untyped_storage().data_ptr() for g in every]
         return tuple(g.clone() if memory[i] in memory[:i] else g for i, g in enumerate(every))
 
     def fake_backward(*values: Any) -> tuple[Tensor, ...]:
-        needed, *given = values[first:]
-        wanted = list(zip(given[:count], needed[:count], strict=True))
+        needed, *args = values[first:]
+        wanted = list(zip(args[:count], needed[:count], strict=True))
         return tuple(
             x.new_empty(x.shape) if x is not None and want else wanted[0][0].new_empty(0) for x, want in wanted
         )
@@ -85,10 +84,10 @@ def register(
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        kept = list(inputs[:count])
+        saved = list(inputs[:count])
         for i in unread(*inputs):
-            kept[i] = inputs[i].new_empty(1).expand(inputs[i].shape)
-        ctx.save_for_backward(*kept, *output[results:])
+            saved[i] = inputs[i].new_empty(1).expand(inputs[i].shape)
+        ctx.save_for_backward(*saved, *output[results:])
         ctx.options = inputs[count:]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -97,12 +96,14 @@ def register(
 
     def differentiate(run: Backward, ctx: Any, *gradients: Tensor | None) -> Any:
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[: len(kinds)]
-        found = run(gradients[:results], saved[count:], needed, *saved[:count], *ctx.options)
-        wanted = zip(found, needed[:count], strict=True)
+        input_gradients = run(gradients[:results], saved[count:], needed, *saved[:count], *ctx.options)
+        wanted = zip(input_gradients, needed[:count], strict=True)
         return (*[g if want else None for g, want in wanted], *[None] * len(ctx.options))
 
-    def dispatched(gradients: Sequence[Tensor | None], kept: Sequence[Tensor], *rest: Any) -> Sequence[Tensor | None]:
-        return gradient(*gradients, *kept, *rest)
+    def dispatched(
+        gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], *rest: Any
+    ) -> Sequence[Tensor | None]:
+        return gradient(*gradients, *residuals, *rest)
 
     op.register_autograd(partial(differentiate, dispatched), setup_context=setup_context)
 
@@ -110,14 +111,14 @@ def register(
         """The op without PyTorch's dispatcher, which takes as long as some kernels."""
 
         @staticmethod
-        def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-            output = forward(*given)
-            keep(ctx, given, output)
+        def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+            output = forward(*args)
+            keep(ctx, args, output)
             return output[:results]
 
         backward = staticmethod(once(partial(differentiate, derive)))
 
-    return lambda *given: Direct.apply(*given) if plain(given) else op(*given)[:results]
+    return lambda *args: Direct.apply(*args) if plain(args) else op(*args)[:results]
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,6 +135,6 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 KNOWN = frozenset({Tensor, torch.nn.Parameter, torch.dtype, str, int, float, bool, type(None)})
 
 
-def plain(given: Sequence[Any]) -> bool:
+def plain(values: Sequence[Any]) -> bool:
     """Return whether all tensors are ordinary ones that hold data, and nothing is being compiled or traced."""
-    return not torch.compiler.is_compiling() and not any(issubclass(x, Tensor) for x in {*map(type, given)} - KNOWN)
+    return not torch.compiler.is_compiling() and not any(issubclass(x, Tensor) for x in {*map(type, values)} - KNOWN)

@@ -17,10 +17,10 @@ from torch import Tensor
 class _Note:
     """One result that can be recomputed."""
 
-    def __init__(self, y: Tensor, make: Callable[..., Tensor], given: list[Any]):
+    def __init__(self, y: Tensor, make: Callable[..., Tensor], args: list[Any]):
         # held until `recomputing()` exits, so that no other tensor can get its address
         self.y: Tensor | None = y
-        self.version, self.make, self.given = y._version, make, given
+        self.version, self.make, self.given = y._version, make, args
         self.users = self.waiting = 0
         self.value: Tensor | None = None
 
@@ -43,8 +43,8 @@ class _Note:
     def again(self) -> Tensor:
         """The result, recomputed once for all users and dropped when the last of them has received it."""
         if self.value is None:
-            given = [x.now() if isinstance(x, _Later) else x for x in self.given]
-            self.value, self.waiting = self.make(*given), self.users
+            args = [x.now() if isinstance(x, _Later) else x for x in self.given]
+            self.value, self.waiting = self.make(*args), self.users
         value, self.waiting = self.value, self.waiting - 1
         if not self.waiting:
             self.value = None
@@ -86,15 +86,15 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
     notes: dict[int, _Note] = {}
 
     def pack(x: Tensor) -> Any:
-        kept = _later(x, notes)
-        if kept is None:
+        later = _later(x, notes)
+        if later is None:
             # without its history: a result that an op saves for itself would hold that op, and the op the result
             return x.detach()
-        kept.note.used()
-        return kept
+        later.note.used()
+        return later
 
-    def unpack(kept: Any) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept.now()
+    def unpack(saved: Any) -> Tensor:
+        return saved if isinstance(saved, Tensor) else saved.now()
 
     token = _notes.set(notes)
     try:
@@ -125,13 +125,13 @@ def noted(x: Tensor) -> bool:
     return notes is not None and _later(x, notes) is not None
 
 
-def remake(y: Tensor, make: Callable[..., Tensor], *given: Any) -> Tensor:
-    """Return y, noting that `make(*given)` recomputes it to the bit.
+def remake(y: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return y, noting that `make(*args)` recomputes it to the bit.
 
-    Tensors in `given` must be saved anyway, or be recomputed themselves.
+    Tensors in `args` must be saved anyway, or be recomputed themselves.
     """
     notes = None if torch.compiler.is_compiling() else _notes.get()
     if notes is not None and y.requires_grad and y.is_contiguous() and y.numel():
-        kept = [(_later(x, notes) or x.detach()) if isinstance(x, Tensor) else x for x in given]
-        notes[y.data_ptr()] = _Note(y, make, kept)
+        saved_args = [(_later(x, notes) or x.detach()) if isinstance(x, Tensor) else x for x in args]
+        notes[y.data_ptr()] = _Note(y, make, saved_args)
     return y

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .op import plain
 
-# what stands for −inf where log decays are summed, by the dtype of the sums; those in fp64 serve results in fp64, too
+# replacement for −inf where log decays are summed, by the dtype of the sums; those in fp64 serve results in fp64, too
 LEAST = {torch.float64: -800.0, torch.float32: -110.0}
 LEAST_ALONE = -1e20  # likewise where log decays are multiplied by rates, but no differences of sums are taken
 
@@ -21,8 +21,8 @@ LEAST_ALONE = -1e20  # likewise where log decays are multiplied by rates, but no
 def sums(log_decay: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """log_decay summed along an axis, inclusive, in `dtype`."""
     least = LEAST[dtype]
-    known = log_decay.is_cpu and log_decay.numel() > 0 and plain((log_decay,))
-    resets = log_decay < least if known and float(log_decay.detach().amin()) < least else None
+    readable = log_decay.is_cpu and log_decay.numel() > 0 and plain((log_decay,))
+    resets = log_decay < least if readable and float(log_decay.detach().amin()) < least else None
     bounded = log_decay.clamp(min=least).to(dtype)  # whose gradient is 0 where it is bounded
     return bounded.cumsum(dim) if resets is None else _Sums.apply(bounded, resets, dim)
 

@@ -8,7 +8,7 @@ from kernels import UserError
 
 
 def check_sizes(sizes: Mapping[str, int | None], *, least: int = 1) -> None:
-    """Raise unless each size is a whole number that is not below `least`; None stands for a default.
+    """Raise unless each size is a whole number that is not below `least`; None means the default.
 
     Raises:
         UserError: A size is something else. True and False are, too, although Python counts them as numbers.
@@ -33,7 +33,7 @@ def size_or(name: str, size: int | None, default: int) -> int:
 
 
 def check_numbers(numbers: Mapping[str, float | None], *, positive: bool = True) -> None:
-    """Raise unless each number is finite and above 0, or with `positive=False` at least 0; None stands for a default.
+    """Raise unless each number is finite and above 0, or with `positive=False` at least 0; None means the default.
 
     Raises:
         UserError: A number is something else.

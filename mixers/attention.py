@@ -43,7 +43,7 @@ class SoftmaxAttention(TokenMixer):
         num_kv_heads: Key and value heads, shared by groups of query heads; num_heads by default.
         qk: Features of queries and keys: by default rotary positions; `map: null` leaves positions out.
         qk_norm: The norm of queries and keys before their features, such as RMSNorm; null for none.
-        qk_norm_over: What it normalises: each `head` by itself, with one weight for all heads (Qwen3), or the whole
+        qk_norm_over: What it normalises: each `head` separately, with one weight for all heads (Qwen3), or the whole
             `width` of all heads together (OLMo 3).
         gate: Whether σ(W x) multiplies the output, per `head` or per `channel` (arXiv 2505.06708); null for no gate.
         bias: Whether the projections of queries, keys, values and gate have biases.
@@ -167,8 +167,8 @@ class SoftmaxAttention(TokenMixer):
         length = cache.shape[1]
         if length < size:
             return F.pad(cache, (0, 0, 0, 0, size - length, 0))
-        kept = cache[:, length - size :]
-        return kept.clone() if length > 2 * size else kept  # a view keeps all of a long prompt in memory
+        tail = cache[:, length - size :]
+        return tail.clone() if length > 2 * size else tail  # a view keeps all of a long prompt in memory
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -47,7 +47,7 @@ class Site(NamedTuple):
         if num_heads is None and head_dim is not None and self.num_heads * head_dim > self.hidden_size:
             raise kernels.UserError(
                 f"num_heads: the model's {self.num_heads} heads of head_dim {head_dim} are wider than hidden_size "
-                f"{self.hidden_size}; give the mixer a num_heads of its own, or a smaller head_dim"
+                f"{self.hidden_size}; set num_heads of the mixer, or a smaller head_dim"
             )
         num_heads = self.num_heads if num_heads is None else num_heads
         if head_dim is None and self.hidden_size % num_heads:
@@ -70,7 +70,9 @@ class TokenMixer(KeepsFp32):
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
     constant_state: ClassVar[bool] = True  # False: the state grows with the sequence
-    causal: ClassVar[bool] = True  # False: y_t depends on later x; there is no state, and only a classifier can use it
+    causal: ClassVar[bool] = (
+        True  # False: y_t depends on later x; such a mixer has no state, and only a classifier can use it
+    )
 
     def forward(
         self,
@@ -207,10 +209,10 @@ class LinearMixer(TokenMixer):
         self.subheads = expand.subheads if expand else 1
         self.subhead_size = key_size * (expand.factor if expand else 1) // self.subheads
         self.gate_heads = num_heads * self.subheads
-        again = True if expand is None else expand.recompute
-        self.keep_states = True if again is False else None  # None: few are kept, many are not
-        self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size, kept=again in ("states", False))
-        self.k_features = FeaturePath(k, G * self.subheads, self.subhead_size, kept=again is not True)
+        recompute = True if expand is None else expand.recompute
+        self.keep_states = True if recompute is False else None  # None: few are kept, many are not
+        self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size, kept=recompute in ("states", False))
+        self.k_features = FeaturePath(k, G * self.subheads, self.subhead_size, kept=recompute is not True)
         self.v_features = FeaturePath(v, num_heads, value_size)
 
     @property
@@ -278,9 +280,9 @@ class LinearMixer(TokenMixer):
         if self._needs_positions:
             where, following = positions(s.v, None if state is None else state.position, cu_seqlens, context_parallel)
         past = [None] * 3 if state is None else state.histories
-        given = self.gate_inputs(s)
+        gate_inputs = self.gate_inputs(s)
         products = (q_product, k_product, None)
-        made, gates = together(self._features, s[:3], past, where, cu_seqlens, context_parallel, given, products)
+        made, gates = together(self._features, s[:3], past, where, cu_seqlens, context_parallel, gate_inputs, products)
         done, histories = zip(*made, strict=True)
         q = done[0] if self.q_gain is None else self.q_gain(done[0])
         s = s.replace(q=q, k=done[1], v=done[2])

@@ -20,12 +20,12 @@ from .registry import register
 class Bidirectional(TokenMixer):
     """y_t = →mixer(x_1 … x_t) + ←mixer(x_T … x_t): one inner mixer each way, summed (Schuster and Paliwal 1997).
 
-    It sees what comes later, so it is for models that classify sequences: there is no state to continue from, nothing
-    to generate, and no next token to predict. Packed documents are reversed separately.
+    It sees later tokens, so it is for models that classify sequences: it has no state to continue from, and cannot
+    generate or predict the next token. Packed documents are reversed separately.
 
     Args:
         site: Where the layer sits in the model.
-        mixer: The inner mixer, built once for each direction; each has parameters of its own.
+        mixer: The inner mixer, built once for each direction; the two share no parameters.
     """
 
     causal = False
@@ -35,7 +35,7 @@ class Bidirectional(TokenMixer):
         self.forwards, self.backwards = mixer(site), mixer(site)
         self.constant_state = self.forwards.constant_state  # type: ignore[misc]
 
-    def forward(  # type: ignore[override]  # a part of a sequence is not enough: there is no context parallelism
+    def forward(  # type: ignore[override]  # without context parallelism, as a part of a sequence is not enough
         self, x: Tensor, state: State = None, *, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, State]:
         if state is not None:
@@ -68,7 +68,7 @@ class Bidirectional(TokenMixer):
 
 
 def _reversed(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """x [B,T,…] from its end to its beginning, each packed document in its own place."""
+    """x [B,T,…] reversed along time, each packed document separately."""
     if cu_seqlens is None:
         return x.flip(1)
     owner, position = places(cu_seqlens, x.shape[1])

@@ -73,8 +73,8 @@ class ContextParallel:
     def before(self, x: Tensor, size: int) -> Tensor:
         """The last `size` tokens of a stream before this part, whose tokens are x [B,T,…]; fewer near the start."""
         length = x.shape[1]
-        kept = min(size, length)
-        tails = self.gather(x[:, length - kept :])
+        count = min(size, length)
+        tails = self.gather(x[:, length - count :])
         # the first process keeps none, but takes part, since the others wait for it in the backward pass
         earlier = tails[: self.rank].transpose(0, 1).flatten(1, 2)
         return earlier[:, max(0, earlier.shape[1] - size) :]

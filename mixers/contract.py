@@ -108,14 +108,14 @@ def takes_no_state(factory: Factory, site: Site) -> None:
             call()
         except kernels.UserError:
             continue
-        raise ContractError(f"{what} has to raise a UserError, as there is no state")
+        raise ContractError(f"{what} must raise a UserError, as it has no state")
 
 
 def whole_is_pieces_is_tokens(factory: Factory, site: Site) -> None:
     mixer, x = _build(factory, site)
     y, _ = mixer(x)
-    whole, state = mixer(x, mixer.init_state(len(x)))
-    _close(whole, y, "outputs with a fresh state")
+    fresh_y, state = mixer(x, mixer.init_state(len(x)))
+    _close(fresh_y, y, "outputs with a fresh state")
     for name, bounds in (("two pieces", [0, 8, LENGTH]), ("token by token", list(range(LENGTH + 1)))):
         piece, outputs = mixer.init_state(len(x)), []
         for start, stop in zip(bounds, bounds[1:], strict=False):
@@ -166,14 +166,14 @@ def state_size_is_true(factory: Factory, site: Site) -> None:
     _, after = mixer(x[:1], mixer.init_state(1))
     grown = _counted(after)
     if mixer.constant_state:
-        told = mixer.state_size()
+        declared = mixer.state_size()
         growing = "one that grows, even to a bound, says constant_state = False"
         _expect(grown <= size, f"the state grew from {size} to {grown} in {LENGTH} tokens; {growing}")
-        _expect(size == told, f"state_size() is {told}, init_state holds {size} {UNCOUNTED}")
+        _expect(size == declared, f"state_size() is {declared}, init_state holds {size} {UNCOUNTED}")
         _expect(grown == size, f"the state shrank from {size} to {grown} in {LENGTH} tokens")
     else:
-        told = mixer.state_size(LENGTH)
-        _expect(grown == told, f"state_size({LENGTH}) is {told}, the state holds {grown} {UNCOUNTED}")
+        declared = mixer.state_size(LENGTH)
+        _expect(grown == declared, f"state_size({LENGTH}) is {declared}, the state holds {grown} {UNCOUNTED}")
         _expect(grown > size, "constant_state is False, but the state does not grow")
 
 
@@ -227,9 +227,9 @@ def flops_are_what_is_counted(factory: Factory, site: Site) -> None:
         counter = FlopCounterMode(display=False, custom_mapping=mapping)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), kernels.backend("torch"), counter:
             mixer(x)
-        counted, told = counter.get_total_flops(), mixer.flops(length)
-        error = abs(told / counted - 1) if counted else float(told != 0)
-        _expect(error < FLOPS_TOLERANCE, f"flops({length}) is {told:,}, the counter saw {counted:,}")
+        counted, declared = counter.get_total_flops(), mixer.flops(length)
+        error = abs(declared / counted - 1) if counted else float(declared != 0)
+        _expect(error < FLOPS_TOLERANCE, f"flops({length}) is {declared:,}, the counter saw {counted:,}")
 
 
 CLAUSES = (

@@ -156,7 +156,7 @@ class LFM(Expansion):
 
 
 class Residual(Expansion):
-    """The head as it is in subhead 0, and another expansion of it in the others.
+    """The unchanged head as subhead 0, and another expansion of it as the others.
 
     Args:
         others: The expansion that makes the other subheads, of a factor one less.
@@ -171,9 +171,9 @@ class Residual(Expansion):
 
 
 class SubheadGain(KeepsFp32):
-    """Queries [B,T,heads·E,K] times one learned number per subhead, initially 0; subhead 0 stays as it is.
+    """Queries [B,T,heads·E,K] times one learned number per subhead, initially 0; subhead 0 is unchanged.
 
-    It stands behind the features: a norm would cancel a gain in front of it, and magnify the gradient of one near 0.
+    It is applied after the features: a norm would cancel a gain before it, and magnify the gradient of one near 0.
 
     Args:
         heads: Number of key heads.
@@ -222,8 +222,8 @@ class Expand:
 class Expanded(LinearMixer):
     """Any LinearMixer with a recurrent state `factor` times larger (Liu et al., section 4).
 
-    A factory that reads like a class: it builds the inner mixer at a site with `expand` set, so that there is no
-    wrapper at run time. With `factor: 1` it builds the inner mixer as it is.
+    A factory that reads like a class: it builds the inner mixer at a site with `expand` set, without a wrapper at run
+    time. With `factor: 1` it builds the inner mixer unchanged.
 
     Args:
         site: Where the layer sits in the model.
@@ -232,7 +232,7 @@ class Expanded(LinearMixer):
         subheads: Whether to split an expanded head into E subheads of the original key size, with shared values, wider
             gates and summed outputs (equations 9 and 10); otherwise it is one head with key size E·K.
         expansion: How queries and keys are expanded: HeadWise, LowRank, DPFP, LFM, or your own.
-        residual: Whether subhead 0 is the head as it is, and the expansion makes the E − 1 others, whose outputs are
+        residual: Whether subhead 0 is the unchanged head, and the expansion makes the E − 1 others, whose outputs are
             multiplied by learned gains that start at 0. The mixer then starts as the one that is not expanded.
         recompute: What training on a GPU computes again in the backward pass, in place of keeping it: expanded queries
             and keys, each a tensor [B,T,heads·E·K], and the states before all chunks, [B,T/64,heads·E,K,V] (with few
@@ -253,7 +253,7 @@ class Expanded(LinearMixer):
     ) -> LinearMixer:
         check_sizes({"factor": factor})
         if residual and not subheads:
-            raise kernels.UserError("residual: true needs subheads, one of which is the head as it is")
+            raise kernels.UserError("residual: true needs subheads, one of which is the unchanged head")
         if recompute not in (True, False, *get_args(Recomputed)):
             raise kernels.UserError(f"recompute: {recompute!r} must be true, queries, states or false")
         if site.expand is not None:

@@ -19,7 +19,7 @@ Activation = Literal["identity", "silu", "relu", "elu1"]
 
 
 class FeatureMap(KeepsFp32):
-    """Any map of each head by itself: [B,T,heads,size] → [B,T,heads,out_size]. Subclass it and set `out_size`."""
+    """Any map of each head separately: [B,T,heads,size] → [B,T,heads,out_size]. Subclass it and set `out_size`."""
 
     def __init__(self, heads: int, size: int):
         super().__init__()
@@ -33,7 +33,7 @@ class FeatureMap(KeepsFp32):
 
 @dataclass(frozen=True)
 class Features:
-    """Short convolution → activation → norm → map, for each subhead by itself.
+    """Short convolution → activation → norm → map, for each subhead separately.
 
     Args:
         conv: Taps of the causal depthwise convolution; 0 for none.
@@ -147,11 +147,13 @@ def together(
 
     Each head of a stream with a product [G,K,N] is multiplied by its matrix first.
     """
-    given = [
+    inputs = [
         path.stream(x, product, history, cu_seqlens, context_parallel)
         for path, x, product, history in zip(paths, streams, products or [None] * len(paths), histories, strict=True)
     ]
-    made, done = (kernels.features_together(given), None) if gates is None else kernels.features_and_gates(given, gates)
+    made, done = (
+        (kernels.features_together(inputs), None) if gates is None else kernels.features_and_gates(inputs, gates)
+    )
     mapped = [
         (y if path.map is None else path.map(y, positions).to(y.dtype), history)
         for path, (y, history) in zip(paths, made, strict=True)
@@ -202,7 +204,7 @@ class Rotary(FeatureMap):
 
 
 class _Turn(torch.autograd.Function):
-    """Rotary embedding of whole rows of heads at once: half a head is too short for a CPU's vector loops.
+    """Rotary embedding of whole rows of heads: half a head is too short for a CPU's vector loops.
 
     x [B,T,H,D], cos and sin [B or 1,T,1,D/2]; the backward pass turns the other way.
     """

@@ -91,7 +91,7 @@ class GatedDeltaNet(LinearMixer):
         return Streams(q, k, v, parts.get("a"), parts["b"], gate)
 
     def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
-        # a subclass may have gates of its own, and a decay another formula
+        # a subclass may override the gates, and a decay may have another formula
         if type(self).gates is not GatedDeltaNet.gates or self.decay is None or self.decay.has_own_formula:
             return None
         assert s.log_decay is not None

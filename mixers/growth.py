@@ -177,7 +177,7 @@ class Subheads(Growth):
 
 
 def growths(mixer: TokenMixer) -> list[Growth]:
-    """The ways in which the state of a mixer can grow, its own ones first; none if it is no matrix, or expanded."""
+    """Return the ways in which a mixer's state can grow, the most specific first; none if not a matrix or expanded."""
     if not isinstance(mixer, LinearMixer) or mixer.site.expand is not None:
         return []
     rules = [rule for rule in _below(Growth) if isinstance(mixer, getattr(rule, "grows", ()))]
@@ -185,4 +185,4 @@ def growths(mixer: TokenMixer) -> list[Growth]:
 
 
 def _below(rule: type[Growth]) -> list[type[Growth]]:
-    return [found for direct in rule.__subclasses__() for found in (direct, *_below(direct))]
+    return [subclass for direct in rule.__subclasses__() for subclass in (direct, *_below(direct))]

@@ -1,4 +1,4 @@
-"""Hugging Face's package `kernels` has the name of ours: whichever Python finds first hides the other."""
+"""Hugging Face's package `kernels` has the same name as this project's: the first one on `sys.path` hides the other."""
 
 import importlib.metadata
 import logging

@@ -19,7 +19,7 @@ def per_document(
     """The `forward` of a mixer, by a function that mixes sequences of equal length and equal past.
 
     It is called once if all sequences are alike, and otherwise once for each document or row. That is simple and right,
-    and as slow as it sounds: a mixer that trains on packed documents for long has a kernel of its own.
+    and as slow as it sounds: a mixer that is often trained on packed documents deserves a dedicated kernel.
 
     Args:
         mix: (x [B,T,hidden], state of B sequences or None) → (y [B,T,hidden], next state or None). What is typed

@@ -19,11 +19,11 @@ class KeepsFp32(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `to`, `bfloat16`, `half` … of this module and of its parents end up here
         named = [p for name in self.keep_fp32 if (p := self._parameters.get(name)) is not None]
-        kept = {id(x) for p in named for x in (p, p.grad)}
+        fp32_ids = {id(x) for p in named for x in (p, p.grad)}
 
         def convert(x: Tensor) -> Tensor:
             y = fn(x)
-            if id(x) not in kept or y.dtype == x.dtype:
+            if id(x) not in fp32_ids or y.dtype == x.dtype:
                 return y
             return x.to(y.device, torch.promote_types(y.dtype, torch.float32))
 

@@ -42,9 +42,9 @@ def register(*, recurrence: str, paper: str, tiny: Mapping[str, Any] | None = No
     """
 
     def add(mixer: type[M]) -> type[M]:
-        known = _entries.get(mixer.__name__)
-        if known is not None and known.mixer.__module__ != mixer.__module__:
-            raise ValueError(f"mixer: the name {mixer.__name__!r} is taken by {known.mixer.__module__}")
+        previous = _entries.get(mixer.__name__)
+        if previous is not None and previous.mixer.__module__ != mixer.__module__:
+            raise ValueError(f"mixer: the name {mixer.__name__!r} is taken by {previous.mixer.__module__}")
         _entries[mixer.__name__] = Entry(mixer, recurrence, paper, tiny or {})
         return mixer
 
@@ -79,7 +79,7 @@ def get(name: str) -> type[TokenMixer]:
     """The mixer class of a registered name, or of a dotted path such as ``package.module.Class``.
 
     Raises:
-        UserError: No mixer has this name, or there is no mixer at this path.
+        UserError: No mixer has this name, or this path holds no mixer.
     """
     module, _, attribute = name.rpartition(".")
     if not module:
@@ -89,12 +89,12 @@ def get(name: str) -> type[TokenMixer]:
     except ModuleNotFoundError as error:
         raise UserError(f"mixer: {name!r} cannot be imported: {error}") from None
     if not (isinstance(mixer, type) and issubclass(mixer, TokenMixer)):
-        raise UserError(f"mixer: {name!r} is no TokenMixer class")
+        raise UserError(f"mixer: {name!r} is not a TokenMixer class")
     return mixer
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """'; did you mean …?' if a known name is similar, otherwise an empty string."""
-    lower = {other.lower(): other for other in known}
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """'; did you mean …?' if one of the candidates is similar, otherwise an empty string."""
+    lower = {other.lower(): other for other in candidates}
     close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
     return f"; did you mean {lower[close[0]]!r}?" if close else ""

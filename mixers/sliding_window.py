@@ -28,7 +28,7 @@ class SlidingWindowAttention(SoftmaxAttention):
         qk: Features of queries and keys: by default rotary positions; `map: null` leaves positions out.
         qk_norm: The norm of queries and keys before their features, such as RMSNorm or ZeroCentredRMSNorm; null for
             none.
-        qk_norm_over: What it normalises: each `head` by itself, with one weight for all heads (Qwen3), or the whole
+        qk_norm_over: What it normalises: each `head` separately, with one weight for all heads (Qwen3), or the whole
             `width` of all heads together (OLMo 3).
         gate: Whether σ(W x) multiplies the output, a number per `head` or per `channel` (Qwen3-Next; arXiv
             2505.06708); null for no gate.

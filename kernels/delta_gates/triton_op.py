@@ -129,8 +129,8 @@ def compute(
     """log_decay and β, in the shape of a […,M]."""
     (log_decay, beta), sizes = (new(a, dtype=torch.float32) for _ in range(2)), tile(a.shape[-1])
     (a, rows, a_row), (b, _, b_row) = rows_of(a), rows_of(b)
-    given = (a, A_log, dt_bias, b, bias, log_decay, beta, rows, a_row, b_row, largest)
-    enqueue(gates_forward, cdiv(rows, sizes["ROWS"]), *given, **sizes)
+    args = (a, A_log, dt_bias, b, bias, log_decay, beta, rows, a_row, b_row, largest)
+    enqueue(gates_forward, cdiv(rows, sizes["ROWS"]), *args, **sizes)
     return log_decay, beta
 
 
@@ -148,7 +148,7 @@ def gradient_of(x: Tensor) -> Tensor:
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     a: Tensor,
     A_log: Tensor,
@@ -159,19 +159,19 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of a, A_log, dt_bias, b and bias."""
     arriving, sizes = [None if g is None else g.contiguous() for g in gradients], tile(a.shape[-1])
-    found = [gradient_of(a), gradient_of(b)]
-    (da, _, da_row), (db, _, db_row) = map(rows_of, found)
+    input_gradients = [gradient_of(a), gradient_of(b)]
+    (da, _, da_row), (db, _, db_row) = map(rows_of, input_gradients)
     (a, rows, a_row), (b, _, b_row) = rows_of(a), rows_of(b)
     programs = min(cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
     parts = new(a, programs, sizes["M"], 3, dtype=torch.float32)
     strides = (rows, a_row, b_row, da_row, db_row)
     enqueue(gates_backward, programs, a, A_log, dt_bias, b, bias, *arriving, da, db, parts, *strides, largest, **sizes)
-    dA_log, ddt_bias, dbias = add_parts(parts, torch.float32)  # each parameter has a dtype of its own
+    dA_log, ddt_bias, dbias = add_parts(parts, torch.float32)  # the parameters' dtypes may differ
     return [
-        found[0],
+        input_gradients[0],
         dA_log.to(A_log.dtype),
         ddt_bias.to(dt_bias.dtype),
-        found[1],
+        input_gradients[1],
         None if bias is None else dbias.to(bias.dtype),
     ]
 

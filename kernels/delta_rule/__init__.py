@@ -91,15 +91,15 @@ def delta_rule(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    given = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    a = check(*given, per_channel=False, consume_state=consume_state, keep_states=keep_states)
+    args = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
+    a = check(*args, per_channel=False, consume_state=consume_state, keep_states=keep_states)
     if a.beta is None:
         raise ValueError("beta: the delta rule needs it")
     one = v.shape[1] == 1 and cu_seqlens is None
-    known = dict(IMPLEMENTATIONS)
+    implementations = dict(IMPLEMENTATIONS)
     if one:
-        known.pop("flashqla")  # which has no kernel for one token
-    run = choose("delta_rule", known, q, limits(a))
+        implementations.pop("flashqla")  # which has no kernel for one token
+    run = choose("delta_rule", implementations, q, limits(a))
     if run is chunk.forward and one:
         run = step.forward
     o, state = run(a)

@@ -48,18 +48,19 @@ class _Chunks(torch.autograd.Function):
         L, R = products * D, _halves(kq) * shrink
         for x in (L, R):
             x[..., 0, :, :].mul_(beta[..., None])
-        inverse, R, kept = unit_lower_inverse(L[..., 0, :, :]), R.flatten(-3, -2), kq[..., :C, :].unsqueeze(3) * fade
+        inverse, R = unit_lower_inverse(L[..., 0, :, :]), R.flatten(-3, -2)
+        decayed_k = kq[..., :C, :].unsqueeze(3) * fade
         written = v.unsqueeze(4) * beta[..., None]
         U, seen = (written.new_empty(*x.shape[:-1], v.shape[-1]) for x in (written, R))
         old, read = seen.split(C, -2)
         fading = decay.expand(*written.shape[:5], 1, 1)
-        chunks = [_each(x) for x in (R, inverse, kept.mT, fading, written, U, seen, old)]
+        chunks = [_each(x) for x in (R, inverse, decayed_k.mT, fading, written, U, seen, old)]
 
         def step(n: int, S: Tensor) -> Tensor:
-            R, inverse, kept, decay, written, U, seen, old = (x[n] for x in chunks)
+            R, inverse, decayed_k, decay, written, U, seen, old = (x[n] for x in chunks)
             torch.bmm(R, S, out=seen)
             torch.bmm(inverse, written.sub_(old), out=U)
-            return torch.addcmul(torch.bmm(kept, U), decay, S)
+            return torch.addcmul(torch.bmm(decayed_k, U), decay, S)
 
         before, S = scan_stacked(_flat(runs, first), first.flatten(0, 3), step)
         before = before.unflatten(1, U.shape[1:5])
@@ -76,19 +77,19 @@ class _Chunks(torch.autograd.Function):
             C = v.shape[-2]
             k, beta = kq[..., :C, :], beta[..., None]
             shrink, fade, decay = _decays(b, kq)
-            kept, do = k.unsqueeze(3) * fade, do.unsqueeze(4)
+            decayed_k, do = k.unsqueeze(3) * fade, do.unsqueeze(4)
             # gradients of [−β(V − …); O], from which those of both halves of L and of R follow
             Z = U.new_empty(*U.shape[:-2], 2, C, U.shape[-1])
             Z[..., 1, :, :] = do
             dU, both = L[..., 1, :, :].mT @ do, Z.flatten(-3, -2)
             fading = decay.expand(*U.shape[:5], 1, 1)
-            chunks = [_each(x) for x in (R.mT, -inverse.mT, kept, fading, dU, Z[..., 0, :, :], both)]
+            chunks = [_each(x) for x in (R.mT, -inverse.mT, decayed_k, fading, dU, Z[..., 0, :, :], both)]
             after: list[Tensor] = []
 
             def step(n: int, dS: Tensor) -> Tensor:
-                R, inverse, kept, decay, dU, left, both = (x[n] for x in chunks)
+                R, inverse, decayed_k, decay, dU, left, both = (x[n] for x in chunks)
                 after.append(dS)
-                left.copy_(torch.bmm(inverse, dU.add_(torch.bmm(kept, dS))))
+                left.copy_(torch.bmm(inverse, dU.add_(torch.bmm(decayed_k, dS))))
                 return torch.addcmul(torch.bmm(R, both), decay, dS)
 
             dfirst = scan(_flat(ctx.runs, dS), dS.flatten(0, 3), step, back=True).view(dS.shape)
@@ -102,8 +103,8 @@ class _Chunks(torch.autograd.Function):
             dbeta = moved[..., 0, :, :].sum(-1) + read[..., 0, :] - (Z[..., 0, :, :] * v.unsqueeze(4)).sum(-1)
             for x in (dL, dR, moved):
                 x[..., 0, :, :].mul_(beta)
-            dkept = (U @ dlater.mT) * fade
-            faded = (dkept * k.unsqueeze(3)).sum(-1, dtype=b.dtype)
+            d_decayed_k = (U @ dlater.mT) * fade
+            faded = (d_decayed_k * k.unsqueeze(3)).sum(-1, dtype=b.dtype)
             # the terms that cancel are the same numbers, summed in fp64
             db = moved.sum((-3, -1), dtype=b.dtype) - moved.sum((-3, -2), dtype=b.dtype)
             db += beta[..., 0] * read[..., 0, :] + read[..., 1, :] - faded
@@ -111,7 +112,7 @@ class _Chunks(torch.autograd.Function):
 
             dL = _summed(dL, 3).flatten(-3, -2)
             dkq = _summed(dR, 3).flatten(-3, -2) + dL @ k
-            dkq[..., :C, :] += _summed(dkept, 3) + dL.mT @ kq
+            dkq[..., :C, :] += _summed(d_decayed_k, 3) + dL.mT @ kq
             dv = _summed(Z[..., 0, :, :] * -beta, 4)
             return dkq, dv, dbeta.to(v.dtype), db.sum_to_size(b.shape), dfirst, None
 
@@ -160,7 +161,7 @@ def unit_lower_inverse(x: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
     h = C // 2
     upper, lower = unit_lower_inverse(torch.stack([x[..., :h, :h], x[..., h:, h:]])).unbind()
-    found = x.new_zeros(x.shape)
-    found[..., :h, :h], found[..., h:, h:] = upper, lower
-    found[..., h:, :h] = -(lower @ (x[..., h:, :h] @ upper))
-    return found
+    inverse = x.new_zeros(x.shape)
+    inverse[..., :h, :h], inverse[..., h:, h:] = upper, lower
+    inverse[..., h:, :h] = -(lower @ (x[..., h:, :h] @ upper))
+    return inverse

@@ -48,14 +48,14 @@ HALVES = gl.constexpr(
 
 
 @gluon.jit
-def copy_pairs(to, x, tile):
+def copy_pairs(shared, x, tile):
     """Start to copy a tile [64, 64] of pairs of tokens."""
-    async_copy.async_copy_global_to_shared(to, at_tile(x, tile * 64, 0, 64, COPY_PAIRS, 64, 64))
+    async_copy.async_copy_global_to_shared(shared, at_tile(x, tile * 64, 0, 64, COPY_PAIRS, 64, 64))
 
 
 @gluon.jit
-def copy_gates(to, x, tile):
-    async_copy.async_copy_global_to_shared(to, x + (tile * 256 + gl.arange(0, 256, COPY_GATES)))
+def copy_gates(shared, x, tile):
+    async_copy.async_copy_global_to_shared(shared, x + (tile * 256 + gl.arange(0, 256, COPY_GATES)))
 
 
 @gluon.jit
@@ -135,11 +135,11 @@ def gradients(
 
     row = gl.arange(0, 128, gl.SliceLayout(1, STATE))
     column = gl.arange(0, 128, gl.SliceLayout(0, STATE))
-    whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
     end = recurrence.to(gl.int64) * (128 * 128)
     dS = gl.zeros([128, 128], gl.float32, STATE)
     if dfinal is not None:
-        dS = gl.load(dfinal + end + whole).to(gl.float32)
+        dS = gl.load(dfinal + end + offsets).to(gl.float32)
 
     if chunks > 0:
         token = start + (chunks - 1) * 64
@@ -264,4 +264,4 @@ def gradients(
             gl.store(before_t + tile * 128 + at_halves(), halves(dU * keys_here.load(ROWS).to(gl.float32)))
         dK = warpgroup_mma_wait(0, deps=[dK])
         store_rows(dk, token, of_m, stop, M * 128, dK)
-    gl.store(dinitial + end + whole, dS)
+    gl.store(dinitial + end + offsets, dS)

@@ -5,9 +5,9 @@ With N the strict lower part of D ⊙ K Kᵀ, everything follows from one symmet
 
     H = (β + βNβ)⁻¹      inverse = (I + βN)⁻¹ β = β H β      scores = (scale · D ⊙ Q Kᵀ) (β H) β
 
-H is 1/β on the diagonal. Neither β H nor H β, which have ones there, shrinks with β in any row, so that both keep their
-digits in fp16, which has as many as tf32. For keys of length one and β ≤ 2, none of their numbers is above 2. Blocks of
-16 tokens are solved by substitution in fp32, one in each warp, without memory. Two rounds merge neighbours by
+H is 1/β on the diagonal. β H and H β have ones there and do not shrink with β in any row, so both keep their precision
+in fp16, whose mantissa is as long as that of tf32. For keys of length one and β ≤ 2, none of their numbers is above 2.
+Blocks of 16 tokens are solved by substitution in fp32, one in each warp, without memory. Two rounds merge neighbours by
 H ← H − (H β) N (β H), N being what is between them. Four programs fit on a multiprocessor.
 """
 
@@ -49,7 +49,7 @@ QUADS = gl.constexpr(
 def elimination() -> str:
     """PTX that solves for H, in a thread's eight numbers of a block of 16 tokens (layout BLOCKS).
 
-    Row j is taken off all rows below as soon as it is final: H_i ← H_i − (Nβ)_ij H_j. Operands are the results, what
+    Row j is subtracted from all rows below once it is final: H_i ← H_i − (Nβ)_ij H_j. Operands are the results, what
     they start from (1/β on the diagonal), and −Nβ. A thread's quad has its rows; other quads, its columns.
     """
     lines = [f"mov.f32 ${i}, ${8 + i};" for i in range(8)]

@@ -14,12 +14,12 @@ from ..triton.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_a
 
 
 @triton.jit
-def start_state(x, given, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Write a given state, or zeros."""
+def start_state(x, initial, column, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Write the initial state, or zeros."""
     for row in tl.range(0, K, BK):
         block = tl.zeros([BK, BV], tl.float32)
-        if given is not None:
-            block = load_state(given, row, column, K, V, BK, BV, tl.float32)
+        if initial is not None:
+            block = load_state(initial, row, column, K, V, BK, BV, tl.float32)
         store_state(x, row, column, K, V, BK, BV, block)
 
 
@@ -96,12 +96,12 @@ def long_forward(
             store_tokens(o, token, stop, M * V, column, V, BV, O)
         if u is not None:
             store_tokens(u, token, stop, M * V, column, V, BV, U)
-        kept = (U * keep[:, None]).to(DTYPE)
+        decayed_U = (U * keep[:, None]).to(DTYPE)
         tl.debug_barrier()  # other threads have read what is written next
         for row in tl.range(0, K, BK, num_stages=STAGES):
             block = load_state(S, row, column, K, V, BK, BV, tl.float32) * total
             keys_here = load_tokens(k, token, stop, keys * K, row, K, BK, DTYPE)
-            block = tl.dot(tl.trans(keys_here), kept, block, input_precision=PRECISION)
+            block = tl.dot(tl.trans(keys_here), decayed_U, block, input_precision=PRECISION)
             store_state(S, row, column, K, V, BK, BV, block)
 
 

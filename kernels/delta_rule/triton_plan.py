@@ -92,13 +92,13 @@ class DeltaRule(Plan):
         states, transition = ((slots, M, K, V), self.dtype), ((self.most, M, K, K), torch.float32)
         return [*of_chunks, ((B, T, M, V), self.dtype), states, transition]
 
-    def shapes(self, whole: int) -> Shapes:
-        """Shapes and dtypes of the op's outputs: o, the final states, and the first `whole` of what gradients need."""
+    def shapes(self, count: int) -> Shapes:
+        """Shapes and dtypes of the op's outputs: o, the final states, and the first `count` of what gradients need."""
         results: Shapes = [
             ((self.B, self.T, self.H, self.V), self.dtype),
             ((self.N, self.M, self.K, self.V), torch.float32),
         ]
-        return [*results, *self.kept[:whole], *(((0,), dtype) for _, dtype in self.kept[whole:])]
+        return [*results, *self.kept[:count], *(((0,), dtype) for _, dtype in self.kept[count:])]
 
     @cached_property
     def at_once(self) -> bool:
@@ -166,7 +166,7 @@ class DeltaRule(Plan):
 
     def _prepared(self, kernel: Any, entry: Launch, programs: int, **constants: Any) -> Prepared:
         exact = self.dtype == torch.float32
-        # Triton's interpreter gets bf16 arithmetic wrong: what is loaded becomes fp32 at once
+        # Triton's interpreter gets bf16 arithmetic wrong: loads convert to fp32 immediately
         dtype = tl.float32 if exact or INTERPRETED else tl.bfloat16
         precision = "tf32x3" if exact and not INTERPRETED else "ieee"
         sizes: dict[str, Any] = {

@@ -34,9 +34,9 @@ def remembered(bounds, first, chunks, m, M: tl.constexpr, REVERSE: tl.constexpr)
     i = tl.arange(0, FARTHEST)
     c = i if REVERSE else chunks - 1 - i
     bound = tl.load(bounds + (first + c).to(tl.int64) * M + m, mask=i < chunks, other=0.0)
-    found = tl.min(tl.where(tl.cumsum(bound, 0) <= ERASED, i, FARTHEST), 0)
-    erased = found < FARTHEST
-    return tl.where(erased, found + 1, chunks), erased
+    nearest = tl.min(tl.where(tl.cumsum(bound, 0) <= ERASED, i, FARTHEST), 0)
+    erased = nearest < FARTHEST
+    return tl.where(erased, nearest + 1, chunks), erased
 
 
 @triton.jit

@@ -118,7 +118,7 @@ def fake(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     a: Tensor,
     A_log: Tensor,
@@ -126,14 +126,14 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of a, A_log and dt_bias."""
     dlog_decay, ddt = (None if g is None else g.contiguous() for g in gradients)
-    sizes, found = tile(a.shape[-1]), gradient_for(a, new) if a.dim() <= 3 else new(a)  # rows have one stride
-    (da, _, da_row), (a, rows, a_row) = rows_of(found), rows_of(a)
+    sizes, input_gradient = tile(a.shape[-1]), gradient_for(a, new) if a.dim() <= 3 else new(a)  # rows have one stride
+    (da, _, da_row), (a, rows, a_row) = rows_of(input_gradient), rows_of(a)
     programs = min(cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
     parts = new(a, programs, sizes["M"], 2, dtype=torch.float32)
-    given = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a_row, da_row)
-    enqueue(discretise_backward, programs, *given, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
+    args = (a, A_log, dt_bias, dlog_decay, ddt, da, parts, rows, a_row, da_row)
+    enqueue(discretise_backward, programs, *args, **sizes, DECAY=dlog_decay is not None, DT=ddt is not None)
     dA_log, ddt_bias = add_parts(parts, torch.promote_types(A_log.dtype, dt_bias.dtype))
-    return [found, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype)]
+    return [input_gradient, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype)]
 
 
 discretise = op.register("discretise", compute, differentiate, fake, results=2)

@@ -91,8 +91,8 @@ def features_together(streams: Sequence[FeatureStream]) -> list[tuple[Tensor, Te
     Returns:
         y [B,T,heads,size] and the history of each stream, or None in its place.
     """
-    found, _ = together(streams, None)
-    return found
+    outputs, _ = together(streams, None)
+    return outputs
 
 
 def features_and_gates(
@@ -107,15 +107,15 @@ def features_and_gates(
     Returns:
         y [B,T,heads,size] and the history of each stream, and log_decay and β.
     """
-    found, both = together(streams, gates)
-    return found, delta_gates(gates) if both is None else (both[0], both[1])
+    outputs, both = together(streams, gates)
+    return outputs, delta_gates(gates) if both is None else (both[0], both[1])
 
 
 def together(
     streams: Sequence[FeatureStream], gates: GateInputs | None
 ) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
     """y and the history of each stream, and both gates [2,…,M] if the same launch made them."""
-    chosen, whole = [], []
+    chosen, inputs = [], []
     for stream in streams:
         fits = stream.taps <= MOST_TAPS and (stream.norm == "none" or stream.size <= LARGEST)
         implementation = choose("features", IMPLEMENTATIONS, stream.x, None if fits else LIMITS)
@@ -124,8 +124,8 @@ def together(
         else:
             stream = stream.multiplied()
         chosen.append(implementation)
-        whole.append(stream)
-    streams = whole
+        inputs.append(stream)
+    streams = inputs
     if all(implementation is triton for implementation in chosen) and (done := one_launch(streams, gates)) is not None:
         return done
     return [implementation(stream) for implementation, stream in zip(chosen, streams, strict=True)], None

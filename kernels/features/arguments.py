@@ -48,9 +48,9 @@ class FeatureStream:
             raise ValueError(f"weight: expected [{C},1,W], got shape {tuple(weight.shape)}")
         if bias is not None and (weight is None or bias.shape != (C,)):
             raise ValueError(f"bias: expected [{C}] and a weight, got shape {tuple(bias.shape)}")
-        for name, value, known in (("activation", self.activation, ACTIVATIONS), ("norm", self.norm, NORMS)):
-            if value not in known:
-                raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
+        for name, value, choices in (("activation", self.activation, ACTIVATIONS), ("norm", self.norm, NORMS)):
+            if value not in choices:
+                raise ValueError(f"{name}: {value!r} is not one of {', '.join(choices)}")
         if self.cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
             documents(self.cu_seqlens, x.shape[1], x.shape[0], x.device)
         past = (self.sequences, self.taps - 1, C)

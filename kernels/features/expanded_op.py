@@ -51,7 +51,7 @@ def fits(stream: FeatureStream) -> bool:
         and (x.shape[3], stream.size, stream.taps) == (SIZE, SIZE, TAPS)
         and stream.activation in ACTIVATIONS
         and stream.norm in NORMS
-        and all(given is None for given in (stream.bias, stream.history, stream.cu_seqlens))
+        and all(unsupported is None for unsupported in (stream.bias, stream.history, stream.cu_seqlens))
         and not stream.return_history
         and x.shape[1] >= FORWARD.tokens
         and x.dtype == torch.bfloat16
@@ -88,8 +88,8 @@ def cut(tiles: int, columns: int, room: int) -> tuple[int, int]:
 
     A program costs one tile more, for its matrix; a last wave that fills little of the device takes as long as any.
     """
-    found = {cdiv(tiles, cdiv(tiles, max(1, waves * room // columns))) for waves in range(1, MOST_WAVES + 1)}
-    runs = min(found, key=lambda n: (cdiv(n * columns, room) * (cdiv(tiles, n) + 1), n))
+    candidates = {cdiv(tiles, cdiv(tiles, max(1, waves * room // columns))) for waves in range(1, MOST_WAVES + 1)}
+    runs = min(candidates, key=lambda n: (cdiv(n * columns, room) * (cdiv(tiles, n) + 1), n))
     return runs, cdiv(tiles, runs)
 
 
@@ -137,7 +137,7 @@ def fake(x: Tensor, product: Tensor, weight: Tensor, activation: str, norm: str)
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     product: Tensor,
@@ -149,8 +149,8 @@ def differentiate(
     assert gradients[0] is not None
     if norm != "none":  # with a norm, the product is worth its memory
         z = multiply(x, product)[0].view(*x.shape[:2], -1, SIZE)
-        given = (z, weight, None, None, None, activation, norm)
-        dz, dweight, *_ = differentiate_features(gradients, (), (True, needed[2], *[False] * 3), *given)
+        args = (z, weight, None, None, None, activation, norm)
+        dz, dweight, *_ = differentiate_features(gradients, (), (True, needed[2], *[False] * 3), *args)
         assert dz is not None
         dz = dz.view(*x.shape[:3], -1)
         return [*differentiate_product([dz], (), needed[:2], x, product), dweight]
@@ -167,15 +167,15 @@ def differentiate(
 apply = op.register("expanded_features", compute, differentiate, fake, results=1)
 
 
-def again(*given: Any) -> Tensor:
+def again(*args: Any) -> Tensor:
     """y, without gradients."""
-    return compute(*given)[0]
+    return compute(*args)[0]
 
 
 def forward(stream: FeatureStream) -> tuple[Tensor, None]:
     """y [B,T,heads,size]; inside `recomputing()` it is not saved by what follows, unless the stream says so."""
     assert stream.product is not None
     assert stream.weight is not None
-    given = (stream.x, stream.product, stream.weight, stream.activation, stream.norm)
-    (y,) = apply(*given)
-    return y if stream.kept else remake(y, again, *given), None
+    args = (stream.x, stream.product, stream.weight, stream.activation, stream.norm)
+    (y,) = apply(*args)
+    return y if stream.kept else remake(y, again, *args), None

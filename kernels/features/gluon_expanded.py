@@ -4,8 +4,8 @@ activation and norm, without the product in memory.
 A program has the matrix of one subhead in shared memory and walks over tiles of tokens, each of which begins three
 tokens (the reach of the convolution) before its first result, so that tiles do not depend on one another. The product
 is computed with tokens as its columns, in an order in which each thread holds a quarter of the tile's tokens of a
-channel, one after the other: the convolution then stays within a thread's registers, but for three tokens that come
-from the thread beside it.
+channel, one after the other: the convolution then stays within a thread's registers, except for three tokens that come
+from the neighbouring thread.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -36,12 +36,12 @@ def tokens_of(TILE: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(to, x, first, column, T, stride: gl.constexpr, TILE: gl.constexpr):
+def copy_tile(shared, x, first, column, T, stride: gl.constexpr, TILE: gl.constexpr):
     """Start to copy a tile that begins with token `first`; zeros outside of the sequence."""
     token = first + tokens_of(TILE)
     c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, COPY)), 0)
     at = x + (token.to(gl.int64) * stride + (column + c))
-    async_copy.async_copy_global_to_shared(to, at, mask=(token >= 0) & (token < T))
+    async_copy.async_copy_global_to_shared(shared, at, mask=(token >= 0) & (token < T))
 
 
 @gluon.jit
@@ -94,17 +94,17 @@ def joined(tokens):
     for i in gl.static_range(RUN):
         parts = parts + (gl.reshape(tokens[i], [128, LANES, 1]),)
     for d in gl.static_range(4 if RUN == 16 else 5):
-        whole = ()
+        merged = ()
         for i in gl.static_range(RUN >> (d + 1)):
             both = gl.permute(gl.join(parts[2 * i], parts[2 * i + 1]), (0, 1, 3, 2))
-            whole = whole + (gl.reshape(both, [128, LANES, 2 << d]),)
-        parts = whole
+            merged = merged + (gl.reshape(both, [128, LANES, 2 << d]),)
+        parts = merged
     return parts[0]
 
 
 @gluon.jit
-def beside(x, STEP: gl.constexpr):
-    """Value held by the lane `STEP` positions away."""
+def neighbour(x, STEP: gl.constexpr):
+    """The value held by the lane `STEP` positions away."""
     LAYOUT: gl.constexpr = x.type.layout
     a = gl.expand_dims((gl.arange(0, LANES, gl.SliceLayout(0, LAYOUT)) + STEP) & (LANES - 1), 0)
     at = a + 0 * gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, LAYOUT)), 1)
@@ -116,7 +116,7 @@ def with_past(tokens):
     """The tokens of a run, behind the three before it."""
     window = ()
     for i in gl.static_range(REACH):
-        window = window + (beside(tokens[len(tokens) - REACH + i], -1),)
+        window = window + (neighbour(tokens[len(tokens) - REACH + i], -1),)
     return window + tokens
 
 
@@ -125,7 +125,7 @@ def with_future(tokens):
     """The tokens of a run, and the three after it."""
     window = tokens
     for i in gl.static_range(REACH):
-        window = window + (beside(tokens[i], 1),)
+        window = window + (neighbour(tokens[i], 1),)
     return window
 
 
@@ -133,22 +133,22 @@ def with_future(tokens):
 def taps_of(taps, channel, SILU: gl.constexpr, LAYOUT: gl.constexpr):
     """The four taps of each channel; the last one applies to the current token. They are halved for `SILU`."""
     at = taps + gl.expand_dims((channel + gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))) * (REACH + 1), 1)
-    found = ()
+    weights = ()
     for j in gl.static_range(REACH + 1):
-        found = found + (gl.load(at + j).to(gl.float32) * (0.5 if SILU else 1.0),)
-    return found
+        weights = weights + (gl.load(at + j).to(gl.float32) * (0.5 if SILU else 1.0),)
+    return weights
 
 
 @gluon.jit
 def convolved(window, taps, REVERSE: gl.constexpr):
     """Σ_j taps_j · window_{t+j} for each token of a run, with the taps in reverse for gradients."""
-    found = ()
+    sums = ()
     for i in gl.static_range(len(window) - REACH):
         z = taps[REACH if REVERSE else 0] * window[i]
         for j in gl.static_range(1, REACH + 1):
             z += taps[REACH - j if REVERSE else j] * window[i + j]
-        found = found + (z,)
-    return found
+        sums = sums + (z,)
+    return sums
 
 
 @gluon.jit
@@ -161,10 +161,10 @@ def tanh(x):
 
 
 @gluon.jit
-def copy_matrix(to, product, subhead, SUBHEADS: gl.constexpr):
+def copy_matrix(shared, product, subhead, SUBHEADS: gl.constexpr):
     """Start to copy the matrix [128, 128] of a subhead out of [heads, 128, SUBHEADS · 128]."""
     row, column = subhead // SUBHEADS * 128, subhead % SUBHEADS * 128
-    async_copy.async_copy_global_to_shared(to, at_tile(product, row, column, SUBHEADS * 128, COPY, 128, 128))
+    async_copy.async_copy_global_to_shared(shared, at_tile(product, row, column, SUBHEADS * 128, COPY, 128, 128))
 
 
 @gluon.jit
@@ -231,11 +231,11 @@ def forward(
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        found = tile.load(COPY)
+        block = tile.load(COPY)
         if L2:  # a thread has 8 channels of a token here, rather than 2
-            a = found.to(gl.float32)
-            found = (a * gl.expand_dims(gl.rsqrt(gl.sum(a * a, 1) + EPS), 1)).to(gl.bfloat16)
-        store_tile(y, found, start, subhead * 128, T, C, TILE, ALONE)
+            a = block.to(gl.float32)
+            block = (a * gl.expand_dims(gl.rsqrt(gl.sum(a * a, 1) + EPS), 1)).to(gl.bfloat16)
+        store_tile(y, block, start, subhead * 128, T, C, TILE, ALONE)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles"])

@@ -67,8 +67,8 @@ def inputs_before(x, history, t, n, start, x_row, c, inside, C: tl.constexpr, W:
     """The W − 1 inputs before token t of sequence n: tokens and, before the first of them, the history or zeros."""
     past = ()
     for m in tl.static_range(W - 1, 0, -1):
-        known = t - m >= start
-        value = tl.load(x + (t - m).to(tl.int64) * x_row + c, mask=inside & known, other=0.0).to(tl.float32)
+        in_document = t - m >= start
+        value = tl.load(x + (t - m).to(tl.int64) * x_row + c, mask=inside & in_document, other=0.0).to(tl.float32)
         if history is not None:
             place = n.to(tl.int64) * (W - 1) + (W - 1 + t - start - m)
             older = tl.load(history + place * C + c, mask=inside & (t - m < start), other=0.0)

@@ -20,13 +20,13 @@ from .arguments import FeatureStream
 from .convolution import continued
 from .stages import EPS
 
-LOAD = 256  # bytes that a warp reads at once, 8 per thread: with 16, too few warps have room
+LOAD = 256  # bytes per load of a warp, 8 per thread: with 16, too few warps have room
 # warps that run side by side on a multiprocessor; in the backward pass, which loads gradients too, each has twice the
 # registers. Forward there is room for 32, but runs as long as a power of two keep to the same channels of memory.
 WARPS, WARPS_BACKWARD = 28, 16
 REGISTERS_BACKWARD = 128  # of a thread, so that there is room for these warps: left alone, the compiler takes 163
 TOKENS = 4  # per iteration
-ALIGNED = 16  # channels: more would not be loaded at once
+ALIGNED = 16  # channels: more would not fit into one load
 SHORTEST = 16  # tokens of a run: the W − 1 before or after it are read as well
 MOST_WAVES = 4  # of programs, one after the other on the same multiprocessors
 
@@ -176,7 +176,7 @@ def fake(
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     weight: Tensor | None,
@@ -188,7 +188,7 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of all tensors; None for `cu_seqlens`."""
     assert gradients[0] is not None
-    given = history
+    initial_history = history
     weight, bias, history = parameters(weight, bias, history)
     dx, *dx_strides = strided(gradient_for(x, new))
     (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
@@ -212,8 +212,8 @@ def differentiate(
         dweight = total[:, None, :W].to(weight.dtype).contiguous()
         dbias = None if bias is None else total[:, W].to(bias.dtype, copy=True)
     past = None
-    if given is not None:
-        past = torch.zeros_like(given) if dhistory is None else dhistory.sum(1).to(given.dtype)
+    if initial_history is not None:
+        past = torch.zeros_like(initial_history) if dhistory is None else dhistory.sum(1).to(initial_history.dtype)
     return [dx, dweight, dbias, past, None]
 
 
@@ -247,9 +247,9 @@ def fake_step(
     return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=dtype)
 
 
-def again(*given: Any) -> Tensor:
+def again(*args: Any) -> Tensor:
     """y, without gradients."""
-    return compute(*given)[0]
+    return compute(*args)[0]
 
 
 step = op.register("features_step", compute_step, None, fake_step, results=2)
@@ -264,10 +264,10 @@ def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     if stream.return_history and weight is not None and stream.cu_seqlens is None and not stream.differentiated:
         y, tail = step(x, weight, bias, history, *how)
         return y, tail
-    given = (x, weight, bias, history, stream.cu_seqlens, *how)
-    (y,) = features(*given)
+    args = (x, weight, bias, history, stream.cu_seqlens, *how)
+    (y,) = features(*args)
     if (
         noted(x) and not stream.kept
     ):  # an expansion of a smaller stream: neither it nor its features are worth their memory
-        y = remake(y, again, *given)
+        y = remake(y, again, *args)
     return y, continued(stream) if stream.return_history else None

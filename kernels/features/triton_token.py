@@ -159,7 +159,7 @@ def compute(
         norms: The same.
         largest: That of `GateInputs`.
     """
-    given: list[Tensor | None] = []
+    kernel_args: list[Tensor | None] = []
     pieces: list[Cut] = []
     about, strides = [], []
     y, both = fake(tensors, histories, gates, activations, norms, largest)
@@ -172,11 +172,11 @@ def compute(
         x, batch, _ = strided(x)
         C, _, W = weight.shape
         piece = cut(*x.shape, norm, LOAD // x.element_size(), warps=1, tokens=1)
-        given += [x, weight, bias, histories[i], parts[i]]
+        kernel_args += [x, weight, bias, histories[i], parts[i]]
         pieces.append(piece)
         about.append((C, W, piece.heads, piece.size, piece.block, activation, norm))
         strides.append(batch)
-    given += [None] * (5 * MOST - len(given))
+    kernel_args += [None] * (5 * MOST - len(kernel_args))
     sizes, numbers = (1, 1, 1), (0, 0, 0, largest)
     if gates:
         a, A_log, dt_bias, b, bias = gates
@@ -184,18 +184,18 @@ def compute(
         assert b is not None
         M, _, BLOCK = tile(a.shape[-1]).values()
         (a, rows, a_row), (b, _, b_row) = rows_of(a), rows_of(b)
-        given += [a, A_log, dt_bias, b, bias, *both]
+        kernel_args += [a, A_log, dt_bias, b, bias, *both]
         sizes, numbers = (M, max(1, GATE_TILE // BLOCK), BLOCK), (rows, a_row, b_row, largest)
     else:
-        given += [None] * 7
-    launch(tuple(pieces), tuple(about), tuple(strides), sizes, numbers)(*given)  # type: ignore[arg-type]
+        kernel_args += [None] * 7
+    launch(tuple(pieces), tuple(about), tuple(strides), sizes, numbers)(*kernel_args)  # type: ignore[arg-type]
     return y, both
 
 
-def each(found: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+def each(joined: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """y of each stream in the first result of `compute`."""
     streams = [x for x in tensors[::3] if x is not None]
-    parts = found.split([x.numel() for x in streams])
+    parts = joined.split([x.numel() for x in streams])
     return [part.view(x.shape) for part, x in zip(parts, streams, strict=True)]
 
 
@@ -246,7 +246,7 @@ def own_history(stream: FeatureStream) -> Tensor:
 def forward(
     streams: Sequence[FeatureStream], gates: GateInputs | None = None
 ) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
-    """y and the history for the next call of each stream, and both gates [2,…,M] if there are inputs of theirs."""
+    """y and the history for the next call of each stream, and both gates [2,…,M] if `gates` has their inputs."""
     tensors = [x for stream in streams for x in (stream.x, stream.weight, stream.bias)]
     histories = [own_history(stream) for stream in streams]
     inputs = [] if gates is None else [x if x is None or x.dim() > 1 else x.contiguous() for x in gates.tensors]

@@ -35,8 +35,8 @@ def forget_gate(x: Tensor, bias: Tensor | None = None, odds: Tensor | None = Non
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    for name, given in (("bias", bias), ("odds", odds)):
-        if given is not None and given.shape != x.shape[-1:]:
-            raise ValueError(f"{name}: expected [{x.shape[-1]}], got shape {tuple(given.shape)}")
+    for name, parameter in (("bias", bias), ("odds", odds)):
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            raise ValueError(f"{name}: expected [{x.shape[-1]}], got shape {tuple(parameter.shape)}")
     run = choose("forget_gate", IMPLEMENTATIONS, x)
     return remake(run(x, bias, odds, scale), run, x, bias, odds, scale)

@@ -41,7 +41,7 @@ def fake(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> t
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     bias: Tensor | None,

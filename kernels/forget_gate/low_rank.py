@@ -1,4 +1,4 @@
-"""Decays of gates that a few numbers per token are widened into: log σ(W x + b)."""
+"""Log decays from low-rank gates: log σ(W x + b)."""
 
 import torch
 from torch import Tensor
@@ -17,14 +17,14 @@ def triton(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tens
 
 
 def composed(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """A product as of one head, and its decays."""
+    """Compute the product as that of a single head, then its decays."""
     raw = head_linear(x.unflatten(-1, (1, -1)), weight.mT[None])
     # by views, since the gradient of an index is a copy into zeros
     return forget_gate(raw.flatten(2), bias, scale=scale).to(dtype_of(x))
 
 
 def by_formula(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """The formula, as it stands in the paper."""
+    """The formula of the paper, in PyTorch."""
     return reference.forward(at_least_fp32(x) @ at_least_fp32(weight).mT, bias, None, scale).to(dtype_of(x))
 
 
@@ -33,7 +33,7 @@ def dtype_of(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == torch.bfloat16 else torch.promote_types(x.dtype, torch.float32)
 
 
-WIDEST = 64  # numbers per token that Triton takes; more of them are worth a product of its own
+WIDEST = 64  # largest rank that the Triton kernel supports; beyond it, a separate matrix product pays off
 IMPLEMENTATIONS = {"triton": triton, "torch": composed, "reference": by_formula}
 
 

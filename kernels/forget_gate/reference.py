@@ -1,4 +1,4 @@
-"""The formula, as it stands in the papers."""
+"""The formula of the papers, in PyTorch."""
 
 import torch
 from torch import Tensor

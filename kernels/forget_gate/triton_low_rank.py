@@ -140,7 +140,7 @@ def fake(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> tuple[
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     weight: Tensor,
@@ -150,18 +150,18 @@ def differentiate(
     """The gradients of x, W and the bias."""
     assert gradients[0] is not None
     dy, (C, R) = gradients[0].contiguous(), weight.shape
-    found = gradient_for(x, new)
+    dx = gradient_for(x, new)
     x, rows, x_row = rows_of(x)
     blocks = cdiv(C, BACKWARD["BLOCK"])
     programs = min(cdiv(rows, BACKWARD["ROWS"]), max(1, multiprocessors(x.device) * PROGRAMS // blocks))
     of_x, of_weight = (new(x, *shape, dtype=torch.float32) for shape in ((blocks, rows, R), (programs, R, C)))
     of_bias = None if bias is None else new(x, programs, 1, C, dtype=torch.float32)
-    given = (x, weight, bias, dy, of_x, of_weight, of_bias, rows, x_row, scale)
+    args = (x, weight, bias, dy, of_x, of_weight, of_bias, rows, x_row, scale)
     sizes = {**constants(x, weight), **BACKWARD}
-    enqueue(low_rank_backward, programs * blocks, *given, **sizes, num_warps=4)
-    found.copy_(of_x.sum(0).view(found.shape))
+    enqueue(low_rank_backward, programs * blocks, *args, **sizes, num_warps=4)
+    dx.copy_(of_x.sum(0).view(dx.shape))
     dbias = None if of_bias is None or bias is None else add_parts(of_bias, bias.dtype).view(C)
-    return [found, add_parts(of_weight, weight.dtype), dbias]
+    return [dx, add_parts(of_weight, weight.dtype), dbias]
 
 
 low_rank = op.register("low_rank_forget_gate", compute, differentiate, fake, results=1)

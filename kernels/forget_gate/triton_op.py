@@ -40,8 +40,8 @@ def log_sigmoid(x):
 
 
 @triton.jit
-def per_channel(given, c, C: tl.constexpr):
-    return tl.load(given + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+def per_channel(vector, c, C: tl.constexpr):
+    return tl.load(vector + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -58,12 +58,12 @@ def tile_of(x, bias, first, rows, x_row, c, C: tl.constexpr, ROWS: tl.constexpr)
 @triton.jit
 def log_forget(x, odds, c, C: tl.constexpr):
     """log(σ(odds) + σ(−odds) σ(x))."""
-    found = log_sigmoid(x)
+    log_gate = log_sigmoid(x)
     if odds is not None:
         at = per_channel(odds, c, C)
-        low, high = log_sigmoid(at), log_sigmoid(-at) + found
-        found = tl.maximum(low, high) + tl.log(1 + tl.exp(-tl.abs(low - high)))
-    return found
+        low, high = log_sigmoid(at), log_sigmoid(-at) + log_gate
+        log_gate = tl.maximum(low, high) + tl.log(1 + tl.exp(-tl.abs(low - high)))
+    return log_gate
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -131,7 +131,7 @@ def compute(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     bias: Tensor | None,
@@ -141,21 +141,21 @@ def differentiate(
     """The gradients of x, bias and odds."""
     assert gradients[0] is not None
     dy, sizes = gradients[0].contiguous(), tile(x.shape[-1])
-    found = gradient_for(x, new) if x.dim() <= 3 else new(x)  # rows have one stride
-    (dx, _, dx_row), (x, rows, x_row) = rows_of(found), rows_of(x)
+    input_gradient = gradient_for(x, new) if x.dim() <= 3 else new(x)  # rows have one stride
+    (dx, _, dx_row), (x, rows, x_row) = rows_of(input_gradient), rows_of(x)
     blocks = cdiv(sizes["C"], sizes["BLOCK"])
     programs = min(cdiv(rows, sizes["ROWS"]), max(1, multiprocessors(x.device) * PROGRAMS // blocks))
     parts = dbias = dodds = None
     if bias is not None or odds is not None:
         parts = new(x, programs, sizes["C"], 2, dtype=torch.float32)
-    given = (x, bias, odds, dy, dx, parts, rows, x_row, dx_row, scale)
-    enqueue(forget_backward, programs * blocks, *given, **sizes)
+    args = (x, bias, odds, dy, dx, parts, rows, x_row, dx_row, scale)
+    enqueue(forget_backward, programs * blocks, *args, **sizes)
     if parts is not None:
         both = add_parts(parts, torch.float32)
         # copies: two results must not share memory
         dbias = None if bias is None else both[0].to(bias.dtype, copy=True)
         dodds = None if odds is None else both[1].to(odds.dtype, copy=True)
-    return [found, dbias, dodds]
+    return [input_gradient, dbias, dodds]
 
 
 forget_gate = op.register("forget_gate_triton", compute, differentiate, fake, results=1)
@@ -163,5 +163,5 @@ forget_gate = op.register("forget_gate_triton", compute, differentiate, fake, re
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
     """log_decay, in the shape of x […,C]."""
-    bias, odds = (None if given is None else given.contiguous() for given in (bias, odds))
+    bias, odds = (None if parameter is None else parameter.contiguous() for parameter in (bias, odds))
     return forget_gate(x, bias, odds, scale)[0]

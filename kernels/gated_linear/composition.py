@@ -36,11 +36,11 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         gate_up, opened = ctx.saved_tensors
-        found = torch.empty_like(gate_up)
-        (gate, up), (dgate, dup) = gate_up.chunk(2, -1), found.chunk(2, -1)
+        dgate_up = torch.empty_like(gate_up)
+        (gate, up), (dgate, dup) = gate_up.chunk(2, -1), dgate_up.chunk(2, -1)
         torch.mul(dy, opened, out=dup)
         torch.ops.aten.silu_backward.grad_input(torch.mul(dy, up, out=dgate), gate, grad_input=dgate)
-        return found
+        return dgate_up
 
 
 def reference(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:

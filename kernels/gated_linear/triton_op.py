@@ -83,7 +83,7 @@ def fake(gate_up: Tensor, weight: Tensor, activation: str, keep: bool) -> tuple[
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     gate_up: Tensor,
     weight: Tensor,
@@ -95,11 +95,11 @@ def differentiate(
     dy, size = gradients[0].reshape(-1, weight.shape[0]), weight.shape[1]
     with as_given(gate_up.device.type):
         dh = dy @ weight.to(gate_up.dtype)
-        again, dgate_up = None if keep else new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
+        recomputed, dgate_up = None if keep else new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
         programs = len(dy) * cdiv(size, BLOCK)
         constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
-        enqueue(differentiate_product, programs, gate_up, dh, again, dgate_up, **constants, num_warps=WARPS)
-        h = kept[0].view(dh.shape) if again is None else again
+        enqueue(differentiate_product, programs, gate_up, dh, recomputed, dgate_up, **constants, num_warps=WARPS)
+        h = residuals[0].view(dh.shape) if recomputed is None else recomputed
         return [dgate_up, (dy.T @ h).to(weight.dtype) if needed[1] else None]
 
 

@@ -22,7 +22,7 @@ def part(x, at, inside, I: tl.constexpr, GATE: tl.constexpr):
         gate, up = value.to(tl.float32), tl.load(x + at + I, mask=inside, other=0.0).to(tl.float32)
         if GATE == "silu":
             gate *= tl.sigmoid(gate)
-        value = (gate * up).to(value.dtype)  # rounded as it is where there are many rows
+        value = (gate * up).to(value.dtype)  # rounded as on the path for many rows
     return value.to(tl.float32)
 
 

@@ -80,7 +80,7 @@ def add_product(total: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     weight: Tensor,
@@ -93,7 +93,7 @@ def differentiate(
     (gradient,) = gradients
     if gradient is None:
         return [None, None, None]
-    dx, dweight = (_scaled(k, gradient) if need else None for k, need in zip(kept, needed, strict=False))
+    dx, dweight = (_scaled(k, gradient) if need else None for k, need in zip(residuals, needed, strict=False))
     return [dx, dweight, None]
 
 

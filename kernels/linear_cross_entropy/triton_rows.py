@@ -32,12 +32,12 @@ def softmax_loss(logits, labels, losses, ignore_index, stride, V, BLOCK: tl.cons
             largest = new
         lse = largest + tl.log(total)
         # a label outside the vocabulary gives nan, in the loss and in the gradient
-        known = (label >= 0) & (label < V)
-        loss = lse - tl.load(at + label, mask=known, other=float("nan")).to(tl.float32)
+        valid = (label >= 0) & (label < V)
+        loss = lse - tl.load(at + label, mask=valid, other=float("nan")).to(tl.float32)
         tl.store(losses + row, loss)
         if GRADIENT:
             tl.debug_barrier()  # no warp overwrites what another still has to read
-            lse = tl.where(known, lse, float("nan"))
+            lse = tl.where(valid, lse, float("nan"))
             for first in tl.range(0, V, BLOCK):
                 z = tl.load(at + first + c, mask=first + c < V, other=0.0).to(tl.float32)
                 gradient = tl.exp(z - lse) - tl.where(first + c == label, 1.0, 0.0)

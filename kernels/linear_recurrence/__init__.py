@@ -63,8 +63,8 @@ def linear_recurrence(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    given = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    a = check(*given, per_channel=True, consume_state=consume_state, keep_states=keep_states)
+    args = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
+    a = check(*args, per_channel=True, consume_state=consume_state, keep_states=keep_states)
     run = choose("linear_recurrence", IMPLEMENTATIONS, v)
     if run is chunk.forward and v.shape[1] == 1 and cu_seqlens is None:
         run = step.forward

@@ -56,8 +56,8 @@ def _per_head(
         before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: S + new[n])
         return o + torch.einsum("nbgeck,nbgrekv->nbgrcv", q, before), S
     decay = b[..., -1].to(v.dtype).exp()[..., None, None].expand(c.count, *[-1] * 6)
-    new, kept = added.unbind(), decay.unbind()
-    before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: kept[n] * S + new[n])
+    new, decays = added.unbind(), decay.unbind()
+    before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: decays[n] * S + new[n])
     read = torch.einsum("nbgeck,nbgrekv->nbgrecv", q, before)
     return o + (read * b.to(v.dtype).exp().unsqueeze(-1)).sum(4), S
 
@@ -66,12 +66,12 @@ def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | No
     q, k = q.unsqueeze(3), k.unsqueeze(3)  # [N,B,G,1,E,C,K]
     scores = channel_scores(q, k, b)
     last = b[..., -1:, :]
-    kept = k * (last - b).to(v.dtype).exp()
+    decayed_k = k * (last - b).to(v.dtype).exp()
     if beta is not None:
-        scores, kept = scores * beta.unsqueeze(-2), kept * beta.unsqueeze(-1)
-    added = kept.mT @ v.unsqueeze(4)  # [N,B,G,R,E,K,V]
-    new, whole = added.unbind(), last.to(v.dtype).exp().mT.unbind()
-    before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: whole[n] * S + new[n])
+        scores, decayed_k = scores * beta.unsqueeze(-2), decayed_k * beta.unsqueeze(-1)
+    added = decayed_k.mT @ v.unsqueeze(4)  # [N,B,G,R,E,K,V]
+    new, decays = added.unbind(), last.to(v.dtype).exp().mT.unbind()
+    before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: decays[n] * S + new[n])
     read = (q * b.to(v.dtype).exp()) @ before
     return scores.sum(4) @ v + read.sum(4), S
 
@@ -85,8 +85,8 @@ def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
     exponentiated. Compiled code, in which values are unknown, always does the latter.
     """
     dtype = q.dtype
-    known = not torch.compiler.is_compiling()
-    if known and (b.is_meta or not b.numel() or float(-b.detach()[..., -1, :].min()) <= SAFE_RANGE):
+    readable = not torch.compiler.is_compiling()
+    if readable and (b.is_meta or not b.numel() or float(-b.detach()[..., -1, :].min()) <= SAFE_RANGE):
         middle = b[..., -1:, :] / 2
         return ((q * (b - middle).to(dtype).exp()) @ (k * (middle - b).to(dtype).exp()).mT).tril()
     q, k = torch.broadcast_tensors(q, b)[0], torch.broadcast_tensors(k, b)[0]

@@ -65,21 +65,21 @@ def as_narrow(decays):
 
 
 @gluon.jit
-def copy_decays(to, x, token, column, stop, stride: gl.constexpr):
+def copy_decays(shared, x, token, column, stop, stride: gl.constexpr):
     """Start to copy a tile [64, 128] in fp32 or bf16; zeros from token `stop` on."""
     if x.dtype.element_ty == gl.bfloat16:
-        copy_tokens(as_narrow(to), x, token, column, stop, stride)
+        copy_tokens(as_narrow(shared), x, token, column, stop, stride)
     else:
         r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, COPY_DECAYS))), 1)
         at = at_tile(x, token, column, stride, COPY_DECAYS, 64, 128)
-        async_copy.async_copy_global_to_shared(to, at, mask=r < stop - token)
+        async_copy.async_copy_global_to_shared(shared, at, mask=r < stop - token)
 
 
 @gluon.jit
-def copy_ends(to, x, place, wanted):
+def copy_ends(shared, x, place, wanted):
     """Start to copy the sums of both halves of a chunk, 256 numbers; each thread one."""
     at = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
-    async_copy.async_copy_global_to_shared(to, x + (place * 256 + at), mask=(at >= 0) & wanted)
+    async_copy.async_copy_global_to_shared(shared, x + (place * 256 + at), mask=(at >= 0) & wanted)
 
 
 @gluon.jit
@@ -139,7 +139,7 @@ def points(ends, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def sums_of_halves(to, decays, out, NARROW: gl.constexpr):
+def sums_of_halves(shared, decays, out, NARROW: gl.constexpr):
     """Sum the decays of a chunk over each half of its tokens, into shared memory and, if wanted, to `out`."""
     if NARROW:
         g = gl.maximum(as_narrow(decays).load(COLUMNS).to(gl.float32), LEAST_NARROW) * LOG2E
@@ -150,13 +150,13 @@ def sums_of_halves(to, decays, out, NARROW: gl.constexpr):
     if out is not None:
         half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, OUT)) * 128, 1)
         gl.store(out + (half + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, OUT)), 0)), halves)
-    to.store(gl.reshape(halves, [256]))
+    shared.store(gl.reshape(halves, [256]))
 
 
 @gluon.jit
-def lower_triangle(to):
+def lower_triangle(shared):
     """Store ones on and below the diagonal."""
-    to.store((distance() >= 0).to(gl.bfloat16))
+    shared.store((distance() >= 0).to(gl.bfloat16))
 
 
 @gluon.jit(do_not_specialize=["chunks", "groups"])
@@ -207,11 +207,11 @@ def outputs(
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
 
     row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
-    whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
-    whole += (state.to(gl.int64) * heads + n) * (128 * 128)
+    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    offsets += (state.to(gl.int64) * heads + n) * (128 * 128)
     S = gl.zeros([128, 128], gl.float32, STATE)
     if first is not None:
-        S = gl.load(first + whole)
+        S = gl.load(first + offsets)
     lower_triangle(lower_s)
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
     lower = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1) >= gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
@@ -268,7 +268,7 @@ def outputs(
         O = warpgroup_mma_wait(0, deps=[O])
         store_rows(out, token, n * 128, stop, heads * 128, O)
     if last is not None:
-        gl.store(last + whole, S)
+        gl.store(last + offsets, S)
 
 
 @gluon.jit(do_not_specialize=["chunks", "groups"])
@@ -314,11 +314,11 @@ def states(
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
 
     row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
-    whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
-    whole += (state.to(gl.int64) * heads + n) * (128 * 128)
+    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    offsets += (state.to(gl.int64) * heads + n) * (128 * 128)
     S = gl.zeros([128, 128], gl.float32, STATE)
     if first is not None:
-        S = gl.load(first + whole)
+        S = gl.load(first + offsets)
     survives = gl.zeros([128], gl.float32, OF_STATE)
     lower_triangle(lower_s)
     rows = gl.zeros([64, 128], gl.float32, ROWS)
@@ -366,7 +366,7 @@ def states(
         S = warpgroup_mma_wait(0, deps=[S])
         S *= gl.expand_dims(rest, 1)
     if last is not None:
-        gl.store(last + whole, S)
+        gl.store(last + offsets, S)
     if shrunk is not None:
         gl.store(shrunk + (segment.to(gl.int64) * heads + n) * 128 + row, gl.exp2(survives))
 
@@ -433,11 +433,11 @@ def gradients(
     itself_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
 
     row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
-    whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
-    whole += (state.to(gl.int64) * heads + n) * (128 * 128)
+    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    offsets += (state.to(gl.int64) * heads + n) * (128 * 128)
     dS = gl.zeros([128, 128], gl.float32, STATE)
     if last is not None:
-        dS = gl.load(last + whole)
+        dS = gl.load(last + offsets)
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
     lower_triangle(lower_s)
     if count > 0:
@@ -551,4 +551,4 @@ def gradients(
         dV = warpgroup_mma_wait(0, deps=[dV])
         store_rows(v_grad, token, n * 128, stop, heads * 128, dV)
     if first is not None:
-        gl.store(first + whole, dS)
+        gl.store(first + offsets, dS)

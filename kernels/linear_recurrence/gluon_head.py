@@ -46,10 +46,10 @@ DOWN, ACROSS = gl.constexpr(gl.SliceLayout(1, SUMS)), gl.constexpr(gl.SliceLayou
 
 
 @gluon.jit
-def copy_gates(to, gates, place, wanted):
+def copy_gates(shared, gates, place, wanted):
     """Start to copy ENTER, LEAVE, TOTAL and SUMS of a chunk; each thread one number."""
     at = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
-    async_copy.async_copy_global_to_shared(to, gates + (place * (PARTS * 64) + at), mask=(at >= 0) & wanted)
+    async_copy.async_copy_global_to_shared(shared, gates + (place * (PARTS * 64) + at), mask=(at >= 0) & wanted)
 
 
 @gluon.jit
@@ -61,8 +61,8 @@ def in_halves(x):
 
 
 @gluon.jit
-def store_halves(to, x):
-    to.store(gl.reshape(in_halves(x), [128]))
+def store_halves(shared, x):
+    shared.store(gl.reshape(in_halves(x), [128]))
 
 
 @gluon.jit
@@ -106,10 +106,10 @@ def states(
     state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
 
     row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
-    whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
     S = gl.zeros([128, 128], gl.float32, STATE)
     if first is not None:
-        S = gl.load(first + (state.to(gl.int64) * heads + n) * (128 * 128) + whole)
+        S = gl.load(first + (state.to(gl.int64) * heads + n) * (128 * 128) + offsets)
     if count > 0:
         copy_tokens(keys_s.index(0), k, start, 0, stop, k_token)
         copy_tokens(values_s.index(0), v, start, 0, stop, v_token)
@@ -196,11 +196,11 @@ def gradients(
     through_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
 
     row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
-    whole = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
-    whole += (state.to(gl.int64) * heads + n) * (128 * 128)
+    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    offsets += (state.to(gl.int64) * heads + n) * (128 * 128)
     dS = gl.zeros([128, 128], gl.float32, STATE)
     if last is not None:
-        dS = gl.load(last + whole)
+        dS = gl.load(last + offsets)
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
     if count > 0:
         token, c = start + (count - 1) * 64, count - 1
@@ -293,4 +293,4 @@ def gradients(
         dV = warpgroup_mma_wait(0, deps=[dV])
         store_rows(v_grad, token, n * 128, stop, heads * 128, dV)
     if first is not None:
-        gl.store(first + whole, dS)
+        gl.store(first + offsets, dS)

@@ -45,10 +45,10 @@ class Call:
         sizes = q.shape, q.stride(), k.stride(), v.shape, v.stride(), q.dtype, q.device
         dtype = torch.float32 if log_decay is None else log_decay.dtype
         how = gate_of(log_decay), beta is not None, scale, subheads, grad is not None, gates, dtype
-        self.plan = to = LinearRecurrence.of(cu_seqlens, q.shape[1], *sizes, *how)
-        if any(to.copied):
-            q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), to.copied, strict=True))
-        if to.aligned:
+        self.plan = plan = LinearRecurrence.of(cu_seqlens, q.shape[1], *sizes, *how)
+        if any(plan.copied):
+            q, k, v = (x.contiguous() if copy else x for x, copy in zip((q, k, v), plan.copied, strict=True))
+        if plan.aligned:
             q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, k, v))
             grad = grad if grad is None or grad.data_ptr() % 16 == 0 else grad.clone()
         self.streams = {"q": q, "k": k, "v": v, "queries": q, "keys": k}
@@ -56,35 +56,38 @@ class Call:
             self.streams["grad"] = grad
         self.scores: Tensor | None = None
         self.score_grads: Tensor | None = None
-        if to.one_pass:
+        if plan.one_pass:
             return
-        if to.constant:
+        if plan.constant:
             self.gates = log_decay
-        elif to.inside:
-            self.gates = to.new(to.heads, to.chunks, to.parts, CHUNK, dtype=FP32)
-            to.head_gates()(self.gates, log_decay, beta, to.layout.chunks)
-        elif to.channel:
+        elif plan.inside:
+            self.gates = plan.new(plan.heads, plan.chunks, plan.parts, CHUNK, dtype=FP32)
+            plan.head_gates()(self.gates, log_decay, beta, plan.layout.chunks)
+        elif plan.channel:
             self._channel_scores(q, k)
         else:
             self._head_scores(q, k, v, grad)
 
     def _head_scores(self, q: Tensor, k: Tensor, v: Tensor, grad: Tensor | None) -> None:
-        to = self.plan
-        self.gates = to.new(to.heads, to.chunks, to.parts, CHUNK, dtype=FP32)
-        self.scores = to.new(to.heads, to.chunks, CHUNK, CHUNK)
+        plan = self.plan
+        self.gates = plan.new(plan.heads, plan.chunks, plan.parts, CHUNK, dtype=FP32)
+        self.scores = plan.new(plan.heads, plan.chunks, CHUNK, CHUNK)
         self.score_grads = None if grad is None else torch.empty_like(self.scores)
-        given = (q, k, v, grad, self.log_decay, self.beta, self.scores, self.score_grads, self.gates)
-        to.head_scores()(*given, to.layout.chunks)
+        args = (q, k, v, grad, self.log_decay, self.beta, self.scores, self.score_grads, self.gates)
+        plan.head_scores()(*args, plan.layout.chunks)
 
     def _channel_scores(self, q: Tensor, k: Tensor) -> None:
-        to = self.plan
-        self.scores = self.score_grads = to.new(to.heads, to.chunks, CHUNK, CHUNK)
-        self.streams["queries"], self.streams["keys"] = entering, leaving = self.per_token(to.K), self.per_token(to.K)
-        self.gates = to.new(to.heads, to.chunks, to.K, dtype=FP32)
-        self.steep = to.new(to.heads, to.chunks, dtype=torch.int8)
-        given = (q, k, self.log_decay, self.beta, self.scores, entering, leaving, self.gates, self.steep)
+        plan = self.plan
+        self.scores = self.score_grads = plan.new(plan.heads, plan.chunks, CHUNK, CHUNK)
+        self.streams["queries"], self.streams["keys"] = entering, leaving = (
+            self.per_token(plan.K),
+            self.per_token(plan.K),
+        )
+        self.gates = plan.new(plan.heads, plan.chunks, plan.K, dtype=FP32)
+        self.steep = plan.new(plan.heads, plan.chunks, dtype=torch.int8)
+        args = (q, k, self.log_decay, self.beta, self.scores, entering, leaving, self.gates, self.steep)
         for slow in (False, True):
-            to.channel_scores(slow)(*given, to.layout.chunks)
+            plan.channel_scores(slow)(*args, plan.layout.chunks)
 
     def per_token(self, size: int) -> Tensor:
         """An uninitialised [B,T,H·E,size]."""
@@ -92,21 +95,21 @@ class Call:
 
     def states(self) -> Tensor:
         """Uninitialised states [N,H·E,K,V]."""
-        to = self.plan
-        return to.new(to.sequences, to.heads, to.K, to.V, dtype=FP32)
+        plan = self.plan
+        return plan.new(plan.sequences, plan.heads, plan.K, plan.V, dtype=FP32)
 
     def starts(self, mode: str, first: Tensor | None, last: Tensor | None) -> Tensor | None:
         """The states that segments start from, forward (mode o) or in reverse (dv); fills `last` if there are cuts."""
-        to = self.plan
-        if not to.segmented:
+        plan = self.plan
+        if not plan.segmented:
             return first
-        local = to.new(to.segments, to.heads, to.K, to.V, dtype=FP32)
-        shrunk = to.new(to.segments, to.heads, to.K if to.channel else 1, dtype=FP32)
-        if to.one_pass:
+        local = plan.new(plan.segments, plan.heads, plan.K, plan.V, dtype=FP32)
+        shrunk = plan.new(plan.segments, plan.heads, plan.K if plan.channel else 1, dtype=FP32)
+        if plan.one_pass:
             self._channel_states(mode == "dv", last=local, shrunk=shrunk)
         else:
             self.carry(mode, last=local, shrunk=shrunk)
-        to.scan(mode == "dv")(local, shrunk, first, last, to.layout.sequences)
+        plan.scan(mode == "dv")(local, shrunk, first, last, plan.layout.sequences)
         return local
 
     def outputs(self, o: Tensor, first: Tensor | None, last: Tensor, keep: bool) -> tuple[Tensor, Tensor] | None:
@@ -116,15 +119,15 @@ class Call:
             The states before all chunks and the sums of decays in them, which the gradients need, if these are to be
             kept and one pass does all; otherwise None.
         """
-        to = self.plan
-        if not to.one_pass:
+        plan = self.plan
+        if not plan.one_pass:
             self.carry("o", o, first, last)
             return None
         q, k, v = (self.streams[name] for name in "qkv")
         states, ends = self._states_of_chunks() if keep else None, self._sums_of_chunks()
-        given, final = (k, v, self.log_decay, o), None if to.segmented else last
-        to.channel_forward()(q, *given, states, ends, first, final, to.layout.segments)
-        to.steep_forward()(q, *given, ends, to.layout.chunks)
+        inputs, final = (k, v, self.log_decay, o), None if plan.segmented else last
+        plan.channel_forward()(q, *inputs, states, ends, first, final, plan.layout.segments)
+        plan.steep_forward()(q, *inputs, ends, plan.layout.chunks)
         return None if states is None else (states, ends)
 
     def _states_of_chunks(self) -> Tensor:
@@ -156,18 +159,18 @@ class Call:
             decay_grad: Whether log_decay needs a gradient.
             beta_grad: Whether beta needs one.
         """
-        to = self.plan
-        dq, dk, dv = (self.per_token(size) for size in (to.K, to.K, to.V))
-        if to.one_pass:
+        plan = self.plan
+        dq, dk, dv = (self.per_token(size) for size in (plan.K, plan.K, plan.V))
+        if plan.one_pass:
             if states is None or ends is None:
                 states, ends = self._states_of_chunks(), self._sums_of_chunks()
                 self._channel_states(False, states, ends, first)
-            given = (dq, dk, dv, states, ends, last, first_grad, decay_grad)
-            return dq, dk, dv, self._channel_backward(*given), None
-        if to.head_pass:
+            args = (dq, dk, dv, states, ends, last, first_grad, decay_grad)
+            return dq, dk, dv, self._channel_backward(*args), None
+        if plan.head_pass:
             return dq, dk, dv, self._head_backward(dq, dk, dv, first, last, first_grad, decay_grad), None
         self.carry("dv", dv, last, first_grad)
-        finish = self.channel_grads if to.channel else self.head_grads
+        finish = self.channel_grads if plan.channel else self.head_grads
         return dq, dk, dv, *finish(dq, dk, first, last, decay_grad, beta_grad)
 
     def _channel_states(
@@ -181,8 +184,8 @@ class Call:
     ) -> None:
         """The states before all chunks, or the last one of each segment, in reverse their gradients."""
         x, y = ("q", "grad") if reverse else ("k", "v")
-        given = (self.streams[y], self.log_decay, states, ends, first, last, shrunk)
-        self.plan.channel_states(reverse)(self.streams[x], *given, self.plan.layout.segments)
+        args = (self.streams[y], self.log_decay, states, ends, first, last, shrunk)
+        self.plan.channel_states(reverse)(self.streams[x], *args, self.plan.layout.segments)
 
     def _channel_backward(
         self,
@@ -196,12 +199,12 @@ class Call:
         decay_grad: bool,
     ) -> Tensor | None:
         """Fill dq, dk and dv; return the gradient of log_decay, which is per channel."""
-        to, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
-        dg = to.new(to.B, to.T, to.heads, to.K, dtype=to.decay_dtype) if decay_grad else None
-        given, results = (k, v, grad, self.log_decay), (dq, dk, dv, dg)
-        first_grad = None if to.segmented else first_grad
-        to.channel_backward()(q, *given, states, ends, *results, last, first_grad, to.layout.segments)
-        to.steep_backward()(q, *given, ends, *results, to.layout.chunks)
+        plan, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
+        dg = plan.new(plan.B, plan.T, plan.heads, plan.K, dtype=plan.decay_dtype) if decay_grad else None
+        inputs, results = (k, v, grad, self.log_decay), (dq, dk, dv, dg)
+        first_grad = None if plan.segmented else first_grad
+        plan.channel_backward()(q, *inputs, states, ends, *results, last, first_grad, plan.layout.segments)
+        plan.steep_backward()(q, *inputs, ends, *results, plan.layout.chunks)
         return dg
 
     def _head_backward(
@@ -215,15 +218,15 @@ class Call:
         decay_grad: bool,
     ) -> Tensor | None:
         """Fill dq, dk and dv; return the gradient of log_decay, which is per head or constant."""
-        to, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
-        states = to.new(to.chunks, to.heads, to.K, to.V)
-        to.head_states()(k, v, self.gates, states, first, to.layout.segments)
-        dg = to.new(to.B, to.T, to.heads, dtype=FP32) if decay_grad else None
-        results = (dq, dk, dv, dg, last, None if to.segmented else first_grad)
-        to.head_backward()(q, k, v, grad, self.gates, states, *results, to.layout.segments)
+        plan, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
+        states = plan.new(plan.chunks, plan.heads, plan.K, plan.V)
+        plan.head_states()(k, v, self.gates, states, first, plan.layout.segments)
+        dg = plan.new(plan.B, plan.T, plan.heads, dtype=FP32) if decay_grad else None
+        results = (dq, dk, dv, dg, last, None if plan.segmented else first_grad)
+        plan.head_backward()(q, k, v, grad, self.gates, states, *results, plan.layout.segments)
         if dg is not None and self.log_decay is not None:
             dg.masked_fill_(self.log_decay * LOG2E <= LEAST, 0)  # nothing passes a reset
-        return dg.sum((0, 1)) if dg is not None and to.gate == "constant" else dg
+        return dg.sum((0, 1)) if dg is not None and plan.gate == "constant" else dg
 
     def carry(
         self,
@@ -239,14 +242,14 @@ class Call:
         anchors: Tensor | None = None,
     ) -> None:
         """One sequential pass, for the output or, without `out`, for the last state of each segment."""
-        to = self.plan
-        if out is not None and to.segmented:
+        plan = self.plan
+        if out is not None and plan.segmented:
             last = None  # the scan has filled it
         x, y, z, other = map(self.streams.__getitem__, PASSES[mode])
         scores = self.score_grads if mode in ("dq", "dk") else self.scores
-        launch = to.carry(mode, out is not None, checkpoints is not None, plain)
-        given = (x, y, z, other, out, scores, self.beta if to.inside else None, self.gates)
-        launch(*given, products, checkpoints, anchors, first, last, shrunk, to.layout.segments)
+        launch = plan.carry(mode, out is not None, checkpoints is not None, plain)
+        operands = (x, y, z, other, out, scores, self.beta if plan.inside else None, self.gates)
+        launch(*operands, products, checkpoints, anchors, first, last, shrunk, plan.layout.segments)
 
     def head_grads(
         self,
@@ -258,22 +261,22 @@ class Call:
         beta_grad: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Fill dq and dk; return the gradients of log_decay and beta, which are per head."""
-        to = self.plan
-        if not to.gates:
+        plan = self.plan
+        if not plan.gates:
             self.carry("dq", dq, first)
             self.carry("dk", dk, last)
             return None, None
-        slices = to.slices(to.K, to.entry("carry"))[1]
-        shape = (slices, to.heads, to.chunks, CHUNK)
-        read, written = (to.new(*shape, parts, dtype=FP32) for parts in (1, 2 if beta_grad else 1))
-        checkpoints = to.new(to.blocks, to.heads, to.K, to.V, dtype=FP32)
-        anchors = to.new(slices, to.heads, to.blocks, dtype=FP32)
+        slices = plan.slices(plan.K, plan.entry("carry"))[1]
+        shape = (slices, plan.heads, plan.chunks, CHUNK)
+        read, written = (plan.new(*shape, parts, dtype=FP32) for parts in (1, 2 if beta_grad else 1))
+        checkpoints = plan.new(plan.blocks, plan.heads, plan.K, plan.V, dtype=FP32)
+        anchors = plan.new(slices, plan.heads, plan.blocks, dtype=FP32)
         self.carry("dq", dq, first, products=read, checkpoints=checkpoints, anchors=anchors)
         marks = {"checkpoints": checkpoints, "anchors": anchors}
         self.carry("dk", dk, last, products=written, plain=beta_grad, **marks)
-        dg, dbeta = (to.new(to.B, to.T, to.heads, dtype=FP32) if w else None for w in (decay_grad, beta_grad))
-        to.head_gate_grads()(read, written, self.gates, self.log_decay, anchors, dg, dbeta, to.layout.blocks)
-        return dg.sum((0, 1)) if dg is not None and to.gate == "constant" else dg, dbeta
+        dg, dbeta = (plan.new(plan.B, plan.T, plan.heads, dtype=FP32) if w else None for w in (decay_grad, beta_grad))
+        plan.head_gate_grads()(read, written, self.gates, self.log_decay, anchors, dg, dbeta, plan.layout.blocks)
+        return dg.sum((0, 1)) if dg is not None and plan.gate == "constant" else dg, dbeta
 
     def channel_grads(
         self,
@@ -285,20 +288,23 @@ class Call:
         beta_grad: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Fill dq and dk; return the gradients of log_decay, which is per channel, and of beta."""
-        to, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
-        read, written = self.per_token(to.K), self.per_token(to.K)
-        checkpoints = to.new(to.chunks, to.heads, to.K, to.V) if decay_grad else None
-        anchors = to.new(to.heads, to.chunks, to.K, dtype=FP32) if decay_grad else None
+        plan, (q, k, v, grad) = self.plan, (self.streams[name] for name in ("q", "k", "v", "grad"))
+        read, written = self.per_token(plan.K), self.per_token(plan.K)
+        checkpoints = plan.new(plan.chunks, plan.heads, plan.K, plan.V) if decay_grad else None
+        anchors = plan.new(plan.heads, plan.chunks, plan.K, dtype=FP32) if decay_grad else None
         self.carry("dq", read, first, checkpoints=checkpoints, anchors=anchors)
         self.carry("dk", written, last, checkpoints=checkpoints, anchors=anchors)
-        score_grads, diagonal = to.new(to.H, to.chunks, CHUNK, CHUNK), to.new(to.H, to.chunks, CHUNK, dtype=FP32)
-        to.channel_score_grads()(v, grad, score_grads, diagonal, to.layout.chunks)
-        dg = to.new(to.B, to.T, to.heads, to.K, dtype=FP32) if decay_grad else None
-        slices = to.slices(to.K, to.entry("channel_grads"))[1]
-        dbeta = to.new(slices, to.B, to.T, to.heads, dtype=FP32) if beta_grad else None
-        given = (q, k, score_grads, diagonal, self.log_decay, self.beta, read, written, anchors, dq, dk, dg, dbeta)
+        score_grads, diagonal = (
+            plan.new(plan.H, plan.chunks, CHUNK, CHUNK),
+            plan.new(plan.H, plan.chunks, CHUNK, dtype=FP32),
+        )
+        plan.channel_score_grads()(v, grad, score_grads, diagonal, plan.layout.chunks)
+        dg = plan.new(plan.B, plan.T, plan.heads, plan.K, dtype=FP32) if decay_grad else None
+        slices = plan.slices(plan.K, plan.entry("channel_grads"))[1]
+        dbeta = plan.new(slices, plan.B, plan.T, plan.heads, dtype=FP32) if beta_grad else None
+        args = (q, k, score_grads, diagonal, self.log_decay, self.beta, read, written, anchors, dq, dk, dg, dbeta)
         for slow in (False, True):
-            to.channel_grads(slow)(*given, self.steep, to.layout.chunks)
+            plan.channel_grads(slow)(*args, self.steep, plan.layout.chunks)
         return dg, None if dbeta is None else dbeta.sum(0)
 
     def per_head(self, x: Tensor) -> Tensor:

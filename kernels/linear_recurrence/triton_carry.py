@@ -241,7 +241,7 @@ def carry(
             anchor = tl.sum(tl.sum(S * checkpoint, 1), 0)
             tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
         if DECAY and not CHANNEL and not CONSTANT:
-            # loaded one chunk ahead: a scalar that is needed at once would stall every step
+            # loaded one chunk ahead: a scalar that is needed immediately would stall every step
             next_ = block_start + block_count - 1 if REVERSE else block_start
             following = tl.load(part_at(gates, next_, TOTAL, PARTS))
         for i in tl.range(0, block_count, num_stages=STAGES):
@@ -339,9 +339,9 @@ def scan(
     inside = at < K * V
     begin = tl.load(sequences + sequence * 2)
     count = tl.load(sequences + sequence * 2 + 1)
-    whole = (sequence.to(tl.int64) * heads + n) * (K * V) + at
+    offsets = (sequence.to(tl.int64) * heads + n) * (K * V) + at
     if first is not None:
-        S = tl.load(first + whole, mask=inside, other=0.0)
+        S = tl.load(first + offsets, mask=inside, other=0.0)
     else:
         S = tl.zeros([BLOCK], tl.float32)
     for i in tl.range(0, count, num_stages=4):  # reads ahead
@@ -356,4 +356,4 @@ def scan(
                 S = S * tl.load(shrunk + row)
         S += added
     if last is not None:
-        tl.store(last + whole, S, mask=inside)
+        tl.store(last + offsets, S, mask=inside)

@@ -3,7 +3,8 @@
 A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk), j ≤ i, does not factor into q and k without a reference point r. Where the decay
 inside a chunk is moderate (the fast way), r is its middle row and A = (Q e^{b − r})(K e^{r − b})ᵀ; what overflows lies
 above the diagonal and is masked. Otherwise rows and columns are split into blocks of 16: between blocks, r is the last
-row of the earlier one and no factor exceeds 1; inside a block every pair uses its own difference. Both are exact.
+row of the earlier one and no factor exceeds 1; inside a block every pair uses the difference of its two rows. Both are
+exact.
 
 Each way is a separate kernel, because the registers of the slow one would slow down the fast one: the fast one computes
 all chunks and marks those that it got wrong, the slow one recomputes these.

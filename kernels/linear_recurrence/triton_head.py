@@ -63,11 +63,11 @@ def head_gates(
     gates += (n.to(tl.int64) * chunks + c) * (PARTS * CHUNK)
     r = tl.arange(0, CHUNK)
     valid = r < count
-    b, whole, w = chunk_decays(log_decay, n, start + r, heads, valid, GATE, WIDE)
+    b, total, w = chunk_decays(log_decay, n, start + r, heads, valid, GATE, WIDE)
     high = b.to(tl.float32)
     if beta is not None:
         w *= tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
-    tl.store(gates + TOTAL * CHUNK, whole)
+    tl.store(gates + TOTAL * CHUNK, total)
     tl.store(gates + SUMS * CHUNK + r, high)
     tl.store(gates + REST_OF_SUMS * CHUNK + r, (b - high).to(tl.float32))
     tl.store(gates + ENTER * CHUNK + r, exp2(high) * scale)
@@ -128,11 +128,11 @@ def head_scores(
         e = tl.full([CHUNK], 1.0, tl.float32)
         w = e
     else:
-        b, whole, w = chunk_decays(log_decay, n, start + r, heads, valid, GATE, WIDE)
+        b, total, w = chunk_decays(log_decay, n, start + r, heads, valid, GATE, WIDE)
         between = tl.minimum((b[:, None] - b[None, :]).to(tl.float32), 0.0)
         D = tl.where(lower, exp2(between) * scale, 0.0)
         e = exp2(b.to(tl.float32))
-        tl.store(gates + TOTAL * CHUNK, whole)
+        tl.store(gates + TOTAL * CHUNK, total)
     if beta is not None:
         input_gate = tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
     else:

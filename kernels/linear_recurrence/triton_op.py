@@ -112,8 +112,8 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     if v.shape[1] == 1 and a.cu_seqlens is None and not a.differentiated:
         o, final = step(q, k, v, g, beta, state, a.scale, E)
         return o.to(a.v.dtype), final
-    most = largest("linear_recurrence", q.dtype, q.device)
-    (K, keys), (V, values) = (_parts(size, most, q.dtype) for size in (q.shape[3], v.shape[3]))
+    largest_size = largest("linear_recurrence", q.dtype, q.device)
+    (K, keys), (V, values) = (_parts(size, largest_size, q.dtype) for size in (q.shape[3], v.shape[3]))
     more_keys, more_values = K - q.shape[3], V - v.shape[3]
     if more_keys or more_values:  # channels of zeros, which change nothing
         q, k, v = F.pad(q, (0, more_keys)), F.pad(k, (0, more_keys)), F.pad(v, (0, more_values))

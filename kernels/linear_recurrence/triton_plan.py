@@ -20,7 +20,7 @@ from .triton_steep import GROUP, steep_backward, steep_forward
 BLOCK = 512  # tokens between two anchors of the gradients of the gates; segments are whole blocks
 SCAN_BLOCK = 1024
 LARGEST = 1 << 31  # elements of a segment, which are indexed with 32 bits
-RESIDENT = 2  # programs of the sequential pass that run at once on one multiprocessor
+RESIDENT = 2  # programs of the sequential pass that run concurrently on one multiprocessor
 Shape = tuple[int, ...]
 Kept = tuple[Shape, torch.dtype]
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
@@ -129,9 +129,9 @@ class LinearRecurrence(Plan):
         return self.one_pass or self.head_pass
 
     def _fills_half(self) -> bool:
-        """Return whether the largest number of programs, each on a multiprocessor of its own, fills half of the GPU."""
-        most = self.heads * self.B * -(-self.T // BLOCK)
-        return most >= multiprocessors(self.device) // 2
+        """Return whether the largest number of programs, one per multiprocessor, fills half of the GPU."""
+        programs = self.heads * self.B * -(-self.T // BLOCK)
+        return programs >= multiprocessors(self.device) // 2
 
     def entry(self, kernel: str) -> Launch:
         """The launch configuration of a kernel."""
@@ -147,8 +147,8 @@ class LinearRecurrence(Plan):
 
         Kernels are compiled for the token strides: like the number of heads, these do not depend on the length.
         """
-        known = {name: self.streams[of] for name, of in streams.items()}
-        return [x.head for x in known.values()], {f"{name}_token": x.token for name, x in known.items()}
+        by_name = {name: self.streams[of] for name, of in streams.items()}
+        return [x.head for x in by_name.values()], {f"{name}_token": x.token for name, x in by_name.items()}
 
     @property
     def sums(self) -> Mapping[str, Any]:
@@ -423,9 +423,9 @@ def segment_length(q_shape: Sequence[int], v_shape: Sequence[int], subheads: int
     """Tokens of the segments that the rows of a batch are cut into, if `room` of them fill the device."""
     (B, T, _, K), V = q_shape, v_shape[3]
     heads = v_shape[2] * subheads
-    most = LARGEST // (heads * max(K, V, CHUNK))
+    longest = LARGEST // (heads * max(K, V, CHUNK))
     wanted = -(-B * -(-T // BLOCK) // room)
-    return BLOCK * max(1, min(most // BLOCK, wanted))
+    return BLOCK * max(1, min(longest // BLOCK, wanted))
 
 
 def kept(

@@ -3,7 +3,7 @@ leaves out.
 
 A program looks at the sums of decays of a few chunks. For those that have a steep channel, it computes what pairs of
 tokens inside the chunk contribute in such channels. Rows and columns are split into blocks of 16: between blocks the
-reference point is the last row of the earlier one; inside a block every pair uses its own difference.
+reference point is the last row of the earlier one; inside a block every pair uses the difference of its two rows.
 """
 
 # Triton kernels: untyped, with branches that are resolved at compile time

@@ -113,8 +113,8 @@ def gated_rms_norm(
 def _run(op: str, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
     _check(x, weight)
     run = choose(op, IMPLEMENTATIONS, x, None if x.shape[-1] <= LARGEST else LIMITS)
-    given = (x, gate, weight, eps, gate_first, _dtype(x))
-    return remake(run(*given), run, *given)
+    args = (x, gate, weight, eps, gate_first, _dtype(x))
+    return remake(run(*args), run, *args)
 
 
 def _check(x: Tensor, weight: Tensor | None) -> None:

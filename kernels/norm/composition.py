@@ -15,14 +15,14 @@ def forward(
 ) -> Tensor:
     """The norm in the shape of x; see `gated_rms_norm`."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    given, opened = x.to(wide), None if gate is None else F.silu(gate.to(wide))
+    widened, opened = x.to(wide), None if gate is None else F.silu(gate.to(wide))
     if opened is not None and gate_first:
-        given = given * opened
+        widened = widened * opened
     weight = None if weight is None else weight.to(wide)
-    if given.is_cpu and plain((given, weight)):
-        y = _Norm.apply(given, weight, eps)
+    if widened.is_cpu and plain((widened, weight)):
+        y = _Norm.apply(widened, weight, eps)
     else:
-        y = F.rms_norm(given, x.shape[-1:], weight, eps)
+        y = F.rms_norm(widened, x.shape[-1:], weight, eps)
     return (y if opened is None or gate_first else y * opened).to(dtype)
 
 

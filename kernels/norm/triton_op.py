@@ -110,8 +110,8 @@ def differentiate_rows(
     dtotal = None if dtotal is None else dtotal.contiguous()
     weight = None if weight is None else weight.contiguous()
     sizes = (inner(x), x.shape[-1], order(gate, gate_first))
-    most = multiprocessors(x.device) * most_programs(*sizes[1:])
-    programs = min(cdiv(rows, constants(*sizes)["ROWS"]), most)
+    resident = multiprocessors(x.device) * most_programs(*sizes[1:])
+    programs = min(cdiv(rows, constants(*sizes)["ROWS"]), resident)
     parts = None if weight is None else new(x, programs, 1, x.shape[-1], dtype=torch.float32)
     dx, (dgate, dgate_outer) = new(x), (None, 0) if gate is None else strided(gradient_for(gate, new))
     (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
@@ -123,7 +123,7 @@ def differentiate_rows(
 
 def differentiate(
     gradients: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     gate: Tensor | None,
@@ -143,7 +143,7 @@ rms_norm = op.register("rms_norm", compute, differentiate, fake, results=1)
 class Added(torch.autograd.Function):
     """x + y and its norm, in one launch each way. Only the sum is saved; its gradient is that of both terms.
 
-    For eager calls only: a compiler fuses the sum and the norm by itself.
+    For eager calls only: a compiler fuses the sum and the norm automatically.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """The selective scan in plain PyTorch, with autograd: the CPU path.
 
-It steps through time, with all rows, channels and states at once. The operands of a step fit into the cache, which the
-[B,T,D,N] tensors of a chunkwise form do not: that form was five to ten times slower.
+It steps through time and processes all rows, channels and states in each step. The operands of a step fit into the
+cache, which the [B,T,D,N] tensors of a chunkwise form do not: that form was five to ten times slower.
 """
 
 import itertools

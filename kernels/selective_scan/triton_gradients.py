@@ -31,7 +31,7 @@ def gradients(
     states,
     after,
     dy,
-    kept,
+    scratch,
     dx,
     dlog_decay,
     drate,
@@ -62,11 +62,11 @@ def gradients(
         h = tl.zeros([BN, BD], tl.float32)
     # the states of one part, then the first state of every part
     tile = n[:, None] * BD + tl.arange(0, BD)[None, :]
-    kept += tl.program_id(0).to(tl.int64) * ((PART + marks) * (BN * BD))
+    scratch += tl.program_id(0).to(tl.int64) * ((PART + marks) * (BN * BD))
     parts = tl.cdiv(stop - start, PART)
     for i in tl.range(0, stop - start):
         if i % PART == 0:
-            tl.store(kept + (PART + i // PART) * (BN * BD) + tile, h)
+            tl.store(scratch + (PART + i // PART) * (BN * BD) + tile, h)
         token = start + i
         decay = tl.exp(load_decay(log_decay, token, d, D)[None, :] * rates)
         h = advance(h, load_token(x, token, d, D), decay, b, token, n, N)
@@ -83,9 +83,9 @@ def gradients(
         first = start + part * PART
         size = tl.minimum(PART, stop - first)
         tl.debug_barrier()
-        h = tl.load(kept + (PART + part) * (BN * BD) + tile)
+        h = tl.load(scratch + (PART + part) * (BN * BD) + tile)
         for j in tl.range(0, size):
-            tl.store(kept + j * (BN * BD) + tile, h)
+            tl.store(scratch + j * (BN * BD) + tile, h)
             decay = tl.exp(load_decay(log_decay, first + j, d, D)[None, :] * rates)
             h = advance(h, load_token(x, first + j, d, D), decay, b, first + j, n, N)
         tl.debug_barrier()
@@ -94,7 +94,7 @@ def gradients(
             step = load_decay(log_decay, token, d, D)
             added = load_token(x, token, d, D)
             arriving = load_token(dy, token, d, D)
-            decayed = tl.load(kept + (size - 1 - j) * (BN * BD) + tile)
+            decayed = tl.load(scratch + (size - 1 - j) * (BN * BD) + tile)
             decay = tl.exp(step[None, :] * rates)
             decayed *= decay
             # the state of this token, and the gradient that arrives at it

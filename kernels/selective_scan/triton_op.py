@@ -1,7 +1,7 @@
 """The selective scan in Triton: which kernels run, in which order, on which tensors.
 
-Forward: the states at the cuts between chunks, which are all that is saved, then all chunks at once. Backward: the
-gradients of these states, then all chunks at once. A sequence of a single chunk, such as a decoded token, takes one
+Forward: the states at the cuts between chunks, which are all that is saved, then all chunks in parallel. Backward: the
+gradients of these states, then all chunks in parallel. A sequence of a single chunk, such as a decoded token, takes one
 launch. There are no atomics: equal inputs give equal bits.
 """
 
@@ -22,9 +22,9 @@ from .triton_gradients import gradients
 
 SHORT, LONG = 64, 256  # tokens per chunk
 FROM = 8192  # tokens from which even long chunks are enough to fill a device, and short ones are slow to combine
-PART = 16  # tokens whose states are in memory at once while their gradients are computed
+PART = 16  # tokens whose states are in memory together while their gradients are computed
 CHANNELS = 64  # most channels whose states one warp holds
-ELEMENTS, GRADIENT_ELEMENTS = 1024, 512  # per tile of states; the gradients need several tiles at once
+ELEMENTS, GRADIENT_ELEMENTS = 1024, 512  # per tile of states; the gradients need several tiles together
 
 
 class SelectiveScan(Plan):
@@ -124,7 +124,7 @@ def sizes(x: Tensor, rate: Tensor, c: Tensor | None, cu_seqlens: Tensor | None) 
 
 
 def cuts(
-    to: SelectiveScan,
+    plan: SelectiveScan,
     x: Tensor,
     arguments: tuple[Tensor | None, ...],
     states: Tensor,
@@ -134,11 +134,11 @@ def cuts(
     reverse: bool,
 ) -> None:
     """Fill the states before all chunks and the final states, or in reverse the gradients after chunks and of h_0."""
-    totals = to.new(to.chunks, to.D, dtype=torch.float32)
-    to.local(reverse)(x, *arguments, states, totals, to.layout.chunks)
+    totals = plan.new(plan.chunks, plan.D, dtype=torch.float32)
+    plan.local(reverse)(x, *arguments, states, totals, plan.layout.chunks)
     rate = arguments[1]
     assert rate is not None
-    to.combine(reverse)(rate, states, totals, end, other, to.layout.segments)
+    plan.combine(reverse)(rate, states, totals, end, other, plan.layout.segments)
 
 
 def dense(*tensors: Tensor | None) -> list[Any]:
@@ -156,14 +156,14 @@ def compute(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final states, and the states before all chunks."""
-    to = SelectiveScan.of(cu_seqlens, x.shape[1], *sizes(x, rate, c, cu_seqlens))
+    plan = SelectiveScan.of(cu_seqlens, x.shape[1], *sizes(x, rate, c, cu_seqlens))
     x, *arguments, initial = dense(x, log_decay, rate, b, c, initial_state)
-    y, final, states = to.results()
-    if to.whole:
-        to.outputs()(x, *arguments, initial, y, final, to.layout.chunks)
+    y, final, states = plan.results()
+    if plan.whole:
+        plan.outputs()(x, *arguments, initial, y, final, plan.layout.chunks)
     else:
-        cuts(to, x, tuple(arguments), states, initial, final, reverse=False)
-        to.outputs()(x, *arguments, states, y, None, to.layout.chunks)
+        cuts(plan, x, tuple(arguments), states, initial, final, reverse=False)
+        plan.outputs()(x, *arguments, states, y, None, plan.layout.chunks)
     return y, final, states
 
 
@@ -182,7 +182,7 @@ def fake(
 
 def differentiate(
     arriving: Sequence[Tensor | None],
-    kept: Sequence[Tensor],
+    residuals: Sequence[Tensor],
     needed: Sequence[bool],
     x: Tensor,
     log_decay: Tensor,
@@ -193,24 +193,24 @@ def differentiate(
     cu_seqlens: Tensor | None,
 ) -> list[Tensor | None]:
     """The gradients of all tensors; None for `cu_seqlens`."""
-    to = SelectiveScan.of(cu_seqlens, x.shape[1], *sizes(x, rate, c, cu_seqlens))
+    plan = SelectiveScan.of(cu_seqlens, x.shape[1], *sizes(x, rate, c, cu_seqlens))
     x, *arguments, initial, dy, dfinal = dense(x, log_decay, rate, b, c, initial_state, *arriving)
     dy = torch.zeros_like(x) if dy is None else dy
-    dinitial = to.states(to.S)
-    first, after = (initial, dfinal) if to.whole else (kept[0], to.states(to.chunks))
-    if not to.whole:
-        cuts(to, dy, tuple(arguments), after, dfinal, dinitial, reverse=True)
-    BD, BN = to.tile(GRADIENT_ELEMENTS)
-    blocks = cdiv(to.D, BD)
-    scratch = to.new(to.chunks * blocks, PART + to.marks, BN, BD, dtype=torch.float32)
-    dx, dlog_decay = to.new(*x.shape), to.new(*log_decay.shape, dtype=log_decay.dtype)
-    drate = to.states(to.chunks) if needed[2] else None
-    db = None if b is None else to.new(blocks, *b.shape, dtype=torch.float32)
+    dinitial = plan.states(plan.S)
+    first, after = (initial, dfinal) if plan.whole else (residuals[0], plan.states(plan.chunks))
+    if not plan.whole:
+        cuts(plan, dy, tuple(arguments), after, dfinal, dinitial, reverse=True)
+    BD, BN = plan.tile(GRADIENT_ELEMENTS)
+    blocks = cdiv(plan.D, BD)
+    scratch = plan.new(plan.chunks * blocks, PART + plan.marks, BN, BD, dtype=torch.float32)
+    dx, dlog_decay = plan.new(*x.shape), plan.new(*log_decay.shape, dtype=log_decay.dtype)
+    drate = plan.states(plan.chunks) if needed[2] else None
+    db = None if b is None else plan.new(blocks, *b.shape, dtype=torch.float32)
     dc = None
     if c is not None:
-        dc = to.states(to.chunks) if c.dim() == 2 else to.new(blocks, *c.shape, dtype=torch.float32)
-    given = (first, after, dy, scratch, dx, dlog_decay, drate, db, dc, dinitial if to.whole else None)
-    to.gradients()(x, *arguments, *given, to.layout.chunks)
+        dc = plan.states(plan.chunks) if c.dim() == 2 else plan.new(blocks, *c.shape, dtype=torch.float32)
+    tensors = (first, after, dy, scratch, dx, dlog_decay, drate, db, dc, dinitial if plan.whole else None)
+    plan.gradients()(x, *arguments, *tensors, plan.layout.chunks)
     summed = [None if g is None or z is None else g.sum(0).to(z.dtype) for g, z in ((drate, rate), (db, b), (dc, c))]
     last = None if initial_state is None else dinitial.to(initial_state.dtype)
     return [dx, dlog_decay, *summed, last, None]

@@ -26,9 +26,9 @@ from ..errors import UserError
 MOST_PROGRAMS = 2**31 - 1  # along the first axis of a grid, the only one of our launches: the others end at 65,535
 PLAIN = torch.version.hip is not None  # the ROCm compiler also looks at the size of a tensor's memory
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))  # their `CompiledKernel.run` takes the arguments below
-Found = tuple[CompiledKernel, tuple[Any, ...]]  # a compiled kernel, and its constants in order
-_compiled: dict[tuple[Any, ...], Found] = {}  # by what the compiler knows of a launch
-# Not a context variable: the backward pass runs in a thread of its own, which no context reaches.
+CompiledLaunch = tuple[CompiledKernel, tuple[Any, ...]]  # a compiled kernel, and its constants in order
+_compiled: dict[tuple[Any, ...], CompiledLaunch] = {}  # by what the compiler knows of a launch
+# Not a context variable: the backward pass runs in a separate thread, which does not inherit the context.
 _ahead: "_Ahead | None" = None
 
 
@@ -39,17 +39,17 @@ class _Ahead:
         self.pool, self.known = pool, set[tuple[Any, ...]]()
 
     def compile(
-        self, alike: tuple[Any, ...], kernel: Any, device: int, given: tuple[Any, ...], constants: dict[str, Any]
+        self, alike: tuple[Any, ...], kernel: Any, device: int, args: tuple[Any, ...], constants: dict[str, Any]
     ) -> None:
         """Compile and load a kernel, unless one for such launches is already on its way."""
         if alike not in self.known:
             self.known.add(alike)
-            self.pool.submit(self._compile, kernel, device, given, constants)
+            self.pool.submit(self._compile, kernel, device, args, constants)
 
     @staticmethod
-    def _compile(kernel: Any, device: int, given: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def _compile(kernel: Any, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         with torch.cuda.device(device):
-            compiled = kernel.warmup(*given, grid=(1,), **constants)
+            compiled = kernel.warmup(*args, grid=(1,), **constants)
             compiled.run  # noqa: B018 - loads the code, and compiles the launcher of the host
 
 
@@ -58,7 +58,7 @@ def compiling_ahead() -> Iterator[None]:
     """Inside the ``with`` block, launches compile their kernels and run none; leaving it waits until all are compiled.
 
     It holds for launches of all threads. What the kernels would have written is undefined. A kernel that cannot be
-    compiled is none of its business: that error comes when the kernel is launched.
+    compiled raises no error here, but when it is launched.
     """
     global _ahead
     pool = ThreadPoolExecutor(os.cpu_count())
@@ -84,18 +84,18 @@ def check_programs(kernel: Any, programs: int) -> None:
         op = function.__module__.split(".")[-2]
         raise UserError(
             f"{op}: its kernel {function.__name__!r} would need {programs:,} programs, but a device starts at most "
-            f"{MOST_PROGRAMS:,} at once; use a smaller batch or shorter sequences"
+            f"{MOST_PROGRAMS:,} per launch; use a smaller batch or shorter sequences"
         )
 
 
-def enqueue(kernel: Any, programs: int, *given: Any, **constants: Any) -> Found | None:
+def enqueue(kernel: Any, programs: int, *args: Any, **constants: Any) -> CompiledLaunch | None:
     """Launch a kernel on the current stream of the device of its first tensor.
 
     Args:
         kernel: A `triton.jit` function whose constants follow all other arguments.
         programs: Number of programs, along one axis.
-        given: The arguments up to the constants, or some of these as well; the first one is a tensor.
-        constants: The other constants by name, and `num_warps`, `num_stages`, `maxnreg`.
+        args: The arguments before the constants, optionally followed by constants; the first one is a tensor.
+        constants: The remaining constants by name, and `num_warps`, `num_stages`, `maxnreg`.
 
     Returns:
         What later launches of the same form reuse; None if nothing can be reused.
@@ -104,14 +104,14 @@ def enqueue(kernel: Any, programs: int, *given: Any, **constants: Any) -> Found 
         UserError: There are more programs than a device can start.
     """
     check_programs(kernel, programs)
-    device = given[0].get_device()
+    device = args[0].get_device()
     if device < 0 or PLAIN:  # on the CPU, Triton interprets the kernel
-        kernel[(programs,)](*given, **constants)
+        kernel[(programs,)](*args, **constants)
         return None
     if device == torch.accelerator.current_device_index():
-        return _enqueue(kernel, programs, device, given, constants)
+        return _enqueue(kernel, programs, device, args, constants)
     with torch.cuda.device(device):
-        return _enqueue(kernel, programs, device, given, constants)
+        return _enqueue(kernel, programs, device, args, constants)
 
 
 class Prepared:
@@ -130,7 +130,8 @@ class Prepared:
         check_programs(kernel, programs)
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
         self.checked = checked
-        self.found: dict[tuple[Any, ...], Found | None] = {}  # by device, and what the compiler knows of the tensors
+        # by device, and what the compiler knows of the tensors
+        self.found: dict[tuple[Any, ...], CompiledLaunch | None] = {}
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
         """Launch it on the current stream of the device of the first tensor."""
@@ -149,22 +150,22 @@ class Prepared:
                     bits |= at
             alike: tuple[Any, ...] = (device, missing)
         if not self.checked or bits & 15:
-            known: list[Any] = [device]
+            signature: list[Any] = [device]
             values = []
             for x in tensors:
                 if x is None:
-                    known.append(None)
+                    signature.append(None)
                     values.append(None)
                 else:
                     at, dtype = x.data_ptr(), x.dtype
-                    known.append((dtype,) if at & 15 else dtype)
+                    signature.append((dtype,) if at & 15 else dtype)
                     values.append(at if x.is_cuda else x)
-            alike = tuple(known)
-        found = self.found.get(alike)
-        if found is None or device != torch.accelerator.current_device_index():
+            alike = tuple(signature)
+        cached = self.found.get(alike)
+        if cached is None or device != torch.accelerator.current_device_index():
             self.found[alike] = enqueue(self.kernel, self.programs, *tensors, *self.numbers, **self.constants)
         else:
-            compiled, rest = found
+            compiled, rest = cached
             _start(compiled, self.programs, device, tensors, values, (*self.numbers, *rest))
 
 
@@ -179,52 +180,52 @@ def next_power_of_2(n: int) -> int:
 
 
 def _enqueue(
-    kernel: Any, programs: int, device: int, given: tuple[Any, ...], constants: dict[str, Any]
-) -> Found | None:
+    kernel: Any, programs: int, device: int, args: tuple[Any, ...], constants: dict[str, Any]
+) -> CompiledLaunch | None:
     first = kernel.constexprs[0] if kernel.constexprs else len(kernel.params)
-    known: list[Any] = [id(kernel), device, len(given)]  # and what the compiler knows of each argument
+    signature: list[Any] = [id(kernel), device, len(args)]  # and what the compiler knows of each argument
     values: list[Any] = []  # the arguments, tensors by address: the launcher would query each, and then the driver
-    for x in given[:first]:
+    for x in args[:first]:
         if type(x) is int:
             bits = 32 if -(2**31) <= x < 2**31 else 64 if x < 2**63 else 65
-            known.append(1 if x == 1 else -bits if x & 15 else bits)  # Triton treats 1 as a constant
+            signature.append(1 if x == 1 else -bits if x & 15 else bits)  # Triton treats 1 as a constant
         elif isinstance(x, Tensor):
             at, dtype = x.data_ptr(), x.dtype
-            known.append((dtype,) if at & 15 else dtype)
+            signature.append((dtype,) if at & 15 else dtype)
             if x.is_cuda:  # the launcher rejects tensors elsewhere
                 x = at
         else:  # of other values, the compiler knows only the type
-            known.append(x if x is None else type(x))
+            signature.append(x if x is None else type(x))
         values.append(x)
-    alike = (*known, *given[first:], *constants, *constants.values())
-    if (found := _compiled.get(alike)) is not None:
-        compiled, rest = found
-        _start(compiled, programs, device, given[:first], values, (*given[first:], *rest))
-        return found
+    alike = (*signature, *args[first:], *constants, *constants.values())
+    if (cached := _compiled.get(alike)) is not None:
+        compiled, rest = cached
+        _start(compiled, programs, device, args[:first], values, (*args[first:], *rest))
+        return cached
     if _ahead is not None:
-        _ahead.compile(alike, kernel, device, given, constants)
+        _ahead.compile(alike, kernel, device, args, constants)
         return None
-    compiled = kernel[(programs,)](*given, **constants)
-    last = kernel.params[len(given) :]
+    compiled = kernel[(programs,)](*args, **constants)
+    last = kernel.params[len(args) :]
     if isinstance(compiled, CompiledKernel) and all(p.is_constexpr for p in (*kernel.params[first:], *last)):
-        found = _compiled[alike] = compiled, tuple(constants.get(p.name, p.default) for p in last)
-    return found
+        cached = _compiled[alike] = compiled, tuple(constants.get(p.name, p.default) for p in last)
+    return cached
 
 
 def _start(
     compiled: CompiledKernel,
     programs: int,
     device: int,
-    given: tuple[Any, ...],
+    args: tuple[Any, ...],
     values: list[Any],
     rest: tuple[Any, ...],
 ) -> None:
-    """Launch a compiled kernel on the given arguments (or on their values, past the launcher) and the rest."""
+    """Launch a compiled kernel on `args` (or on their values, bypassing the launcher) and the rest."""
     if _ahead is not None:
         return
     grid = (programs, 1, 1)
     if _observed() or not DIRECT:
-        compiled[grid](*given, *rest)
+        compiled[grid](*args, *rest)
     else:
         stream = driver.active.get_current_stream(device)
         start = (*grid, stream, compiled.function, compiled.packed_metadata, None, None, None)

@@ -53,18 +53,20 @@ def at_tile(x, start, column, stride: gl.constexpr, LAYOUT: gl.constexpr, R: gl.
 
 
 @gluon.jit
-def copy_tokens(to, x, token, column, stop, stride: gl.constexpr, LAYOUT: gl.constexpr = COPY):
+def copy_tokens(shared, x, token, column, stop, stride: gl.constexpr, LAYOUT: gl.constexpr = COPY):
     """Start to copy a tile [64, 128]; zeros from token `stop` on."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
     at = at_tile(x, token, column, stride, LAYOUT, 64, 128)
-    async_copy.async_copy_global_to_shared(to, at, mask=r < stop - token)
+    async_copy.async_copy_global_to_shared(shared, at, mask=r < stop - token)
 
 
 @gluon.jit
-def copy_state(to, x, tile, wanted):
+def copy_state(shared, x, tile, wanted):
     """Start to copy a state [128, 128], if it is wanted."""
     r = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, COPY)), 1)
-    async_copy.async_copy_global_to_shared(to, at_tile(x, tile * 128, 0, 128, COPY, 128, 128), mask=(r >= 0) & wanted)
+    async_copy.async_copy_global_to_shared(
+        shared, at_tile(x, tile * 128, 0, 128, COPY, 128, 128), mask=(r >= 0) & wanted
+    )
 
 
 @gluon.jit

@@ -110,23 +110,23 @@ def read(path: str) -> LaunchFile:
         UserError: The file cannot be read, or something in it is wrong.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{VARIABLE}: cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{VARIABLE}: {path} is not JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+    if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         raise UserError(f"{VARIABLE}: {path} has no list of entries")
-    capability = found.get("capability")
+    capability = content.get("capability")
     if not (isinstance(capability, list) and len(capability) == 2 and all(type(x) is int for x in capability)):
         raise UserError(f"{VARIABLE}: {path}: capability: expected two whole numbers, got {capability!r}")
     entries: Entries = {}
-    for number, entry in enumerate(found["entries"]):
+    for number, entry in enumerate(content["entries"]):
         if wrong := _mistake(entry):
             raise UserError(f"{VARIABLE}: {path}: entry {number}: {wrong}")
         launch = {name: entry[name] for name in KERNELS[entry["kernel"]]}
-        if known := miscompiled(entry["kernel"], launch, capability[0]):
-            raise UserError(f"{VARIABLE}: {path}: entry {number}: {entry['kernel']} is wrong on Hopper: {known.says}")
+        if pattern := miscompiled(entry["kernel"], launch, capability[0]):
+            raise UserError(f"{VARIABLE}: {path}: entry {number}: {entry['kernel']} is wrong on Hopper: {pattern.says}")
         entries.setdefault((entry["kernel"], entry["itemsize"]), {})[entry["size"]] = launch
     return LaunchFile((capability[0], capability[1]), entries)
 

@@ -152,15 +152,15 @@ def largest(op: str, dtype: torch.dtype, device: torch.device) -> int:
     return _largest(op, dtype.itemsize, capability(device), launch_file.current(), device)
 
 
-# as in `backend.py`: the compiler need not trace the reading of files
+# as in `backend.py`: the compiler does not need to trace the reading of files
 largest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def entries(kernel: str, itemsize: int, architecture: int, file: str | None, device: torch.device) -> dict[int, Launch]:
     """The entries of a kernel by the largest head that they serve; those of a file override the built-in ones."""
-    known = {key[1]: entry for key, entry in TABLE[kernel].items() if (key[0], key[2]) == (architecture, itemsize)}
-    given = launch_file.given(file, kernel, itemsize, launch_file.version(device))
-    return {**known, **{size: Launch(**entry) for size, entry in given.items()}}
+    builtin = {key[1]: entry for key, entry in TABLE[kernel].items() if (key[0], key[2]) == (architecture, itemsize)}
+    overrides = launch_file.given(file, kernel, itemsize, launch_file.version(device))
+    return {**builtin, **{size: Launch(**entry) for size, entry in overrides.items()}}
 
 
 @cache
@@ -173,9 +173,9 @@ def _largest(op: str, itemsize: int, architecture: int, file: str | None, device
 def _entry(
     kernel: str, size: int, itemsize: int, architecture: int, file: str | None, device: torch.device
 ) -> Launch | None:
-    known = entries(kernel, itemsize, architecture, file, device)
-    serving = [served for served in known if served >= size]
-    return known[min(serving)] if serving else None
+    by_size = entries(kernel, itemsize, architecture, file, device)
+    serving = [served for served in by_size if served >= size]
+    return by_size[min(serving)] if serving else None
 
 
 @cache

@@ -81,9 +81,9 @@ def miscompiled(kernel: str, entry: Mapping[str, int], capability: int) -> Misco
     """
     if capability != HOPPER:
         return None
-    return next((known for known in KNOWN if known.is_of(kernel, entry)), None)
+    return next((pattern for pattern in KNOWN if pattern.is_of(kernel, entry)), None)
 
 
 def known_of(version: str) -> list[Miscompilation]:
     """The patterns that were seen in a version of Triton."""
-    return [known for known in KNOWN if ".".join(version.split(".")[:2]) in known.versions]
+    return [pattern for pattern in KNOWN if ".".join(version.split(".")[:2]) in pattern.versions]

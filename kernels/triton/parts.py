@@ -67,5 +67,5 @@ def add_heads(x: Tensor, groups: int, subheads: int) -> Tensor:
     if groups == 1:
         return x
     B, T, heads, D = x.shape
-    whole = add_subheads(x.view(B, T, heads // subheads, subheads * D), groups)
-    return whole.view(B, T, heads // groups, D)
+    summed = add_subheads(x.view(B, T, heads // subheads, subheads * D), groups)
+    return summed.view(B, T, heads // groups, D)

@@ -83,9 +83,9 @@ def prepared(make: Callable[[SomePlan, *Options], Prepared]) -> Callable[[SomePl
     @wraps(make)
     def launch(plan: SomePlan, *options: *Options) -> Prepared:
         key = (make, *options)
-        found = plan.launches.get(key)
-        if found is None:
-            found = plan.launches[key] = make(plan, *options)
-        return found
+        cached = plan.launches.get(key)
+        if cached is None:
+            cached = plan.launches[key] = make(plan, *options)
+        return cached
 
     return launch

@@ -13,8 +13,8 @@ from .arguments import Attention
 def serves(a: Attention) -> bool:
     """Return whether the kernel supports the dtype and the head size, and queries and keys are the same tokens."""
     size = a.q.shape[3]
-    known = a.q.dtype in (torch.bfloat16, torch.float16) and size <= 256 and size % 8 == 0
-    return known and a.first_key is None and a.q.shape[1] == a.k.shape[1] and has("window_size")
+    supported = a.q.dtype in (torch.bfloat16, torch.float16) and size <= 256 and size % 8 == 0
+    return supported and a.first_key is None and a.q.shape[1] == a.k.shape[1] and has("window_size")
 
 
 def forward(a: Attention) -> Tensor:

@@ -8,8 +8,8 @@ from .arguments import Attention
 
 def serves(a: Attention) -> bool:
     """Return whether nothing but the future is masked."""
-    whole = a.documents is None and a.window_size is None and a.first_key is None
-    return whole and a.q.shape[1] == a.k.shape[1]
+    unrestricted = a.documents is None and a.window_size is None and a.first_key is None
+    return unrestricted and a.q.shape[1] == a.k.shape[1]
 
 
 def forward(a: Attention) -> Tensor:

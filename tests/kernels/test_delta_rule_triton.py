@@ -551,7 +551,7 @@ def test_bounds_step_by_step(length: float, monkeypatch: pytest.MonkeyPatch):
         plan.of_rows.cache_clear()
         monkeypatch.setattr(triton_plan.DeltaRule, "in_gluon", in_gluon)
         monkeypatch.setattr(triton_plan.DeltaRule, "_fits_at_once", False)
-        to = triton_op.plan(q, v, 1, 1.0, None)
+        to = triton_op.plan_of(q, v, 1, 1.0, None)
         found.append(triton_op.prepared(to, q, k, beta, decay)[3])
     torch.testing.assert_close(*found)
 
@@ -604,7 +604,7 @@ def test_all_gradients_in_one_pass_over_two_halves(through: tuple[str, ...], mon
 def test_sequences_that_fill_half_of_a_gpu(gate: str, through: tuple[str, ...]):
     rows = multiprocessors(torch.device("cuda")) // 2 // 8
     a = on_device(2500, B=rows, G=8, K=128, V=128, gate=gate)
-    to = triton_op.plan(a["q"], a["v"], 1, 1.0, None)
+    to = triton_op.plan_of(a["q"], a["v"], 1, 1.0, None)
     if to.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
         assert to.halved
     first, second = (results(kernels.delta_rule, a, backend="triton", through=through) for _ in range(2))

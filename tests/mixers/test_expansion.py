@@ -336,7 +336,7 @@ def test_gains_stay_exact_and_do_not_decay():
 
 
 def test_a_residual_needs_subheads():
-    with pytest.raises(mixers.UserError, match=r"^residual: true needs subheads, one of which is the head as it is"):
+    with pytest.raises(mixers.UserError, match=r"^residual: true needs subheads, one of which is the unchanged head"):
         Expanded(SITE, mixer=GatedDeltaNet, factor=2, subheads=False, residual=True)
 
 
