@@ -47,25 +47,35 @@ def places(file: Path) -> Iterator[tuple[str, int, str]]:
             yield "phrases", number, match[0]
 
 
+def all_places() -> Iterator[tuple[str, Path, str, int, str]]:
+    """Yield the directory, the file, the habit, the line and the words of each place in the project."""
+    for room in ROOMS:
+        for file in sorted((ROOT / room).rglob("*.py")):
+            for habit, line, words in places(file):
+                yield room, file.relative_to(ROOT), habit, line, words
+
+
+def exceeded(counts: Counter[tuple[str, str]]) -> dict[str, int]:
+    """Return the habits that are more frequent than their limits, with their numbers."""
+    totals = {habit: sum(counts[room, habit] for room in ROOMS) for habit in LIMITS}
+    return {habit: total for habit, total in totals.items() if total > LIMITS[habit]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="list every place")
     arguments = parser.parse_args()
     console, counts = Console(width=120), Counter[tuple[str, str]]()
-    for room in ROOMS:
-        for file in sorted((ROOT / room).rglob("*.py")):
-            for habit, line, words in places(file):
-                counts[room, habit] += 1
-                if arguments.list:
-                    console.print(f"{file.relative_to(ROOT)}:{line}: {habit}: {words}", highlight=False)
+    for room, file, habit, line, words in all_places():
+        counts[room, habit] += 1
+        if arguments.list:
+            console.print(f"{file}:{line}: {habit}: {words}", highlight=False)
     table = Table("habit", *ROOMS, "all", "limit")
-    exceeded = False
     for habit, limit in LIMITS.items():
-        total = sum(counts[room, habit] for room in ROOMS)
-        exceeded |= total > limit
-        table.add_row(habit, *(str(counts[room, habit]) for room in ROOMS), str(total), str(limit))
+        numbers = [counts[room, habit] for room in ROOMS]
+        table.add_row(habit, *map(str, numbers), str(sum(numbers)), str(limit))
     console.print(table)
-    sys.exit(int(exceeded))
+    sys.exit(int(bool(exceeded(counts))))
 
 
 if __name__ == "__main__":
