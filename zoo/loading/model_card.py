@@ -87,7 +87,7 @@ def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], check
 
 
 def _sources(data: Mapping[str, Any]) -> str:
-    """Return the sources of the training data that the config names; a class that reads no text is its own source."""
+    """Return the sources of the training data that the config names, or the data module's class if it reads no text."""
     arguments = data.get("init_args") or {}
     parts = arguments["sources"].values() if isinstance(arguments.get("sources"), Mapping) else [arguments]
     paths = [part["path"] for part in parts if "path" in part]
