@@ -8,7 +8,7 @@ import tokenizers
 
 from kernels import UserError
 from zoo.conversion.folder import CONFIG, read_config, tokenizer_file
-from zoo.data.text.foreign_tokenizer import told
+from zoo.data.text.foreign_tokenizer import library_errors
 from zoo.data.text.tokenizer import END_TOKENS, Tokenizer, foreign
 
 DESCRIPTION, GENERATION = "tokenizer_config.json", "generation_config.json"
@@ -33,7 +33,7 @@ def read_tokenizer(folder: Path, trust: bool = False) -> Tokenizer | None:
     except (UnicodeDecodeError, OSError) as error:
         raise UserError(f"{name} cannot be read as text ({error}).") from None
     found = foreign(text, name, trust)
-    with told(name):
+    with library_errors(name):
         found.no_truncation()
         found.no_padding()
         bare, whole = (found.encode("a", add_special_tokens=special).ids for special in (False, True))
