@@ -43,14 +43,11 @@ class Measured:
         chosen, lines = self.where or {}, self._lines(root)
         columns = [*self.by, *([self.across] if self.across else [])]
         seeded = not self.file.endswith(".json")
-        all_columns = dict.fromkeys(
-            key for line in lines for key in line
-        )  # a benchmark's lines differ if one has no result
+        # of all lines, since a benchmark's lines differ if one has no result
+        header = dict.fromkeys(key for line in lines for key in line)
         for column in (*columns, self.metric, *chosen, *(["seed"] if seeded else [])):
-            if lines and column not in all_columns:
-                raise UserError(
-                    f"ours.measured: {self.file} has no column {column!r}{did_you_mean(column, all_columns)}"
-                )
+            if lines and column not in header:
+                raise UserError(f"ours.measured: {self.file} has no column {column!r}{did_you_mean(column, header)}")
         by_labels: dict[tuple[str, ...], dict[int, float]] = {}
         for line in lines:
             if all(str(line[column]) == value for column, value in chosen.items()):
