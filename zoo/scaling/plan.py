@@ -178,8 +178,8 @@ def plan(
     counts = [rung.without_embeddings for rung in rungs]
     if max(counts) < LEAST_SPAN * min(counts):
         raise UserError(
-            f"sizes: the largest model would have {max(counts) / min(counts):.1f} times the parameters of the smallest, and "
-            f"{LEAST_SPAN:g} times are needed; give a larger budget"
+            f"sizes: the largest model would have {max(counts) / min(counts):.1f} times the parameters of the "
+            f"smallest, and {LEAST_SPAN:g} times are needed; give a larger budget"
         )
     interval = max(steps // 10, 1)
     training["trainer"] = {
