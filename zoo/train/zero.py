@@ -39,7 +39,7 @@ from zoo.lm.block import Block
 from zoo.train.shards import all_succeeded, check_together, hashes_of_all, noted
 
 PRECISIONS = ("32-true", "bf16-mixed")
-BUCKET = 2 * 10**8  # numbers in a message
+BUCKET = 2 * 10**8  # numbers sent in one message
 PREFETCH = 5 * 10**7  # numbers to gather ahead of use, at least
 
 

@@ -29,7 +29,7 @@ class InContextRecall(TokenTask):
 
     Args:
         length: Tokens in a sequence.
-        pairs: Different keys of a sequence; null for the number of tokens for keys.
+        pairs: Different keys of a sequence; null for one per token of the keys' vocabulary.
         motif: The most tokens of a key or value.
         noise: Share of tokens that are noise, below 1.
         noise_tokens: Size of the vocabulary of noise, on top of that of keys and values.

@@ -239,7 +239,7 @@ class Checkpoints(RunCallback, Checkpoint):
         if better:
             self.best_model_score, self._best_step = loss.item(), trainer.global_step
             self.best_model_path = str(self._folder(trainer) / "best.ckpt")
-        self._save(trainer, overwrite=True)  # now with the validation done, and the best loss
+        self._save(trainer, force=True)  # now with the validation done, and the best loss
         if better:
             self._copy(trainer, "best.ckpt")
 
@@ -311,13 +311,9 @@ class Checkpoints(RunCallback, Checkpoint):
     def _folder(self, trainer: L.Trainer) -> Path:
         return Path(trainer.default_root_dir) / self.folder
 
-    def _save(self, trainer: L.Trainer, overwrite: bool = False) -> None:
-        """Write `last.ckpt`, in all processes, unless it has this step already and `overwrite` is false."""
-        if (
-            trainer.fast_dev_run
-            or trainer.global_step == 0
-            or (trainer.global_step == self._saved_step and not overwrite)
-        ):
+    def _save(self, trainer: L.Trainer, force: bool = False) -> None:
+        """Write `last.ckpt`, in all processes, unless it has this step already and `force` is false."""
+        if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not force):
             return
         self._wait()
         trainer.save_checkpoint(
