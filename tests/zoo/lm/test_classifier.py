@@ -104,7 +104,7 @@ def test_it_can_be_made_on_meta():
         ({"head": None}, "^stack: Bidirectional is not causal and would see the tokens it predicts; give the model"),
         (
             {"head": None, "mixer": GatedDeltaNet, "position": Bidirectional},
-            "^stack: Bidirectional would see the tokens",
+            "^stack: Bidirectional is not causal",
         ),
         ({"tie_embeddings": True}, "^tie_embeddings: true needs token embeddings and logits"),
         ({"vocab_size": None}, "^vocab_size: null means the tokenizer's"),
