@@ -89,7 +89,7 @@ class Images(ResumableData):
 
     @cached_property
     def num_classes(self) -> int:
-        """Number of classes: the length of the data set's `classes`, or else the largest label plus one."""
+        """Return the length of the data set's `classes`, or else the largest label plus one."""
         classes = getattr(self._images, "classes", None)
         if classes is not None:
             return len(classes)
