@@ -186,9 +186,9 @@ def test_padding_and_packed_documents_have_no_loss_across():
         ),
         (
             {"input_ids": torch.zeros(1, 3)},
-            "data: input_ids of a batch is no tensor of whole numbers, but of torch.float32",
+            "data: input_ids of a batch is not a tensor of integers, but of torch.float32",
         ),
-        ({"labels": [[1, 2, 3]]}, "data: labels of a batch is no tensor of whole numbers, but a list"),
+        ({"labels": [[1, 2, 3]]}, "data: labels of a batch is not a tensor of integers, but a list"),
     ],
     ids=["padding", "shapes", "floats", "list"],
 )

@@ -88,7 +88,7 @@ def trained(parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -
 
 
 def _steps(parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -> dict[str, Any]:
-    """Measure the steps of one model, in a function of its own, so that the model is freed before the next is built."""
+    """Measure the steps of one model. As a separate function, it frees the model before the next is built."""
     model = models.build(parsed, to.precision, to.device)
     tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=to.device)
     optim = configs.instantiate("optim", parsed)

@@ -164,8 +164,8 @@ def check(target: Target, entry: Entry, file: str, device: torch.device) -> str 
             if not gate.passed:
                 return f"{name}: {gate.says}"
             for _ in range(REPEATS):
-                again = _results(case, case.inputs, case.do)
-                if not all(torch.equal(again[key], x) for key, x in results.items()):
+                repeated = _results(case, case.inputs, case.do)
+                if not all(torch.equal(repeated[key], x) for key, x in results.items()):
                     return f"{name}: results do not repeat"
     return None
 

@@ -70,12 +70,14 @@ class Case:
     def _implementation(self) -> str:
         """The name of the implementation that runs."""
         package = importlib.import_module(f"kernels.{self.op.function}")
-        known: Mapping[str, Callable[..., Any]] = package.IMPLEMENTATIONS
+        implementations: Mapping[str, Callable[..., Any]] = package.IMPLEMENTATIONS
         if getattr(package, "LARGEST", self.shape.D) < self.shape.D:
-            known = {name: implementation for name, implementation in known.items() if name != "triton"}
+            implementations = {
+                name: implementation for name, implementation in implementations.items() if name != "triton"
+            }
         with kernels.backend(self.backend):
-            chosen = choose(self.op.function, known, self.inputs["v"])
-        return next(name for name, implementation in known.items() if implementation is chosen)
+            chosen = choose(self.op.function, implementations, self.inputs["v"])
+        return next(name for name, implementation in implementations.items() if implementation is chosen)
 
     def call(self, inputs: Tensors, backend: str | None = None) -> Tensor:
         """The outputs [B,T,H,D]."""

@@ -1,4 +1,4 @@
-"""`bench expansion`: what a larger state costs in training, beside the same model with its own state."""
+"""`bench expansion`: cost of a larger state in training, compared with the same model without expansion."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -148,7 +148,7 @@ def bench_expansion(
     device: str | None = None,
     folder: str = "runs/bench-expansion",
 ) -> Report:
-    """Time training steps of models with expanded states, beside the same models with their own state.
+    """Time training steps of models with expanded states, compared with the same models without expansion.
 
     Each model is measured alone, after its loss and gradients are checked in two of its layers; that of E = 1 first and
     last, and the others are compared with the mean of both.
@@ -179,7 +179,7 @@ def bench_expansion(
     models.check_sizes(batch_size=batch_size, length=length, steps=steps)
     if config and (mixers is not None or sizes is not None):
         raise UserError("mixers, sizes: choose between them and --config, which names one model")
-    given = {models.name(config): list[str](config)} if config else dict(_built_in(mixers, sizes))
+    items_by_name = {models.name(config): list[str](config)} if config else dict(_built_in(mixers, sizes))
     factors = [2, 4, 8, 16] if factors is None else list(dict.fromkeys(factors))
     if wrong := [factor for factor in factors if factor < 1]:
         raise UserError(f"factors: {wrong[0]} must be at least 1")
@@ -189,7 +189,7 @@ def bench_expansion(
             "--config gated_deltanet.yaml --batch_size=2 --length=256"
         )
     forms = ["subheads", *(["long head"] if long_head else [])]
-    cases = [case for name, items in given.items() for case in _cases(name, items, factors, forms)]
+    cases = [case for name, items in items_by_name.items() for case in _cases(name, items, factors, forms)]
     parsed = [models.read(case.config) for case in cases]  # all of them before the first runs
     settings = Settings(precision, backend, where, steps)
     about = {**described(where), "batch_size": batch_size, "length": length, "precision": precision, "paper": PAPER}

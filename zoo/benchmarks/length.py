@@ -128,18 +128,18 @@ def bench_length(
         raise UserError(f"lengths: {wrong[0]} does not divide the {tokens} tokens of a step (--tokens)")
     if config and (mixers is not None or size != SIZES[0]):
         raise UserError("mixers, size: choose between them and --config, which names one model")
-    given = {models.name(config): list[str](config)} if config else dict(_built_in(mixers, size))
+    items_by_name = {models.name(config): list[str](config)} if config else dict(_built_in(mixers, size))
     if where.type == "cpu" and not config:
         raise UserError(
             "device: on a CPU the built-in models take hours; name a small one, such as "
             "--config gated_deltanet.yaml --tokens=512 --lengths=[256,512]"
         )
-    parsed = {name: models.read(items) for name, items in given.items()}  # all of them before the first runs
+    parsed = {name: models.read(items) for name, items in items_by_name.items()}  # all of them before the first runs
     settings = Settings(precision, backend, where, steps)
     about = {**described(where), "tokens": tokens, "precision": precision}
     report, each = LengthReport(Path(folder), about), 1 + WARM_UP + steps
-    with tqdm(total=len(given) * len(lengths) * each, desc="length", unit=" steps", dynamic_ncols=True) as bar:
-        for name, items in given.items():
+    with tqdm(total=len(items_by_name) * len(lengths) * each, desc="length", unit=" steps", dynamic_ncols=True) as bar:
+        for name, items in items_by_name.items():
             gate = checked(items, parsed[name], settings, CHECKED_LAYERS)
             for length in lengths:
                 bar.set_postfix_str(f"{name} {length}")

@@ -44,16 +44,16 @@ def name(config: Sequence[str]) -> str:
     return Path(str(next((item for item in config if "=" not in item), "model"))).stem
 
 
-def check_names(argument: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise a UserError for the first name that is not known."""
-    known = list(known)
-    if wrong := [value for value in given if value not in known]:
-        raise UserError(f"{argument}: {wrong[0]!r} is not one of {', '.join(known)}{did_you_mean(wrong[0], known)}")
+def check_names(argument: str, values: Iterable[str], names: Iterable[str]) -> None:
+    """Raise a UserError for the first value that is not an allowed name."""
+    names = list(names)
+    if wrong := [value for value in values if value not in names]:
+        raise UserError(f"{argument}: {wrong[0]!r} is not one of {', '.join(names)}{did_you_mean(wrong[0], names)}")
 
 
-def check_precision(given: str) -> None:
+def check_precision(precision: str) -> None:
     """Raise a UserError for an unknown precision."""
-    check_names("precision", [given], PRECISIONS)
+    check_names("precision", [precision], PRECISIONS)
 
 
 def check_sizes(**sizes: int) -> None:
@@ -83,7 +83,7 @@ def mean_loss(model: LanguageModel, tokens: Tensor) -> Tensor:
 
 
 def conditioned(model: LanguageModel) -> LanguageModel:
-    """The model with a large eps in the norms of its mixers, so that they do not magnify rounding errors.
+    """The model with a large eps in the norms of its mixers, which keeps them from magnifying rounding errors.
 
     At initialisation, the output for a first token, (q·k) v, may be close to 0 by chance. A norm then divides by almost
     nothing, and a few tokens dominate the gradient in any precision, whatever the kernels do. With the mean square of

@@ -51,7 +51,7 @@ class Report:
         raise NotImplementedError
 
     def picture(self) -> Figure | None:
-        """Return the contents of bench.png; None if there is no curve."""
+        """Return the contents of bench.png; None without a curve."""
         return None
 
     def new_table(self, columns: Iterable[str]) -> Table:

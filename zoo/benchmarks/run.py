@@ -44,9 +44,11 @@ def bench(kind: str, *configs_and_overrides: Item, **options: Any) -> Report:
     if kind not in KINDS:
         raise UserError(f"bench: {kind!r} is not one of {', '.join(KINDS)}{did_you_mean(kind, list(KINDS))}")
     benchmark = KINDS[kind]
-    known = [name for name in inspect.signature(benchmark).parameters if name != "config"]
-    if wrong := next((name for name in options if name not in known), None):
-        raise UserError(f"bench: {wrong!r} is not an option of {kind}{did_you_mean(wrong, known)} ({', '.join(known)})")
+    allowed = [name for name in inspect.signature(benchmark).parameters if name != "config"]
+    if wrong := next((name for name in options if name not in allowed), None):
+        raise UserError(
+            f"bench: {wrong!r} is not an option of {kind}{did_you_mean(wrong, allowed)} ({', '.join(allowed)})"
+        )
     if benchmark is not bench_kernels:
         options["config"] = list(configs_and_overrides)
     elif configs_and_overrides:

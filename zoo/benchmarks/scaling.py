@@ -54,7 +54,7 @@ class Fit(NamedTuple):
     name: str  # name of its folder
     arguments: list[str]
     way: str | None  # strategy in the table; None for a reference, which is not in the table
-    devices: int  # for a reference, the number of devices that it stands for
+    devices: int  # for a reference, the number of devices that it represents
     reference: str | None  # the run on one device whose losses it must match
 
 
@@ -213,9 +213,9 @@ def bench_scaling(
 
 def _way(name: str) -> Way:
     folder = configs.CONFIGS / "train"
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
-    if name not in known:
-        raise UserError(f"ways: {name!r} is not a file in configs/train{did_you_mean(name, known)}")
+    way_names = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in way_names:
+        raise UserError(f"ways: {name!r} is not a file in configs/train{did_you_mean(name, way_names)}")
     keys = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     return Way(name, keys.get("context_parallel", 1) > 1)
 

@@ -82,7 +82,7 @@ def tune(
         folder: The folder of launch.json.
 
     Raises:
-        UserError: An argument is invalid, or there is no GPU.
+        UserError: An argument is invalid, or no GPU is available.
     """
     targets = _targets(kernels, sizes, dtypes)
     if jobs < 1:
@@ -237,7 +237,7 @@ def _targets(kernels: list[str] | str | None, sizes: list[int] | None, dtypes: l
     chosen = []
     for name in _listed(kernels, list(NAMES)):
         if name not in by_name:
-            allowed = ", ".join(known for known in by_name if known not in KERNELS)
+            allowed = ", ".join(each for each in by_name if each not in KERNELS)
             raise UserError(f"kernels: {name!r} is not one of {allowed}{did_you_mean(name, list(by_name))}")
         chosen += by_name[name]
     precisions = _listed(dtypes, ["bf16", "fp32"])

@@ -142,7 +142,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_tensors(model: nn.Module, weights: Weights, path: str | os.PathLike[str]) -> None:
-    """Load weights into `model` block by block, so that memory never holds more than one block of them beside it.
+    """Load weights into `model` block by block, so that at most one block is in memory in addition to the model.
 
     Raises:
         UserError: As for `load_weights`; `path` is named.

@@ -1,8 +1,8 @@
 """Sharded checkpoints of FSDP2: a folder in the format of `torch.distributed.checkpoint`, which reshards.
 
-Each process writes the parts of tensors that it has to a file of its own. The folder's `.metadata`, which other tools
-need, is a pickle that could run code, and is never read here: what it says is also in the sealed `.ckpt`, in plain
-containers, under `tensors` in the entry `shards`. Tried with PyTorch 2.13.
+Each process writes its parts of tensors to a separate file. The folder's `.metadata`, which other tools need, is a
+pickle that could run code, and is never read here: its contents are also in the sealed `.ckpt`, in plain containers,
+under `tensors` in the entry `shards`. Tested with PyTorch 2.13.
 """
 
 import io
@@ -67,8 +67,8 @@ def named_tensors(weights: Mapping[str, Tensor], optimizer_states: list[dict[str
     named = {f"state_dict/{name}": tensor for name, tensor in weights.items()}
     for number, optimizer in enumerate(optimizer_states):
         for index, values in optimizer["state"].items():
-            found = {key: value for key, value in values.items() if isinstance(value, Tensor)}
-            named.update({f"optimizer_states/{number}/{index}/{key}": value for key, value in found.items()})
+            tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
+            named.update({f"optimizer_states/{number}/{index}/{key}": value for key, value in tensors.items()})
     return named
 
 

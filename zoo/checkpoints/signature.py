@@ -54,7 +54,7 @@ def _key() -> bytes:
     """The user's key, created at its first use.
 
     Raises:
-        OSError: There is no key, and none can be created.
+        OSError: The key does not exist and cannot be created.
     """
     file = _key_file()
     if not file.exists():

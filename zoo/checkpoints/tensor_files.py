@@ -87,7 +87,7 @@ class TensorFiles:
             if not file.is_file():
                 raise UserError(f"{path} is incomplete: {file.name}, which {INDEX} names, is missing.")
             opened = self._open(file)
-            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+            for name in opened.keys():  # noqa: SIM118 (not a mapping)
                 if index is None or index.get(name) == file.name:
                     self.specs[name], self._file[name] = _spec(opened.get_slice(name), name, file), file
         if index is not None and (lost := next((name for name in index if name not in self.specs), None)):
@@ -98,7 +98,7 @@ class TensorFiles:
         file = self._file[name]
         try:
             return self._open(file).get_tensor(name)
-        except Exception as error:  # the library raises its own types
+        except Exception as error:  # the library raises custom types
             raise _unreadable(file, error) from error
 
     def _open(self, file: Path) -> Any:
@@ -107,7 +107,7 @@ class TensorFiles:
         if self._opened is None or self._opened[0] != file:
             try:
                 self._opened = file, safe_open(file, framework="pt")
-            except Exception as error:  # the library raises its own types
+            except Exception as error:  # the library raises custom types
                 raise _unreadable(file, error) from error
         return self._opened[1]
 
@@ -123,7 +123,7 @@ def write_tensor_files(weights: Weights, folder: Path, most_bytes: int = SHARD_B
     Args:
         weights: What to write; memory holds one shard of them at a time.
         folder: Where to.
-        most_bytes: The largest size of a shard; a larger tensor gets a shard of its own.
+        most_bytes: The largest size of a shard; a larger tensor gets a separate shard.
 
     Returns:
         The names of the files.
@@ -156,7 +156,7 @@ def write_tensor_files(weights: Weights, folder: Path, most_bytes: int = SHARD_B
 
 
 def _open_to_readers(file: Path) -> None:
-    """Give a file the mode that new files have here: safetensors 0.8 writes its own for the user alone."""
+    """Give a file the default mode of new files: safetensors 0.8 makes its files readable by the user alone."""
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as folder:
         new = Path(folder) / "new"
         new.touch()
@@ -179,7 +179,7 @@ def _read_index(file: Path) -> dict[str, str]:
     """Tensor → file name, from an index.
 
     Raises:
-        UserError: It is no index, or names a file outside its folder.
+        UserError: The file is not an index, or names a file outside its folder.
     """
     try:
         with open_to_read(file) as opened:
@@ -188,7 +188,7 @@ def _read_index(file: Path) -> dict[str, str]:
         raise UserError(f"{file} cannot be read as an index of weights: {error}.") from None
     places = contents.get("weight_map") if isinstance(contents, dict) else None
     if not isinstance(places, dict) or not places or not _are_names(places.values()):
-        raise UserError(f"{file} is no index of weights: it needs a weight_map of tensors to files.")
+        raise UserError(f"{file} is not an index of weights: it needs a weight_map of tensors to files.")
     for name in places.values():
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(f"{file} is refused: {name!r} is not a .safetensors file in its folder.")

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: the tensors are in shards, written by each process, in a folder beside the file.
+"""Sharded checkpoints: each process writes its tensors to a shard, in a folder next to the `.ckpt` file.
 
 The `.ckpt` is a small file whose entry `shards` names that folder. It is written last and atomically, so that it always
 names a complete folder; several files (`last.ckpt`, `best.ckpt`) may name the same one. Here is what ZeRO's and FSDP2's
@@ -81,7 +81,7 @@ def sync(folder: Path) -> None:
 
 
 def check_entry(path: str | os.PathLike[str], shards: Any) -> None:
-    """Raise a UserError unless the entry `shards` of the checkpoint `path` is valid: files in one folder beside it."""
+    """Raise a UserError unless the entry `shards` of the checkpoint `path` is valid: files in one folder next to it."""
     invalid = UserError(f"{path} is refused: its entry for shards is not as this project writes it.")
     own = {TENSORS} if isinstance(shards, Mapping) and TENSORS in shards else {"stage", "world_size", "parameters"}
     if not isinstance(shards, Mapping) or ({"folder", "files"} | own) - shards.keys():
@@ -94,9 +94,9 @@ def check_entry(path: str | os.PathLike[str], shards: Any) -> None:
         if not isinstance(name, str) or not (isinstance(described, int) or of_format_2):
             raise invalid
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name or ":" in name:
-            raise UserError(f"{path} is refused: its shard {name} is not in a folder beside it.")
+            raise UserError(f"{path} is refused: its shard {name} is not in a folder next to it.")
     if not folder.startswith(_PREFIX) or PurePosixPath(folder).name != folder or "\\" in folder:
-        raise UserError(f"{path} is refused: {folder} is not a folder of shards beside it.")
+        raise UserError(f"{path} is refused: {folder} is not a folder of shards next to it.")
 
 
 def check_shards(

@@ -77,8 +77,11 @@ def arguments_of(
         taken = len(plain) if positional in lists else 1
         options += [f"--{positional}={value}" for value in plain[:taken]]
         plain = plain[taken:]
-        given = {option.partition("=")[0] for option in options}
-        if parameters[positional].default is inspect.Parameter.empty and not {f"--{positional}", *PRINTING} & given:
+        option_names = {option.partition("=")[0] for option in options}
+        if (
+            parameters[positional].default is inspect.Parameter.empty
+            and not {f"--{positional}", *PRINTING} & option_names
+        ):
             raise UserError(f"{positional}: missing; name at least one: python cli.py {verb} {positional.upper()} …")
     members = {name: (parameters[name].annotation, *get_args(parameters[name].annotation)) for name in lists}
     texts = [name for name in lists if name in ANY_TEXT and str not in members[name]]
@@ -132,7 +135,7 @@ def _joined(options: Sequence[str], lists: Collection[str], texts: Collection[st
         lists: Names of parameters that take lists.
         texts: Those of them whose strings may be any text: one value is a list, too, unless it is JSON's.
     """
-    joined, given = [], dict[str, list[str]]()
+    joined, values_by_option = [], dict[str, list[str]]()
 
     def is_text(key: str, value: str) -> bool:
         return key.removeprefix("--") in texts and not _is_json_list(value)
@@ -140,14 +143,14 @@ def _joined(options: Sequence[str], lists: Collection[str], texts: Collection[st
     for option in options:
         key, _, value = option.partition("=")
         if key.removeprefix("--") in lists:
-            given.setdefault(key, []).append(value)
+            values_by_option.setdefault(key, []).append(value)
         else:
             joined.append(option)
     return [
         *joined,
         *(
             f"{key}={values[0] if len(values) == 1 and not is_text(key, values[0]) else json.dumps(values)}"
-            for key, values in given.items()
+            for key, values in values_by_option.items()
         ),
     ]
 
@@ -179,7 +182,7 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
                 value = following
             if key in ("-c", "--config"):
                 if is_override(value):
-                    find_config(value)  # raises: a path with a "=" that is no file would count as an override
+                    find_config(value)  # raises: a mistyped path with a "=" would count as an override
                 split.items.append(value)
             elif option in names:
                 split.options.append(f"--{option}={value}")

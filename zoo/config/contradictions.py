@@ -18,19 +18,19 @@ def check_overrides(overrides: Iterable[str]) -> None:
     Raises:
         UserError: Two of them contradict each other.
     """
-    given = {}
+    values = {}
     for item in overrides:
         key, _, value = item.partition("=")
-        given[key.replace(".init_args.", ".")] = value
-    given = {key: value for key, value in given.items() if value not in NULL}
-    if "data.tokenizer" in given and "data.vocab_size" in given:
+        values[key.replace(".init_args.", ".")] = value
+    values = {key: value for key, value in values.items() if value not in NULL}
+    if "data.tokenizer" in values and "data.vocab_size" in values:
         raise UserError(
-            f"data.vocab_size: {given['data.vocab_size']} is the size of a tokenizer that is trained, but "
-            f"data.tokenizer={given['data.tokenizer']} is one that is loaded; leave one of them out"
+            f"data.vocab_size: {values['data.vocab_size']} is the size of a tokenizer that is trained, but "
+            f"data.tokenizer={values['data.tokenizer']} is one that is loaded; leave one of them out"
         )
-    path = given.get("data.path", BUILT_IN[0])
-    if "data.max_characters" in given and not path.startswith(BUILT_IN):
+    path = values.get("data.path", BUILT_IN[0])
+    if "data.max_characters" in values and not path.startswith(BUILT_IN):
         raise UserError(
-            f"data.max_characters: {given['data.max_characters']} is the size of text that comes with Python, but "
+            f"data.max_characters: {values['data.max_characters']} is the size of text that comes with Python, but "
             f"data.path={path} are your own files, which are never cut; leave it out"
         )

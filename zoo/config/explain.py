@@ -31,7 +31,7 @@ def explain(message: str, options: Iterable[str]) -> str:
     """
     keys = KEYS.findall(message)
     hidden = {"help", "print_config", "print_shtab"}
-    known = sorted(option for option in set(options) - hidden if not option.endswith("+"))
+    option_names = sorted(option for option in set(options) - hidden if not option.endswith("+"))
     key = ".".join(part.removeprefix("init_args.") for part in keys)
     paths = [*GIVEN.findall(message), *reversed(ENCLOSING.findall(message))]
     owner = _owner(paths, keys[-1].removeprefix("model.").partition(".")[0] if keys else None)
@@ -56,17 +56,17 @@ def explain(message: str, options: Iterable[str]) -> str:
     if match := re.search(r"Multiple subclasses with name (\w+)\. Give the full class path .*?: ([\w., ]+\w)", message):
         return f"{key}: {match[1]} is the name of several classes; write one of {match[2]}"
     if key == "optim.optimizer" and re.search(r"Unexpected import|to be a function that returns", message):
-        given = re.search(r"Given value: (\S+)", message)
-        return f"{key}: {given[1] if given else ''!r} is not an Optimizer; write its dotted path, package.module.Class"
+        got = re.search(r"Given value: (\S+)", message)
+        return f"{key}: {got[1] if got else ''!r} is not an Optimizer; write its dotted path, package.module.Class"
     if match := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
-        return _unknown_key(key, f"{match[1]}.{match[2]}", _owner(paths, None), known)
+        return _unknown_key(key, f"{match[1]}.{match[2]}", _owner(paths, None), option_names)
     if match := re.search(r"(?:Option|does not accept option) '([\w.]+)'", message):
-        return _unknown_key(key, match[1], _owner(paths, None), known)
+        return _unknown_key(key, match[1], _owner(paths, None), option_names)
     if match := re.search(r"[Uu]nrecognized arguments: (.*)", message, re.DOTALL):
         argument = match[1].split()[0].removesuffix(".")
         if not argument.startswith("-"):
             return f"{argument!r}: an argument without a key; options are written --key=value"
-        return _unknown_key(key, argument.lstrip("-").partition("=")[0], _owner(paths, None), known)
+        return _unknown_key(key, argument.lstrip("-").partition("=")[0], _owner(paths, None), option_names)
     of_callable = r"callable class: "  # as `optim.schedule` may be one of a few words, or a class
     if match := re.search(of_callable + r"the following arguments are required: ([\w, ]+)", message):
         return f"{_missing(key, match[1], _owner(paths, None))}, under init_args"
@@ -81,8 +81,8 @@ def explain(message: str, options: Iterable[str]) -> str:
     ):
         return f"{key}: {match[1]} needs a value for {match[2]}, under init_args"
     if match := re.search(r"Subclasses are disabled for \w+, thus '([\w.]+)' is not accepted", message):
-        allowed = sorted({name.split(".")[1] for name in known if name.startswith(f"{key}.")})
-        return f"{key}: takes no class such as {match[1]}, only keys of its own (allowed: {', '.join(allowed)})"
+        allowed = sorted({name.split(".")[1] for name in option_names if name.startswith(f"{key}.")})
+        return f"{key}: takes no class such as {match[1]}, only keys (allowed: {', '.join(allowed)})"
     if match := re.search(r"Given value: (.*?)(?:\. Got value|\n|$)", message) or re.search(
         r"Expected a [^\n]*?\. Got value: (.*?)(?:\. Got value|\n|$)", message
     ):
@@ -112,14 +112,14 @@ def _top(options: Iterable[str]) -> list[str]:
     return sorted({option.partition(".")[0] for option in options})
 
 
-def unknown(key: str, name: str, known: Iterable[str]) -> str:
-    """The sentence for a `key` whose part `name` is not one of the `known` names."""
-    known = sorted(set(known))
-    allowed = f" (allowed: {', '.join(known)})" if 0 < len(known) <= 20 else " (--help lists them)" if known else ""
-    return f"{key}: unknown key{did_you_mean(name, known)}{allowed}"
+def unknown(key: str, name: str, names: Iterable[str]) -> str:
+    """The sentence for a `key` whose part `name` is not one of `names`, the allowed ones."""
+    names = sorted(set(names))
+    allowed = f" (allowed: {', '.join(names)})" if 0 < len(names) <= 20 else " (--help lists them)" if names else ""
+    return f"{key}: unknown key{did_you_mean(name, names)}{allowed}"
 
 
-def _unknown_key(key: str, name: str, owner: Any, known: list[str]) -> str:
+def _unknown_key(key: str, name: str, owner: Any, option_names: list[str]) -> str:
     """The sentence for a `name` that is not a parameter of the class `owner` at `key`, or not an option (no owner)."""
     if owner is not None and owner.__init__ is object.__init__:  # a base class, as no other was named
         return _missing(key, key, None)
@@ -129,9 +129,11 @@ def _unknown_key(key: str, name: str, owner: Any, known: list[str]) -> str:
         part, parameters = _unknown_part(owner, name)
         return unknown(f"{key}.{name}", part, parameters)
     group, dot, last = name.rpartition(".")
-    siblings = [o.removeprefix(group + ".") for o in known if o.startswith(group + ".")] if dot else _top(known)
+    siblings = (
+        [o.removeprefix(group + ".") for o in option_names if o.startswith(group + ".")] if dot else _top(option_names)
+    )
     if not siblings:
-        return unknown(name, name.partition(".")[0], _top(known))
+        return unknown(name, name.partition(".")[0], _top(option_names))
     return unknown(name, last, {sibling.partition(".")[0] for sibling in siblings})
 
 

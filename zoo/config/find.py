@@ -20,5 +20,5 @@ def find_config(name: str | Path) -> Path:
     for candidate in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
-    known = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
-    raise UserError(f"config: {str(name)!r} is neither a file nor one of configs/{did_you_mean(str(name), known)}")
+    names = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
+    raise UserError(f"config: {str(name)!r} is neither a file nor one of configs/{did_you_mean(str(name), names)}")

@@ -37,13 +37,13 @@ ALL = "all"  # the topic of everything
 
 
 def purposes(keys: Sequence[str], add: Callable[[Parser], Any]) -> dict[str, str]:
-    """Key → the first sentence about it; `add` adds those that are no keys of a run, such as a sweep's, to a parser."""
-    found = dict(PURPOSES)
-    if not {*keys} <= {*found}:
+    """Key → the first sentence about it; `add` adds keys that a run does not have, such as a sweep's, to a parser."""
+    sentences = dict(PURPOSES)
+    if not {*keys} <= {*sentences}:
         add(parser := Parser())
         helps = {action.dest: str(action.help) for action in parser._actions}
-        found |= {key: re.split(r"[.;] |\.?$", helps[key], maxsplit=1)[0] for key in keys if key not in found}
-    return {key: found[key] for key in keys}
+        sentences |= {key: re.split(r"[.;] |\.?$", helps[key], maxsplit=1)[0] for key in keys if key not in sentences}
+    return {key: sentences[key] for key in keys}
 
 
 def short_help(parser: Parser, verb: str, keys: Mapping[str, str]) -> str:
@@ -64,7 +64,7 @@ def topic_help(parser: Parser, verb: str, topic: str, keys: Sequence[str]) -> st
     """Describe one key of a config, or with `all` every option and key of `parser`.
 
     Raises:
-        UserError: There is no such key.
+        UserError: The key does not exist.
     """
     if topic == ALL:
         return parser.format_help()

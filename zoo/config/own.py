@@ -41,7 +41,7 @@ def registered(cls: type) -> bool:
 @cache
 def _by_name() -> dict[str, type]:
     table: dict[str, type] = {}
-    for cls in (*_of_torch(), *COMPONENTS):  # where two have a name, it is that of ours
+    for cls in (*_of_torch(), *COMPONENTS):  # where two share a name, this project's class takes it
         exported = [package.__name__ for package in _PUBLIC if getattr(package, cls.__name__, None) is cls]
         table |= {f"{module}.{cls.__name__}": cls for module in (cls.__module__, *exported)}
         table[cls.__name__] = cls

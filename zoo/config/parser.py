@@ -48,7 +48,7 @@ MAX_SEED = (1 << 32) - 1  # NumPy's, and so Lightning's
 register_unresolvable_import_paths(torch)
 set_parsing_settings(config_read_mode_fsspec_enabled=True)
 
-# Between its own steps, jsonargparse writes components to YAML and reads them again. Its dumper writes the text "1e5"
+# Between steps, jsonargparse writes components to YAML and reads them again. Its dumper writes the text "1e5"
 # without quotes, and its loader reads that as a number.
 _MODE = "quoting_yaml"
 _LOAD = get_loader("yaml")
@@ -120,7 +120,7 @@ def _start_over(previous: Any, new: Any) -> None:
     if named is not None and former is not None and named.rpartition(".")[2] != former.rpartition(".")[2]:
         previous.pop("init_args", None)
     elif isinstance(new, dict):
-        for name, part in new.items():  # arguments may stand beside `class_path`
+        for name, part in new.items():  # arguments may be next to `class_path`
             _start_over(previous.get(name, previous.get(f"init_args.{name}")), part)
 
 
@@ -181,7 +181,7 @@ def each_part_once() -> Iterator[None]:
     """Remember the parts of configs that are parsed inside the block.
 
     At each level of a model the base class parses all parts below it several times. (It is not remembered for longer,
-    since what a name stands for depends on the classes that are imported.)
+    since the meaning of a name depends on the classes that are imported.)
     """
     token = _PARSED.set({})
     try:
@@ -191,10 +191,9 @@ def each_part_once() -> Iterator[None]:
 
 
 def cause_of(error: BaseException | None) -> UserError | None:
-    """Return the UserError that the parser wrapped in its own exceptions; None if it is a mistake of the parser's own
-    kind.
+    """Return the UserError that the parser wrapped in its own exceptions; None if there is none.
 
-    That is the UserError of a constructor, or a slip in a Python file that a config names.
+    It comes from a constructor, or reports a slip in a Python file that a config names.
     """
     while error is not None and not isinstance(error, UserError | SyntaxError):
         error = error.__cause__

@@ -266,7 +266,7 @@ class _Vetting:
         if isinstance(value, Mapping):
             self._check_keys(value, key)
             if extra := sorted(set(value) - {"class_path", "init_args"}):
-                raise UserError(f"{self.source}: {key} has {extra[0]} beside class_path and init_args.")
+                raise UserError(f"{self.source}: {key} has {extra[0]} next to class_path and init_args.")
             name, arguments = value.get("class_path"), value.get("init_args")
         if not isinstance(name, str):
             raise UserError(f"{self.source}: {key} names no class.")

@@ -1,4 +1,4 @@
-"""Both directions: a public folder as a model of ours, and a model of ours as a public folder."""
+"""Conversion of a public folder into a model of this project, and of a model into a public folder."""
 
 import json
 from pathlib import Path
@@ -75,16 +75,16 @@ def family_of(config: dict[str, Any], folder: Path) -> Family:
     for family in FAMILIES:
         if kind in family.model_types and family.also(config):
             return family
-    known = sorted({name for family in FAMILIES for name in family.model_types})
-    hint = did_you_mean(kind, known) if isinstance(kind, str) else ""
+    model_types = sorted({name for family in FAMILIES for name in family.model_types})
+    hint = did_you_mean(kind, model_types) if isinstance(kind, str) else ""
     raise UserError(
-        f"checkpoint: {folder} has the model_type {json.dumps(kind, default=repr)[:80]}, which is no family that this "
-        f"version knows{hint} (known: {', '.join(known)})."
+        f"checkpoint: {folder} has the model_type {json.dumps(kind, default=repr)[:80]}, which no family of "
+        f"this version has{hint} (known: {', '.join(model_types)})."
     )
 
 
 class Exported(NamedTuple):
-    """A model of ours in the terms of a family.
+    """Our model in the layout of a public family.
 
     Attributes:
         family: Which.
@@ -106,11 +106,11 @@ def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
         to: `fla` or `huggingface`, or the name of a family where several can hold the model.
 
     Raises:
-        UserError: There is no such target, or none of its families can hold the model.
+        UserError: The target is unknown, or none of its families can hold the model.
     """
-    known = [*TARGETS, *(family.name for family in FAMILIES)]
-    if to not in known:
-        raise UserError(f"to: {to!r} is not one of {', '.join(known)}{did_you_mean(to, known)}")
+    names = [*TARGETS, *(family.name for family in FAMILIES)]
+    if to not in names:
+        raise UserError(f"to: {to!r} is not one of {', '.join(names)}{did_you_mean(to, names)}")
     kinds, meant = {type(mixer).__name__ for mixer in model.mixers}, [f for f in FAMILIES if to in (f.target, f.name)]
     candidates = [family for family in meant if kinds <= family.mixers]
     if not candidates:
@@ -132,20 +132,20 @@ def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
 
 
 def _held(model: LanguageModel, family: Family, config: dict[str, Any]) -> LanguageModel:
-    """The model that a config of theirs describes, which must be the one that it was written for.
+    """The model that a public config describes, which must be the one that it was written for.
 
     Raises:
         UserError: It is another one.
     """
     try:
-        again = on_meta(family.read(config))
+        reread = on_meta(family.read(config))
     except UserError as error:
         raise UserError(f"to: {family.name} cannot hold this model: {error}") from None
-    if (found := difference(model, again)) is not None:
+    if (mismatch := difference(model, reread)) is not None:
         one_eps = " (it has one eps for all norms: train with --model.norm_eps equal to the mixers')"
-        advice = one_eps if ".eps is " in found else ""
-        raise UserError(f"to: {family.name} cannot hold this model: {found}{advice}.")
-    return again
+        advice = one_eps if ".eps is " in mismatch else ""
+        raise UserError(f"to: {family.name} cannot hold this model: {mismatch}{advice}.")
+    return reread
 
 
 def on_meta(model: dict[str, Any]) -> LanguageModel:

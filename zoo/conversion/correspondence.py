@@ -21,7 +21,7 @@ _MOST_NAMED = 5  # tensors in a message
 
 
 class Correspondence:
-    """The tensor of ours for each tensor of theirs, for one model.
+    """Table of which of our tensors corresponds to which public tensor, for one model.
 
     Args:
         family: Whose table.
@@ -72,7 +72,7 @@ class Correspondence:
         """Their weights under our names.
 
         Args:
-            theirs: What a folder of theirs holds.
+            theirs: The weights in a public folder.
             source: The folder, for messages.
 
         Raises:
@@ -93,10 +93,10 @@ class Correspondence:
                 specs[name] = Spec(self.ours[name], theirs.specs[shared.theirs].dtype)
 
         def read(name: str) -> Tensor:
-            found = place[name]
-            if isinstance(found, str):
-                return theirs.tensor(found)
-            rule, groups, i = found
+            origin = place[name]
+            if isinstance(origin, str):
+                return theirs.tensor(origin)
+            rule, groups, i = origin
             counts = [self.ours[part][0] for part in rule.ours]
             return rule.split(theirs.tensor(rule.theirs), counts, groups)[i]
 
@@ -143,8 +143,8 @@ class Correspondence:
         expected, specs = dict(self._expected()), theirs.specs
         if missing := [name for name in expected if name not in specs]:
             raise UserError(f"checkpoint: {source} lacks {_listed(missing)}.")
-        known = expected.keys() | {rule.theirs for rule in self.tied}
-        others = [name for name in specs if name not in known]
+        known_names = expected.keys() | {rule.theirs for rule in self.tied}
+        others = [name for name in specs if name not in known_names]
         left = [name for name in others if any(re.search(pattern, name) for pattern in self.family.ignored)]
         if extra := [name for name in others if name not in left]:
             raise UserError(f"checkpoint: {source} holds {_listed(extra)}, for which {self.family.name} has no place.")

@@ -26,11 +26,11 @@ def difference(ours: nn.Module, other: nn.Module) -> str | None:
     """
     theirs = dict(other.named_modules(remove_duplicate=False))
     for name, module in ours.named_modules(remove_duplicate=False):
-        where, found = f"{name}: " if name else "", theirs.pop(name, None)
-        if found is None or type(found) is not type(module):
-            instead = "nothing" if found is None else type(found).__name__
+        where, counterpart = f"{name}: " if name else "", theirs.pop(name, None)
+        if counterpart is None or type(counterpart) is not type(module):
+            instead = "nothing" if counterpart is None else type(counterpart).__name__
             return f"{where}{type(module).__name__} instead of {instead}"
-        settings, expected = _settings(module), _settings(found)
+        settings, expected = _settings(module), _settings(counterpart)
         for key in [*settings, *expected]:
             if settings.get(key) != expected.get(key):
                 return f"{f'{name}.{key}'.lstrip('.')} is {settings.get(key)} instead of {expected.get(key)}"

@@ -29,17 +29,17 @@ class Family:
         target: Whose layout it is.
         model_types: The `model_type`s it reads; the first is written.
         architecture: The class that `architectures` names in what is written.
-        mixers: The mixers of ours that its layers may be, by class name.
+        mixers: Our mixers that its layers may be, by class name.
         keys: Keys that `to_ours` reads → their values where config.json leaves them out.
         fixed: Keys with one meaning only → the values that have it; the first is the default, and is written.
         harmless: Keys that change nothing that a trained model computes.
         to_ours: Their keys → our `model` config.
-        to_theirs: Our model (on the meta device) → their keys. It need not check what they cannot hold: what is
-            written is read back, and a model that differs is refused.
+        to_theirs: Our model (on the meta device) → their keys. No check of what they cannot hold is needed: the
+            result is read back, and a model that differs is refused.
         tensors: Of the whole model.
         layer_tensors: Of each layer, with `{layer}` in the names. Where layers of several kinds have different names,
             all are listed: a rule counts where our model has its tensors.
-        ignored: Patterns of names of theirs that are no weights, or of no use: rotary tables, heads for speculation.
+        ignored: Patterns of public names that are not weights, or not used: rotary tables, heads for speculation.
         also: A further test of a config.json whose model_type another family has as well.
         part: The key under which a config.json of a larger model holds that of its language model. What both have is
             taken from there, except whether embeddings are tied.
@@ -83,7 +83,7 @@ class Family:
         return self.to_ours({**self.keys, **{key: config[key] for key in self.keys if key in config}})
 
     def write(self, model: LanguageModel) -> dict[str, Any]:
-        """The contents of a config.json for a model of ours, which `read` takes back."""
+        """The contents of a config.json for our model, which `read` takes back."""
         fixed = {key: allowed[0] for key, allowed in self.fixed.items()}
         head = {"architectures": [self.architecture], "model_type": self.model_types[0]}
         return {**head, **self.keys, **fixed, **self.to_theirs(model)}
@@ -95,7 +95,7 @@ def refusal(key: str, value: object, allowed: str) -> UserError:
 
 
 def check_kind(key: str, value: object, default: object) -> None:
-    """Refuse a number, or yes or no, of another kind than its default; null has a meaning of its own."""
+    """Refuse a number, or yes or no, of another kind than its default; null is allowed."""
     if value is None or not isinstance(default, bool | int | float):
         return
     if isinstance(default, bool):

@@ -68,7 +68,7 @@ def layer_tensors(names: Mapping[str, str | tuple[str, ...]]) -> tuple[Rows, ...
 
 
 def mixer_tensor(theirs: str, ours: str, *aliases: str) -> Rows:
-    """A tensor of the mixer that may have several names of theirs."""
+    """A tensor of the mixer that may have several public names."""
     prefix = "model.layers.{layer}.attn."
     return same(prefix + theirs, "layers.{layer}.mixer." + ours, *(prefix + alias for alias in aliases))
 
@@ -102,7 +102,7 @@ def intermediate_size(config: Config) -> int:
 
 
 def keys_of(model: LanguageModel) -> dict[str, Any]:
-    """Their keys for what stands around the mixers."""
+    """Their keys for all parts of the model except the mixers."""
     mlp = model.mlps[0] if model.mlps else None
     return {
         "vocab_size": model.vocab_size,

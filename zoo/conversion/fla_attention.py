@@ -27,10 +27,10 @@ def stack_of(config: Config, mixer: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: `attn` is not what it should be, or leaves no layer to the mixer.
     """
-    given, count = config["attn"], config["num_hidden_layers"]
-    if given is None:
+    attention, count = config["attn"], config["num_hidden_layers"]
+    if attention is None:
         return {"class_path": "Uniform", "init_args": {"mixer": mixer}}
-    specs = given if isinstance(given, list) else [given]
+    specs = attention if isinstance(attention, list) else [attention]
     if len(specs) > len(_FULL):
         raise refusal("attn", f"{len(specs)} settings", f"{len(_FULL)} at most")
     pattern, mixers = [_LINEAR] * count, {_LINEAR: mixer}
@@ -49,8 +49,8 @@ def stack_of(config: Config, mixer: dict[str, Any]) -> dict[str, Any]:
 
 def _check(spec: Any, count: int) -> None:
     if not isinstance(spec, Mapping) or not spec.keys() >= _REQUIRED or spec.keys() - _OPTIONAL.keys() - _REQUIRED:
-        known = ", ".join(_OPTIONAL)
-        raise refusal("attn", spec, f"settings of attention with layers and num_heads, and no others than {known}")
+        optional = ", ".join(_OPTIONAL)
+        raise refusal("attn", spec, f"settings of attention with layers and num_heads, and no others than {optional}")
     for key, kind in _KINDS.items():
         check_kind(f"attn.{key}", spec.get(key), kind)
     layers = spec["layers"]
@@ -73,7 +73,7 @@ def _attention(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def keys_of(model: LanguageModel) -> dict[str, Any] | list[dict[str, Any]] | None:
     """Their `attn`: one entry, or several where layers differ; None without attention."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for layer, mixer in enumerate(model.mixers):
         if not isinstance(mixer, SoftmaxAttention):
             continue
@@ -85,11 +85,11 @@ def keys_of(model: LanguageModel) -> dict[str, Any] | list[dict[str, Any]] | Non
             "window_size": mixer.window_size,
             "rope_theta": turning.base if isinstance(turning, Rotary) else _OPTIONAL["rope_theta"],
         }
-        alike = next((spec for spec in found if spec.items() >= settings.items()), None)
+        alike = next((spec for spec in entries if spec.items() >= settings.items()), None)
         if alike is None:
-            found.append(alike := {"layers": [], **settings})
+            entries.append(alike := {"layers": [], **settings})
         alike["layers"].append(layer)
-    return found[0] if len(found) == 1 else found or None
+    return entries[0] if len(entries) == 1 else entries or None
 
 
 def linear_mixers(model: LanguageModel) -> list[TokenMixer]:
@@ -98,6 +98,6 @@ def linear_mixers(model: LanguageModel) -> list[TokenMixer]:
     Raises:
         UserError: All are.
     """
-    if not (found := [mixer for mixer in model.mixers if not isinstance(mixer, SoftmaxAttention)]):
+    if not (mixers := [mixer for mixer in model.mixers if not isinstance(mixer, SoftmaxAttention)]):
         raise UserError("to: fla is for models with linear layers, and all of this one are attention.")
-    return found
+    return mixers

@@ -63,8 +63,8 @@ def model_of(config: Config, linear: dict[str, Any], full: dict[str, Any], post_
 
     Args:
         config: Their keys.
-        linear: Arguments of the Gated DeltaNet beside its sizes.
-        full: Arguments of the attention beside the number of its heads, positions and biases.
+        linear: Arguments of the Gated DeltaNet, in addition to its sizes.
+        full: Arguments of the attention, in addition to the number of its heads, positions and biases.
         post_norm: Whether attention layers have their norms after mixer and MLP.
     """
     taps, bias = config["linear_conv_kernel_dim"], config["attention_bias"]

@@ -74,7 +74,7 @@ def model_of(config: Config, eps: float, mixer: str, arguments: Mapping[str, Any
 
 
 def keys_of(model: LanguageModel) -> dict[str, Any]:
-    """Their keys for what stands around the mixers."""
+    """Their keys for all parts of the model except the mixers."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -117,8 +117,8 @@ def expansion(width: int, model: LanguageModel) -> int:
     """Return the inner width of a layer, in multiples of the width of the residual stream.
 
     Raises:
-        UserError: It is no whole number.
+        UserError: It is not an integer.
     """
     if width % model.hidden_size:
-        raise UserError(f"to: an inner width of {width} is no multiple of hidden_size {model.hidden_size}.")
+        raise UserError(f"to: an inner width of {width} is not a multiple of hidden_size {model.hidden_size}.")
     return width // model.hidden_size

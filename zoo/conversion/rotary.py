@@ -1,4 +1,4 @@
-"""Rotary positions in Hugging Face's configs: `rope_parameters`, or the older keys beside it."""
+"""Rotary positions in Hugging Face's configs: `rope_parameters`, or the older keys next to it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,10 +19,10 @@ def map_of(config: Config) -> dict[str, Any] | None:
         UserError: Positions are scaled.
     """
     older = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
-    given = {**older, **(config["rope_scaling"] or {}), **(config["rope_parameters"] or {})}
-    kind = {given.pop(key, "default") for key in ("rope_type", "type")} - {"default", "mrope"}
-    base, fraction = given.pop("rope_theta"), given.pop("partial_rotary_factor", 1.0)
-    if kind or given.keys() - _TEXT_ALONE:
+    settings = {**older, **(config["rope_scaling"] or {}), **(config["rope_parameters"] or {})}
+    kind = {settings.pop(key, "default") for key in ("rope_type", "type")} - {"default", "mrope"}
+    base, fraction = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", 1.0)
+    if kind or settings.keys() - _TEXT_ALONE:
         key = "rope_parameters" if config["rope_parameters"] else "rope_scaling"
         raise refusal(key, config[key], 'null or the rope_type "default"')
     if base is None:

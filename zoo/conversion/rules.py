@@ -1,4 +1,4 @@
-"""Rules that map tensors of theirs to tensors of ours, and back.
+"""Rules that map public tensors (`theirs`) to our tensors (`ours`), and back.
 
 Names may contain `{layer}`, which a family's table fills in.
 """
@@ -12,16 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one tensor of theirs are those of one or several tensors of ours, one after another.
+    """The rows of one public tensor are those of one or several of our tensors, one after another.
 
     Attributes:
         theirs: Their name.
         ours: Our names, in the order of the rows. Those that our model lacks are left out; if it lacks them all, so
             must theirs.
         per: The attribute of the mixer that counts groups of rows, such as `num_key_heads`: each group then holds its
-            share of every tensor of ours, in order. None for one group.
-        of: The mixer of ours in whose layers the rule counts, by class name; None for any.
-        aliases: Other names of theirs for it, which are read as well.
+            share of each of our tensors, in order. None for one group.
+        of: Our mixer in whose layers the rule applies, by class name; None for any.
+        aliases: Other public names for it, which are read as well.
     """
 
     theirs: str
@@ -46,7 +46,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Shared:
-    """One tensor of theirs that each of several layers of ours holds.
+    """One public tensor that each of several of our layers holds.
 
     Attributes:
         theirs: Their name.
@@ -59,11 +59,11 @@ class Shared:
 
 @dataclass(frozen=True)
 class Tied:
-    """A tensor of theirs that may be stored though it is another one: where it is, it must be equal.
+    """A public tensor that is tied to another one. It may be stored as well, and must then be equal to that.
 
     Attributes:
         theirs: Their name.
-        equals: The name of theirs that it equals.
+        equals: The public name of the tensor that it equals.
         unless: Our name that shows that the model does not tie them.
     """
 
@@ -74,7 +74,7 @@ class Tied:
 
 @dataclass(frozen=True)
 class Recut:
-    """The rows of several tensors of theirs, one after another, may be cut elsewhere, or be those of one tensor.
+    """The rows of several public tensors, one after another, may be divided differently, or be one tensor.
 
     Attributes:
         theirs: Their names, in the order of the rows; other rules say what they are.
@@ -94,5 +94,5 @@ def same(theirs: str, ours: str, *aliases: str) -> Rows:
 
 
 def rows(theirs: str, *ours: str, per: str | None = None, of: str | None = None) -> Rows:
-    """One tensor of theirs that holds several of ours; see `Rows`."""
+    """One public tensor that holds several of our tensors; see `Rows`."""
     return Rows(theirs, ours, per, of)

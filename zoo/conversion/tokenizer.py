@@ -1,4 +1,4 @@
-"""The tokenizer of a public folder as one of ours, and back."""
+"""Conversion of the tokenizer of a public folder to ours, and back."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import tokenizers
 
 from kernels import UserError
 from zoo.conversion.folder import CONFIG, read_config, tokenizer_file
-from zoo.data.text.foreign_tokenizer import told
+from zoo.data.text.foreign_tokenizer import library_errors
 from zoo.data.text.tokenizer import END_TOKENS, Tokenizer, foreign
 
 DESCRIPTION, GENERATION = "tokenizer_config.json", "generation_config.json"
@@ -18,9 +18,8 @@ def read_tokenizer(folder: Path, trust: bool = False) -> Tokenizer | None:
     """The tokenizer of a public folder; None if it has no `tokenizer.json`.
 
     The token that ends documents is the one that `tokenizer_config.json`, or else config.json, calls `eos`; all that
-    these and `generation_config.json` name end what a model writes. Documents start with a token if the tokenizer puts
-    one before each text by itself. Unless trusted, one that may take much time
-    or memory is refused.
+    these and `generation_config.json` name end what a model writes. Documents start with a token if the tokenizer
+    puts one before each text. Unless trusted, a tokenizer that may take much time or memory is refused.
 
     Raises:
         UserError: The file is damaged, or says nowhere which token ends a document.
@@ -32,28 +31,30 @@ def read_tokenizer(folder: Path, trust: bool = False) -> Tokenizer | None:
         text = file.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise UserError(f"{name} cannot be read as text ({error}).") from None
-    found = foreign(text, name, trust)
-    with told(name):
-        found.no_truncation()
-        found.no_padding()
-        bare, whole = (found.encode("a", add_special_tokens=special).ids for special in (False, True))
-    first = found.id_to_token(whole[0]) if whole[: len(bare)] != bare else None
-    end = _named_end(folder, found)
-    if end is None and not any(found.token_to_id(token) is not None for token in END_TOKENS):
+    tokenizer = foreign(text, name, trust)
+    with library_errors(name):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        bare, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    first = tokenizer.id_to_token(whole[0]) if whole[: len(bare)] != bare else None
+    end = _named_end(folder, tokenizer)
+    if end is None and not any(tokenizer.token_to_id(token) is not None for token in END_TOKENS):
         raise UserError(
             f"checkpoint: {folder} does not say which token ends a document; name it as eos_token in {DESCRIPTION}."
         )
-    return Tokenizer(found, name, end, first, [token for token in map(found.id_to_token, _stop_ids(folder)) if token])
+    return Tokenizer(
+        tokenizer, name, end, first, [token for token in map(tokenizer.id_to_token, _stop_ids(folder)) if token]
+    )
 
 
-def _named_end(folder: Path, found: tokenizers.Tokenizer) -> str | None:
+def _named_end(folder: Path, tokenizer: tokenizers.Tokenizer) -> str | None:
     """Return the token that the folder's configs name as the end of a document, if the tokenizer has it."""
     if (folder / DESCRIPTION).is_file():
         named: Any = read_config(folder, DESCRIPTION).get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
-        if isinstance(named, str) and found.token_to_id(named) is not None:
+        if isinstance(named, str) and tokenizer.token_to_id(named) is not None:
             return named
-    return next((token for token in map(found.id_to_token, _stop_ids(folder)) if token is not None), None)
+    return next((token for token in map(tokenizer.id_to_token, _stop_ids(folder)) if token is not None), None)
 
 
 def _stop_ids(folder: Path) -> list[int]:

@@ -25,8 +25,8 @@ class View:
 def renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
     """Weights with other names (old → new); where both are there, both stay."""
     old = {names[name]: name for name in weights.specs if name in names and names[name] not in weights.specs}
-    given = {**{name: name for name in weights.specs if name not in old.values()}, **old}
-    return View({new: weights.specs[name] for new, name in given.items()}, lambda new: weights.tensor(given[new]))
+    sources = {**{name: name for name in weights.specs if name not in old.values()}, **old}
+    return View({new: weights.specs[name] for new, name in sources.items()}, lambda new: weights.tensor(sources[new]))
 
 
 def recut(weights: Weights, rules: Iterable[Recut], shapes: Mapping[str, tuple[int, ...]]) -> Weights:
@@ -38,14 +38,14 @@ def recut(weights: Weights, rules: Iterable[Recut], shapes: Mapping[str, tuple[i
         sources = (rule.whole,) if whole else rule.theirs
         if not all(name in shapes for name in rule.theirs) or not all(name in specs for name in sources):
             continue
-        wanted, found = [shapes[name] for name in rule.theirs], [specs[name] for name in sources]
-        if [spec.shape for spec in found] == wanted or not _same_rows([spec.shape for spec in found], wanted):
+        wanted, stored = [shapes[name] for name in rule.theirs], [specs[name] for name in sources]
+        if [spec.shape for spec in stored] == wanted or not _same_rows([spec.shape for spec in stored], wanted):
             continue  # either as it should be, or for the check of shapes to refuse
         for name in sources:
             del specs[name]
         ends = itertools.accumulate(shape[0] for shape in wanted)
         for name, shape, end in zip(rule.theirs, wanted, ends, strict=True):
-            specs[name] = Spec(shape, found[0].dtype)
+            specs[name] = Spec(shape, stored[0].dtype)
             made[name] = sources, end - shape[0], end
 
     def read(name: str) -> Tensor:
@@ -57,8 +57,8 @@ def recut(weights: Weights, rules: Iterable[Recut], shapes: Mapping[str, tuple[i
     return View(specs, read)
 
 
-def _same_rows(found: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> bool:
+def _same_rows(stored: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> bool:
     """Return whether tensors of these shapes have as many rows together, of the same shape."""
-    if any(not shape or shape[1:] != wanted[0][1:] for shape in [*found, *wanted]):
+    if any(not shape or shape[1:] != wanted[0][1:] for shape in [*stored, *wanted]):
         return False
-    return sum(shape[0] for shape in found) == sum(shape[0] for shape in wanted)
+    return sum(shape[0] for shape in stored) == sum(shape[0] for shape in wanted)

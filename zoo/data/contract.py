@@ -42,7 +42,7 @@ def as_batch(batch: Any) -> Batch:
         raise UserError(f"data: a batch has {unknown[0]}, which would not be used; its keys are {', '.join(KEYS)}.")
     for key, value in batch.items():
         if not isinstance(value, Tensor) or value.is_floating_point():
-            raise UserError(f"data: {key} of a batch is no tensor of whole numbers, but {_described(value)}.")
+            raise UserError(f"data: {key} of a batch is not a tensor of integers, but {_described(value)}.")
     tokens, labels = batch["input_ids"].long(), batch["labels"].long()
     mask, bounds = batch.get("attention_mask"), batch.get("cu_seqlens")
     if tokens.ndim != 2 or labels.shape != tokens.shape or (mask is not None and mask.shape != tokens.shape):

@@ -43,7 +43,7 @@ def side_by_side(device: torch.device, workers: int) -> int:
                 done += 1
         except BrokenProcessPool:
             pass
-        finally:  # after Ctrl-C, what has not begun need not
+        finally:  # after Ctrl-C, cancel what has not begun
             pool.shutdown(cancel_futures=True)
     return done
 

@@ -72,18 +72,18 @@ class Case:
 
     def results(self, backend: str | None = None) -> Tensors:
         """The outputs, and the gradients of the floating inputs."""
-        # a constant decay [heads] is no parameter of anything
+        # a constant decay [heads] is not learned
         learned = [n for n, x in self.inputs.items() if x.is_floating_point() and (n != "log_decay" or x.dim() > 1)]
         leaves = {name: x.detach().requires_grad_(name in learned) for name, x in self.inputs.items()}
         outputs = replace(self, inputs=leaves).outputs(backend)
-        found = {name: y.detach() for name, y in outputs.items()}
+        tensors = {name: y.detach() for name, y in outputs.items()}
         if all(y.requires_grad for y in outputs.values()):
             generator = torch.Generator().manual_seed(1)
-            # the same numbers whatever the dtype: rounding them would be an error of its own
+            # the same numbers whatever the dtype: rounding them would add an error
             arriving = [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in outputs.values()]
             gradients = torch.autograd.grad([*outputs.values()], [leaves[name] for name in learned], arriving)
-            found |= {f"the gradient of {name}": g for name, g in zip(learned, gradients, strict=True)}
-        return found
+            tensors |= {f"the gradient of {name}": g for name, g in zip(learned, gradients, strict=True)}
+        return tensors
 
 
 def ops() -> list[str]:
@@ -175,14 +175,14 @@ def _token(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor) -> list[ker
 
 
 @torch.no_grad()  # as in decoding, where one launch serves all streams
-def _decoded(**given: Tensor) -> tuple[Tensor, ...]:
-    return tuple(y for y, _ in kernels.features_together(_token(**given)))
+def _decoded(**inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(y for y, _ in kernels.features_together(_token(**inputs)))
 
 
 @torch.no_grad()
 def _decoded_with_gates(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor, **gates: Any) -> tuple[Tensor, ...]:
-    found, both = kernels.features_and_gates(_token(q, v, q_weight, v_weight), kernels.GateInputs(**gates))
-    return *(y for y, _ in found), *both
+    streams, both = kernels.features_and_gates(_token(q, v, q_weight, v_weight), kernels.GateInputs(**gates))
+    return *(y for y, _ in streams), *both
 
 
 def _norms(draw: Draw, size: int) -> Iterator[Case]:

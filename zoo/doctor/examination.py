@@ -19,9 +19,9 @@ from zoo.train.devices import pick_device
 EXPLAINED = """\
 path: the implementation that runs
 fp32, bf16: relative error of outputs and gradients against the fp32 loop
-bf16 of mixers: the same of whole layers, against fp32
-packed: a document beside others is left alone
-repeats: the same bits each time
+bf16 of mixers: relative error of whole layers against fp32
+packed: a document does not depend on its neighbours
+repeats: results are the same bits each time
 """
 STYLES = {"passed": "green", "noted": "yellow", "failed": "bold red"}
 
@@ -65,7 +65,7 @@ def doctor(device: str | None = None, output: str | None = None, verbose: bool =
         verbose: Whether to print tables.
 
     Raises:
-        UserError: There is no such device, or the file cannot be written.
+        UserError: The device does not exist, or the file cannot be written.
     """
     # imported when they are used, since `zoo` imports this file, and these import Lightning
     from zoo.doctor.ahead import compile_ahead
@@ -82,17 +82,21 @@ def doctor(device: str | None = None, output: str | None = None, verbose: bool =
         compile_ahead(place, status.update)
         of_ops = [*examine_ops(place, status.update)]
         of_mixers = [*examine_layers(place, status.update)]
-    found = Examination(place.type, about, of_ops, of_mixers, monotonic() - start)
+    examination = Examination(place.type, about, of_ops, of_mixers, monotonic() - start)
     if output is not None:
-        _write(found, Path(output))
+        _write(examination, Path(output))
     console.print(_list(about), _matrix("op", of_ops), _matrix("mixer", of_mixers), EXPLAINED, highlight=False)
-    for each in found.failures:
+    for each in examination.failures:
         console.print(f"[bold red]failed[/bold red] {escape(str(each))}", highlight=False, soft_wrap=True)
     checks = len(about) + len(of_ops) + len(of_mixers)
-    verdict = f"{len(found.failures)} of {checks} checks failed" if found.failed else f"all {checks} checks passed"
+    verdict = (
+        f"{len(examination.failures)} of {checks} checks failed"
+        if examination.failed
+        else f"all {checks} checks passed"
+    )
     written = "" if output is None else f"; written to {output}"
-    console.print(f"{verdict}, in {found.seconds:.0f} s{written}", highlight=False, soft_wrap=True)
-    return found
+    console.print(f"{verdict}, in {examination.seconds:.0f} s{written}", highlight=False, soft_wrap=True)
+    return examination
 
 
 def _list(findings: Sequence[Finding]) -> Table:
@@ -122,10 +126,10 @@ def _matrix(what: str, findings: Sequence[Finding]) -> Table:
     return table
 
 
-def _write(found: Examination, file: Path) -> None:
+def _write(examination: Examination, file: Path) -> None:
     groups = ("machine", "ops", "mixers")
-    record = {"device": found.device, "passed": not found.failed, "seconds": round(found.seconds, 1)}
-    record |= {group: [each._asdict() for each in getattr(found, group)] for group in groups}
+    record = {"device": examination.device, "passed": not examination.failed, "seconds": round(examination.seconds, 1)}
+    record |= {group: [each._asdict() for each in getattr(examination, group)] for group in groups}
     try:
         with atomic_write(file) as opened:
             opened.write(json.dumps(record, indent=1).encode())

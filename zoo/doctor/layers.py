@@ -49,7 +49,7 @@ def isolation(name: str, device: torch.device) -> Finding:
     start, stop = DOCUMENTS[1:3]
     others[:, start:stop] = x[:, start:stop]
     cu_seqlens = torch.tensor(DOCUMENTS, dtype=torch.int32, device=device)
-    one, other = (mixer(given, cu_seqlens=cu_seqlens)[0][:, start:stop] for given in (x, others))
+    one, other = (mixer(batch, cu_seqlens=cu_seqlens)[0][:, start:stop] for batch in (x, others))
     change = relative_error(other, one)
     says = "alone" if change <= CHANGE else f"outputs of a document change by {change:.1e} with its neighbours"
     return found(name, "packed", change <= CHANGE, says, change=change, limit=CHANGE)

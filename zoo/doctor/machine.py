@@ -95,19 +95,19 @@ def compiler() -> Finding:
         installed = version("triton")
     except PackageNotFoundError:
         return Finding("Triton", "miscompilations", "noted", "not installed; ops run in PyTorch", {"version": None})
-    known = [each.says for each in known_of(installed)]
+    faults = [each.says for each in known_of(installed)]
     met = [
         f"{kernel} {size}"
         for kernel, entries in TABLE.items()
         for (capability, size, _), entry in entries.items()
         if miscompiled(kernel, entry._asdict(), capability) is not None
     ]
-    numbers = {"version": installed, "known": known, "met": met}
+    numbers = {"version": installed, "known": faults, "met": met}
     if met:
         return Finding("Triton", "miscompilations", "failed", f"{installed}: launches of {', '.join(met)}", numbers)
-    if not known:
+    if not faults:
         return Finding("Triton", "miscompilations", "passed", f"{installed}: none is known", numbers)
-    says = f"{installed}: known on Hopper are {len(known)}: {'; '.join(known)}. No launch here uses them"
+    says = f"{installed}: known on Hopper are {len(faults)}: {'; '.join(faults)}. No launch here uses them"
     return Finding("Triton", "miscompilations", "passed", says, numbers)
 
 

@@ -29,11 +29,11 @@ def examine_ops(device: torch.device, seen: Callable[[str], None] = lambda name:
         device: Where they run.
         seen: Called with the name of each case before it is examined.
     """
-    known = known_cases(device)
-    for case in known:
+    cases = known_cases(device)
+    for case in cases:
         seen(case.name)
         yield from examine_case(case, device)
-    for op in sorted({*ops()} - {case.op for case in known}):
+    for op in sorted({*ops()} - {case.op for case in cases}):
         yield Finding(op, "path", "noted", "the doctor does not know how to call it", {})
 
 
@@ -68,7 +68,7 @@ def path(case: Case, device: torch.device) -> Finding:
     tensor = next(iter(case.on(device, torch.float32).inputs.values()))
     chosen = choose(case.op, implementations, tensor)
     name = next(name for name, implementation in implementations.items() if implementation is chosen)
-    # an op without Triton kernels of its own may use those of PyTorch
+    # an op without Triton kernels may use those of PyTorch
     expected = "triton" if device.type == "cuda" and "triton" in implementations else "torch"
     return Finding(case.name, "path", "passed" if name == expected else "noted", name, {"implementation": name})
 
@@ -91,8 +91,8 @@ def repeats(case: Case, device: torch.device) -> Finding:
     here = case.on(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     first, changed = here.results(), set[str]()
     for _ in range(REPEATS - 1):
-        again = here.results()
-        changed |= {name for name, y in first.items() if not torch.equal(y, again[name])}
+        repeated = here.results()
+        changed |= {name for name, y in first.items() if not torch.equal(y, repeated[name])}
     says = "same" if not changed else f"{', '.join(sorted(changed))} changed from one call to the next"
     return found(case.name, "repeats", not changed, says, times=REPEATS, changed=sorted(changed))
 

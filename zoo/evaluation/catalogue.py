@@ -24,7 +24,7 @@ def tasks_of(names: Sequence[str], options: Options) -> list[Task]:
     for name in names:
         for task, its_options in PRESETS[name].choices(options) if name in PRESETS else [(name, options)]:
             if chosen.setdefault(task, its_options) != its_options:
-                raise UserError(f"tasks: {task} is wanted at different lengths; evaluate {name} by itself")
+                raise UserError(f"tasks: {task} is wanted at different lengths; evaluate {name} separately")
     return [_named(name)(its_options) for name, its_options in chosen.items()]
 
 
@@ -33,8 +33,8 @@ def _named(name: str) -> type[Task]:
         return TASKS[name]
     if name.startswith(PREFIX):
         return lm_eval_task(name)
-    known = [*TASKS, *PRESETS, *(PREFIX + listed for listed in CATALOGUE)]
-    raise UserError(f"tasks: {name!r} is not a task{did_you_mean(name, known)} (--tasks=list shows all of them)")
+    names = [*TASKS, *PRESETS, *(PREFIX + listed for listed in CATALOGUE)]
+    raise UserError(f"tasks: {name!r} is not a task{did_you_mean(name, names)} (--tasks=list shows all of them)")
 
 
 def task_table() -> Table:

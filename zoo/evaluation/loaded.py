@@ -97,15 +97,15 @@ class LoadedModel:
         # weights converted to bf16 are not kept: converting them again takes far less than reading a piece does
         with self._computing(keep_converted=False), torch.no_grad():
             if batch.cu_seqlens is not None:
-                found = self.model.token_losses(tokens, labels, cu_seqlens=batch.cu_seqlens.to(self.device))
-                return TokenScores(found.losses.cpu(), found.correct.cpu())
+                scored = self.model.token_losses(tokens, labels, cu_seqlens=batch.cu_seqlens.to(self.device))
+                return TokenScores(scored.losses.cpu(), scored.correct.cpu())
             state, scores = self.model.init_state(len(tokens)), []
             size = max(1, at_once(self.device) // len(tokens))
             for piece, of_piece in zip(tokens.split(size, dim=1), labels.split(size, dim=1), strict=True):
-                found = self.model.token_losses(piece, of_piece, state)
-                assert found.state is not None
-                state = found.state
-                scores.append((found.losses.cpu(), found.correct.cpu()))
+                scored = self.model.token_losses(piece, of_piece, state)
+                assert scored.state is not None
+                state = scored.state
+                scores.append((scored.losses.cpu(), scored.correct.cpu()))
         losses, correct = (torch.cat(parts, dim=1) for parts in zip(*scores, strict=True))
         return TokenScores(losses, correct)
 
@@ -158,14 +158,14 @@ def load_subject(
     Raises:
         UserError: As for `zoo.load`, or the model is a classifier.
     """
-    found, model = find(path), load(path, trust=trust)
+    saved, model = find(path), load(path, trust=trust)
     check_predicts_tokens(model, "evaluate")
-    arguments = (found.config.get("data") or {}).get("init_args") or {}
+    arguments = (saved.config.get("data") or {}).get("init_args") or {}
     identity = {
         "checkpoint": str(path),
-        "checkpoint_xxh3_128": files_digest(found.files),
+        "checkpoint_xxh3_128": files_digest(saved.files),
         "parameters": model.num_parameters(),
-        "model": found.config["model"],
+        "model": saved.config["model"],
     }
     tokenizer = find_tokenizer(path, trust)
     return LoadedModel(name, model, tokenizer, arguments.get("sequence_length"), batch_tokens, bf16, identity)

@@ -21,7 +21,7 @@ from zoo.files.atomic import atomic_write
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vP*X"
 PANELS_ACROSS = 6  # heatmaps side by side
-FRACTIONS = ("acc", "acc_norm", "niah_score")  # metrics from 0 to 1, beside every accuracy
+FRACTIONS = ("acc", "acc_norm", "niah_score")  # metrics from 0 to 1, in addition to every accuracy
 
 
 def table(task: Task, rows: Sequence[Row]) -> Table:

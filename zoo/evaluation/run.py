@@ -58,7 +58,7 @@ def evaluate(
         depths: Places of the needle, from 0 to 1, for a grid of depth and length; null: spread over all places.
         seed: Seed of all samples.
         haystack: Text to hide needles in and to measure perplexity on, as `data.path`; null: the embedded corpus.
-        data: The folder with the files of tasks that need data; `hub` lets lm-eval download its own.
+        data: The folder with the files of tasks that need data; `hub` lets lm-eval download them.
         output: The folder for rows.jsonl and pictures; null: evaluations/NAME, after the checkpoints.
         device: cpu or cuda; null for the GPU if available.
         precision: 32-true or bf16-mixed; null for bf16-mixed on a GPU and 32-true on a CPU.
@@ -128,13 +128,13 @@ def _measure(
             "model": key_of({"model": subject.identity["model"]}),
             "precision": "bf16-mixed" if subject.bf16 else "32-true",
         }
-        if (found := records.find(what)) is None:
+        if (measured := records.find(what)) is None:
             subject.to(where)
             start = time.perf_counter()
-            found = task.run(subject, cell)
+            measured = task.run(subject, cell)
             seconds = round(time.perf_counter() - start, 3)
-            records.add(what, found, {**about, "seconds": seconds, **subject.identity})
-        rows += [{"model": subject.name, "task": task.name, **row} for row in found]
+            records.add(what, measured, {**about, "seconds": seconds, **subject.identity})
+        rows += [{"model": subject.name, "task": task.name, **row} for row in measured]
         following = plan[number + 1] if number + 1 < len(plan) else None
         if following is None or following[:2] != (subject, task):
             own = [row for row in rows if row["model"] == subject.name and row["task"] == task.name]
@@ -165,7 +165,7 @@ def _names(paths: Sequence[str]) -> list[str]:
 
 
 def _paths(checkpoint: list[str] | str | Path | None) -> list[str]:
-    """The named checkpoints; a pattern such as `runs/sweep/*` stands for all that it matches."""
+    """The named checkpoints; a pattern such as `runs/sweep/*` names all that it matches."""
     named = [] if checkpoint is None else [checkpoint] if isinstance(checkpoint, str | Path) else checkpoint
     paths: list[str] = []
     for path in map(str, named):

@@ -19,7 +19,7 @@ class Scored(NamedTuple):
 class TokenScores(NamedTuple):
     """Negative log-likelihood of each label in nats, [B,T] fp32, and whether it is the likeliest token, [B,T].
 
-    Where there is no label they are 0 and false.
+    Without a label they are 0 and false.
     """
 
     losses: Tensor

@@ -27,7 +27,7 @@ class Options:
         seed: Seed of all samples.
         haystack: Text to hide needles in, or to measure the perplexity of: a path as `TextData.path`. None: the
             embedded corpus.
-        data: The folder with the files of tasks that need data; `hub` lets lm-eval download its own.
+        data: The folder with the files of tasks that need data; `hub` lets lm-eval download them.
 
     Raises:
         UserError: A number is out of range.
@@ -99,7 +99,7 @@ class Task(ABC):
         return []
 
     def pictures(self, rows: Sequence[Row]) -> dict[str, Figure]:
-        """Pictures of the rows of all models, by name, beside those that every task has; none by default."""
+        """Pictures of the rows of all models, by name, in addition to those that every task has; none by default."""
         return {}
 
 

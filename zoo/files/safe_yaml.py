@@ -18,7 +18,7 @@ MOST_NODES = 100_000  # with aliases expanded; our largest config has a few hund
 DEEPEST = 100
 LONGEST, DIGITS = 10_000, {*"0123456789:._+-"}  # of a number: reading one to the base of 60 takes quadratic time
 MOST_BYTES = 1 << 24
-# libyaml's, ten times as fast, in every wheel of PyYAML; PyYAML built without libyaml has only its own.
+# libyaml's loader is ten times as fast and in every wheel of PyYAML; one built without libyaml has only the other.
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OPENING = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSING = (yaml.MappingEndEvent, yaml.SequenceEndEvent)

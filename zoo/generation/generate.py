@@ -246,14 +246,14 @@ def stream_text(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) 
     """
     ids = list(prompt)
     start, end = 0, len(ids)  # ids[start:end] have been yielded, ids[end:] have not
-    known, text = tokenizer.decode(ids), ""
+    previous, text = tokenizer.decode(ids), ""
     for token in tokens:
         ids.append(token)
-        text = tokenizer.decode(ids[start:])[len(known) :]
+        text = tokenizer.decode(ids[start:])[len(previous) :]
         if text and not text.endswith(_INCOMPLETE):
             yield text
             start, end = end, len(ids)
-            known, text = tokenizer.decode(ids[start:end]), ""
+            previous, text = tokenizer.decode(ids[start:end]), ""
     if rest := text.rstrip(_INCOMPLETE):
         yield rest
 

@@ -18,8 +18,8 @@ def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
     waiting = ""
     for piece in pieces:
         waiting += piece
-        if found := [at for stop in stops if (at := waiting.find(stop)) >= 0]:
-            waiting = waiting[: min(found)]
+        if starts := [at for stop in stops if (at := waiting.find(stop)) >= 0]:
+            waiting = waiting[: min(starts)]
             break
         certain = len(waiting) - max((_begun(waiting, stop) for stop in stops), default=0)
         if certain:

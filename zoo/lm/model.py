@@ -52,7 +52,7 @@ class LanguageModel(nn.Module):
         stack: Which token mixer is used at which depth: Uniform, H1, H2, Pattern.
         vocab_size: Number of tokens; null for the tokenizer's, or if there are none.
         hidden_size: Size of the residual stream.
-        num_heads: Heads of every mixer that does not set its own number.
+        num_heads: Heads of every mixer that does not set their number.
         num_layers: Number of blocks.
         intermediate_size: Inner size of the MLPs; null for the default of the MLP.
         mlp: The channel mixer of every block; null for none.
@@ -102,7 +102,7 @@ class LanguageModel(nn.Module):
     ):
         super().__init__()
         if vocab_size is None and (inputs is None or head is None):
-            raise UserError("vocab_size: null stands for the tokenizer's; a model without a tokenizer needs a number")
+            raise UserError("vocab_size: null means the tokenizer's; a model without a tokenizer needs a number")
         if tie_embeddings and (inputs is not None or head is not None):
             raise UserError("tie_embeddings: true needs token embeddings and logits, so null as inputs and head")
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
@@ -134,7 +134,7 @@ class LanguageModel(nn.Module):
         for mixer in self._stateful:
             if not mixer.causal and head is None:
                 raise UserError(
-                    f"stack: {type(mixer).__name__} would see the tokens it predicts, as it is not causal; "
+                    f"stack: {type(mixer).__name__} is not causal and would see the tokens it predicts; "
                     "give the model a head that labels whole sequences, such as Classifier"
                 )
         for layer, mixer in enumerate(self.mixers):
@@ -224,7 +224,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> Tensor:
-        """Sum of the cross entropies of all labels in nats, without the logits of all tokens in memory at once.
+        """Sum of the cross entropies of all labels in nats, without holding the logits of all tokens in memory.
 
         It does not go through `forward`. Lightning's strategies wrap the LightningModule, so they see both; if you wrap
         the model itself, let the wrapper know about this method (FSDP: `register_fsdp_forward_method`).
@@ -261,9 +261,9 @@ class LanguageModel(nn.Module):
         x, state = self.last_hidden(tokens, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
         self._check_labels(labels, x)
         labelled = labels != -100  # in questions with short answers, few are
-        found, right = linear_token_losses(x[labelled], self._head.weight, labels[labelled])
-        losses, correct = found.new_zeros(labels.shape), torch.zeros_like(labelled)
-        losses[labelled], correct[labelled] = found, right
+        label_losses, label_correct = linear_token_losses(x[labelled], self._head.weight, labels[labelled])
+        losses, correct = label_losses.new_zeros(labels.shape), torch.zeros_like(labelled)
+        losses[labelled], correct[labelled] = label_losses, label_correct
         return TokenLosses(losses, correct, state)
 
     @property

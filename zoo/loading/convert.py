@@ -1,4 +1,4 @@
-"""`convert`: public checkpoints into folders of ours, and models of ours into public folders."""
+"""`convert`: public checkpoints to this project's format, and models of this project to public layouts."""
 
 import json
 import logging
@@ -27,9 +27,9 @@ def convert(
     trust: bool = False,
     overwrite: bool = False,
 ) -> Path:
-    """Convert a public checkpoint into a model of ours, or, with `to`, a model into a public layout.
+    """Convert a public checkpoint into a model of this project, or, with `to`, a model into a public layout.
 
-    A public folder gets a model card, README.md, with what the run knows and places for what it does not.
+    A public folder gets a model card, README.md. Fields that the run does not record are left to be filled in.
     Weights keep their dtype and are converted a shard at a time. Nothing in the checkpoint is run.
 
     Args:
@@ -37,7 +37,7 @@ def convert(
             an exported folder.
         output: The folder to write.
         to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
-            hold the model, such as `hf_qwen3_next`; None for one of ours, as `export` writes.
+            hold the model, such as `hf_qwen3_next`; None for the format that `export` writes.
         max_shard_size: Bytes of a file with weights, at most; larger models are divided.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         overwrite: Whether to replace a model of the same kind that was written there; other files in the folder stay.
@@ -55,21 +55,21 @@ def convert(
         raise UserError(f"max_shard_size: {max_shard_size} must be at least 1 byte.")
     if to is None and not is_public(checkpoint):
         find(checkpoint)  # raises if there is nothing
-        raise UserError(f"to: null makes a model of ours, which {checkpoint} is already; choose fla or huggingface.")
-    found, tokenizer = find(checkpoint), find_tokenizer(checkpoint, trust)
+        raise UserError(f"to: null reads public checkpoints, and {checkpoint} is not one; choose fla or huggingface.")
+    saved, tokenizer = find(checkpoint), find_tokenizer(checkpoint, trust)
     if tokenizer is None:
         log.warning("%s has no tokenizer.json, so the converted model has no tokenizer.", checkpoint)
     if to is None:
-        assert found.weights is not None, "a public folder has files of tensors"
-        config = {"model": found.config["model"]}
+        assert saved.weights is not None, "a public folder has files of tensors"
+        config = {"model": saved.config["model"]}
         written = None if tokenizer is None else tokenizer.to_json()
-        write_new_folder(folder, config, found.weights, written, sign(config), max_shard_size)
+        write_new_folder(folder, config, saved.weights, written, sign(config), max_shard_size)
         return folder
-    model, weights = build_described(found, trust)
+    model, weights = build_described(saved, trust)
     public = exported(model, weights, to)
     ends = {} if tokenizer is None else stop_config(tokenizer)
     files = {CONFIG: json.dumps({**public.config, **ends}, indent=2)}
     files |= {} if tokenizer is None else described(tokenizer)
-    files[CARD] = model_card(folder.name, model, found.config, Path(checkpoint), public.family)
+    files[CARD] = model_card(folder.name, model, saved.config, Path(checkpoint), public.family)
     with files_of_new_folder(folder, files, public.weights, max_shard_size):
         return folder

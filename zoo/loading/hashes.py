@@ -40,7 +40,7 @@ def check_hashes(folder: Path) -> str | None:
     file = folder / NAME
     if not file.exists():
         return None
-    advice = "without it, the files beside it are loaded unchecked"
+    advice = "without it, the files in its folder are loaded unchecked"
     try:
         with open_to_read(file) as opened:
             written = opened.read(_LARGEST)

@@ -33,7 +33,7 @@ def checkpoint_of(path: str | Path) -> Path:
     """The checkpoint file that `path` refers to: the file itself, or the last checkpoint of a run's folder.
 
     Raises:
-        UserError: There is no checkpoint.
+        UserError: The path holds no checkpoint.
     """
     path = Path(path)
     if path.is_file():
@@ -111,28 +111,28 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
         UserError: The model does not exist, is damaged, not trusted, or of another format; or the device is invalid.
     """
     _check_device(device or "cpu")
-    found = find(path)
-    model_config(found, trust)
+    saved = find(path)
+    model_config(saved, trust)
     # the weights are compared with the config before memory is taken for it
-    config, _, weights = _described(found, trust or is_own(found.config, found.signature))
-    model = _built(found, config)
-    load_tensors(model, weights, _weights_of(found))
+    config, _, weights = _described(saved, trust or is_own(saved.config, saved.signature))
+    model = _built(saved, config)
+    load_tensors(model, weights, _weights_of(saved))
     return model.to(device or "cpu").eval()
 
 
-def model_config(found: Saved, trust: bool) -> dict[str, Any]:
+def model_config(saved: Saved, trust: bool) -> dict[str, Any]:
     """The key `model` of a saved config.
 
     Raises:
         UserError: It is not trusted.
     """
-    model = with_current_paths(found.config["model"])
-    if not (trust or is_own(found.config, found.signature)):
-        vet_model(model, found.source)
+    model = with_current_paths(saved.config["model"])
+    if not (trust or is_own(saved.config, saved.signature)):
+        vet_model(model, saved.source)
     return model
 
 
-def build_described(found: Saved, trust: bool) -> tuple[LanguageModel, Weights]:
+def build_described(saved: Saved, trust: bool) -> tuple[LanguageModel, Weights]:
     """The model of a saved config on the meta device, and its weights by the names of its state dict.
 
     The weights have the dtypes that they were saved in; those of safetensors are read one at a time.
@@ -140,41 +140,41 @@ def build_described(found: Saved, trust: bool) -> tuple[LanguageModel, Weights]:
     Raises:
         UserError: It is not trusted, or of another format, or the weights are damaged or of another model.
     """
-    model_config(found, trust)
-    return described(found, trust or is_own(found.config, found.signature))
+    model_config(saved, trust)
+    return described(saved, trust or is_own(saved.config, saved.signature))
 
 
-def described(found: Saved, trust: bool) -> tuple[LanguageModel, Weights]:
+def described(saved: Saved, trust: bool) -> tuple[LanguageModel, Weights]:
     """As `build_described`, for a config that is vetted already; unless it is trusted, its sizes are bounded first.
 
     Raises:
         UserError: The weights are damaged or of another model.
     """
-    return _described(found, trust)[1:]
+    return _described(saved, trust)[1:]
 
 
-def _described(found: Saved, trust: bool) -> tuple[Namespace, LanguageModel, Weights]:
+def _described(saved: Saved, trust: bool) -> tuple[Namespace, LanguageModel, Weights]:
     """The parsed config, and what `described` returns."""
-    weights = found.weights or TensorsInMemory(read_weights(found.source))
-    with _named(found.source):
-        config = parse_model({"model": found.config["model"]})
+    weights = saved.weights or TensorsInMemory(read_weights(saved.source))
+    with _named(saved.source):
+        config = parse_model({"model": saved.config["model"]})
     if not trust:
-        check_sizes(to_dict(config)["model"], weights.specs, _weights_of(found))
-    with _named(found.source):
-        model = _built(found, config, "meta")
-    check_weights(weights.specs, model, _weights_of(found))
+        check_sizes(to_dict(config)["model"], weights.specs, _weights_of(saved))
+    with _named(saved.source):
+        model = _built(saved, config, "meta")
+    check_weights(weights.specs, model, _weights_of(saved))
     if weights.specs.keys() == model.state_dict().keys():
         return config, model, weights
     named = {name: weights.tensor(name) for name in weights.specs}  # by the names of fused parameters
-    whole = _built(found, config, "meta")
+    whole = _built(saved, config, "meta")
     whole.load_state_dict(named, assign=True)
     return config, model, TensorsInMemory(whole.state_dict())
 
 
-def _built(found: Saved, config: Namespace, device: str | None = None) -> LanguageModel:
+def _built(saved: Saved, config: Namespace, device: str | None = None) -> LanguageModel:
     """The model of a parsed config, with fresh weights, or without memory for them on the device meta."""
     built = from_config(config, device)
-    built.config = {"model": with_current_paths(found.config["model"])}
+    built.config = {"model": with_current_paths(saved.config["model"])}
     return built
 
 
@@ -190,9 +190,9 @@ def _named(source: Path) -> Iterator[None]:
         raise UserError(f"checkpoint: {source}: its model cannot be built: {message}") from error
 
 
-def _weights_of(found: Saved) -> Path:
+def _weights_of(saved: Saved) -> Path:
     """Return the place of the weights, for messages."""
-    return found.files[0] if len(found.files) == 1 else found.source.parent
+    return saved.files[0] if len(saved.files) == 1 else saved.source.parent
 
 
 def load_tokenizer(path: str | Path, trust: bool = False) -> Tokenizer:
@@ -203,7 +203,7 @@ def load_tokenizer(path: str | Path, trust: bool = False) -> Tokenizer:
         trust: Whether to use it even if it may take much time or memory.
 
     Raises:
-        UserError: There is no tokenizer, or it is damaged.
+        UserError: The tokenizer is missing or damaged.
     """
     if (tokenizer := find_tokenizer(path, trust)) is None:
         raise UserError(

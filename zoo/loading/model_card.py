@@ -87,19 +87,19 @@ def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], check
 
 
 def _sources(data: Mapping[str, Any]) -> str:
-    """Return the sources of the training data that the config names; a class that reads no text is its own source."""
-    given = data.get("init_args") or {}
-    parts = given["sources"].values() if isinstance(given.get("sources"), Mapping) else [given]
+    """Return the sources of the training data that the config names, or the data module's class if it reads no text."""
+    arguments = data.get("init_args") or {}
+    parts = arguments["sources"].values() if isinstance(arguments.get("sources"), Mapping) else [arguments]
     paths = [part["path"] for part in parts if "path" in part]
-    named = [path for found in paths for path in (found if isinstance(found, list) else [found])]
-    if not named:
+    names = [path for value in paths for path in (value if isinstance(value, list) else [value])]
+    if not names:
         return data.get("class_path", "").rpartition(".")[2]
-    return ", ".join("Python's own library and documentation" if path is None else f"`{path}`" for path in named)
+    return ", ".join("Python's own library and documentation" if path is None else f"`{path}`" for path in names)
 
 
 def _loss(row: Mapping[str, Any]) -> str:
     if row.get("val_loss") is None:
         return ""
     bigram = row.get("bigram_loss")
-    beside = "" if bigram is None else f" (an interpolated bigram model: {bigram:.3f})"
-    return f"{row['val_loss']:.3f} nats per token over {row.get('val_batches', '?')} batches{beside}"
+    comparison = "" if bigram is None else f" (an interpolated bigram model: {bigram:.3f})"
+    return f"{row['val_loss']:.3f} nats per token over {row.get('val_batches', '?')} batches{comparison}"

@@ -80,30 +80,30 @@ def read_folders(folders: Iterable[str | Path]) -> Found:
     Raises:
         UserError: A folder does not exist, or holds no run, evaluation or sweep.
     """
-    found, runs = Found(), dict[Path, None]()
+    contents, runs = Found(), dict[Path, None]()
     for folder in map(Path, folders):
         if not folder.is_dir():
-            raise UserError(f"folders: {folder} is no folder; name those of runs, evaluations or sweeps")
+            raise UserError(f"folders: {folder} is not a folder; name those of runs, evaluations or sweeps")
         inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
         for link in filter(Path.is_symlink, inside):
-            found.lacks(link, "a link, which is not followed")
+            contents.lacks(link, "a link, which is not followed")
         inside = [run for run in inside if not run.is_symlink()]
         is_run, is_evaluation = _is_run(folder), (folder / "rows.jsonl").is_file()
         if not (inside or is_run or is_evaluation):
             raise UserError(f"folders: {folder} holds no run (config.yaml), evaluation (rows.jsonl) or sweep (runs)")
         runs |= dict.fromkeys([folder] if is_run else inside)
         if is_evaluation:
-            found.evaluations[folder] = _records(folder, found)
+            contents.evaluations[folder] = _records(folder, contents)
         if inside and (folder / "sweep.csv").is_file():
-            rows, bad = _parsed(folder, "sweep.csv", parse_sweep, found) or ([], [])
-            found.sweeps[folder] = rows
+            rows, bad = _parsed(folder, "sweep.csv", parse_sweep, contents) or ([], [])
+            contents.sweeps[folder] = rows
             if bad:
-                found.lacks(folder, f"sweep.csv has damaged lines, which are left out: {line_list(bad)}")
+                contents.lacks(folder, f"sweep.csv has damaged lines, which are left out: {line_list(bad)}")
         elif inside and not (folder / "comparison.json").is_file():
-            found.lacks(folder, "no sweep.csv, which a sweep writes when it ends")
+            contents.lacks(folder, "no sweep.csv, which a sweep writes when it ends")
     names = _names([*runs])
-    found.runs = [_run(folder, name, found) for folder, name in zip(runs, names, strict=True)]
-    return found
+    contents.runs = [_run(folder, name, contents) for folder, name in zip(runs, names, strict=True)]
+    return contents
 
 
 def _is_run(folder: Path) -> bool:
@@ -120,52 +120,54 @@ def _names(folders: list[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def _run(folder: Path, name: str, found: Found) -> Run:
+def _run(folder: Path, name: str, contents: Found) -> Run:
     row, metrics, config, config_text = dict[str, Any](), list[Plain](), dict[str, Any](), ""
     logged: list[Plain] | None = []
     if not os.path.lexists(folder / "results.json"):
-        found.lacks(folder, "no results.json, so no sizes and losses in the table; the run has not ended")
-    elif (parsed_row := _parsed(folder, "results.json", parse_results, found)) is not None:
+        contents.lacks(folder, "no results.json, so no sizes and losses in the table; the run has not ended")
+    elif (parsed_row := _parsed(folder, "results.json", parse_results, contents)) is not None:
         row = parsed_row
     if not (folder / "config.yaml").is_file():
-        found.lacks(folder, "no config.yaml that can be read, so no comparison with others")
-    elif (parsed := _parsed(folder, "config.yaml", parse_config, found)) is not None:
+        contents.lacks(folder, "no config.yaml that can be read, so no comparison with others")
+    elif (parsed := _parsed(folder, "config.yaml", parse_config, contents)) is not None:
         config, config_text = dict(flat(parsed[0])), parsed[1]
     if (folder / "metrics.jsonl").is_file():
-        logged = _parsed(folder, "metrics.jsonl", partial(_metrics, folder, found), found)
+        logged = _parsed(folder, "metrics.jsonl", partial(_metrics, folder, contents), contents)
         metrics = logged or []
     if logged == []:
-        found.lacks(folder, "no metrics.jsonl with a logged step, so no curve")
+        contents.lacks(folder, "no metrics.jsonl with a logged step, so no curve")
     writes = (folder / "tokenizer.json").is_file() and config.get("samples.prompts") != []  # text, and was to show some
-    text = _parsed(folder, "samples.txt", parse_samples, found) if (folder / "samples.txt").is_file() else ""
+    text = _parsed(folder, "samples.txt", parse_samples, contents) if (folder / "samples.txt").is_file() else ""
     samples = _last(text or "")
     if text is not None and writes and not samples:
-        found.lacks(folder, "no samples.txt with a sample")
+        contents.lacks(folder, "no samples.txt with a sample")
     if len(samples) > MAX_SAMPLES:
-        found.lacks(folder, f"samples.txt has more than {MAX_SAMPLES:,} characters of the last step; more are left out")
+        contents.lacks(
+            folder, f"samples.txt has more than {MAX_SAMPLES:,} characters of the last step; more are left out"
+        )
         samples = samples[:MAX_SAMPLES]
     return Run(name, folder, row, config, config_text, metrics, samples)
 
 
-def _parsed(folder: Path, name: str, parse: Callable[[bytes], T], found: Found) -> T | None:
+def _parsed(folder: Path, name: str, parse: Callable[[bytes], T], contents: Found) -> T | None:
     """A file's content; None, and a note, if it is damaged or is not a regular file inside the folder."""
     try:
         data = read_regular(folder / name, MAX_BYTES.get(name, MAX_OTHER))
     except UserError as error:
         reason = str(error).removeprefix(f"{folder / name} ").rstrip(".")
-        found.lacks(folder, f"{name} {reason}, so it is not in this page")
+        contents.lacks(folder, f"{name} {reason}, so it is not in this page")
         return None
     try:
         return parse(data)
     except UserError as error:
-        found.lacks(folder, str(error).rstrip("."))
+        contents.lacks(folder, str(error).rstrip("."))
         return None
 
 
-def _metrics(folder: Path, found: Found, data: bytes) -> list[Plain]:
+def _metrics(folder: Path, contents: Found, data: bytes) -> list[Plain]:
     rows, bad = parse_metrics(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors="replace"))
     if bad:
-        found.lacks(folder, f"metrics.jsonl has damaged lines, which are left out: {line_list(bad)}")
+        contents.lacks(folder, f"metrics.jsonl has damaged lines, which are left out: {line_list(bad)}")
     return rows
 
 
@@ -186,14 +188,14 @@ def _last(samples: str) -> str:
     return "".join(SAMPLE + piece for piece, step in zip(pieces, steps, strict=True) if step == steps[-1]).strip()
 
 
-def _records(folder: Path, found: Found) -> list[Plain]:
-    records = _parsed(folder, "rows.jsonl", partial(_parse_records, folder, found), found)
+def _records(folder: Path, contents: Found) -> list[Plain]:
+    records = _parsed(folder, "rows.jsonl", partial(_parse_records, folder, contents), contents)
     if records == []:
-        found.lacks(folder, "no results in rows.jsonl")
+        contents.lacks(folder, "no results in rows.jsonl")
     return records or []
 
 
-def _parse_records(folder: Path, found: Found, data: bytes) -> list[Plain]:
+def _parse_records(folder: Path, contents: Found, data: bytes) -> list[Plain]:
     records, bad = [], []
     for number, line in enumerate(data.decode(errors="replace").split("\n"), start=1):
         try:
@@ -202,7 +204,7 @@ def _parse_records(folder: Path, found: Found, data: bytes) -> list[Plain]:
         except (ValueError, RecursionError):
             bad.append(number)
     if bad:
-        found.lacks(folder, f"rows.jsonl has damaged lines, which are left out: {line_list(bad)}")
+        contents.lacks(folder, f"rows.jsonl has damaged lines, which are left out: {line_list(bad)}")
     return records
 
 

@@ -63,69 +63,75 @@ def report(
     check_output(file, "a page", overwrite)
     from zoo.report.folders import read_folders
 
-    found = read_folders(places)
-    page = _page(found, title, places).encode(errors="replace")  # JSON and YAML can hold half of a surrogate pair
+    contents = read_folders(places)
+    page = _page(contents, title, places).encode(errors="replace")  # JSON and YAML can hold half of a surrogate pair
     try:
         with atomic_write(file) as opened:
             opened.write(page)
     except OSError as error:
         raise UserError(f"output: {file} cannot be written: {error.strerror}") from None
     console = Console(quiet=not verbose)
-    for sentence in found.missing:
+    for sentence in contents.missing:
         console.print(sentence, style="yellow", highlight=False, markup=False)
     console.print(f"{file} ({len(page) / 1e6:.1f} MB)", style="dim", highlight=False, markup=False)
     return file
 
 
-def _page(found: "Found", title: str, places: Sequence[str | Path]) -> str:
+def _page(contents: "Found", title: str, places: Sequence[str | Path]) -> str:
     from bokeh.embed import components
     from bokeh.resources import Resources
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     from zoo.report import pictures, repeat, tables
 
-    drawn: dict[str, Any] = pictures.losses(found.runs) if found.runs else {}
+    drawn: dict[str, Any] = pictures.losses(contents.runs) if contents.runs else {}
     curves = list(drawn)
     evaluations = []
-    for folder, records in found.evaluations.items():
+    for folder, records in contents.evaluations.items():
         for task, rows in tables.task_rows(records).items():
             of_task = {f"{folder} {name}": picture for name, picture in pictures.evaluated(task, rows).items()}
             drawn |= of_task
             evaluations.append((tables.measured(f"{folder}: {task}", rows), list(of_task)))
     script, places_of = components(drawn) if drawn else ("", {})
-    different = tables.differences(found.runs)
-    content = {
+    different = tables.differences(contents.runs)
+    fields = {
         "title": title,
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "folders": list(map(str, places)),
         "library": Resources(mode="inline", components=["bokeh"], minified=True).render() if drawn else "",
         "script": script,
         "divisions": places_of,
-        "trained": tables.trained(found.runs) if found.runs else None,
+        "trained": tables.trained(contents.runs) if contents.runs else None,
         "different": different if different.rows else None,
         "alike": len(different.columns) > 2,  # several configs were compared
         "curves": curves,
         "evaluations": evaluations,
-        "sweeps": [(tables.swept(folder, rows), _embedded(folder, found)) for folder, rows in found.sweeps.items()],
-        "samples": [(run.name, run.samples) for run in found.runs if run.samples],
-        "recipes": [
-            *(repeat.of_run(run, with_config=len(found.runs) <= WHOLE) for run in found.runs),
-            *(each for folder, records in found.evaluations.items() for each in repeat.of_evaluation(folder, records)),
+        "sweeps": [
+            (tables.swept(folder, rows), _embedded(folder, contents)) for folder, rows in contents.sweeps.items()
         ],
-        "missing": found.missing,
+        "samples": [(run.name, run.samples) for run in contents.runs if run.samples],
+        "recipes": [
+            *(repeat.of_run(run, with_config=len(contents.runs) <= WHOLE) for run in contents.runs),
+            *(
+                each
+                for folder, records in contents.evaluations.items()
+                for each in repeat.of_evaluation(folder, records)
+            ),
+        ],
+        "missing": contents.missing,
     }
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    return environment.get_template("page.html").render(content)
+    return environment.get_template("page.html").render(fields)
 
 
-def _embedded(folder: Path, found: "Found") -> str | None:
+def _embedded(folder: Path, contents: "Found") -> str | None:
     """The picture that a sweep has drawn, as a data URL."""
     from zoo.report.checks import is_png
 
     if not (folder / "sweep.png").is_file():
-        found.lacks(folder, "no sweep.png")
+        contents.lacks(folder, "no sweep.png")
         return None
     try:
         data = read_regular(folder / "sweep.png", ROOM)
@@ -133,6 +139,6 @@ def _embedded(folder: Path, found: "Found") -> str | None:
             raise UserError(f"{folder / 'sweep.png'} is not a PNG")
     except UserError as error:
         reason = str(error).removeprefix(f"{folder / 'sweep.png'} ").rstrip(".")
-        found.lacks(folder, f"sweep.png {reason}, so it is not in this page")
+        contents.lacks(folder, f"sweep.png {reason}, so it is not in this page")
         return None
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"

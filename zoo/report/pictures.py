@@ -64,11 +64,11 @@ def evaluated(task: str, rows: Sequence[Plain]) -> dict[str, Any]:
 
 def _lines(rows: Sequence[Plain], over: str) -> dict[str, Any]:
     """The means of a metric over an axis, by model and subtask."""
-    found: dict[str, dict[float, list[Plain]]] = {}
+    rows_of: dict[str, dict[float, list[Plain]]] = {}
     for row in rows:
         line = f"{row['model']} {row.get('subtask', '')}".strip()
-        found.setdefault(line, {}).setdefault(row[over], []).append(row)
-    means = {line: [(x, mean(points[x])) for x in sorted(points)] for line, points in found.items()}
+        rows_of.setdefault(line, {}).setdefault(row[over], []).append(row)
+    means = {line: [(x, mean(points[x])) for x in sorted(points)] for line, points in rows_of.items()}
     return {
         line: np.array([p for p in points if p[1] is not None], np.float64).reshape(-1, 2)
         for line, points in means.items()
@@ -111,10 +111,10 @@ def heatmap(title: str, rows: Sequence[Plain]) -> Any:
         cells.setdefault((f"{row['length']:g}", f"{100 * row['depth']:g} %"), []).append(row)
     lengths = dict.fromkeys(f"{length:g}" for length in sorted({row["length"] for row in rows}))
     depths = dict.fromkeys(f"{100 * depth:g} %" for depth in sorted({row["depth"] for row in rows}, reverse=True))
-    values = [mean(found) for found in cells.values()]
+    values = [mean(cell_rows) for cell_rows in cells.values()]
     metric = rows[0]["metric"]
-    known = [value for value in values if value is not None]
-    ends = (0.0, 1.0) if is_fraction(metric) else (min(known, default=0.0), max(known, default=1.0))
+    present = [value for value in values if value is not None]
+    ends = (0.0, 1.0) if is_fraction(metric) else (min(present, default=0.0), max(present, default=1.0))
     mapper = LinearColorMapper(palette="Viridis256", low=ends[0], high=ends[1], nan_color="lightgrey")
     columns = {
         "length": [length for length, _ in cells],

@@ -15,7 +15,7 @@ ABSENT = "–"
 TRAINED = {  # of results.json: heading → the number's name
     "mixers": "mixers",
     "status": "status",
-    "loss": "val_loss",  # what one looks for stands where no screen is too narrow for it
+    "loss": "val_loss",  # first, so that it is visible on a narrow screen
     "perplexity": "val_perplexity",
     "accuracy": "val_accuracy",
     "bigram loss": "bigram_loss",
@@ -160,14 +160,14 @@ def measured(task: str, rows: Sequence[Plain]) -> Table:
         lines.setdefault((row["model"], metric), {}).setdefault(place, []).append(row)
     columns = ["model", "metric", *(f"{axis} {value:g}".replace("_", " ") for value in values)]
     shown = []
-    for (model, metric), found in lines.items():
-        cells = [cell(mean(found.get(value, ())), metric) for value in [*values, *([None] if single else [])]]
+    for (model, metric), rows_at in lines.items():
+        cells = [cell(mean(rows_at.get(value, ())), metric) for value in [*values, *([None] if single else [])]]
         shown.append([cell(model), cell(metric.replace("_", " ")), *cells])
     return Table(task, [*columns, *(["all" if values else "value"] if single else [])], shown)
 
 
 def mean(rows: Iterable[Plain]) -> float | None:
     """The mean of rows, weighted by their counts; None without any."""
-    known = [(row.get("count", 1), row["value"]) for row in rows if row["value"] is not None]
-    total = sum(count for count, _ in known)
-    return sum(count * value for count, value in known) / total if total else None
+    pairs = [(row.get("count", 1), row["value"]) for row in rows if row["value"] is not None]
+    total = sum(count for count, _ in pairs)
+    return sum(count * value for count, value in pairs) / total if total else None

@@ -43,40 +43,41 @@ class Measured:
         chosen, lines = self.where or {}, self._lines(root)
         columns = [*self.by, *([self.across] if self.across else [])]
         seeded = not self.file.endswith(".json")
-        known = dict.fromkeys(key for line in lines for key in line)  # a benchmark's lines differ if one has no result
+        # of all lines, since a benchmark's lines differ if one has no result
+        header = dict.fromkeys(key for line in lines for key in line)
         for column in (*columns, self.metric, *chosen, *(["seed"] if seeded else [])):
-            if lines and column not in known:
-                raise UserError(f"ours.measured: {self.file} has no column {column!r}{did_you_mean(column, known)}")
-        found: dict[tuple[str, ...], dict[int, float]] = {}
+            if lines and column not in header:
+                raise UserError(f"ours.measured: {self.file} has no column {column!r}{did_you_mean(column, header)}")
+        by_labels: dict[tuple[str, ...], dict[int, float]] = {}
         for line in lines:
             if all(str(line[column]) == value for column, value in chosen.items()):
-                values = found.setdefault(tuple(str(line[column]) for column in columns), {})
+                values = by_labels.setdefault(tuple(str(line[column]) for column in columns), {})
                 seed = int(line["seed"]) if seeded else len(values)
                 if seed in values:
                     raise UserError(f"ours.measured: {self.file} has seed {seed} twice; `where` can choose")
                 if line.get(self.metric) is not None:
                     values[seed] = float(line[self.metric])
-        if not found:
+        if not by_labels:
             raise UserError(f"ours.measured.where: no line of {self.file} is chosen")
-        return {labels: [values[seed] for seed in sorted(values)] for labels, values in found.items()}
+        return {labels: [values[seed] for seed in sorted(values)] for labels, values in by_labels.items()}
 
     def table(self, root: Path) -> Iterator[str]:
         """Return the numbers as a table in Markdown, line by line."""
-        found = self.numbers(root)
+        numbers = self.numbers(root)
         only = "".join(f", {_short(column)} {value}" for column, value in (self.where or {}).items() if value)
         by, metric = list(map(_short, self.by)), f"{_short(self.metric)}{only}"
         if self.across is None:
             yield _row([*by, f"{metric}: median", "all seeds"])
             yield _row(["---"] * (len(by) + 2), "")
-            for labels, values in found.items():
+            for labels, values in numbers.items():
                 yield _row([*labels, _middle(values), " ".join(map(_figure, values))])
             return
         yield from (f"{metric[0].upper()}{metric[1:]}:", "")
-        across = list(dict.fromkeys(labels[-1] for labels in found))
+        across = list(dict.fromkeys(labels[-1] for labels in numbers))
         yield _row([*by, *(f"{_short(self.across)} {value}" for value in across)])
         yield _row(["---"] * (len(by) + len(across)), "")
-        for labels in dict.fromkeys(labels[:-1] for labels in found):
-            yield _row([*labels, *(_middle(found.get((*labels, value), [])) for value in across)])
+        for labels in dict.fromkeys(labels[:-1] for labels in numbers):
+            yield _row([*labels, *(_middle(numbers.get((*labels, value), [])) for value in across)])
 
     def _lines(self, root: Path) -> list[dict[str, Any]]:
         """The lines of the file."""

@@ -29,9 +29,9 @@ def page(papers: Sequence[Paper]) -> str:
     measured = [(paper, item, row) for paper in papers for item, row in paper.rows.items() if row.ours is not None]
     lines = [TOP, *_counts(papers)]
     for title, first in (("Contradicted, or hidden by the spread over seeds", True), ("Reproduced, or partly", False)):
-        chosen = [found for found in measured if found[2].stands_first == first]
+        chosen = [entry for entry in measured if entry[2].stands_first == first]
         # contradictions before all else; sorting keeps the order of the papers
-        for index, (paper, item, row) in enumerate(sorted(chosen, key=lambda found: _rank(found[2]))):
+        for index, (paper, item, row) in enumerate(sorted(chosen, key=lambda entry: _rank(entry[2]))):
             lines += [*([f"## {title}", ""] if index == 0 else []), *_measured(paper, item, row)]
     lines += ["## Not run", ""]
     for paper in papers:
@@ -108,11 +108,11 @@ def _not_run(paper: Paper) -> Iterator[str]:
 
 def _numbers(row: Row) -> str:
     """The paper's numbers, in a line."""
-    found = []
+    parts = []
     for name, value in (row.printed or {}).items():
         values = value if isinstance(value, list) else [value]
-        found.append(f"{name}: {', '.join(each if isinstance(each, str) else f'{each:g}' for each in values)}")
-    return "; ".join(found)
+        parts.append(f"{name}: {', '.join(each if isinstance(each, str) else f'{each:g}' for each in values)}")
+    return "; ".join(parts)
 
 
 def _needs(row: Row) -> str:

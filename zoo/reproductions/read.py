@@ -42,7 +42,7 @@ def read_papers(folder: Path = FOLDER) -> list[Paper]:
     Raises:
         UserError: A file is missing, is of no table or figure in papers.yaml, or has a wrong key or value.
     """
-    papers, known = [], {folder / "papers.yaml"}
+    papers, expected_files = [], {folder / "papers.yaml"}
     for name, contents in read_yaml(folder / "papers.yaml", "reproductions").items():
         listing = _built(Listing, contents, f"papers.yaml: {name}")
         files = {item: folder / name / _file_name(item) for item in listing.items}
@@ -52,8 +52,8 @@ def read_papers(folder: Path = FOLDER) -> list[Paper]:
             item: _built(Row, read_yaml(file, "reproductions"), f"{name}/{file.name}") for item, file in files.items()
         }
         papers.append(Paper(listing, rows))
-        known |= {*files.values()}
-    if strange := sorted({*folder.rglob("*.*")} - known):
+        expected_files |= {*files.values()}
+    if strange := sorted({*folder.rglob("*.*")} - expected_files):
         raise UserError(f"reproductions: {strange[0]} is of no table or figure in {folder / 'papers.yaml'}")
     return papers
 
@@ -64,7 +64,7 @@ def _file_name(item: str) -> str:
 
 
 def _built(kind: type, contents: Any, where: str) -> Any:
-    """A dataclass from plain containers; a mistake is told with the file that it is in."""
+    """A dataclass from plain containers; an error message names the file."""
     parser = _parser(kind)
     try:
         with explained(parser):

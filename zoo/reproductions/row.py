@@ -37,10 +37,10 @@ class Ours:
         machine: On what.
         seeds: How many seeds; null where nothing is drawn at random.
         size: Of the models and their data.
-        command: What measured it: `python cli.py …` or `python tutorials/…`, or `pytest …` where a test holds it.
+        command: What measured it: `python cli.py …` or `python tutorials/…`, or `pytest …` where a test enforces it.
         sources: Files of this repository that hold the numbers, or tests that hold the result.
         spread_hides_effect: Whether the seeds differ by more than what they are to show.
-        measured: The numbers, as a file has them; null where `result` or a test holds them.
+        measured: The numbers, as a file has them; null where `result` or a test has them.
     """
 
     result: str
@@ -60,7 +60,7 @@ class Row:
 
     Args:
         claim: What it claims, in a sentence.
-        status: Whether a measurement of ours agrees with the claim.
+        status: Whether our measurement agrees with the claim.
         needs: What it takes at the paper's size.
         commands: What repeats it at the paper's size, or in miniature where the note says so.
         printed: The paper's numbers that matter most for the claim, by what they are of.
@@ -108,7 +108,7 @@ def _check(ours: Ours) -> None:
     try:
         date.fromisoformat(ours.date)
     except ValueError:
-        raise UserError(f"ours.date: {ours.date!r} is no date; write YYYY-MM-DD") from None
+        raise UserError(f"ours.date: {ours.date!r} is not a date; write YYYY-MM-DD") from None
     if not ours.sources:
         raise UserError("ours.sources: the list is empty; name the file or the test that holds the result")
     if not ours.command.startswith(("python cli.py ", "python tutorials/", "pytest ")):

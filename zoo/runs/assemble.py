@@ -47,7 +47,7 @@ MINIMUM = {
 # arguments that would have no effect on these runs, or a wrong one, and what takes their place
 REFUSED = {
     "gradient_clip_val": "set optim.gradient_clip instead",
-    "gradient_clip_algorithm": "optim.gradient_clip is a limit of the total norm, and there is no other way to clip",
+    "gradient_clip_algorithm": "optim.gradient_clip is a limit of the total norm, and the only way to clip",
     "barebones": "set enable_checkpointing, enable_progress_bar, enable_model_summary and logger to false instead",
     "reload_dataloaders_every_n_epochs": "runs are counted in steps, over one stream of batches; leave it out",
 }
@@ -163,16 +163,21 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
     arguments["default_root_dir"] = str(folder)
     if arguments["logger"] is not False:
         arguments["logger"] = [MetricsFile(folder), *_loggers(arguments)]
-    given = [*_listed(arguments["callbacks"]), *callbacks]
-    ours = [*_progress(arguments, given), *_run_callbacks(config)]
-    if any(isinstance(callback, LearningRateFinder) for callback in given):
+    user_callbacks = [*_listed(arguments["callbacks"]), *callbacks]
+    ours = [*_progress(arguments, user_callbacks), *_run_callbacks(config)]
+    if any(isinstance(callback, LearningRateFinder) for callback in user_callbacks):
         raise UserError("trainer.callbacks: LearningRateFinder is not possible here; sweep optim.learning_rate instead")
     left_out: list[type[Callback]] = []
     if arguments["enable_checkpointing"] is False:
         left_out.append(Checkpoints)
-    if arguments["enable_model_summary"] is False or any(isinstance(callback, ModelSummary) for callback in given):
+    if arguments["enable_model_summary"] is False or any(
+        isinstance(callback, ModelSummary) for callback in user_callbacks
+    ):
         left_out.append(Summary)
-    arguments["callbacks"] = [*given, *(callback for callback in ours if not isinstance(callback, tuple(left_out)))]
+    arguments["callbacks"] = [
+        *user_callbacks,
+        *(callback for callback in ours if not isinstance(callback, tuple(left_out))),
+    ]
     return _trainer(arguments)
 
 
@@ -189,14 +194,14 @@ def evaluating_trainer(config: Namespace, folder: Path, callbacks: Sequence[Call
     """
     arguments = _arguments(for_run(config, folder))
     arguments["logger"] = _loggers(arguments)
-    given = [*_listed(arguments["callbacks"]), *callbacks]
-    arguments["callbacks"] = [*given, *_progress(arguments, given), LostProcesses()]
+    user_callbacks = [*_listed(arguments["callbacks"]), *callbacks]
+    arguments["callbacks"] = [*user_callbacks, *_progress(arguments, user_callbacks), LostProcesses()]
     return _trainer(arguments)
 
 
-def _progress(arguments: Mapping[str, Any], given: Sequence[Callback]) -> list[Callback]:
+def _progress(arguments: Mapping[str, Any], user_callbacks: Sequence[Callback]) -> list[Callback]:
     """Our progress bar, unless the user has another one or wants none."""
-    other = any(isinstance(callback, ProgressBar) for callback in given)
+    other = any(isinstance(callback, ProgressBar) for callback in user_callbacks)
     return [] if other or arguments["enable_progress_bar"] is False else [Progress()]
 
 

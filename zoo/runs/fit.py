@@ -48,7 +48,7 @@ def fit(
             config.
         trust: Import, call, read and write what the config of the resumed run, or of the initial weights, names, even
             if someone else wrote it.
-        callbacks: Additional Lightning callbacks, beside those in the config's `trainer.callbacks`.
+        callbacks: Lightning callbacks, in addition to those in the config's `trainer.callbacks`.
 
     Raises:
         UserError: A config, key or value is wrong, the folder is in use, or the run diverged.

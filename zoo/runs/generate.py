@@ -37,7 +37,7 @@ def generate(
             command line --stop=A --stop=B, or a JSON list.
         device: Where to run: cpu, cuda, mps; null for the GPU if available.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
-        stream: Called with the prompt, and then with each piece of text as soon as it is generated.
+        stream: Called with the prompt, and then with each piece of text once it is generated.
 
     Returns:
         The prompt and its continuation.

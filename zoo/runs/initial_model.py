@@ -1,4 +1,4 @@
-"""The model of a run that starts from weights and names no model of its own."""
+"""The model of a run that starts from weights and names no model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,27 +20,27 @@ def with_initial_model(items: Items, trust: bool) -> Items:
         trust: Whether that model may name any class, even if someone else wrote it.
 
     Raises:
-        UserError: There are no such weights, they are damaged, or their model is not trusted.
+        UserError: The weights do not exist, are damaged, or their model is not trusted.
     """
     if any(key == "model.stack" or key.startswith("model.stack.") for key in user_input(items).keys):
         return items
     path = _initial_weights(items)
     if path is None or path.endswith(".safetensors"):
         return items
-    found = find(path)
-    config = model_config(found, trust)
-    if not (trust or is_own(found.config, found.signature)):
-        described(found, trust=False)  # compares its sizes with its weights
+    saved = find(path)
+    config = model_config(saved, trust)
+    if not (trust or is_own(saved.config, saved.signature)):
+        described(saved, trust=False)  # compares its sizes with its weights
     return [{"model": config}, *items]
 
 
 def _initial_weights(items: Items) -> str | None:
     """The last value of `optim.initial_weights` among the items."""
-    found: Any = None
+    path: Any = None
     for item in items:
         if isinstance(item, str):
             key, _, value = item.partition("=")
-            found = value if key == "optim.initial_weights" else found
+            path = value if key == "optim.initial_weights" else path
         elif isinstance(section := item.get("optim"), Mapping):
-            found = section.get("initial_weights", found)
-    return found if isinstance(found, str) and found != "null" else None
+            path = section.get("initial_weights", path)
+    return path if isinstance(path, str) and path != "null" else None

@@ -17,24 +17,24 @@ def measured(bench: Path) -> tuple[float, float]:
         bench: A bench.json of `bench training`.
 
     Raises:
-        UserError: There is no such file, or it does not say.
+        UserError: The file does not exist, or lacks these numbers.
     """
     try:
         record = json.loads(bench.read_text())
         device, kind = record["device"], record["kind"]
-        found = [row["mfu"] for row in record["rows"] if kind == "training" and row.get("mfu")]
+        mfus = [row["mfu"] for row in record["rows"] if kind == "training" and row.get("mfu")]
     except FileNotFoundError:
-        raise UserError(f"bench: there is no file {bench}") from None
+        raise UserError(f"bench: the file {bench} does not exist") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"bench: {bench} is not a bench.json of bench training") from None
     peak = peak_flops_named(str(device))
     if kind != "training":
         raise UserError(f"bench: {bench} is of bench {kind}; bench training measures what is needed here")
-    if not found or peak is None:
+    if not mfus or peak is None:
         raise UserError(
             f"bench: {bench} has no mfu, as the peak of its device ({device}) is not known; give mfu and peak"
         )
-    return float(found[0]), peak
+    return float(mfus[0]), peak
 
 
 def budget_of(
@@ -45,14 +45,14 @@ def budget_of(
     Raises:
         UserError: None or several are given, a number is out of range, or the peak is not known.
     """
-    given = {"budget": budget, "gpu_hours": gpu_hours, "pf_days": pf_days}
-    named = [name for name, value in given.items() if value is not None]
+    forms = {"budget": budget, "gpu_hours": gpu_hours, "pf_days": pf_days}
+    named = [name for name, value in forms.items() if value is not None]
     if len(named) != 1:
-        found = f"{' and '.join(named)} are given" if named else "none is given"
-        raise UserError(f"budget: give one of budget, gpu_hours and pf_days; {found}")
+        problem = f"{' and '.join(named)} are given" if named else "none is given"
+        raise UserError(f"budget: give one of budget, gpu_hours and pf_days; {problem}")
     if not 0 < mfu <= 1:
         raise UserError(f"mfu: {mfu} must be above 0 and at most 1")
-    for name, value in {**given, "peak": peak}.items():
+    for name, value in {**forms, "peak": peak}.items():
         if value is not None and not 0 < value < np.inf:
             raise UserError(f"{name}: {value} must be above 0 and finite")
     if budget is not None:

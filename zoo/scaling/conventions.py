@@ -56,7 +56,7 @@ PRINTED = {
 
 
 class Row(NamedTuple):
-    """A model of Table 7: as counted by the paper's convention, as printed in the paper, and as it is."""
+    """A model of Table 7: counted by the paper's convention, printed in the paper, and counted completely."""
 
     architecture: str
     size: str

@@ -69,8 +69,8 @@ class Ladder(NamedTuple):
 
 def ladder(curves: Sequence[Curve], flops: Numbers) -> Ladder:
     """The sizes of a mixer's runs at given compute [C]."""
-    known = sizes(curves)
-    groups = [[curve for curve in curves if curve.size == size] for size in known]
+    model_sizes = sizes(curves)
+    groups = [[curve for curve in curves if curve.size == size] for size in model_sizes]
     losses = np.stack([np.mean([curve.at(flops) for curve in group], axis=0) for group in groups])
     tokens = np.stack([flops / group[0].flops_per_token for group in groups])
-    return Ladder(np.array(known), losses, tokens)
+    return Ladder(np.array(model_sizes), losses, tokens)

@@ -30,7 +30,7 @@ class Law:
         laws: L(C), N_opt(C) and D_opt(C), for C in FLOPs.
         optima: The points behind them; None for the parametric form.
         parametric: The constants of the parametric form; None for other methods.
-        offset: Whether L(C) needs an offset; None if it could not be told, and for the parametric form, which has one.
+        offset: Whether L(C) needs an offset; None if that is undecided, and for the parametric form, which has one.
         draws: The laws of each draw of the bootstrap that could be fitted.
         failed_draws: How many could not.
     """
@@ -77,14 +77,14 @@ def fit_law(curves: Sequence[Curve], method: Method, draws: int = 200, seed: int
     except UserError as error:
         raise UserError(f"{mixer}: {error}") from None
     generator = np.random.default_rng(seed)
-    found: list[Laws] = []
+    fitted_draws: list[Laws] = []
     with suppress(UserError):  # without a parametric form there are no intervals
         form = law.parametric or fit_parametric(points_of(curves))
         for drawn in (redrawn(curves, form, generator) for _ in range(draws)):
             with suppress(UserError):
-                found.append(_fit(drawn, method, form).laws)
+                fitted_draws.append(_fit(drawn, method, form).laws)
     tested = None if law.optima is None else offset(law.optima)
-    return replace(law, draws=found, failed_draws=draws - len(found), offset=tested)
+    return replace(law, draws=fitted_draws, failed_draws=draws - len(fitted_draws), offset=tested)
 
 
 def redrawn(curves: Sequence[Curve], form: Parametric, generator: np.random.Generator) -> list[Curve]:
@@ -125,11 +125,11 @@ def _check_range(law: Law) -> None:
         UserError: At the compute of a typical run the best size is smaller or larger than all of them.
     """
     spent = float(np.exp(np.median([np.log(curve.flops[-1]) for curve in law.curves])))
-    best, known = float(law.laws.size(spent)), sizes(law.curves)
-    if not known[0] <= best <= known[-1]:
+    best, model_sizes = float(law.laws.size(spent)), sizes(law.curves)
+    if not model_sizes[0] <= best <= model_sizes[-1]:
         raise UserError(
             f"it cannot be fitted, because its best size for {spent:.2g} FLOPs, {best:.3g} parameters, lies outside of "
-            f"the sizes that were trained, {known[0]:.3g} to {known[-1]:.3g}"
+            f"the sizes that were trained, {model_sizes[0]:.3g} to {model_sizes[-1]:.3g}"
         )
 
 
@@ -189,10 +189,10 @@ def _crossing(one: Law, other: Law, between: tuple[float, float]) -> Crossing:
     at = crossing(one.laws, other.laws, between)
     first, second = sorted((one, other), key=lambda law: float(law.laws.loss(between[0])))
     pairs = list(zip(one.draws, other.draws, strict=False))
-    found = [point for a, b in pairs if (point := crossing(a, b, between)) is not None]
+    points = [point for a, b in pairs if (point := crossing(a, b, between)) is not None]
     interval = None
-    if at is not None and pairs and len(found) >= LEAST_DRAWS * len(pairs):
-        low, high = np.percentile(found, [2.5, 97.5])
+    if at is not None and pairs and len(points) >= LEAST_DRAWS * len(pairs):
+        low, high = np.percentile(points, [2.5, 97.5])
         interval = float(low), float(high)
     spent = min(max(float(curve.flops[-1]) for curve in law.curves) for law in (one, other))
     difference = None
@@ -205,7 +205,7 @@ def _crossing(one: Law, other: Law, between: tuple[float, float]) -> Crossing:
         at,
         interval,
         None if at is None else float(one.laws.loss(at)),
-        len(found) / len(pairs) if pairs else None,
+        len(points) / len(pairs) if pairs else None,
         between,
         spent,
         difference,

@@ -54,16 +54,16 @@ def check_ladder(curves: Sequence[Curve]) -> None:
     Raises:
         UserError: There are too few sizes, or they are too close.
     """
-    known = sizes(curves)
-    if len(known) < LEAST_SIZES:
+    model_sizes = sizes(curves)
+    if len(model_sizes) < LEAST_SIZES:
         raise UserError(
-            f"it cannot be fitted, because {len(known)} size{'s' * (len(known) != 1)} of model "
-            f"{'were' if len(known) != 1 else 'was'} trained; {LEAST_SIZES} are needed"
+            f"it cannot be fitted, because {len(model_sizes)} size{'s' * (len(model_sizes) != 1)} of model "
+            f"{'were' if len(model_sizes) != 1 else 'was'} trained; {LEAST_SIZES} are needed"
         )
-    if known[-1] < LEAST_SPAN * known[0]:
+    if model_sizes[-1] < LEAST_SPAN * model_sizes[0]:
         raise UserError(
-            f"it cannot be fitted, because the largest model has only {known[-1] / known[0]:.1f} times the parameters "
-            f"of the smallest ({known[0]:.3g} without embeddings); {LEAST_SPAN:g} times are needed"
+            f"it cannot be fitted, because the largest model has only {model_sizes[-1] / model_sizes[0]:.1f} times "
+            f"the parameters of the smallest ({model_sizes[0]:.3g} without embeddings); {LEAST_SPAN:g} times are needed"
         )
 
 
@@ -81,12 +81,12 @@ def envelope(curves: Sequence[Curve], bins: int = BINS) -> Optima:
         UserError: Fewer than two sizes are best anywhere between the others.
     """
     grid = _grid(curves, bins)
-    known, losses, tokens = ladder(curves, grid)
+    model_sizes, losses, tokens = ladder(curves, grid)
     reached = np.isfinite(losses)
     several = reached.sum(0) >= 2
     best = np.argmin(np.where(reached, losses, np.inf), axis=0)
     smallest = several & (best == reached.argmax(0))
-    largest = several & (best == len(known) - 1 - reached[::-1].argmax(0))
+    largest = several & (best == len(model_sizes) - 1 - reached[::-1].argmax(0))
     inside = several & ~smallest & ~largest
     if len(np.unique(best[inside])) < 2:
         raise UserError(
@@ -100,7 +100,7 @@ def envelope(curves: Sequence[Curve], bins: int = BINS) -> Optima:
     }
     columns = np.flatnonzero(inside)
     rows = best[columns]
-    return Optima(grid[columns], losses[rows, columns], known[rows], tokens[rows, columns], left_out)
+    return Optima(grid[columns], losses[rows, columns], model_sizes[rows], tokens[rows, columns], left_out)
 
 
 def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
@@ -119,28 +119,28 @@ def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
     if not len(enough):
         raise UserError(f"it cannot be fitted, because at no amount of compute {LEAST_SIZES} sizes have got there")
     grid = np.geomspace(enough[0], enough[-1], budgets)
-    known, losses, tokens = ladder(curves, grid)
-    found, left_out = [], {"fewer than four sizes have got there": 0, "the parabola has no lowest point inside": 0}
+    model_sizes, losses, tokens = ladder(curves, grid)
+    minima, left_out = [], {"fewer than four sizes have got there": 0, "the parabola has no lowest point inside": 0}
     for column, flops in enumerate(grid):
         reached = np.isfinite(losses[:, column])
         if reached.sum() < LEAST_SIZES:
             left_out["fewer than four sizes have got there"] += 1
             continue
-        logs = np.log(known[reached])
+        logs = np.log(model_sizes[reached])
         bend, slope, height = np.polyfit(logs - logs.mean(), losses[reached, column], 2)
         lowest = logs.mean() - slope / (2 * bend) if bend > 0 else np.inf
         if not logs[0] < lowest < logs[-1]:
             left_out["the parabola has no lowest point inside"] += 1
             continue
         spent = np.exp(np.interp(lowest, logs, np.log(tokens[reached, column])))
-        found.append((flops, height - slope**2 / (4 * bend), np.exp(lowest), spent))
-    if len(found) < LEAST_BUDGETS:
+        minima.append((flops, height - slope**2 / (4 * bend), np.exp(lowest), spent))
+    if len(minima) < LEAST_BUDGETS:
         reasons = "; ".join(f"at {count} {reason}" for reason, count in left_out.items() if count)
         raise UserError(
-            f"it cannot be fitted, because only {len(found)} of {budgets} IsoFLOP curves have their optimum between "
+            f"it cannot be fitted, because only {len(minima)} of {budgets} IsoFLOP curves have their optimum between "
             f"the sizes that were trained ({reasons})"
         )
-    at, lowest_losses, best_sizes, best_tokens = np.array(found).T
+    at, lowest_losses, best_sizes, best_tokens = np.array(minima).T
     return Optima(at, lowest_losses, best_sizes, best_tokens, left_out)
 
 

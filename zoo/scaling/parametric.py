@@ -1,6 +1,6 @@
 """L(N, D) = E + A/N^α + B/D^β, the third approach of arXiv 2203.15556, fitted so that the optimiser arrives.
 
-The robust loss is a sum over points, in units of its own width: averaged, it is so flat that an optimiser with usual
+The robust loss is a sum over points, in units of its width: averaged, it is so flat that an optimiser with usual
 tolerances stops early, which is what went wrong in the paper (arXiv 2404.10102). For given exponents E, A and B are a
 linear problem, whose best solutions on a grid are the starts.
 """
@@ -111,8 +111,8 @@ def fit_parametric(points: Points, start: Parametric | None = None) -> Parametri
     else:
         constants = start.A * np.exp(-start.alpha * mean_n), start.B * np.exp(-start.beta * mean_d), start.E
         starts = [[*np.log(np.maximum(constants, LEAST)), start.alpha, start.beta]]
-    found = [minimize(objective, x, jac=True, method="L-BFGS-B", options=STOP) for x in starts]
-    best = min(found, key=lambda result: result.fun)
+    fits = [minimize(objective, x, jac=True, method="L-BFGS-B", options=STOP) for x in starts]
+    best = min(fits, key=lambda result: result.fun)
     a, b, e, alpha, beta = best.x
     for name, exponent, height in (("size", alpha, a), ("number of tokens", beta, b)):
         if exponent <= 0 or height < np.log(LEAST):
@@ -131,9 +131,9 @@ def _starts(n: Numbers, d: Numbers, losses: Numbers) -> list[list[float]]:
     """The best starts, as logs of A, B, E and the exponents: for given exponents the others are a linear problem."""
     from scipy.optimize import nnls
 
-    found = []
+    candidates = []
     for alpha, beta in itertools.product(EXPONENTS, EXPONENTS):
         columns = np.stack([np.exp(-alpha * n), np.exp(-beta * d), np.ones_like(n)], 1) / losses[:, None]
         solution, error = nnls(columns, np.ones_like(losses))
-        found.append((error, [*np.log(np.maximum(solution, LEAST)), alpha, beta]))
-    return [start for _, start in sorted(found)[:STARTS]]
+        candidates.append((error, [*np.log(np.maximum(solution, LEAST)), alpha, beta]))
+    return [start for _, start in sorted(candidates)[:STARTS]]

@@ -175,11 +175,11 @@ def plan(
         )
     tokens = steps * per_step
     rungs = [rung._replace(flops=rung.flops * tokens) for row in costs for rung in row]
-    known = [rung.without_embeddings for rung in rungs]
-    if max(known) < LEAST_SPAN * min(known):
+    counts = [rung.without_embeddings for rung in rungs]
+    if max(counts) < LEAST_SPAN * min(counts):
         raise UserError(
-            f"sizes: the largest model would have {max(known) / min(known):.1f} times the parameters of the smallest, "
-            f"and {LEAST_SPAN:g} times are needed; give a larger budget"
+            f"sizes: the largest model would have {max(counts) / min(counts):.1f} times the parameters of the "
+            f"smallest, and {LEAST_SPAN:g} times are needed; give a larger budget"
         )
     interval = max(steps // 10, 1)
     training["trainer"] = {

@@ -10,7 +10,7 @@ from zoo.scaling.optima import Laws
 from zoo.scaling.parametric import Parametric
 from zoo.scaling.power import PowerLaw
 
-# L(N, D) with N with embeddings: arXiv 2203.15556 as printed, and as fitted again to its data by arXiv 2404.10102
+# L(N, D), where N includes embeddings: the constants in arXiv 2203.15556, and those refitted by arXiv 2404.10102
 CHINCHILLA = Parametric(E=1.69, A=406.4, B=410.7, alpha=0.3392, beta=0.2849)
 CHINCHILLA_REPLICATED = Parametric(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
 CHINCHILLA_FLOPS = 6.0  # per parameter and token
@@ -37,15 +37,15 @@ def law_named(name: str) -> Laws:
     """A published law by its name, or the first one of a `laws.json`, for C in FLOPs.
 
     Raises:
-        UserError: There is no law of this name and no such file, or the file is damaged.
+        UserError: The name is neither a law nor a file, or the file is damaged.
     """
-    known = {"chinchilla": CHINCHILLA, "chinchilla_replicated": CHINCHILLA_REPLICATED}
-    if name in known:
-        return known[name].laws(CHINCHILLA_FLOPS)
+    parametric_laws = {"chinchilla": CHINCHILLA, "chinchilla_replicated": CHINCHILLA_REPLICATED}
+    if name in parametric_laws:
+        return parametric_laws[name].laws(CHINCHILLA_FLOPS)
     if name in LINEAR:
         return LINEAR[name]
     if not Path(name).is_file():
-        names = [*known, *LINEAR]
+        names = [*parametric_laws, *LINEAR]
         raise UserError(f"law: {name!r} is neither a file nor one of {', '.join(names)}{did_you_mean(name, names)}")
     row = read_sealed(name, advice="scaling fit writes it again")["laws"][0]
     parts = (

@@ -102,7 +102,7 @@ def remarks(laws: Sequence[Law]) -> list[str]:
 
 
 def alike(crossings: Sequence[Crossing]) -> list[str]:
-    """A sentence for each pair of mixers that the runs do not tell apart."""
+    """A sentence for each pair of mixers that the runs do not distinguish."""
     return [
         f"{' and '.join(pair.mixers)} cannot be told apart: at {pair.spent:.2g} FLOPs, the most that both have spent, "
         f"the loss of the second is higher by {pair.difference[0]:.3f} to {pair.difference[1]:.3f} nats"

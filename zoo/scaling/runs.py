@@ -16,7 +16,7 @@ from zoo.scaling.curves import Curve
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
 
-# what a row needs beside the curve; rows of earlier versions have none of these
+# what a row needs in addition to the curve; rows of earlier versions have none of these
 NEEDED = (
     "mixers",
     "parameters_without_embeddings",
@@ -42,7 +42,7 @@ class Trained(NamedTuple):
         folder: Its folder.
         row: Its results.
         curve: Its losses.
-        kind: What is no size in its config's `model`, as text.
+        kind: Its config's `model` without the sizes, as text.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
     Raises:
         UserError: A place does not exist, or holds no runs.
     """
-    found: list[Path] = []
+    folders: list[Path] = []
     for place in map(Path, places):
         if not place.is_dir():
             raise UserError(f"runs: there is no folder {place}")
@@ -79,9 +79,9 @@ def find_runs(places: Iterable[str | Path]) -> list[Path]:
             [place] if (place / "metrics.jsonl").is_file() else sorted(f.parent for f in place.glob("*/metrics.jsonl"))
         )
         if not inside:
-            raise UserError(f"runs: {place} is no run and holds none (a run has a metrics.jsonl)")
-        found += [folder for folder in inside if folder not in found]
-    return found
+            raise UserError(f"runs: {place} is not a run and holds none (a run has a metrics.jsonl)")
+        folders += [folder for folder in inside if folder not in folders]
+    return folders
 
 
 def untrained(places: Iterable[str | Path]) -> dict[str, str]:
@@ -107,11 +107,11 @@ def select(folders: Sequence[Path], untrained: Mapping[str, str]) -> Selection:
     left_out = dict(untrained)
     runs: list[Trained] = []
     for folder in folders:
-        found = _read(folder)
-        if isinstance(found, str):
-            left_out[str(folder)] = found
+        trained = _read(folder)
+        if isinstance(trained, str):
+            left_out[str(folder)] = trained
         else:
-            runs.append(found)
+            runs.append(trained)
     rates: dict[tuple[str, float], set[float]] = {}
     # one rule after the other, so that what one of them leaves out does not count in the next
     for rule in (_of_other_lengths, _of_other_data, _repeated):
@@ -182,8 +182,8 @@ def mixed_kinds(runs: Iterable[Trained]) -> list[str]:
     return [
         f"{mixer}: models that differ in more than their size are in one law, such as {' and '.join(map(str, first))}; "
         "fit their runs apart"
-        for mixer, found in kinds.items()
-        if len(first := [*found.values()][:2]) > 1
+        for mixer, first_runs in kinds.items()
+        if len(first := [*first_runs.values()][:2]) > 1
     ]
 
 
@@ -191,8 +191,8 @@ def one_rate(selection: Selection) -> list[str]:
     """Sentences that name the mixers of whose smallest or largest size one learning rate alone was tried."""
     alone: dict[str, list[str]] = {}  # at which sizes → mixers
     for mixer in dict.fromkeys(mixer for mixer, _ in selection.rates):
-        known = sorted(size for of, size in selection.rates if of == mixer)
-        ends = {"smallest": known[0], "largest": known[-1]}
+        mixer_sizes = sorted(size for of, size in selection.rates if of == mixer)
+        ends = {"smallest": mixer_sizes[0], "largest": mixer_sizes[-1]}
         if at := [name for name, size in ends.items() if len(selection.rates[mixer, size]) == 1]:
             alone.setdefault(" and the ".join(at), []).append(mixer)
     return [

@@ -17,9 +17,9 @@ def chosen_layers(mixers: Sequence[TokenMixer], layers: int | list[int], way: st
     Raises:
         UserError: A layer does not exist or cannot grow, there are too few, or no mixer knows the way.
     """
-    known = sorted({growth.way for mixer in mixers for growth in growths(mixer)})
-    if way is not None and known and way not in known:
-        raise UserError(f"way: {way!r} is not one of {', '.join(known)}{did_you_mean(way, known)}")
+    way_names = sorted({growth.way for mixer in mixers for growth in growths(mixer)})
+    if way is not None and way_names and way not in way_names:
+        raise UserError(f"way: {way!r} is not one of {', '.join(way_names)}{did_you_mean(way, way_names)}")
     able = {
         layer: ways[0]
         for layer, mixer in enumerate(mixers)
@@ -33,7 +33,7 @@ def chosen_layers(mixers: Sequence[TokenMixer], layers: int | list[int], way: st
         places = [list(able)[i * len(able) // layers] for i in range(layers)]
         return {layer: able[layer] for layer in places}
     if not layers or len(set(layers)) < len(layers):
-        raise UserError(f"layers: {layers} is no list of different layers, such as [0,6,12,18]")
+        raise UserError(f"layers: {layers} is not a list of different layers, such as [0,6,12,18]")
     for layer in layers:
         if not 0 <= layer < len(mixers):
             raise UserError(f"layers: there is no layer {layer}; the model has the layers 0 to {len(mixers) - 1}")
@@ -45,6 +45,6 @@ def chosen_layers(mixers: Sequence[TokenMixer], layers: int | list[int], way: st
 def _reason(mixer: TokenMixer, way: str | None) -> str:
     name = type(mixer).__name__
     if ways := [growth.way for growth in growths(mixer)]:
-        return f"a {name} and the way is {way!r}; its own are {', '.join(ways)}"
+        return f"a {name} and the way is {way!r}; its ways are {', '.join(ways)}"
     expanded = getattr(getattr(mixer, "site", None), "expand", None) is not None
     return f"an expanded {name} already" if expanded else f"a {name}, which has no matrix state to make larger"

@@ -51,10 +51,10 @@ def grown_weights(
                 part.to_empty(device="cpu")
         after.reset_parameters()
     for layer, growth in layers.items():
-        found = _of_layer(after, layer, growth, init, weights, dtypes[layer])
+        tensors = _of_layer(after, layer, growth, init, weights, dtypes[layer])
         if init == "preserve":
-            _check_preserved(before, after, layer, weights, found)
-        made |= found
+            _check_preserved(before, after, layer, weights, tensors)
+        made |= tensors
     specs = {
         name: Spec(tuple(made[name].shape), made[name].dtype) if name in made else weights.specs[name]
         for name in shapes
@@ -87,7 +87,7 @@ def _of_layer(
     new_dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Tensor]:
     """The tensors of a layer that are not as they were."""
-    block, found = f"layers.{layer}.", dict[str, Tensor]()
+    block, tensors = f"layers.{layer}.", dict[str, Tensor]()
     own = growths(growth.mixer)[0]  # says what `reinit` renews, in whichever way the layer grows
     shared = _shared_names(after, block)
     for name, fresh in after.layers[layer].state_dict().items():
@@ -95,12 +95,12 @@ def _of_layer(
         part = name.removeprefix("mixer.")
         renewed = part.startswith(own.renewed) if in_mixer else own.renews_norm and name.startswith("mixer_norm.")
         if (stored := weights.specs.get(whole)) is None:
-            found[whole] = fresh.to(new_dtypes[name])
+            tensors[whole] = fresh.to(new_dtypes[name])
         elif init == "reinit" and renewed and whole not in shared:
-            found[whole] = fresh.to(stored.dtype)
+            tensors[whole] = fresh.to(stored.dtype)
         elif stored.shape != fresh.shape:  # means are taken in fp32
-            found[whole] = growth.resized(part, weights.tensor(whole).float(), fresh, init).to(stored.dtype)
-    return found
+            tensors[whole] = growth.resized(part, weights.tensor(whole).float(), fresh, init).to(stored.dtype)
+    return tensors
 
 
 def _shared_names(model: LanguageModel, block: str) -> set[str]:
@@ -112,16 +112,17 @@ def _shared_names(model: LanguageModel, block: str) -> set[str]:
 
 @torch.no_grad()
 def _check_preserved(
-    before: LanguageModel, after: LanguageModel, layer: int, weights: Weights, found: Mapping[str, Tensor]
+    before: LanguageModel, after: LanguageModel, layer: int, weights: Weights, tensors: Mapping[str, Tensor]
 ) -> None:
     """Compare the outputs on random inputs: whether they are preserved depends on a mixer's options, too."""
     prefix, (old, new) = f"layers.{layer}.mixer.", (model.mixers[layer] for model in (before, after))
     old.to_empty(device="cpu")
     with torch.random.fork_rng(devices=[]):
-        before.reset_parameters()  # what is no weight, such as constant decays
+        before.reset_parameters()  # initialises what is not a weight, such as constant decays
     old.load_state_dict({name: weights.tensor(prefix + name).float() for name in old.state_dict()})
     now = {
-        name: found[whole] if (whole := prefix + name) in found else weights.tensor(whole) for name in new.state_dict()
+        name: tensors[whole] if (whole := prefix + name) in tensors else weights.tensor(whole)
+        for name in new.state_dict()
     }
     new.load_state_dict({name: tensor.float() for name, tensor in now.items()})
     old.eval()

@@ -34,7 +34,7 @@ def with_capacity(row: dict[str, Any]) -> dict[str, Any]:
     (At one number of pairs in two lengths there would be two accuracies.)
     """
     tasks = row.get("val_accuracy_by_task") or {}
-    found = {int(match[1]): value for name, value in tasks.items() if (match := _PAIRS.fullmatch(name))}
-    if len(found) < 2 or len(found) < len(tasks) or None in found.values():
+    accuracies = {int(match[1]): value for name, value in tasks.items() if (match := _PAIRS.fullmatch(name))}
+    if len(accuracies) < 2 or len(accuracies) < len(tasks) or None in accuracies.values():
         return row
-    return row | {name: pairs_at(found, level) for name, level in LEVELS.items()}
+    return row | {name: pairs_at(accuracies, level) for name, level in LEVELS.items()}

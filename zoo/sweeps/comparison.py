@@ -95,7 +95,7 @@ def compare(*configs_and_overrides: Item, folder: str | Path = "runs/compare", j
     """Train several configs (by default all) on the same data, and print one table.
 
     A config that names its stack is whole, and is compared. Any other, such as `size/400m.yaml`, is an overlay of all
-    that are compared, wherever it stands, as is every `key=value`. Everything is built before the first run starts.
+    that are compared, in any position, as is every `key=value`. Everything is built before the first run starts.
     The table, `comparison.png` and `comparison.json` are of the runs that are complete, even if others failed.
 
     Args:

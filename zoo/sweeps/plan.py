@@ -23,7 +23,7 @@ from zoo.sweeps.gates import Gate
 from zoo.train.results import COLUMNS
 
 SOON = 2  # seconds until a bar is worth showing
-CONTROL = "control"  # stands for an axis in the cells of controls
+CONTROL = "control"  # takes the place of an axis in the cells of controls
 NUMBERS = (*COLUMNS, *LEVELS)  # numbers, or groups of numbers, that runs can be compared by
 
 
@@ -92,7 +92,7 @@ class Sweep:
         x: The picture's horizontal axis: one of the axes, or a number in `results.json` such as `state_size`; by
             default the first axis.
         lines: The axes whose values become lines in the picture; by default all but `x`.
-        also: Further numbers to show beside the metric, as columns of the table and as panels of the picture.
+        also: Further numbers to show next to the metric, as columns of the table and as panels of the picture.
         gates: What runs must reach for the results to mean something. Whatever does not is marked and named.
         runs_in: The folder of the runs, unless `--folder` names one; null for `runs/NAME` after the sweep's name.
 
@@ -165,7 +165,7 @@ class Sweep:
             next(run for run in runs if run.learning_rate == rate).check()
         for gate in self.gates:
             if not any(gate.concerns(dict(run.cell)) for run in runs):
-                raise UserError(f"gates.where: {gate.where} is no cell of this sweep")
+                raise UserError(f"gates.where: {gate.where} is not a cell of this sweep")
         return runs
 
 

@@ -77,7 +77,7 @@ def cells(sweep: Sweep, results: Sequence[Outcome]) -> list[Cell]:
 
 
 def _number(row: dict[str, Any], name: str, argument: str, mode: Literal["min", "max"] = "min") -> float:
-    """A number in a results row; null, which stands for NaN, becomes the worst infinity of the mode."""
+    """A number in a results row; null, which means NaN, becomes the worst infinity of the mode."""
     row = _flat(row)
     if name not in row:
         numbers = [key for key, value in row.items() if isinstance(value, int | float)]
@@ -131,14 +131,14 @@ def table(sweep: Sweep, results: Sequence[Outcome], width: int = WIDE) -> Table:
 
 def failures(sweep: Sweep, results: Sequence[Outcome]) -> list[tuple[str, str]]:
     """The cells that fail a gate at their best learning rate, each with what is wrong in one of its runs."""
-    found = []
+    failed = []
     for cell in cells(sweep, results) if sweep.gates else []:
         runs = [each for each in results if dict(each.run.cell) == cell.labels]
         for run, row in runs:
             problem = _failure(sweep, run, row) if run.learning_rate == cell.learning_rate else None
             if problem is not None:
-                found.append((_place(cell.labels), f"{_place(cell.labels)}, seed {run.seed}: {problem}"))
-    return found
+                failed.append((_place(cell.labels), f"{_place(cell.labels)}, seed {run.seed}: {problem}"))
+    return failed
 
 
 def _failure(sweep: Sweep, run: Run, row: dict[str, Any] | None) -> str | None:

@@ -1,7 +1,7 @@
 """The total norm of gradients, and clipping to it, by PyTorch's functions for one dtype at a time.
 
-Given several dtypes at once, these leave their batched kernels: a launch for each tensor, three times, and gradients in
-bf16 at a third of the speed.
+Called with several dtypes together, these fall back from batched kernels to three launches for each tensor, and
+process gradients in bf16 at a third of the speed.
 """
 
 from collections.abc import Iterable, Sequence

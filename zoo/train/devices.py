@@ -27,7 +27,7 @@ def pick_device(name: str | None) -> torch.device:
     """The named device, by default the GPU if available.
 
     Raises:
-        UserError: The name is unknown, or there is no GPU.
+        UserError: The name is unknown, or no GPU is available.
     """
     available = torch.cuda.is_available()
     if name is None:
@@ -50,7 +50,7 @@ def peak_flops_named(name: str) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes that this process has had allocated on a device at once; None where that is not measured."""
+    """Peak number of bytes that this process has allocated on a device; None where that is not measured."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type != "cpu" or sys.platform == "win32":

@@ -31,7 +31,7 @@ class FSDP2(ModelParallelStrategy):
     Any number of processes and any strategy but ZeRO continues its checkpoints, in one file or sharded.
 
     Args:
-        sharded_checkpoints: Each process writes what it has to a folder beside a small `.ckpt`, in the format of
+        sharded_checkpoints: Each process writes its parts to a folder next to a small `.ckpt`, in the format of
             `torch.distributed.checkpoint`; all must see the same file system. Otherwise a checkpoint is one file, which
             the processes gather tensor by tensor in the memory of the first one.
     """
@@ -175,7 +175,7 @@ def _registered(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _zeros(parameter: Tensor, value: Any) -> Any:
-    """Zeros in place of a whole tensor, sharded as a parameter if of its shape; anything else as it is."""
+    """Zeros in place of a whole tensor, sharded as a parameter if of its shape; anything else unchanged."""
     if not isinstance(value, Tensor):
         return value
     if value.shape == parameter.shape:
@@ -184,14 +184,14 @@ def _zeros(parameter: Tensor, value: Any) -> Any:
 
 
 def _replicated(weight: Tensor, own: Tensor | None) -> Tensor:
-    """A whole tensor, as one that every process has if its own counterpart is sharded."""
+    """A whole tensor, replicated on every process if its counterpart `own` is sharded."""
     if not isinstance(own, DTensor):
         return weight
     return DTensor.from_local(weight.to(own.device), own.device_mesh, [Replicate()], run_check=False)
 
 
 def _like(parameter: Tensor, value: Any) -> Any:
-    """A whole tensor of the shape of a parameter, sharded as it is; anything else as it is."""
+    """A whole tensor of the shape of a parameter, sharded like it; anything else unchanged."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)

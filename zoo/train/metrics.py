@@ -20,7 +20,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
         labels: [B, T] int, already shifted; -100 has no loss.
 
     Returns:
-        [B, T] fp32, in nats; 0 where there is no label.
+        [B, T] fp32, in nats; 0 without a label.
     """
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=NO_LOSS, reduction="none")
     return losses.view_as(labels)
@@ -97,7 +97,7 @@ def label_scores(
         model, tokens, labels, cu_seqlens, context_parallel: As for `total_loss`.
 
     Returns:
-        Losses [B, T] fp32 in nats, and correct [B, T] bool; 0 and false where there is no label.
+        Losses [B, T] fp32 in nats, and correct [B, T] bool; 0 and false without a label.
     """
     shared = {} if context_parallel is None else {"context_parallel": context_parallel}
     if isinstance(model, HasTokenLosses):

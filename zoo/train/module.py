@@ -68,7 +68,7 @@ class Pretraining(L.LightningModule):
             first evaluated batch.
         tasks: Names of the evaluation data loaders, whose losses and accuracies are logged separately; empty for a
             single loader.
-        beside: Names of the loaders after those: their losses are logged by themselves, and are no part of the others.
+        beside: Names of the loaders after those, whose losses are logged separately and are not part of the others.
         context_parallel: How many neighbouring processes share each sequence.
 
     Raises:
@@ -102,14 +102,14 @@ class Pretraining(L.LightningModule):
         self.tasks = list(tasks)
         self.accuracy = TaskAccuracy(len(self.tasks) or 1)
         self.task_loss = TaskLoss(len(self.tasks) or 1)
-        self.beside = list(beside)
-        self.loss_beside = TaskLoss(len(self.beside) or 1)
+        self.names_beside = list(beside)
+        self.loss_beside = TaskLoss(len(self.names_beside) or 1)
         self.context_parallel = context_parallel
         self._part: ContextParallel | None = None  # this process's part of each sequence; None for whole sequences
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: sum and count
         self._tokens_before_step = 0
-        self._unlabelled = False  # whether a batch had no labels, of which the first is told
+        self._unlabelled = False  # whether a batch had no labels; the first is reported
 
     def setup(self, stage: str) -> None:
         """Set up context parallelism, load the initial weights and freeze, before a strategy shards or copies.
@@ -251,7 +251,7 @@ class Pretraining(L.LightningModule):
         self._evaluate(batch, dataloader_idx)
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """Negative log-likelihood of each label in nats, fp32, in the shape of labels; nan where there is no label."""
+        """Negative log-likelihood of each label in nats, fp32, in the shape of labels; nan without a label."""
         losses, _ = label_scores(self.model, batch.tokens, batch.labels, batch.cu_seqlens)
         return losses.masked_fill(batch.labels == NO_LOSS, float("nan"))
 
@@ -281,7 +281,7 @@ class Pretraining(L.LightningModule):
         batch = self._local_part(batch)
         labels, task = batch.labels, loader if self.tasks else 0
         losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
-        if self.beside and (number := loader - (len(self.tasks) or 1)) >= 0:
+        if self.names_beside and (number := loader - (len(self.tasks) or 1)) >= 0:
             self.loss_beside.update(losses, labels, number)
             return
         self.accuracy.update(correct, labels, task)
@@ -297,7 +297,10 @@ class Pretraining(L.LightningModule):
 
     def _log_evaluation(self, prefix: str) -> None:
         losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
-        loss_by_task, losses_beside = self.task_loss.compute(), self.loss_beside.compute() if self.beside else None
+        loss_by_task, losses_beside = (
+            self.task_loss.compute(),
+            self.loss_beside.compute() if self.names_beside else None,
+        )
         self._reset_metrics()
         self.loss_by_position = losses.by_position.tolist()
         self.log(f"{prefix}_loss", losses.loss, prog_bar=True)
@@ -311,7 +314,7 @@ class Pretraining(L.LightningModule):
             self.log(f"{prefix}_loss_{name}", loss)
             self.log(f"{prefix}_accuracy_{name}", value)
         if losses_beside is not None:
-            for name, loss in zip(self.beside, losses_beside.view(-1), strict=True):
+            for name, loss in zip(self.names_beside, losses_beside.view(-1), strict=True):
                 self.log(f"{prefix}_loss_{name}", loss)
         self.log("tokens", self.tokens_seen)
 
@@ -335,7 +338,7 @@ class Pretraining(L.LightningModule):
     ) -> None:
         """Log the total gradient norm, then clip it to `optim.gradient_clip`.
 
-        A strategy that holds the gradients itself (DeepSpeed) leaves none here, and clips by its own configuration.
+        A strategy that holds the gradients itself (DeepSpeed) leaves none here, and does the clipping.
         """
         if gradient_clip_val is not None:
             raise UserError(f"trainer.gradient_clip_val is {gradient_clip_val}: set optim.gradient_clip instead.")

@@ -14,8 +14,8 @@ class Muon(Optimizer):
     """`torch.optim.Muon` (PyTorch 2.9 and later) where it is meant to be used: on matrices between hidden vectors.
 
     AdamW takes the rest: embeddings, the head, vectors, convolutions, and what modules exempt from weight decay. Each
-    map of a fused projection is a matrix of its own: together they would share one spectrum, and a map with small
-    gradients would be turned into one with large updates. It needs whole matrices: no ZeRO, no FSDP.
+    map of a fused projection is a separate matrix: together they would share one spectrum, and a map with small
+    gradients would get large updates. It needs whole matrices: no ZeRO, no FSDP.
 
     Args:
         params: Parameter groups of `zoo.train.optim.parameter_groups`, each with the keys `hidden` and `matrices`.

@@ -32,7 +32,7 @@ class Optimisation:
     """The optimiser, AdamW unless another is named, with a warm-up and a schedule counted in optimiser steps.
 
     Args:
-        optimizer: A class such as torch.optim.SGD in place of AdamW, with its own arguments, but for `lr` and
+        optimizer: A class such as torch.optim.SGD in place of AdamW, with its arguments except `lr` and
             `weight_decay`, which are those here. zoo.train.muon.Muon is Muon for matrices and AdamW for the rest.
         learning_rate: The highest learning rate, reached after the warm-up.
         weight_decay: Decoupled weight decay of matrices; not of vectors, nor of parameters that a module exempts.
@@ -40,8 +40,8 @@ class Optimisation:
         eps: Added to AdamW's denominator.
         schedule: After the warm-up: `cosine` falls to the end, `constant` stays, `wsd` (warm-up, stable, decay)
             stays and then falls linearly over the last `decay_fraction` of the steps, `inverse_sqrt` falls as
-            √(warm-up / step), as in fairseq. Or a class such as torch.optim.lr_scheduler.OneCycleLR with its own
-            arguments, stepped with the optimiser; there is then no warm-up but its own.
+            √(warm-up / step), as in fairseq. Or a class such as torch.optim.lr_scheduler.OneCycleLR with its
+            arguments, stepped with the optimiser; the warm-up settings here are then ignored.
         warmup_steps: Steps over which the learning rate rises linearly from 0; 100 unless `warmup_fraction` is given.
         warmup_fraction: The same as a fraction of all steps, below 1, in place of `warmup_steps`.
         decay_fraction: The fraction of all steps over which `wsd` decays, between 0 and 1.
@@ -162,8 +162,8 @@ def freeze_others(model: nn.Module, train_only: Sequence[str]) -> None:
         matched = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
         if not matched:
             raise UserError(
-                f"optim.train_only: {pattern!r} matches no parameter; names are such as {named[-1][0]}, and * stands "
-                "for any part of them."
+                f"optim.train_only: {pattern!r} matches no parameter; names are such as {named[-1][0]}, and * matches "
+                "any part of them."
             )
         trained.update(map(id, matched))
     for _, parameter in named:
@@ -295,7 +295,7 @@ def build_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) ->
 
 def _named_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) -> LRScheduler:
     assert not isinstance(optim.schedule, str)
-    rehearsal = copy.copy(optimizer)  # of the same parameters, with settings of its own
+    rehearsal = copy.copy(optimizer)  # of the same parameters, with separate settings
     rehearsal.param_groups = [dict(group) for group in optimizer.param_groups]
     try:
         schedule = optim.schedule(rehearsal)
@@ -311,5 +311,5 @@ def _named_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) -
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:
                 raise UserError(f"optim.schedule: {name} fails after step {step}: {_one_line(error)}") from None
     if optim.warmup_steps or optim.warmup_fraction:
-        log.warning("optim.schedule is %s, so that there is no warm-up but its own", name)
+        log.warning("optim.schedule is %s, so the warm-up settings of optim are ignored", name)
     return optim.schedule(optimizer)

@@ -66,5 +66,5 @@ def ended_by(number: int) -> SIGTERMException:
 
 
 def _received(number: int) -> str:
-    again = "; Ctrl-C again stops at once, without saving" if number == signal.SIGINT else ""
-    return f"Stopping when this step is done and saved{again}."
+    hint = "; Ctrl-C again stops immediately, without saving" if number == signal.SIGINT else ""
+    return f"Stopping when this step is done and saved{hint}."

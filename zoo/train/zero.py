@@ -39,7 +39,7 @@ from zoo.lm.block import Block
 from zoo.train.shards import all_succeeded, check_together, hashes_of_all, noted
 
 PRECISIONS = ("32-true", "bf16-mixed")
-BUCKET = 2 * 10**8  # numbers sent at once
+BUCKET = 2 * 10**8  # numbers sent in one message
 PREFETCH = 5 * 10**7  # numbers to gather ahead of use, at least
 
 
@@ -126,7 +126,7 @@ class Zero(DeepSpeedStrategy):
         self._init_deepspeed_distributed()
 
     def init_deepspeed(self) -> None:
-        """Set up the engine, without the warning that it clips by its own configuration, which we set."""
+        """Set up the engine, without the warning that DeepSpeed's configuration sets the clipping, as it does here."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*DeepSpeed handles gradient clipping internally.*")
             super().init_deepspeed()
@@ -155,7 +155,7 @@ class Zero(DeepSpeedStrategy):
             model, self.config, model_parameters=trained, optimizer=optimizer, lr_scheduler=lr_scheduler
         )
         zero_optimizer.get_grad_norm_direct = _Norm(zero_optimizer.get_grad_norm_direct)
-        engine._copy_recovery_script = lambda folder: None  # no conversion script beside each checkpoint
+        engine._copy_recovery_script = lambda folder: None  # no conversion script next to each checkpoint
         if self.stage == 3:
             engine.module_state_dict = _PersistentBuffers(model)  # no process has a whole parameter
         return engine, zero_optimizer
@@ -392,7 +392,7 @@ def _noted_saves(engine: Any, failures: list[OSError]) -> Iterator[None]:
 
 
 def _gather_by_block(model: nn.Module) -> int:
-    """Make ZeRO 3 gather all parameters of a block at once, rather than layer by layer.
+    """Make ZeRO 3 gather all parameters of a block together, rather than layer by layer.
 
     Each gathering takes the host about as long as the GPU needs for a whole layer.
 

@@ -101,13 +101,13 @@ def test_it_can_be_made_on_meta():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"head": None}, "^stack: Bidirectional would see the tokens it predicts, as it is not causal; give the model"),
+        ({"head": None}, "^stack: Bidirectional is not causal and would see the tokens it predicts; give the model"),
         (
             {"head": None, "mixer": GatedDeltaNet, "position": Bidirectional},
-            "^stack: Bidirectional would see the tokens",
+            "^stack: Bidirectional is not causal",
         ),
         ({"tie_embeddings": True}, "^tie_embeddings: true needs token embeddings and logits"),
-        ({"vocab_size": None}, "^vocab_size: null stands for the tokenizer's"),
+        ({"vocab_size": None}, "^vocab_size: null means the tokenizer's"),
         ({"pooling": "first"}, "^pooling: 'first' is not one of mean, last$"),
         ({"head": partial(Classifier, num_classes=1)}, "^num_classes: 1 must be at least 2$"),
         ({"inputs": partial(Patches, patch_size=0)}, "^patch_size: 0 must be at least 1$"),

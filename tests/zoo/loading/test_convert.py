@@ -289,7 +289,7 @@ def test_refusals_of_outputs_and_targets(command: Command, finished: Path, desk:
     for arguments, message in {
         ("theirs", "--output", "taken"): "output: taken exists already",
         ("nowhere", "--output", "new"): "there is nothing at nowhere",
-        ("ours", "--output", "new"): "to: null makes a model of ours, which ours is already",
+        ("ours", "--output", "new"): "to: null reads public checkpoints, and ours is not one",
         ("ours", "--output", "new", "--to=flax"): "to: 'flax' is not one of fla, huggingface, .*; did you mean 'fla'",
         ("ours", "--output", "new", "--to=huggingface"): "no family of huggingface has layers of GLA",
         ("ours", "--output", "new", "--max_shard_size=0"): "max_shard_size: 0 must be at least 1",

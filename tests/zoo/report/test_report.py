@@ -175,7 +175,7 @@ def test_text_is_not_markup(folders: list[str], desk: Path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["runs/firs"], "folders: runs/firs is no folder"),
+        (["runs/firs"], "folders: runs/firs is not a folder"),
         (["runs"], None),
         (["."], "folders: . holds no run (config.yaml), evaluation (rows.jsonl) or sweep (runs)"),
         ([], "folders: missing; name at least one: python cli.py report FOLDERS …"),

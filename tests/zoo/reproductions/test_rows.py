@@ -83,7 +83,7 @@ def test_what_warns_a_reader_stands_first(papers: list[Paper]):
             "status: not run",
             "status: it is 'not run', so `ours` must be left out",
         ),
-        ("'2026-11-23'", "'yesterday'", r"table_1.yaml: ours.date: 'yesterday' is no date; write YYYY-MM-DD"),
+        ("'2026-11-23'", "'yesterday'", r"table_1.yaml: ours.date: 'yesterday' is not a date; write YYYY-MM-DD"),
         (
             "command: python cli.py sweep",
             "command: python sweep",

@@ -122,7 +122,7 @@ def test_what_bench_has_not_measured(command, desk: Path, record: dict, expected
         (["--mixers=gla,gla.yaml", "--budget=1e18"], "must name configs, each name once"),
         (["--budget=-1"], "budget: -1.0 must be above 0"),
         (["--gpu_hours=3", "--mfu=40", "--peak=1e15"], "mfu: 40.0 must be above 0 and at most 1"),
-        (["--budget=1e18", "--bench=none.json"], "bench: there is no file none.json"),
+        (["--budget=1e18", "--bench=none.json"], "bench: the file none.json does not exist"),
         (["--budget=1e18", "--bench=bench.json", "--peak=1e15"], "bench: says what the device's peak is"),
         (["--budget=1e18", "--sizes=3"], "sizes: 3 must be at least 4"),
         (["--budget=1e18", "--sizes=200"], "and at most 20"),

@@ -178,7 +178,7 @@ def test_variants_of_one_mixer_are_not_taken_for_sizes_of_it(command, ladder: Pa
     ("arguments", "expected"),
     [
         (["nowhere"], "runs: there is no folder nowhere"),
-        (["."], "is no run and holds none (a run has a metrics.jsonl)"),
+        (["."], "is not a run and holds none (a run has a metrics.jsonl)"),
         ([], "runs: missing"),
         (["ladder", "--method=isoflp"], "method: 'isoflp' is not one of envelope, isoflop, parametric"),
         (["ladder", "--flops=7n"], "flops: '7n' is not one of model, 6n"),

@@ -138,7 +138,7 @@ def test_the_base_may_have_overlays_and_overrides_come_last():
         ({"axes": {FACTOR: [1]}, "lines": ["factor"]}, "lines: 'factor' is not one of the axes"),
         ({"also": ["pairs_at_80"]}, "also: 'pairs_at_80' is not a number in results.json; did you mean 'pairs_at_"),
         ({"gates": [Gate(["val_accurcy"], 0.5)]}, "gates.numbers: .* did you mean 'val_accuracy'"),
-        ({"gates": [Gate(["val_loss"], at_most=1.0, where={"control": "x"})]}, "gates.where: .* is no cell of this"),
+        ({"gates": [Gate(["val_loss"], at_most=1.0, where={"control": "x"})]}, "gates.where: .* is not a cell of this"),
     ],
 )
 def test_mistakes(arguments: dict[str, Any], message: str):

@@ -54,7 +54,7 @@ def test_a_language_model_must_be_causal(command: Command):
     done = command("fit", "--config", "hgrn2.yaml", "--config", "tiny.yaml", "--model.stack.mixer=Bidirectional")
     assert done.code == 2
     assert done.err == (
-        "error: stack: Bidirectional would see the tokens it predicts, as it is not causal; give the model a head that "
+        "error: stack: Bidirectional is not causal and would see the tokens it predicts; give the model a head that "
         "labels whole sequences, such as Classifier\n"
     )
 

@@ -45,7 +45,7 @@ def to_theirs(model: LanguageModel) -> dict[str, Any]:
     if full := hybrid.attention_of(model):
         keys |= rotary.keys_of(full.q_features.map)
     betas = [mixer.beta.most for mixer in model.mixers if isinstance(mixer, GatedDeltaNet)]
-    # where these keys are missing, transformers takes those of its own vocabulary, which ours may not reach
+    # where these keys are missing, transformers takes default ids, which may be outside of our vocabulary
     tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     return {**keys, **tokens, "linear_allow_neg_eigval": 2.0 in betas}
 

@@ -33,7 +33,7 @@ FAMILY = Family(
         "intermediate_size": 5632,
         "num_hidden_layers": 48,
         "num_key_value_heads": 2,
-        "num_experts": None,  # stands for 512
+        "num_experts": None,  # means 512
         "mlp_only_layers": None,
         "decoder_sparse_step": 1,
     },

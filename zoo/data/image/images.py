@@ -85,7 +85,7 @@ class Images(ResumableData):
         return shape
 
     def get_tokenizer(self) -> None:
-        """None: there is no text."""
+        """Return None, since the samples are not text."""
 
     @cached_property
     def num_classes(self) -> int:

@@ -14,7 +14,7 @@ from zoo.data.synthetic.token_tasks import Seeds, TokenTask
 
 
 class StackedRecall(TokenTask):
-    """Recall without the need to bring neighbours together: a key and its value come at once. For models of one layer.
+    """Recall in which one token names both a key and its value, so that one layer can solve it.
 
     Of V tokens, let n be √V − 1, rounded down. Token 0 is not used, 1 … n ask for a key, n + 1 … 2n are values, and
     token 2n + 1 + i · n + j says that key i has value j. A sequence names `pairs` different keys with any values,
@@ -105,7 +105,7 @@ class CompositionalRecall(Associative):
     """A value belongs to a pair of keys, and neither of the two says which.
 
     √pairs first keys from 1 … V/3 − 1 and √pairs second keys from V/3 … 2V/3 − 1 make `pairs` combinations; each has a
-    value of its own from 2V/3 … V − 1. Triplets (first key, second key, value) stand at the start in random order. Each
+    different value from 2V/3 … V − 1. Triplets (first key, second key, value) are at the start in random order. Each
     combination is queried once, g = 0, 3, 6 … tokens after them, with probabilities as in `Recall`; the label is at
     the second key.
 
@@ -201,13 +201,13 @@ class ForgettingRecall(Associative):
         pairs, half, writings = self.pairs, vocab_size // 2, self.pairs + self.updates
         keys = 1 + distinct(numbers, pairs, half - 1, seeds("keys"))
         values = distinct(numbers, pairs, half, seeds("values"))
-        again = distinct(numbers, self.updates, pairs, seeds("updates"))
+        updated = distinct(numbers, self.updates, pairs, seeds("updates"))
         steps = 1 + whole(numbers, self.updates, half - 1, seeds("new values"))  # never back to the same value
-        renewed = (np.take_along_axis(values, again, axis=1) + steps) % half
+        renewed = (np.take_along_axis(values, updated, axis=1) + steps) % half
         tokens = self._fillers(numbers, vocab_size, seeds)
-        tokens[:, 0 : 2 * writings : 2] = np.concatenate([keys, np.take_along_axis(keys, again, axis=1)], axis=1)
+        tokens[:, 0 : 2 * writings : 2] = np.concatenate([keys, np.take_along_axis(keys, updated, axis=1)], axis=1)
         tokens[:, 1 : 2 * writings : 2] = half + np.concatenate([values, renewed], axis=1)
-        np.put_along_axis(values, again, renewed, axis=1)
+        np.put_along_axis(values, updated, renewed, axis=1)
         places = 2 * (writings + slots(numbers, pairs, self.length // 2 - writings, self.power, seeds("slots")))
         labels = np.full_like(tokens, NO_LOSS)
         np.put_along_axis(tokens, places, keys, axis=1)

@@ -146,7 +146,7 @@ class ListOps(ResumableData):
         self.train.sample(0)  # refuses lengths that do not occur
 
     def get_tokenizer(self) -> None:
-        """None: there is no text."""
+        """Return None, since the samples are not text."""
 
     @property
     def train(self) -> Expressions:

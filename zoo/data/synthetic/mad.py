@@ -24,12 +24,12 @@ class InContextRecall(TokenTask):
 
     - Fuzzy recall, `motif: 3`: keys and values are motifs of 1, 2 or 3 tokens, all lengths equally likely. (That a
       sequence draws from few keys is inferred; else three tokens of seven would hardly ever come again.)
-    - Noisy recall, `noise: 0.2`: on average so many of the tokens are noise, which stands between a value and the next
+    - Noisy recall, `noise: 0.2`: on average so many of the tokens are noise, which is between a value and the next
       key (the place is inferred) and is drawn from the `noise_tokens` uppermost tokens.
 
     Args:
         length: Tokens in a sequence.
-        pairs: Different keys of a sequence; null for as many as there are tokens for keys.
+        pairs: Different keys of a sequence; null for one per token of the keys' vocabulary.
         motif: The most tokens of a key or value.
         noise: Share of tokens that are noise, below 1.
         noise_tokens: Size of the vocabulary of noise, on top of that of keys and values.
@@ -75,8 +75,8 @@ class InContextRecall(TokenTask):
         above = self.noise_tokens if self.noise else 0
         least = 2 * ((self.pairs or 1) + 1) + above
         if vocab_size < least or (vocab_size - above) % 2:
-            beside = f" beside the {above} tokens of noise" if above else ""
-            return f"needs an even number, at least {least - above}{beside}"
+            with_noise = f" in addition to the {above} tokens of noise" if above else ""
+            return f"needs an even number, at least {least - above}{with_noise}"
         return None
 
     def generate(self, numbers: np.ndarray, vocab_size: int, seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
@@ -112,7 +112,7 @@ class InContextRecall(TokenTask):
         return np.take_along_axis(grid, present, axis=1), np.take_along_axis(labels, present, axis=1)
 
     def _motifs(self, numbers: np.ndarray, count: int, size: int, seeds: Seeds, kind: str) -> np.ndarray:
-        """`[n, count, motif]` of 0 … size − 1, in a row all different; −1 stands for tokens that a motif lacks."""
+        """`[n, count, motif]` of 0 … size − 1, in a row all different; −1 marks tokens that a motif lacks."""
         lengths = 1 + whole(numbers, count, self.motif, seeds(f"{kind} lengths"))
         motifs = np.full((*lengths.shape, self.motif), _ABSENT)
         for length in range(1, self.motif + 1):

@@ -21,7 +21,7 @@ class Chain:
     """Samples of the chain; sample i is a function of seed, split and i alone.
 
     The tokens are arranged in a circle, in random order. The next token is one of a few random distances further on,
-    all equally likely; so a sequence is a cumulative sum of random distances, computed all at once.
+    all equally likely; so a sequence is a cumulative sum of random distances, computed in one pass.
     """
 
     def __init__(self, vocab_size: int, length: int, successors: int, size: int, seed: int, split: str) -> None:
@@ -88,7 +88,7 @@ class MarkovChain(ResumableData):
         self.validation_samples = validation_samples
 
     def get_tokenizer(self) -> None:
-        """None: there is no text."""
+        """Return None, since the samples are not text."""
 
     def bigram_loss(self) -> float:
         """The entropy of the chain in nats per token, which no model can go below."""

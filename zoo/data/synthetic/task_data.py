@@ -84,7 +84,7 @@ class TaskData(ResumableData, Generic[T]):
         """The samples of one task; sample i is a function of the seed, the split and i alone."""
 
     def get_tokenizer(self) -> None:
-        """None: there is no text."""
+        """Return None, since the samples are not text."""
 
     @property
     def train(self) -> RecallStream:

@@ -24,7 +24,7 @@ _BLOCK = 1 << 17  # bytes
 
 
 def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
-    """A file object that decompresses another one as it is read.
+    """A file object that decompresses another one during reading.
 
     Args:
         raw: The compressed file; it is closed together with the result.

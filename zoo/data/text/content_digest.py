@@ -23,15 +23,15 @@ def content_digest(path: str, state: tuple[int, ...]) -> str:
         return file_digest(path)
     record = cache_folder() / "hashes" / f"{digest(path.encode())}.json"
     try:
-        known = json.loads(record.read_bytes())
-        if known["state"] == list(state) and isinstance(known["xxh3_128"], str):
-            return known["xxh3_128"]
+        cached = json.loads(record.read_bytes())
+        if cached["state"] == list(state) and isinstance(cached["xxh3_128"], str):
+            return cached["xxh3_128"]
     except (OSError, ValueError, LookupError, TypeError):  # none yet, or damaged
         pass
-    found = file_digest(path)
+    content_hash = file_digest(path)
     try:
         with atomic_write(Path(record)) as file:
-            file.write(json.dumps({"state": state, "xxh3_128": found}).encode())
+            file.write(json.dumps({"state": state, "xxh3_128": content_hash}).encode())
     except OSError:  # a cache that cannot be written; the file is read again next time
         pass
-    return found
+    return content_hash

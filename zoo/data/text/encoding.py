@@ -18,13 +18,13 @@ from zoo.data.text.split import Split
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.data.workers import end_with
 
-# Encoded at once by a process (at some 100 bytes per character); longer documents are cut where no token changes.
+# Encoded in one piece by a process (at some 100 bytes per character); longer documents are cut where no token changes.
 PIECE_CHARACTERS = 250_000
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text to encode at once: a document, or a part of a long one."""
+    """Text to encode in one piece: a document, or a part of a long one."""
 
     split: Split
     text: str

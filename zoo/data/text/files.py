@@ -241,8 +241,8 @@ def filesystem(url: str, key: str) -> tuple[fsspec.AbstractFileSystem, str]:
     except ImportError as error:  # its message names the package
         raise UserError(f"{key}: {url} needs a package that is not installed ({first_line(error)}).") from None
     except ValueError as error:
-        known, name = fsspec.available_protocols(), url.partition("://")[0].split("::")[-1]
-        hint = "" if name in known else did_you_mean(name, known)
+        protocols, name = fsspec.available_protocols(), url.partition("://")[0].split("::")[-1]
+        hint = "" if name in protocols else did_you_mean(name, protocols)
         raise UserError(f"{key}: fsspec cannot open {url} ({first_line(error)}){hint}") from None
     except Exception as error:  # for instance wrong or missing credentials
         raise UserError(f"{key}: {url} cannot be opened ({first_line(error)}).") from error

@@ -2,8 +2,8 @@
 
 Its regular expressions are searched by backtracking, and each of its normalisers may make text longer. So the file is
 read before the library reads it: growth is bounded, and expressions need a form in which backtracking stays polynomial.
-All published ones that we know have it, so there is no list of them to keep; and a wrong guess costs seconds and not
-hours, since `Tokenizer` tries long texts with a limit on time.
+All published ones that we know have it, so no list of them is kept; and a wrong guess costs seconds and not hours,
+since `Tokenizer` tries long texts with a limit on time.
 """
 
 import json
@@ -119,7 +119,7 @@ def time_tokenizer(tokenizer: tokenizers.Tokenizer, name: str) -> None:
 
     def encode() -> None:
         try:
-            with told(name):
+            with library_errors(name):
                 tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except UserError as error:
             failures.append(error)
@@ -141,8 +141,8 @@ def time_tokenizer(tokenizer: tokenizers.Tokenizer, name: str) -> None:
 
 
 @contextmanager
-def told(name: str) -> Iterator[None]:
-    """Raise what the library raises as a UserError that begins with `name`, a panic of its Rust code among them."""
+def library_errors(name: str) -> Iterator[None]:
+    """Turn errors of the library, panics of its Rust code included, into a UserError that begins with `name`."""
     try:
         yield
     except UserError:

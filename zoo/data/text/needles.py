@@ -38,7 +38,7 @@ class Wording:
         head: What comes before the haystack.
         fact: The sentence in the haystack.
         question: What comes after the haystack.
-        answer: What goes on from there.
+        answer: The continuation of the question.
     """
 
     kind: Kind

@@ -2,7 +2,7 @@
 
 A folder has, for each split, flat files of token ids (`train-00000.bin`, …) and the positions where its documents start
 (`train.starts.bin`, int64), and `manifest.json` with the size and hash of every file. It may be at a URL: then each
-file is sent there as soon as it is full, and read in place.
+file is uploaded once it is full, and read in place.
 """
 
 import hashlib

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text.cache import build_once, cache_folder
-from zoo.data.text.foreign_tokenizer import time_tokenizer, told, vet_tokenizer
+from zoo.data.text.foreign_tokenizer import library_errors, time_tokenizer, vet_tokenizer
 from zoo.files.atomic import atomic_write
 from zoo.files.sealed_json import read_sealed, write_sealed
 
@@ -45,7 +45,7 @@ _PROBES = (
 _PROBED_TOKENS = 1000  # added tokens, at most
 # Files of other libraries, and where a tokenizer.json comes from.
 _FOREIGN = {
-    ".model": "SentencePiece; a tokenizer.json is needed, which is mostly published beside it",
+    ".model": "SentencePiece; a tokenizer.json is needed, which is mostly published with it",
     ".tiktoken": "tiktoken; a tokenizer.json is needed, and docs/data.md says how to make one",
 }
 # Key in the entry of an added token (where other programs ignore unknown keys) for its role in documents.
@@ -131,12 +131,12 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, in several threads if the process may use them."""
-        with told("data.tokenizer"):
+        with library_errors("data.tokenizer"):
             return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens spelt out."""
-        with told("data.tokenizer"):
+        with library_errors("data.tokenizer"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
@@ -190,7 +190,7 @@ class Tokenizer:
         for text, ids in zip(texts, self.encode_batch(texts), strict=True):
             if (back := self.decode(ids)) != text:
                 raise UserError(
-                    f"{name} does not keep text as it is: {text!r} comes back as {back!r}; use a byte-level "
+                    f"{name} does not keep text unchanged: {text!r} comes back as {back!r}; use a byte-level "
                     "tokenizer or one with byte fallback, such as those of GPT-2 and Llama 2."
                 )
 
@@ -236,7 +236,7 @@ def foreign(text: str, name: str, trust: bool = False) -> tokenizers.Tokenizer:
     if not trust:
         vet_tokenizer(text, name)
     try:
-        with told(name):
+        with library_errors(name):
             tokenizer = tokenizers.Tokenizer.from_str(text)
     except UserError as error:
         raise UserError(f"{name} is not a tokenizer.json ({str(error).removeprefix(name).strip()})") from None
@@ -352,7 +352,7 @@ def _head(corpus: Documents) -> Iterator[str]:
 def training_pieces(text: str) -> Iterator[str]:
     """Cut a document into pieces of about 20,000 characters, after lines, and inside words that no language has.
 
-    The library keeps hundreds of texts in memory at once, at 100 bytes per character, and the time it takes grows with
+    The library holds hundreds of texts in memory, at 100 bytes per character, and the time it takes grows with
     the square of a word's length.
     """
     start = 0

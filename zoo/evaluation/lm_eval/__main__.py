@@ -2,8 +2,8 @@
 
     python -m zoo.evaluation.lm_eval run --model zoo --model_args checkpoint=runs/first --tasks piqa
 
-It takes all of lm-eval's options. lm-eval 0.4.13 knows the models of its own package only, unless others are imported
-first, which is what this does.
+It takes all of lm-eval's options. lm-eval 0.4.13 knows only the models of its package, unless others are imported
+first, as this module does.
 """
 
 import sys
@@ -12,7 +12,7 @@ from kernels import UserError
 
 
 def main() -> None:
-    """Run lm-eval; a user's mistake is told in one sentence, as in our own command line."""
+    """Run lm-eval; a user's mistake is reported in one sentence, as by our command line."""
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError:

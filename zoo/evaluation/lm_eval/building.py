@@ -29,7 +29,7 @@ THEIRS = Path(lm_eval.tasks.__file__).parent
 
 
 def names(name: str) -> list[str]:
-    """The tasks that a name of lm-eval stands for: itself, or the members of a group or tag.
+    """The tasks that a name of lm-eval refers to: one task, or the members of a group or tag.
 
     Raises:
         UserError: lm-eval has no such name, or it is a group that changes its tasks.
@@ -38,7 +38,7 @@ def names(name: str) -> list[str]:
 
 
 def manager(name: str, metadata: dict[str, Any] | None = None) -> TaskManager:
-    """lm-eval's index of tasks, as far as it is needed for one of them."""
+    """lm-eval's index of tasks, reduced to those that one task needs."""
     listed = CATALOGUE.get(name)
     if listed is None and not name.startswith("ruler_"):
         return _everything()

@@ -32,7 +32,7 @@ _LANGUAGE = {
     ),
     "lambada_openai": Listed("the last word of a passage", "EleutherAI/lambada_openai (default), test", "lambada"),
     "piqa": Listed("physical common sense, 2 choices", "baber/piqa, validation", "piqa"),
-    "hellaswag": Listed("how a text goes on, 4 choices", "Rowan/hellaswag, validation", "hellaswag"),
+    "hellaswag": Listed("how a text continues, 4 choices", "Rowan/hellaswag, validation", "hellaswag"),
     "winogrande": Listed("pronouns, 2 choices", "allenai/winogrande (winogrande_xl), validation", "winogrande"),
     "arc_easy": Listed("school science, 4 choices", "allenai/ai2_arc (ARC-Easy), test", "arc"),
     "arc_challenge": Listed("harder school science, 4 choices", "allenai/ai2_arc (ARC-Challenge), test", "arc"),

@@ -68,7 +68,7 @@ def shortened(doc: Document, tokenizer: Tokenizer, length: int, readings: int = 
         readings: How often the prompt is given.
 
     Returns:
-        The fields of `doc`, with the document cut; a question alone if there is no room for it.
+        The fields of `doc`, with the document cut; only the question if the document does not fit.
     """
     document, question = parts(doc)
     tokens = tokenizer.encode(document)
@@ -76,8 +76,8 @@ def shortened(doc: Document, tokenizer: Tokenizer, length: int, readings: int = 
     room = max(0, (length - NEW_TOKENS) // readings - len(tokenizer.encode(question)) - 4)
     if len(tokens) <= room:
         return dict(doc)
-    found = [at for answer in answers(doc) if (at := document.lower().find(answer.lower())) >= 0]
-    middle = len(tokenizer.encode(document[: min(found)])) if found else 0
+    places = [at for answer in answers(doc) if (at := document.lower().find(answer.lower())) >= 0]
+    middle = len(tokenizer.encode(document[: min(places)])) if places else 0
     start = max(0, min(middle - room // 2, len(tokens) - room))
     kept = tokenizer.decode(tokens[start : start + room])
     if "text" in doc:

@@ -30,10 +30,10 @@ class Splits(dict[str, datasets.Dataset]):
         source: The data set whose fields they must have, for error messages.
 
     Attributes:
-        one_file: Whether one file stands for every split.
+        one_file: Whether one file is used for every split.
 
     Raises:
-        UserError: There is no such file.
+        UserError: The file does not exist.
     """
 
     def __init__(self, folder: Path, name: str, source: str) -> None:
@@ -78,18 +78,18 @@ def read(file: Path) -> datasets.Dataset:
     """
     try:
         if file.suffix == ".parquet":
-            found = datasets.Dataset(pyarrow.parquet.read_table(file))
+            documents = datasets.Dataset(pyarrow.parquet.read_table(file))
         else:
             text = file.read_text(encoding="utf-8")
             rows = (
                 json.loads(text) if file.suffix == ".json" else [json.loads(x) for x in text.split("\n") if x.strip()]
             )
-            found = datasets.Dataset.from_list(rows)
+            documents = datasets.Dataset.from_list(rows)
     except (OSError, ValueError, TypeError, AttributeError) as error:  # of the JSON, the encoding, or the columns
         raise UserError(f"data: {file} cannot be read as documents: {str(error).splitlines()[0]}") from None
-    if not len(found):
+    if not len(documents):
         raise UserError(f"data: {file} holds no documents")
-    return found
+    return documents
 
 
 @contextmanager

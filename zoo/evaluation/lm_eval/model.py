@@ -148,7 +148,7 @@ class SubjectLM(TemplateLM):
         """The ends of prompts that leave room for so many tokens after them; none is empty.
 
         Raises:
-            UserError: What comes after a prompt has `max_length` tokens by itself.
+            UserError: `max_length` tokens or more come after a prompt.
         """
         kept, cut = [], 0
         for prompt, after in prompts:

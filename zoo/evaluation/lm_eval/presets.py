@@ -99,7 +99,7 @@ _LONGBENCH = tuple(
 )
 _SCROLLS = tuple(
     Column(title, f"lm_eval/scrolls_{name}", metric)
-    for name, found in {
+    for name, metrics in {
         "govreport": {"GovReport R.1": "rouge1", "GovReport R.2": "rouge2", "GovReport R.L": "rougeL"},
         "summscreenfd": {"SummScreenFD R.1": "rouge1", "SummScreenFD R.2": "rouge2", "SummScreenFD R.L": "rougeL"},
         "qmsum": {"QMSum R.1": "rouge1", "QMSum R.2": "rouge2", "QMSum R.L": "rougeL"},
@@ -108,7 +108,7 @@ _SCROLLS = tuple(
         "quality": {"QuALITY": "acc_norm"},
         "contractnli": {"ContractNLI": "acc_norm"},
     }.items()
-    for title, metric in found.items()
+    for title, metric in metrics.items()
 )
 _IN_CONTEXT = {
     "commonsense_qa": "acc",

@@ -1,4 +1,4 @@
-"""lm-eval without what it prints on the way, as `evaluate` has a progress bar of its own."""
+"""lm-eval without its progress output, since `evaluate` has a progress bar."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ import lm_eval.api.task
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside the ``with`` block lm-eval tells errors only: it warns of every default that its own tasks rely on."""
+    """Inside the ``with`` block lm-eval logs errors only: it warns of every default that its tasks rely on."""
     log, bars = logging.getLogger("lm_eval"), not datasets.are_progress_bars_disabled()
     level = log.level
     log.setLevel(logging.ERROR)

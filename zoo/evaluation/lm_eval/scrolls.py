@@ -44,8 +44,8 @@ def contracts(rows: datasets.Dataset) -> datasets.Dataset:
 
 def rouge(doc: Document, results: Sequence[str]) -> dict[str, float]:
     """ROUGE-1, 2 and L of a summary."""
-    found = RougeScorer(ROUGE, use_stemmer=True).score_multi(doc["outputs"], results[0])
-    return {kind: 100 * found[kind].fmeasure for kind in ROUGE}
+    scores = RougeScorer(ROUGE, use_stemmer=True).score_multi(doc["outputs"], results[0])
+    return {kind: 100 * scores[kind].fmeasure for kind in ROUGE}
 
 
 def f1(doc: Document, results: Sequence[str]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A task of lm-eval as a task of ours: `lm_eval/NAME`, or `lm_eval/NAME@8` with 8 examples in each prompt."""
+"""A task of lm-eval as a task of this project: `lm_eval/NAME`, or `lm_eval/NAME@8` with 8 examples in each prompt."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -44,7 +44,7 @@ class LmEval(Task):
             raise UserError(f"{self.name}: needs lm-eval; pip install 'token-mixer-zoo[eval]'") from None
 
     def cells(self, subject: Subject) -> list[Cell]:
-        """A cell for each task and length. Every task is built once, so that missing or odd data is told first."""
+        """A cell for each task and length. Every task is built once, so that missing or odd data is reported first."""
         from zoo.evaluation.lm_eval.building import names
 
         if subject.tokenizer is None:
@@ -72,15 +72,19 @@ class LmEval(Task):
         ruler = _is_ruler(name)
         max_length = None if ruler or name in BABILONG else cell.get("length")
         with quiet():
-            found = evaluate(
+            evaluated = evaluate(
                 SubjectLM(subject, max_length),
                 {"tasks": {name: task}, "groups": {}, "group_map": {}},
                 limit=self.options.samples,
                 bootstrap_iters=0,  # ours are intervals of means
             )
-        versions = {"shots": task.config.num_fewshot, "lm_eval": version("lm_eval"), "version": found["versions"][name]}
+        versions = {
+            "shots": task.config.num_fewshot,
+            "lm_eval": version("lm_eval"),
+            "version": evaluated["versions"][name],
+        }
         rows = []
-        for key, value in found["results"][name].items():
+        for key, value in evaluated["results"][name].items():
             metric, _, filter_ = key.partition(",")
             if not filter_ or metric.endswith("_stderr"):
                 continue
@@ -89,7 +93,7 @@ class LmEval(Task):
                 if metric != str(cell["length"]):  # -1 at all other lengths
                     continue
                 metric = "accuracy"
-            samples = [sample for sample in found["samples"][name] if sample["filter"] == filter_]
+            samples = [sample for sample in evaluated["samples"][name] if sample["filter"] == filter_]
             values = [sample.get(score) for sample in samples]
             label = metric if filter_ == "none" else f"{metric} ({filter_})"
             rows.append({**cell, "metric": label, **_statistics(value, values), **versions})

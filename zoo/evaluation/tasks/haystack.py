@@ -44,7 +44,7 @@ class Haystack:
 
     Args:
         tokenizer: The tokenizer.
-        separator: What stands between two sentences.
+        separator: Text between two sentences.
     """
 
     def __init__(self, tokenizer: TextTokenizer, separator: str) -> None:

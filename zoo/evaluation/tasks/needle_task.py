@@ -33,7 +33,7 @@ class NeedleTask(Task):
         needles: How many are hidden; one of them is queried.
         max_new_tokens: Tokens of a continuation.
         default_lengths, default_samples, default_depths: What is used if the user sets nothing. Default lengths into
-            which the question does not fit are left out; without depths, each sample has one of its own.
+            which the question does not fit are left out; without depths, each sample has a different one.
     """
 
     wording: ClassVar[Wording]
@@ -57,7 +57,7 @@ class NeedleTask(Task):
         """A cell for each length, or for each length and depth.
 
         Raises:
-            UserError: There is no tokenizer, the haystack cannot be read, or a length is too small or too large.
+            UserError: The model has no tokenizer, the haystack cannot be read, or a length is too small or too large.
         """
         return [{"length": length, **place} for length in self.lengths(subject) for place in self.places]
 

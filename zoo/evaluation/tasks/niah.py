@@ -12,7 +12,7 @@ from zoo.evaluation.tasks.niah_score import niah_score, weighted_accuracy
 
 
 class NiahEasy(NeedleTask):
-    """The question stands before the answer in the haystack.
+    """The question comes before the answer in the haystack.
 
     The paper scores an answer from 1 to 10 and takes (score − 1) / 9, but does not say how. Here it is 10 if the
     continuation contains the value, and otherwise 1.

@@ -25,7 +25,7 @@ class Perplexity(Task):
     """Perplexity of held-out text by length and by position.
 
     The validation split of the text (`haystack`, by default the embedded corpus) is one stream of tokens in which each
-    document ends by its end token. The same tokens, `samples` times the greatest length (or as many as there are), are
+    document ends by its end token. The same tokens, `samples` times the greatest length (or all, if fewer), are
     cut into windows of each length. `perplexity` is over all tokens of the windows; `loss` is the mean in nats over
     ranges of positions, each named after its end.
 
@@ -73,7 +73,7 @@ class Perplexity(Task):
         each = losses.mean(1)  # of each window
         spread = 1.96 * each.std().item() / math.sqrt(number) if number > 1 else 0.0
         mean = each.mean().item()
-        found = [
+        measured = [
             {
                 **cell,
                 "metric": "perplexity",
@@ -85,18 +85,18 @@ class Perplexity(Task):
         ]
         for start, end in ranges(length):
             part = losses[:, start:end]
-            found.append(
+            measured.append(
                 {**cell, "position": end, "metric": "loss", "value": part.mean().item(), "count": part.numel()}
             )
-        return found
+        return measured
 
     def _stream(self, tokenizer: Tokenizer, size: int) -> Tensor:
         """The first `size` tokens of the held-out text, or all of them."""
-        known = self._streams.get(tokenizer.hash)
-        if known is None or len(known) < size:
-            known = torch.tensor(list(itertools.islice(self._tokens(tokenizer), size)))
-            self._streams[tokenizer.hash] = known
-        return known[:size]
+        stream = self._streams.get(tokenizer.hash)
+        if stream is None or len(stream) < size:
+            stream = torch.tensor(list(itertools.islice(self._tokens(tokenizer), size)))
+            self._streams[tokenizer.hash] = stream
+        return stream[:size]
 
     def _tokens(self, tokenizer: Tokenizer) -> Iterator[int]:
         split = SplitByContent(self.corpus, HELD_OUT)

@@ -86,7 +86,7 @@ def _named(cell: Cell) -> str:
 
 
 class PairsEvaluation(TokenEvaluation):
-    """Recall of 4, 8, 16 … pairs, as many as fit. By default the larger lengths are measured at their most pairs only.
+    """Recall of 4, 8, 16 … pairs, up to the number that fits. By default larger lengths have only the largest number.
 
     Attributes:
         per_pair: Tokens that a pair needs, its question included.

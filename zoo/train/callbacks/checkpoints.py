@@ -76,8 +76,8 @@ class Checkpoints(RunCallback, Checkpoint):
             raise UserError(f"every_n_minutes is {every_n_minutes} and keep_last {keep_last}, but must be above 0.")
         if keep_last is not None and keep_every_n_steps is None:
             raise UserError(
-                f"checkpoints.keep_last is {keep_last}, but keep_every_n_steps is null, so that there is no permanent "
-                "checkpoint to keep; set checkpoints.keep_every_n_steps, or keep_last to null."
+                f"checkpoints.keep_last is {keep_last}, but keep_every_n_steps is null, so no checkpoint is "
+                "permanent; set checkpoints.keep_every_n_steps, or keep_last to null."
             )
         if folder and (PurePath(folder).is_absolute() or ".." in PurePath(folder).parts):
             raise UserError(f"checkpoints.folder: {folder!r} is not inside the run's folder; name a relative folder.")
@@ -161,7 +161,7 @@ class Checkpoints(RunCallback, Checkpoint):
         self._note_signals(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note the step the run starts from, which need not be saved again."""
+        """Note the step the run starts from, which does not need to be saved again."""
         self._note_signals(trainer)
         self._between_steps = True
         if self._best_step == trainer.global_step:  # the run may have been killed before best.ckpt was linked
@@ -233,13 +233,13 @@ class Checkpoints(RunCallback, Checkpoint):
         loss = trainer.callback_metrics.get("val_loss")
         if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run or loss is None:
             return
-        if trainer.global_step == 0:  # nothing is trained yet, so there is no checkpoint to keep
+        if trainer.global_step == 0:  # nothing is trained yet
             return
         better = rank(loss.item()) < rank(self.best_model_score)
         if better:
             self.best_model_score, self._best_step = loss.item(), trainer.global_step
             self.best_model_path = str(self._folder(trainer) / "best.ckpt")
-        self._save(trainer, again=True)  # now with the validation done, and the best loss
+        self._save(trainer, force=True)  # now with the validation done, and the best loss
         if better:
             self._copy(trainer, "best.ckpt")
 
@@ -280,7 +280,7 @@ class Checkpoints(RunCallback, Checkpoint):
         if trainer.state.fn != "fit" or not (stopped or signalled):
             try:
                 self._wait()
-            except (UserError, OSError) as error:  # report it beside the exception that ends the run
+            except (UserError, OSError) as error:  # report it in addition to the exception that ends the run
                 _print(str(error))
             return
         # saving needs all processes, and these exceptions are raised in all of them
@@ -311,9 +311,9 @@ class Checkpoints(RunCallback, Checkpoint):
     def _folder(self, trainer: L.Trainer) -> Path:
         return Path(trainer.default_root_dir) / self.folder
 
-    def _save(self, trainer: L.Trainer, again: bool = False) -> None:
-        """Write `last.ckpt`, in all processes, unless it has this step already (`again`: even then)."""
-        if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not again):
+    def _save(self, trainer: L.Trainer, force: bool = False) -> None:
+        """Write `last.ckpt`, in all processes, unless it has this step already and `force` is false."""
+        if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not force):
             return
         self._wait()
         trainer.save_checkpoint(

@@ -48,7 +48,7 @@ class CompiledBlocks(TrainingForward):
         """Wrap the blocks; they are compiled at the first step.
 
         Raises:
-            UserError: There is no C++ compiler, which PyTorch needs on a CPU.
+            UserError: PyTorch needs a C++ compiler on a CPU, and none is installed.
         """
         if self.backend == "inductor":
             if pl_module.device.type == "cpu":

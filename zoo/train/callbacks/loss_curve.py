@@ -57,8 +57,8 @@ class LossCurve(RunCallback):
     ) -> None:
         """Record the training loss as last logged, which covers all processes."""
         tokens, loss = pl_module.tokens_seen, trainer.callback_metrics.get("train_loss")
-        again = bool(self.training) and self.training[-1][0] == tokens
-        if loss is not None and trainer.global_step % self.every_n_steps == 0 and not again:
+        recorded = bool(self.training) and self.training[-1][0] == tokens
+        if loss is not None and trainer.global_step % self.every_n_steps == 0 and not recorded:
             self.training.append((tokens, loss.item()))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -97,7 +97,7 @@ class LossCurve(RunCallback):
         axes = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)")
         if self.training:
             tokens, losses = zip(*self.training, strict=True)
-            if len(tokens) > 1:  # of one point there is no line
+            if len(tokens) > 1:  # a line needs two points
                 axes.plot(tokens, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training")
             marker, label = (None, "training, smoothed") if len(tokens) > 1 else ("o", "training")
             axes.plot(tokens, _smooth(losses, self.smoothing), color="tab:blue", marker=marker, label=label)

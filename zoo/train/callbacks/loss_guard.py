@@ -37,7 +37,7 @@ class LossGuard(RunCallback):
     A skipped step leaves parameters and optimiser state as they are; it counts as a step, and its data is consumed.
     `skipped_steps` is logged. After more than `patience` such steps in a row the run is saved and ends with an error.
 
-    On a GPU the fused AdamW skips a bad step by itself, and the host reads the outcome after launching the next forward
+    On a GPU the fused AdamW skips a bad step without the host, which reads the outcome after launching the next forward
     pass. So the device never waits for the host, and the numbers logged and counted here lag one step behind.
 
     Args:

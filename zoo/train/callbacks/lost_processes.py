@@ -27,9 +27,9 @@ KILLED = 'usually because the machine ran out of memory (`dmesg` then says "Out 
 class LostProcesses(RunCallback):
     """Finds the process whose death is behind an exception, and ends a run that would wait for it for ever.
 
-    When a process of another device ends, Gloo raises an error of its own, and NCCL waits. So the first process looks
-    at the others in a thread. Lightning has such a thread as well, which kills all processes without a message; it is
-    switched off.
+    When a process of another device ends, Gloo raises an error without the reason, and NCCL waits. So a thread of the
+    first process watches the others. Lightning has such a thread as well, which kills all processes without a message;
+    it is switched off.
 
     Attributes:
         reason: Which process died and what that usually means, once an exception was due to it; None otherwise.
@@ -79,9 +79,9 @@ def _others(trainer: L.Trainer) -> list["subprocess.Popen[Any]"]:
 def _lost_worker(exception: BaseException) -> str | None:
     """The data worker whose death interrupted this process, which may raise any exception then."""
     matches = (WORKER.search(str(error)) for error in _chain(exception))
-    if match := next((found for found in matches if found), None):
+    if match := next((candidate for candidate in matches if candidate), None):
         number, killed_by = match[1], match[2]
-    # PyTorch raises its error in a signal handler, where C code may replace it by an error of its own, and only once
+    # PyTorch raises its error in a signal handler, where C code may replace it by another error, and only once
     elif killed := [worker for worker in _data_workers() if (worker.exitcode or 0) < 0]:
         number, killed_by = killed[0].pid, signal.strsignal(-(killed[0].exitcode or 0))
     else:

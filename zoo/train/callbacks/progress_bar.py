@@ -24,7 +24,7 @@ class Progress(TQDMProgressBar):
     (Lightning's first bar restarts with each epoch; runs here are counted in steps.)
     """
 
-    # no percentage and no rate, so that the bar itself has room beside the metrics
+    # no percentage and no rate, which leaves room for the bar next to the metrics
     BAR_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:

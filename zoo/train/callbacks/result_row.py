@@ -183,7 +183,7 @@ class ResultRow(RunCallback):
             "val_perplexity": metrics.get("val_perplexity"),
             "val_loss_by_position": [finite(loss) for loss in pl_module.loss_by_position],
             "val_loss_by_task": {
-                name: finite(metrics.get(f"val_loss_{name}")) for name in (*pl_module.tasks, *pl_module.beside)
+                name: finite(metrics.get(f"val_loss_{name}")) for name in (*pl_module.tasks, *pl_module.names_beside)
             },
             "val_accuracy": metrics.get("val_accuracy"),
             "val_accuracy_by_task": {name: finite(metrics.get(f"val_accuracy_{name}")) for name in pl_module.tasks},
@@ -231,7 +231,7 @@ def _first_loader(loaders: Any) -> Iterable[Batch]:
 
 
 def _data_hash(trainer: L.Trainer) -> str | None:
-    """A hash of what the samples are, whatever their order; None if the data module is not one of ours."""
+    """A hash of what the samples are, whatever their order; None if the data module is not one of this project's."""
     data = getattr(trainer, "datamodule", None)
     if not isinstance(data, ResumableData):
         return None

@@ -132,7 +132,7 @@ class StepTimes(RunCallback):
     With DDP on several processes there is also `seconds_communication`: the end of `seconds_backward`, after all local
     gradients are computed, when the process only waits for those of others. It is the part of the communication that
     is not overlapped, apart from what context parallelism exchanges inside layers. ZeRO has no such column: it
-    communicates in all parts of a step, and there is no point after which it only waits.
+    communicates in all parts of a step, and never only waits.
 
     On a GPU these are seconds of the GPU, between events that are read once it has passed them: nothing synchronises,
     and the last steps may count towards the next log. Waiting for the loader counts only as far as the GPU waits too.

@@ -152,10 +152,10 @@ HOSTILE = {
         ),
         "its post_processor adds more than 64 tokens",
     ),
-    "NFKC": (byte_level(normalizer={"type": "NFKC"}), "does not keep text as it is"),
-    "lower case": (byte_level(normalizer={"type": "Lowercase"}), "does not keep text as it is"),
+    "NFKC": (byte_level(normalizer={"type": "NFKC"}), "does not keep text unchanged"),
+    "lower case": (byte_level(normalizer={"type": "Lowercase"}), "does not keep text unchanged"),
     "strip": (byte_level(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}), "' leads'"),
-    "Metaspace first": (metaspace("first"), "does not keep text as it is"),
+    "Metaspace first": (metaspace("first"), "does not keep text unchanged"),
 }
 
 

@@ -94,7 +94,7 @@ def test_what_loses_text_is_refused(tmp_path: Path):
         library.add_special_tokens(["</s>"])
         library.save(str(tmp_path / "tokenizer.json"))
         with pytest.raises(
-            UserError, match=r"tokenizer\.json does not keep text as it is: .* comes back as .*"
+            UserError, match=r"tokenizer\.json does not keep text unchanged: .* comes back as .*"
         ) as error:
             Tokenizer.from_file(tmp_path)
         assert said in str(error.value)
@@ -104,7 +104,7 @@ def test_what_loses_text_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("tokenizer.model", "SentencePiece; a tokenizer.json is needed, which is mostly published beside it."),
+        ("tokenizer.model", "SentencePiece; a tokenizer.json is needed, which is mostly published with it."),
         ("cl100k_base.tiktoken", "tiktoken; a tokenizer.json is needed, and docs/data.md says how to make one."),
     ],
 )
