@@ -63,7 +63,7 @@ CASES: dict[str, Callable[[str], float]] = {
 
 
 class Yardstick:
-    """A product of two bf16 matrices, in milliseconds."""
+    """Times a product of two bf16 matrices, in milliseconds."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda")

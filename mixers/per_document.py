@@ -51,7 +51,9 @@ def per_document(
 
 
 def _seen(state: Any) -> list[int]:
-    """Return the number of tokens that each sequence has seen, up to the largest number that matters."""
+    """Return the number of tokens that each sequence has seen; [0] for a state without a Cache, where it does not
+    matter.
+    """
     if not caches(state):
         return [0]
     seen = positions_seen(state)

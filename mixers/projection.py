@@ -16,8 +16,8 @@ MANY = 512  # rows of a product that takes longer than a copy of its weight
 def lacking(x: Tensor, columns: int) -> int:
     """Padding of a product of x: the number of columns that make its width a multiple of `UNIT`.
 
-    Without these, cuBLAS falls back to kernels of older GPUs in half precision, at a third of the speed on Hopper, and
-    kernels in Triton read the columns one by one.
+    Without this padding, cuBLAS falls back to kernels of older GPUs in half precision, at a third of the speed on
+    Hopper, and kernels in Triton read the columns one by one.
     """
     return -columns % UNIT if x.is_cuda and x.numel() >= MANY * x.shape[-1] else 0
 

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():  # Triton decides when it is imported whether 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of each test file to a JSON file")
+    parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of each test to a JSON file")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -118,9 +118,7 @@ class DeltaRule(Plan):
         return rows and fits and self._fills(2 * programs) and not self._fills(programs)
 
     def _fills(self, programs: int) -> bool:
-        """Return whether programs that need a whole multiprocessor each fill the device: every wave of them takes as
-        long.
-        """
+        """Return whether programs that need a multiprocessor each leave few of them idle in their last wave."""
         places = multiprocessors(self.device)
         return programs >= FULL * cdiv(programs, places) * places
 

@@ -60,7 +60,7 @@ def fits(stream: FeatureStream) -> bool:
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Return whether a device has the instructions that the kernels need, and Triton was tested with them."""
+    """Return whether a device has the instructions that the kernels need, with a Triton version that was tested."""
     return DIRECT and device.type == "cuda" and capability(device) == HOPPER
 
 

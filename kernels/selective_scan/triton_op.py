@@ -84,7 +84,7 @@ class SelectiveScan(Plan):
 
     @prepared
     def local(self, reverse: bool) -> Prepared:
-        """Compute the contribution of each chunk to the state after it, or in reverse to the gradient of the state
+        """Launch that computes the contribution of each chunk to the state after it, or in reverse to the gradient
         before it.
         """
         return self._prepared(local, self.chunks, ELEMENTS, READ=self.read, REVERSE=reverse)

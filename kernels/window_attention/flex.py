@@ -79,6 +79,6 @@ def _mask(document: Tensor, window: int | None) -> Any:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of blocks of keys that each block of queries sees, and their indices, those first [1,1,…]."""
+    """Return for each block of queries the number of key blocks it sees, and all indices, those first; both [1,1,…]."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).to(torch.int32)[None, None], order.to(torch.int32)[None, None]

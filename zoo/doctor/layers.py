@@ -43,7 +43,7 @@ def _built(name: str, device: torch.device) -> TokenMixer:
 
 @torch.no_grad()
 def isolation(name: str, device: torch.device) -> Finding:
-    """Return whether a packed document's output depends on its neighbours."""
+    """Check that a packed document's output does not depend on its neighbours."""
     mixer, generator = _built(name, device), torch.Generator().manual_seed(0)
     x, others = torch.randn(2, 1, LENGTH, SITE.hidden_size, generator=generator).to(device)
     start, stop = DOCUMENTS[1:3]
@@ -57,7 +57,7 @@ def isolation(name: str, device: torch.device) -> Finding:
 
 @torch.no_grad()
 def in_bf16(name: str, device: torch.device) -> Finding:
-    """Return whether the layer in bf16 is close to that in fp32; its gates and decays stay in fp32."""
+    """Check that the layer in bf16 is close to that in fp32; its gates and decays stay in fp32."""
     mixer, generator = _built(name, device), torch.Generator().manual_seed(0)
     x = torch.randn(2, LENGTH, SITE.hidden_size, generator=generator).to(device)
     exact, _ = mixer(x)

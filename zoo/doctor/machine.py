@@ -30,7 +30,7 @@ def machine(device: torch.device) -> Iterator[Finding]:
 
 
 def packages() -> Finding:
-    """Return whether the packages are those that this project needs, and those that it was tested with."""
+    """Check that the packages are those that this project needs, and those that it was tested with."""
     tested = dict(_pinned())
     try:
         needed = [Requirement(line) for line in requires(DISTRIBUTION) or []]

@@ -87,7 +87,7 @@ def accuracy(case: Case, device: torch.device, check: str) -> Finding:
 
 
 def repeats(case: Case, device: torch.device) -> Finding:
-    """Return whether outputs and gradients are the same bits each time, in the dtype that models are trained in."""
+    """Check that outputs and gradients are the same bits each time, in the dtype that models are trained in."""
     here = case.on(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     first, changed = here.results(), set[str]()
     for _ in range(REPEATS - 1):
@@ -98,7 +98,7 @@ def repeats(case: Case, device: torch.device) -> Finding:
 
 
 def isolation(case: Case, device: torch.device) -> Finding:
-    """Return whether a packed document is left alone by its neighbours, in each dtype that may run other kernels."""
+    """Check that a packed document is left alone by its neighbours, in each dtype that may run other kernels."""
     dtypes = [*CHECKS.values()] if device.type == "cuda" else [torch.float32]
     change, leaks, wrong = 0.0, 0.0, []
     for dtype in dtypes:

@@ -1,4 +1,4 @@
-"""Files and folders that a verb writes: nothing is replaced, unless `--overwrite` is set and such a verb wrote it."""
+"""Outputs of verbs. `--overwrite` allows to replace a model of the same kind or a page of `report`, nothing else."""
 
 import os
 import re

@@ -16,10 +16,8 @@ from zoo.files.links import open_to_read
 
 MOST_NODES = 100_000  # with aliases expanded; our largest config has a few hundred
 DEEPEST = 100
-LONGEST, DIGITS = 10_000, {*"0123456789:._+-"}  # of a number: reading one to the base of 60 takes quadratic time
+LONGEST = 10_000  # characters of a number: reading one to the base of 60 takes quadratic time
 MOST_BYTES = 1 << 24
-# libyaml's loader is ten times as fast and in every wheel of PyYAML; one built without libyaml has only the other.
-_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OPENING = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSING = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 
@@ -28,7 +26,11 @@ class _RepeatedKey(Exception):
     """A mapping sets a key twice."""
 
 
-class _Loader(_SafeLoader):
+class _LongNumber(Exception):
+    """A number has more than `LONGEST` characters."""
+
+
+class _Loader(yaml.SafeLoader):
     """Reads 1e-3 as a number, as the config parser does (YAML 1.1 wants 1.0e-3), and refuses repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -41,6 +43,22 @@ class _Loader(_SafeLoader):
                 raise _RepeatedKey(f"line {line} sets {value!r} again, which line {lines[value]} sets; keep one")
             lines[value] = line
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        return super().construct_yaml_int(_short(node))
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        return super().construct_yaml_float(_short(node))
+
+
+def _short(node: yaml.ScalarNode) -> yaml.ScalarNode:
+    if len(node.value) > LONGEST:
+        raise _LongNumber
+    return node
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -82,10 +100,14 @@ def parse_yaml(text: str, name: str) -> Any:
     try:
         _check_events(text, name)
         return yaml.load(text, Loader=_Loader)
+    except UserError:  # which is a ValueError
+        raise
     except _RepeatedKey as error:
         raise UserError(f"{name}, {error}.") from None
+    except _LongNumber:
+        raise UserError(f"{name} has a number of more than {LONGEST:,} characters.") from None
     # not only YAML's errors: invalid dates and numbers and unhashable keys raise others
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise UserError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
 
 
@@ -130,7 +152,7 @@ def _check_events(text: str, name: str) -> None:
     sizes: dict[str, int] = {}  # anchor → nodes
     opened: list[tuple[str | None, int]] = []  # anchor, and nodes before it
     nodes = 0
-    for event in yaml.parse(text, Loader=_SafeLoader):
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, _CLOSING):
             anchor, before = opened.pop()
             if anchor is not None:
@@ -142,8 +164,6 @@ def _check_events(text: str, name: str) -> None:
             nodes += sizes.get(event.anchor, 1)  # an unknown alias is reported by the parser
         elif isinstance(event, yaml.NodeEvent):
             nodes += 1
-            if isinstance(event, yaml.ScalarEvent) and len(event.value) > LONGEST and {*event.value} <= DIGITS:
-                raise UserError(f"{name} has a number of more than {LONGEST:,} characters.")
             if isinstance(event, _OPENING):
                 opened.append((event.anchor, nodes - 1))
             elif event.anchor is not None:

@@ -30,5 +30,5 @@ def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Return the number of characters of a string that the text ends with."""
+    """Return the length of the longest proper beginning of a stop string that the text ends with."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -150,7 +150,7 @@ def laws(optima: Optima) -> Laws:
 
 
 class Offset(NamedTuple):
-    """Return whether L(C) needs an offset: both forms fitted without the largest best size, and their errors there.
+    """Evidence on whether L(C) needs an offset: both forms, and their errors on the held-out largest best size.
 
     Attributes:
         power: β·C^−α, fitted to all.

@@ -219,9 +219,7 @@ def _minority(runs: Sequence[Trained], name: str, what: str) -> Iterable[tuple[s
 
 
 def _repeated(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
-    """Yield the runs that repeat another one: all but the longest at the best learning rate, of those that differ only
-    in both.
-    """
+    """Yield the folder of each repeated run and the reason to leave it out: all but the longest at the best rate."""
     groups: dict[tuple[Any, ...], list[Trained]] = {}
     for run in runs:
         groups.setdefault((run.curve.mixer, run.kind, run.curve.size, run.row.get("seed")), []).append(run)

@@ -57,9 +57,19 @@ def test_one_sentence(text: str):
         parse_yaml(text, "config: it")
 
 
-def test_a_number_to_the_base_of_60_is_short(tmp_path: Path):
-    with pytest.raises(UserError, match="config has a number of more than 10,000 characters"):
-        parse_yaml("a: " + "1:" * 20_000 + "1", "config")
+@pytest.mark.parametrize("text", ["{}1", "!!int '{} 1'", "!!int '{}\u0661'", "!!float '{} 1'"])
+def test_a_number_to_the_base_of_60_is_short(text: str):
+    with pytest.raises(UserError, match=r"^config has a number of more than 10,000 characters\.$"):
+        parse_yaml("a: " + text.format("1:" * 20_000), "config")
+
+
+@pytest.mark.parametrize("text", ["!!int ''", "1" + ":59" * 200 + ".0"])
+def test_an_impossible_number_is_not_yaml(text: str):
+    with pytest.raises(UserError, match=r"^config is not YAML: "):
+        parse_yaml("a: " + text, "config")
+
+
+def test_a_file_is_short(tmp_path: Path):
     assert parse_yaml("a: " + "word " * 20_000, "config")["a"].startswith("word")
     (tmp_path / "large.yaml").write_text("a: " + "x" * (MOST_BYTES + 1))
     with pytest.raises(UserError, match="has more than 16,777,216 bytes"):

@@ -111,7 +111,7 @@ def draw_needles(rng: random.Random, kind: Kind, stream: Stream) -> Iterator[Nee
 
 
 def mentions(text: str, needles: Sequence[Needle]) -> bool:
-    """Return whether a text contains the key or value of a needle, in upper or lower case."""
+    """Return whether a text contains the key or value of any of the needles, ignoring case."""
     folded = text.casefold()
     return any(needle.value in folded or needle.key in folded for needle in needles)
 

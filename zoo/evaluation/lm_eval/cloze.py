@@ -52,7 +52,7 @@ def target(doc: Document) -> str:
 
 
 def contains(doc: Document, results: Sequence[str]) -> dict[str, float]:
-    """Return whether any answer occurs in the completion, in upper or lower case."""
+    """The metric `contains`: 1 if any answer occurs in the completion, ignoring case, else 0."""
     return {"contains": float(any(answer.lower() in results[0].lower() for answer in answers(doc)))}
 
 

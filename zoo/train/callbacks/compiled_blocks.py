@@ -62,7 +62,7 @@ class CompiledBlocks(TrainingForward):
 
 
 def _check_compiler() -> None:
-    """Return whether PyTorch finds a C++ compiler; without one it fails in the middle of the first step."""
+    """Raise a UserError unless PyTorch finds a C++ compiler; without one the first step would fail halfway."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # slow to import
 
     try:
