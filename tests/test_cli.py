@@ -56,6 +56,7 @@ def test_overrides_change_the_config_and_the_model(command: Command):
     assert [m.state_size() for m in changed.mixers[:3]] == [49152, 4 * 2 * 96 * 96, 2 * 127 * 192]
 
 
+@pytest.mark.slow
 def test_an_overlay_of_three_lines_changes_the_model(command: Command, desk: Path):
     lines = ["model:", "  num_layers: 3", "  stack: {second: {factor: 4, mixer: {num_heads: 2}}}"]
     (desk / "wide.yaml").write_text("\n".join(lines) + "\n")

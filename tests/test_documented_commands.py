@@ -50,6 +50,7 @@ def test_they_are_found():
     assert len(COMMANDS) > 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, words in OURS.items() if takes_no_config(words)])
 def test_its_options_exist(name: str):
     check_options(OURS[name])

@@ -86,6 +86,7 @@ def test_a_logger_lies_in_the_run_and_is_continued(logger_config: Path, command:
         assert [row[name] for row in table] == ["" if name not in row else str(row[name]) for row in expected]
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_one_sentence(logger_config: Path, command: Command):
     wrong = "--trainer.logger.class_path=stand_in_logger.NeedsMore"
     shown = command(*FIT, "--config", "logger.yaml", wrong, "--run", "one")
@@ -94,6 +95,7 @@ def test_a_missing_package_is_one_sentence(logger_config: Path, command: Command
     assert len(shown.err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_the_overlays_name_the_run(name: str):
     config = for_run(read("gdn_h2.yaml", f"train/{name}.yaml"), Path("runs/first"))

@@ -117,6 +117,7 @@ def test_another_formula_for_the_rate_may_continue(command: Command, finished: P
     assert command("fit", "--resume=r", "--trainer.max_steps=5", "--optim.schedule=constant").code == 0
 
 
+@pytest.mark.slow
 def test_a_config_may_name_it_as_lightning_does(command: Command, desk: Path):
     (desk / "sgd.yaml").write_text(
         "optim: {class_path: torch.optim.SGD, init_args: {momentum: 0.5}, weight_decay: 0}\n"
@@ -205,6 +206,7 @@ def test_a_checkpoint_of_muon_before_maps_were_apart_can_be_continued():
     optimizer.step()
 
 
+@pytest.mark.slow
 def test_muon_is_torchs_muon_and_torchs_adamw():
     """A step is the step of PyTorch's two optimisers, each on its parameters and on each map of a projection."""
     models = [zoo.build("gla.yaml", "model.vocab_size=32", "model.hidden_size=32", "model.num_heads=2") for _ in "ab"]

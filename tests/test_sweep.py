@@ -23,6 +23,7 @@ def small(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return desk
 
 
+@pytest.mark.slow
 def test_a_dry_run_lists_runs_and_sizes(command, small) -> None:
     shown = command("sweep", "--config", "small.yaml", "--dry-run", "--model.hidden_size=16")
     assert shown.code == 0, shown.err

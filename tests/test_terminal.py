@@ -104,6 +104,7 @@ def test_what_a_run_shows(interval: int, desk: Path, shared_cache: Path):
     assert 'next: python cli.py generate --checkpoint runs/r --prompt "def "' in lines
 
 
+@pytest.mark.slow
 def test_predict_says_where_the_losses_are(command: Command, finished: Path):
     done = command("predict", f"--checkpoint={finished / 'runs' / 'done'}", "--trainer.limit_predict_batches=1")
     assert done.out.splitlines()[-1] == "losses.jsonl: the loss of every token in nats, one line a sequence"
@@ -157,6 +158,7 @@ def test_a_metric_that_is_not_logged(command: Command):
     )
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_refused_leaves_no_folder(command: Command, desk: Path):
     done = command(*FIT, "--trainer.devices=0", "--run=x")
     assert done.code == 2
@@ -164,6 +166,7 @@ def test_a_trainer_that_is_refused_leaves_no_folder(command: Command, desk: Path
     assert not (desk / "runs" / "x").exists()
 
 
+@pytest.mark.slow
 @NO_GPU
 @pytest.mark.parametrize(
     ("overlay", "advice"),
@@ -178,6 +181,7 @@ def test_a_gpu_that_is_not_there(command: Command, desk: Path, overlay: str, adv
     assert done.err == f"error: trainer.accelerator: gpu, but PyTorch finds no GPU here; for the CPU, {advice}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overlay", "advice"),
     [
@@ -191,6 +195,7 @@ def test_all_gpus_of_a_processor(command: Command, desk: Path, overlay: str, adv
     assert done.err == f"error: trainer.devices: -1 means all GPUs; for processes on the CPU, {advice}\n"
 
 
+@pytest.mark.slow
 def test_a_model_whose_mixer_lies_in_another_folder(command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch):
     there, here = desk / "there", desk / "here"
     there.mkdir()

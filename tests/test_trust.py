@@ -464,6 +464,7 @@ def test_nothing_is_written_through_a_link(command: Command, theirs: Path, tmp_p
     assert state_of(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes with names")
 @pytest.mark.parametrize("name", WRITTEN)
 def test_nothing_waits_for_a_pipe(command: Command, theirs: Path, tmp_path: Path, name: str):

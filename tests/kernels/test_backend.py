@@ -241,6 +241,7 @@ def test_long_values_do_not_fall_back(caplog: pytest.LogCaptureFixture, monkeypa
     assert not [record for record in caplog.records if record.name == "kernels.backend"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_ran_is_told(compiled: bool):
     q, v = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)

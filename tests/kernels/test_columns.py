@@ -229,6 +229,7 @@ def test_one_graph():
     assert torch.equal(*(torch.autograd.grad(g(x), x)[0] for g in (compiled, f)))
 
 
+@pytest.mark.slow
 def test_many_graphs_do_not_meet_and_nothing_stays():
     expected, alive = gradients(ordinary, all_used)[0], []
     for i in range(100):

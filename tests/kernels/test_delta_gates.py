@@ -59,6 +59,7 @@ def test_gradients_in_pytorch(through: str):
     assert_close(results(a, "torch", through, 2.0), results(a, "reference", through, 2.0), 1e-5)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("through", ["both", "log_decay", "beta"])
 @pytest.mark.parametrize(

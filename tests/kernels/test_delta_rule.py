@@ -44,6 +44,7 @@ def test_against_the_product_of_matrices(backend: str):
     torch.testing.assert_close(state, expected_state)
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("gate", GATES)
@@ -64,6 +65,7 @@ def test_any_decay(gate: str, decay: str, dtype: torch.dtype):
     assert_same(run(a), run(a, backend="reference"))
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("correlated", [False, True])

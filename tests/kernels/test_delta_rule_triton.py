@@ -516,6 +516,7 @@ def test_chunks_step_by_step(options: dict[str, Any], gate: str, monkeypatch: py
     agree(a, subheads=options.get("E", 1))
 
 
+@pytest.mark.slow
 @interpreted
 def test_resets_step_by_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))

@@ -92,6 +92,7 @@ def test_several_runs_of_a_sequence(gluon: None, monkeypatch: pytest.MonkeyPatch
     compare(stream(2, 150, 1, 1))
 
 
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize(("again", "kept", "launches"), [(False, False, 2), (True, False, 3), (True, True, 2)])
 def test_computed_again_or_kept(again: bool, kept: bool, launches: int, gluon: None, monkeypatch: pytest.MonkeyPatch):

@@ -37,6 +37,7 @@ def single(T: int, **options: Any) -> Arguments:
     return inputs(T, **{"B": 2, "heads": 2, "size": 3, "dtype": torch.float32, **options})
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("expanded", [True, False])
 def test_features_of_an_expansion_are_computed_again(expanded: bool):
@@ -83,6 +84,7 @@ def test_lengths_and_taps(T: int, W: int):
     agree(single(T, W=W), "triton", activation="silu", norm="l2")
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.usefixtures("short_runs")
 @pytest.mark.parametrize(("bias", "history"), [(True, False), (False, True), (False, False)])

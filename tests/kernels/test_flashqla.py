@@ -99,6 +99,7 @@ def test_single_tokens_and_other_ops_run_as_ever(state: bool):
     assert ran == {"delta_rule": {"torch"}, "linear_recurrence": {"torch"}, "rms_norm": {"torch"}}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_compiled_code_calls_it_beside_its_graphs():
     a = inputs(70, dtype=torch.float32)

@@ -22,6 +22,7 @@ def counted(call) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"G": 2}, {"G": 1, "R": 4}, {"G": 2, "R": 2, "E": 3}])
 @pytest.mark.parametrize("length", [16, 64, 256])
 @pytest.mark.parametrize(

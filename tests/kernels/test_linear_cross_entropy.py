@@ -256,6 +256,7 @@ def test_half_precision_has_another_implementation(op):
         results(x, weight, labels, backend="triton")
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("learns", [(True, True), (True, False), (False, True), (False, False)])
 def test_opcheck(learns: tuple[bool, bool], op):

@@ -47,6 +47,7 @@ def test_against_the_quadratic_form(backend: str):
     torch.testing.assert_close(state, expected_state)
 
 
+@pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("gate", GATES)
@@ -100,6 +101,7 @@ def test_beta_at_its_ends(gate: str, beta: float | None):
         assert_same({name: found[name] for name in expected}, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", ["random", None])
 @pytest.mark.parametrize("state", [True, False])
 @pytest.mark.parametrize("gate", GATES)

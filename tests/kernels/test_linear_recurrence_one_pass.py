@@ -211,6 +211,7 @@ def test_other_decays_step_by_step(options: dict[str, Any], gate: str, head: Non
     compare(small(**options, gate=gate), tolerance=2e-5, subheads=options.get("E", 1))
 
 
+@pytest.mark.slow
 @without_a_gpu
 def test_resets_of_heads(head: None):
     a = with_resets(small(130, "head", G=2))

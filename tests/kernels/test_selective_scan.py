@@ -126,6 +126,7 @@ def test_without_decay_it_is_a_sum():
     torch.testing.assert_close(kernels.selective_scan(**a)[0], a["x"].cumsum(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [True, False])
 @pytest.mark.parametrize("c", READ_OUTS)
 @pytest.mark.parametrize("rate", [True, False])

@@ -56,6 +56,7 @@ def test_lengths(length: int, c: str, N: int, short_chunks: None):
     agree(small(length, c=c, N=N, B=2))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("length", [1, 20])
 def test_one_chunk(length: int):
@@ -63,6 +64,7 @@ def test_one_chunk(length: int):
     agree(small(length, state=False, rate=False))
 
 
+@pytest.mark.slow
 @interpreted
 def test_chunks_and_parts_as_they_are():
     agree(small(67))

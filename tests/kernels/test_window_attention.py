@@ -241,6 +241,7 @@ def same_as_blocks_of_scores(name: str, a: Attention, tolerance: float = 1e-5):
         assert (x - y).norm() <= tolerance * (1 + y.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="it is compiled there")
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("documents", [None, [0, 0, 5, 130, 131, 131, 300]])
@@ -317,6 +318,7 @@ def test_a_step_is_a_row_of_scores(heads: tuple[int, int], first_key: list[int] 
     same_as_blocks_of_scores("step", a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step", "flash", "chunk"])
 def test_the_choice_and_the_chosen_compile_as_one_graph(name: str, monkeypatch: pytest.MonkeyPatch):
     assert flash.has("window_size")  # found out once, and not from what replaces it

@@ -263,6 +263,7 @@ class CountsHeadsInsteadOfGates(GatedDeltaNet):
         self.decay = mixers.Discretisation(heads, 0, 16)
 
 
+@pytest.mark.slow
 def test_gates_sized_by_heads_break_with_subheads_alone():
     mixers.check_mixer(CountsHeadsInsteadOfGates, expanded=False)
     found = broken_clauses(CountsHeadsInsteadOfGates)

@@ -86,6 +86,7 @@ def test_parameter_shapes(name: str, subheads: bool):
     assert found == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subheads", [True, False])
 @pytest.mark.parametrize("name", MIXERS)
 def test_token_by_token_is_the_whole(name: str, subheads: bool):

@@ -198,6 +198,7 @@ def test_linear_attention_has_positive_features_by_default():
         torch.testing.assert_close(y, torch.where(stream > 0, 1 + stream, stream.exp()))
 
 
+@pytest.mark.slow
 def test_a_feature_map_by_a_user():
     def factory(site: Site) -> GatedDeltaNet:
         return GatedDeltaNet(site, qk=Features(4, norm="l2", map=Mirror))

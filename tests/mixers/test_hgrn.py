@@ -68,6 +68,7 @@ def test_they_stay_shared_in_a_copy(name: str):
     assert not bounds(source)[0].weight.any()
 
 
+@pytest.mark.slow
 @each_mixer
 @pytest.mark.parametrize("assign", [False, True])
 def test_they_stay_shared_through_a_state_dict(name: str, assign: bool):

@@ -328,6 +328,7 @@ def forget_gate(raw: Tensor, w: Weights, layer: int) -> Tensor:
     return bounds[layer] + (1 - bounds[layer]) * raw.sigmoid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @pytest.mark.parametrize("length", LENGTHS)

@@ -83,6 +83,7 @@ def collate(rows: list[torch.Tensor]) -> Batch:
     return Batch(tokens[:, :-1], tokens[:, 1:], None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fused"), [*((name, None) for name in NAMES), ("Mamba2", False)])
 def test_a_training_step_in_bf16(name: str, fused: bool | None, tmp_path):
     learner = Pretraining(model(name), Optimisation(warmup_steps=0, learning_rate=1e-3, fused=fused))

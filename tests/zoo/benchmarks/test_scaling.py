@@ -277,6 +277,7 @@ def alive(process: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_folder_of_somebody_else_is_left_alone(fake: Path, command: Command):
     (fake / "mine/fits").mkdir(parents=True)
     done = command(*OPTIONS, "--ways=[ddp]", "--folder=mine")
@@ -284,6 +285,7 @@ def test_a_folder_of_somebody_else_is_left_alone(fake: Path, command: Command):
     assert "folder: mine/fits exists and does not belong to a benchmark" in done.err
 
 
+@pytest.mark.slow
 def test_only_runs_of_a_benchmark_are_removed(fake: Path, command: Command):
     (fake / "mine/fits/notes").mkdir(parents=True)
     (fake / "mine/bench.json").write_text("{}")

@@ -184,6 +184,7 @@ def test_shards_in_bf16(theirs: Make, tmp_path: Path, case: str):
     assert_same(found.state_dict(), expected.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parity
 def test_gates_in_fp32_beside_bf16_stay(theirs: Make, tmp_path: Path):
     folder = theirs("qwen3_next", NEXT, torch.bfloat16)
@@ -352,6 +353,7 @@ def test_layers_without_experts_among_those_that_could_have_them(tmp_path: Path)
         zoo.convert(folder_of(tmp_path, num_experts=8, mlp_only_layers=[0, 1, 2, 3]), tmp_path / "ours")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "to", "message"),
     [

@@ -183,6 +183,7 @@ def test_mistakes(command, arguments: list[str], expected: str):
         zoo.doctor("tpu")
 
 
+@pytest.mark.slow
 def test_ops_and_mixers_are_examined_side_by_side(monkeypatch: pytest.MonkeyPatch):
     """In processes that are forked, which spares their imports."""
     ahead, cpu = sys.modules[side_by_side.__module__], torch.device("cpu")

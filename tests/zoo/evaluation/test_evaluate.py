@@ -51,6 +51,7 @@ def test_rows_table_and_pictures(done: str, command: Command, desk: Path) -> Non
     assert by_position == [64, 96]
 
 
+@pytest.mark.slow
 def test_the_perplexity_is_that_of_all_its_tokens(done: str, desk: Path) -> None:
     rows = zoo.evaluate(done, **OPTIONS, verbose=False)
     for length in (32, 96):
@@ -164,6 +165,7 @@ def test_nothing_is_cut_off_or_torn_at_100_columns() -> None:
     assert lines(table(passkey, [row]))[-2:] == ["columns: length", "accuracies in %"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

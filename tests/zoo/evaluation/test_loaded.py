@@ -38,6 +38,7 @@ def direct(model: LanguageModel, context: list[int], continuation: list[int]) ->
     return logits.gather(-1, labels[:, None]).sum().item(), bool((logits.argmax(-1) == labels).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_tokens", [None, 1, 60])
 @pytest.mark.parametrize("at_once", [16_384, 7])
 def test_log_likelihoods(
@@ -58,6 +59,7 @@ def test_log_likelihoods(
     assert found.greedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_tokens", [None, 1, 40])
 def test_continuations(model: LanguageModel, batch_tokens: int | None) -> None:
     subject = LoadedModel("tiny", model, ByteTokenizer(), batch_tokens=batch_tokens)

@@ -39,6 +39,7 @@ def test_pieces_make_no_difference(
             torch.testing.assert_close(continued[row, -1], alone[0, -1], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_model_never_sees_more_tokens_at_once(model: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(AT_ONCE, "cpu", 64)
     sizes = []

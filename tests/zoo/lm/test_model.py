@@ -94,6 +94,7 @@ def test_a_model_made_on_meta_can_be_filled(tied: bool, tokens: Tensor):
         assert empty(tokens)[0].eq(0).all()
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_the_embedding_matrix(tokens: Tensor):
     tied, untied = build("model.tie_embeddings=true"), build()
     untied.load_state_dict({**tied.state_dict(), "lm_head.weight": tied.embeddings.weight})
@@ -216,6 +217,7 @@ def test_parameters_are_counted_once():
     assert len({id(mixer.proj) for mixer in shared.mixers}) == 1
 
 
+@pytest.mark.slow
 def test_flops_add_up():
     head = 2 * LENGTH * HIDDEN * VOCAB
     three, six = build().flops(LENGTH), build("model.num_layers=6").flops(LENGTH)

@@ -39,6 +39,7 @@ def test_prompts_of_different_lengths_are_continued_as_each_alone(name: str) -> 
         assert torch.equal(row, alone[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CAUSAL)
 @torch.no_grad()
 def test_states_are_saved_joined_and_taken(name: str, tmp_path) -> None:

@@ -281,6 +281,7 @@ def test_refusals(case: str, command: Command, desk: Path):
     assert sorted(desk.rglob("*")) == before  # no output, nothing half-written, nothing run
 
 
+@pytest.mark.slow
 def test_refusals_of_outputs_and_targets(command: Command, finished: Path, desk: Path):
     write(desk / "theirs")
     zoo.convert("theirs", "ours")

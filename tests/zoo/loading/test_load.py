@@ -99,6 +99,7 @@ def test_a_run_says_how_to_build_its_model(run: Path):
     }
 
 
+@pytest.mark.slow
 def test_build_takes_the_vocabulary_of_the_data(tmp_path: Path, run: Path):
     tokenizer, small = f"data.tokenizer={run / 'tokenizer.json'}", ("model.hidden_size=32", "model.num_heads=2")
     assert zoo.build("gdn_h2.yaml", tokenizer, *small).vocab_size == 300  # null: the tokenizer's

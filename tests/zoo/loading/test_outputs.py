@@ -98,6 +98,7 @@ def test_other_models_and_links(command: Command, sources: Path, arguments: tupl
     assert files(sources) == before
 
 
+@pytest.mark.slow
 def test_nothing_of_the_old_model_is_left(command: Command, sources: Path):
     """A tokenizer next to weights that have none would be taken for theirs."""
     arguments = ("export", "--checkpoint=run", "--output=new")

@@ -40,6 +40,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_every_table_and_figure_of_the_five_papers_has_a_row(papers: list[Paper]):
     counts = {}
     for paper in papers:

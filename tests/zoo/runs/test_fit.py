@@ -145,6 +145,7 @@ def _tiny_overrides() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_benchmark_gives_its_report(desk: Path) -> None:
     report = zoo.bench("training", *TINY, length=16, batch_size=1, steps=1, device="cpu", folder="timed")
     assert not report.failed

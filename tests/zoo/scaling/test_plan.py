@@ -63,6 +63,7 @@ def test_petaflop_days_are_a_budget(desk: Path) -> None:
     assert one.rungs == other.rungs
 
 
+@pytest.mark.slow
 def test_hours_are_a_budget_and_other_laws_plan(desk: Path) -> None:
     law = {"loss": (50.0, -0.07), "size": (0.1, 0.5), "tokens": (5 / 3, 0.5)}
     row = {f"{part}_{name}": value for part, pair in law.items() for name, value in zip(LAW, pair, strict=True)}

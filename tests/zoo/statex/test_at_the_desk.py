@@ -132,6 +132,7 @@ def test_a_full_disk_leaves_nothing(
     assert [path.name for path in desk.iterdir()] == ["tiny.yaml"]
 
 
+@pytest.mark.slow
 def test_an_expanded_layer_is_not_expanded_again(command: Command, models: dict[str, Path]):
     arguments = ("--layers=[1]", "--init=inherit", "--way=expand")
     assert command("statex", "--checkpoint", str(models["GLA"]), "--output=first", *arguments).code == 0

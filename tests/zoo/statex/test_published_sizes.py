@@ -71,6 +71,7 @@ def test_layers_of_ones_own_and_subheads():
     assert after.mixers[3].init_state(1, "meta").matrix.shape == (1, 16, 256, 512)
 
 
+@pytest.mark.slow
 def test_numbers_that_do_not_divide_the_depth():
     assert changed(grown(GLA, 5)) == [0, 4, 9, 14, 19]
     assert len(grown(GLA, 24).mixers) == 24

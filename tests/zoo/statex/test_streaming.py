@@ -70,6 +70,7 @@ def test_a_checkpoint_of_a_run_keeps_its_dtype(finished: Path, desk: Path):
     assert {tensor.dtype for tensor in new.values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_names_of_fused_parameters_keep_their_dtype(tmp_path: Path):
     """By which sharded optimisers save them."""
     folder = in_bf16(tmp_path / "before", "GLA")

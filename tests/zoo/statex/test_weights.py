@@ -130,6 +130,7 @@ def test_preserve_computes_what_the_model_computed(name: str, way: str, trained:
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_new_keys_of_mamba2_get_gradients_at_once_and_one_step_changes_what_is_read(
     trained: dict[str, Path], tmp_path: Path
 ):

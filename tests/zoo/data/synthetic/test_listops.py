@@ -60,6 +60,7 @@ def arguments_of(words: list[str]) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, SMALL], ids=["published", "small"])
 def test_labels_are_the_values_of_the_lists(sizes: dict):
     data = ListOps(**sizes)

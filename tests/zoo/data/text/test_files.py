@@ -145,6 +145,7 @@ def test_signature_follows_remote_files(bucket: MemoryFileSystem):
     assert len({before, changed, corpus.signature(), Corpus("memory://bucket", "body").signature()}) == 4
 
 
+@pytest.mark.slow
 def test_remote_text_is_tokenised_once(bucket: MemoryFileSystem, text_folder: str, monkeypatch: pytest.MonkeyPatch):
     bucket.put(f"{text_folder}/", "/bucket/texts/", recursive=True)
     sizes = {"vocab_size": 300, "sequence_length": 32, "validation_fraction": 0.2}

@@ -83,6 +83,7 @@ def test_a_change_of_the_path_changes_the_signature():
     assert len({corpus.signature() for corpus in [*corpora, Corpus("synthetic:needles", max_characters=9)]}) == 4
 
 
+@pytest.mark.slow
 def test_they_mix_with_the_users_text(text_folder: str):
     sources = {"text": Source(text_folder, 3), "needles": Source("synthetic:needles", max_characters=30_000)}
     data = MixedText(sources, vocab_size=400, sequence_length=64, batch_size=8, preprocessing_workers=1)
@@ -94,6 +95,7 @@ def test_they_mix_with_the_users_text(text_folder: str):
     assert 12 <= len(needles) <= 17
 
 
+@pytest.mark.slow
 def test_the_config_has_text_and_needles():
     data = configs.instantiate("data", configs.read("gdn_h2.yaml", "data/needles.yaml"))
     assert {name: source.weight for name, source in data.sources.items()} == {

@@ -74,6 +74,7 @@ def test_single_document_is_cut(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "is a single document: its head is used for training, its tail for validation." in caplog.text
 
 
+@pytest.mark.slow
 def test_long_document_is_shared_out_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "long"
     folder.mkdir()
