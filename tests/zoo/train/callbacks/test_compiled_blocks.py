@@ -15,7 +15,7 @@ from tests.commands import Command
 from tests.zoo.tiny import VOCAB, ResumableLoader, trainer, validation_loader
 from zoo.lm.model import LanguageModel
 from zoo.lm.stack import H1
-from zoo.train.callbacks.compiled_blocks import CompiledBlocks
+from zoo.train.callbacks.compiled_blocks import CompiledBlocks, compiled_blocks
 from zoo.train.module import Pretraining
 from zoo.train.optim import Optimisation
 
@@ -115,7 +115,14 @@ def test_without_a_compiler(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_one_overlay_compiles_a_run(command: Command, desk: Path):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_one_overlay_compiles_a_run(backend: str, command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    counting = Counting()
+    if backend == "eager":
+        monkeypatch.setattr(
+            "zoo.train.callbacks.compiled_blocks.compiled_blocks", lambda model, _: compiled_blocks(model, counting)
+        )
     small = ("--model.num_layers=1", "--model.hidden_size=16", "--model.num_heads=1", "--samples.prompts=[]")
     done = command(
         "fit", "--config", "linear_attention.yaml", "--config", "tiny.yaml", "--config", "train/compile.yaml", *small
@@ -125,4 +132,5 @@ def test_one_overlay_compiles_a_run(command: Command, desk: Path):
     assert yaml.safe_load((folder / "config.yaml").read_text())["compile"] is True
     saved = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     assert not [name for name in saved if "_orig_mod" in name]
+    assert (counting.graphs > 0) == (backend == "eager")
     assert command("fit", "--resume", str(folder), "--trainer.max_steps=5", "--compile=false").code == 0
