@@ -166,9 +166,9 @@ def _described(saved: Saved, trust: bool) -> tuple[Namespace, LanguageModel, Wei
     if weights.specs.keys() == model.state_dict().keys():
         return config, model, weights
     named = {name: weights.tensor(name) for name in weights.specs}  # by the names of fused parameters
-    whole = _built(saved, config, "meta")
-    whole.load_state_dict(named, assign=True)
-    return config, model, TensorsInMemory(whole.state_dict())
+    filled = _built(saved, config, "meta")
+    filled.load_state_dict(named, assign=True)
+    return config, model, TensorsInMemory(filled.state_dict())
 
 
 def _built(saved: Saved, config: Namespace, device: str | None = None) -> LanguageModel:

@@ -91,12 +91,12 @@ def test_shards_of_a_size_below_one_byte(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of 190 MB in shards of 25 MB, one of whose 20 layers is expanded."""
+    """A folder with a model of 380 MB in shards of 50 MB, one of whose 20 layers is expanded."""
     folder = tmp_path_factory.mktemp("large")
-    wide = ("model.num_layers=20", "model.intermediate_size=25000", "model.initializer_range=0.02")
+    wide = ("model.num_layers=20", "model.intermediate_size=50000", "model.initializer_range=0.02")
     whole = exported(folder / "whole", "GLA", *wide)
-    before = zoo.statex(whole, folder / "before", layers=[7], way="expand", max_shard_size=25_000_000).folder
-    assert sum(file.stat().st_size for file in before.glob("*.safetensors")) > 180 * 2**20
+    before = zoo.statex(whole, folder / "before", layers=[7], way="expand", max_shard_size=50_000_000).folder
+    assert sum(file.stat().st_size for file in before.glob("*.safetensors")) > 360 * 2**20
     return before
 
 
@@ -104,10 +104,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("init", ["reinit", "preserve"])
 def test_memory_stays_near_one_shard_and_the_layers_that_grow(init: str, large: Path, tmp_path: Path):
     small = str(exported(tmp_path / "small", "GLA"))
-    arguments = f"layers=1, init={init!r}, way='expand', max_shard_size=25_000_000"
+    arguments = f"layers=1, init={init!r}, way='expand', max_shard_size=50_000_000"
     action = f"zoo.statex({str(large)!r}, {str(tmp_path / 'after')!r}, {arguments})"
     program = tmp_path / "program.py"
     program.write_text(MEASURE.format(action=action, small=small))
     done = subprocess.run([forked_python(), str(program)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 140, done.stdout
+    assert float(done.stdout) < 200, done.stdout

@@ -220,12 +220,12 @@ def _state(part: Any) -> str:
 
 @pytest.mark.slow
 def test_a_line_without_spaces_trains_in_seconds(command: Command, desk: Path):
-    line = "".join(random.Random(0).choices("abcd", k=300_000)) + "e" * 600_000
+    line = "".join(random.Random(0).choices("abcd", k=1_000_000)) + "e" * 2_000_000
     (desk / "line.txt").write_text(f"{line}\n{'ordinary text ' * 1000}\n")
     start = time.process_time()
     done = command(*FIT, "--data.path=line.txt", "--data.max_characters=null", "--trainer.max_steps=1")
     assert done.code == 0, done.err
-    assert time.process_time() - start < 20
+    assert time.process_time() - start < 60
 
 
 def test_ordinary_text_is_cut_only_after_lines():
