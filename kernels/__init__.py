@@ -6,18 +6,19 @@ PyTorch form (``torch``); some also have Triton kernels (``triton``). :func:`bac
 """
 
 from . import openmp as openmp  # isort: skip  # before torch is imported
-from .arguments import at_least_fp32
-from .backend import BACKENDS, backend, implementations, same_backend
-from .columns import split_columns
-from .complement import complement
+from .core.backend import BACKENDS, backend, implementations, same_backend
+from .core.documents import documents
+from .core.fused_gradients import split_columns
+from .core.recompute import recomputing
+from .core.recurrence import at_least_fp32
 from .delta_gates import GateInputs, delta_gates
 from .delta_rule import delta_rule
 from .discretise import discretise
-from .documents import documents
 from .errors import UserError
 from .features import ACTIVATIONS, NORMS, FeatureStream, features, features_and_gates, features_together
 from .flops import attention_flops, recurrence_flops
 from .forget_gate import forget_gate
+from .forget_gate.input_gate import complement
 from .forget_gate.low_rank import low_rank_forget_gate
 from .gated_linear import gated_linear
 from .head_linear import head_linear
@@ -25,7 +26,6 @@ from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_recurrence import linear_recurrence
 from .norm import add_rms_norm, gated_rms_norm, rms_norm
-from .recompute import recomputing
 from .selective_scan import selective_scan
 from .short_conv import short_conv
 from .window_attention import window_attention

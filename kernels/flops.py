@@ -6,7 +6,7 @@ plus the small triangular solves of the delta rule, which it does not count.
 
 from collections.abc import Callable
 
-from .chunking import CHUNK
+from .core.chunking import CHUNK
 from .delta_rule import delta_rule
 from .delta_rule.chunk import SOLVED
 from .linear_recurrence import linear_recurrence

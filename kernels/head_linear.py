@@ -1,14 +1,15 @@
 """A linear map for each head: batched products that read and write their streams where they lie."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import op
-from .allocation import new
-from .columns import gradient_for
-from .recompute import remake
+from .core.allocation import new
+from .core.autograd import Gradients, register
+from .core.fused_gradients import gradient_for
+from .core.recompute import remake
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -21,39 +22,42 @@ def heads_first_of(result: Tensor) -> Tensor:
     return result.view(-1, *result.shape[2:]).transpose(0, 1)
 
 
-def compute(x: Tensor, weight: Tensor) -> tuple[Tensor]:
-    """y [B,T,H,N] of x [B,T,H,K]."""
+class Arguments(NamedTuple):
+    """Arguments of the op."""
+
+    x: Tensor  # [B,T,H,K]
+    weight: Tensor  # [H,K,N]
+
+
+def compute(args: Arguments) -> tuple[Tensor]:
+    """y [B,T,H,N]."""
+    x, weight = args
     y = new(x, *x.shape[:3], weight.shape[2])
     # A product without `out` would lie heads first, and become [B,T,H,N] by a copy of the largest tensor of the layer.
     torch.bmm(heads_first(x), weight.to(x.dtype), out=heads_first_of(y))
     return (y,)
 
 
-def fake(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+def fake(args: Arguments) -> tuple[Tensor]:
     """An empty tensor of the shape and dtype that `compute` returns."""
-    return (x.new_empty(*x.shape[:3], weight.shape[2]),)
+    return (args.x.new_empty(*args.x.shape[:3], args.weight.shape[2]),)
 
 
 def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Sequence[bool], x: Tensor, weight: Tensor
-) -> list[Tensor | None]:
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+) -> Gradients:
     """The gradients of x and of the weight."""
     assert gradients[0] is not None
-    dy, dx, dweight = heads_first(gradients[0]), None, None
-    if needed[0]:
+    (x, weight), dy, dx, dweight = args, heads_first(gradients[0]), None, None
+    if needed.x:
         dx = gradient_for(x, new)
         torch.bmm(dy, weight.to(x.dtype).mT, out=heads_first_of(dx))
-    if needed[1]:
+    if needed.weight:
         dweight = torch.bmm(heads_first(x).mT, dy, out=new(x, *weight.shape)).to(weight.dtype)
-    return [dx, dweight]
+    return {"x": dx, "weight": dweight}
 
 
-apply = op.register("head_linear", compute, differentiate, fake, results=1)
-
-
-def again(x: Tensor, weight: Tensor) -> Tensor:
-    """y, without gradients."""
-    return compute(x, weight)[0]
+apply = register("head_linear", compute, differentiate, fake)
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -78,4 +82,4 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     (y,) = apply(x, weight)
-    return remake(y, again, x, weight)
+    return remake(y, lambda *args: compute(Arguments(*args))[0], x, weight)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels.documents import places
+from kernels.core.documents import places
 
 from .arguments import check_sizes
 from .context_parallel import ContextParallel, run_recurrence

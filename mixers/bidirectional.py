@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.documents import places
+from kernels.core.documents import places
 
 from .base import Site, State, TokenMixer
 from .hgrn2 import HGRN2

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from kernels.resets import LEAST_ALONE
+from kernels.core.resets import LEAST_ALONE
 
 Recurrence = Callable[..., tuple[Tensor, Tensor | None]]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels import ACTIVATIONS, NORMS
-from kernels.op import plain
+from kernels.core.autograd import plain
 
 from .arguments import check_numbers, check_sizes
 from .context_parallel import ContextParallel

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import UserError
-from kernels.documents import documents
+from kernels.core.documents import documents
 
 from .state import caches, positions_seen
 

@@ -1,46 +1,14 @@
 """Both gates of the gated delta rule: the log decay as `discretise` has it, and β = largest · σ(b + bias)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..arguments import at_least_fp32
-from ..backend import choose
+from ..core.op import Op
+from ..core.recurrence import at_least_fp32
 from ..discretise import composed as decay
 from ..discretise import reference as exact_decay
-
-
-def triton(
-    a: Tensor, A_log: Tensor, dt_bias: Tensor, b: Tensor, bias: Tensor | None, largest: float
-) -> tuple[Tensor, Tensor]:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    from . import triton_op
-
-    return triton_op.forward(a, A_log, dt_bias, b, bias, largest)
-
-
-def composed(
-    a: Tensor, A_log: Tensor, dt_bias: Tensor, b: Tensor, bias: Tensor | None, largest: float
-) -> tuple[Tensor, Tensor]:
-    """The formulas in PyTorch."""
-    return decay(a, A_log, dt_bias)[0], strength(b, bias, largest)
-
-
-def reference(
-    a: Tensor, A_log: Tensor, dt_bias: Tensor, b: Tensor, bias: Tensor | None, largest: float
-) -> tuple[Tensor, Tensor]:
-    """The formulas, with softplus by its definition and σ(x) = (1 + tanh(x/2)) / 2."""
-    x = at_least_fp32(b) if bias is None else at_least_fp32(b) + at_least_fp32(bias)
-    return exact_decay(a, A_log, dt_bias)[0], largest * (1 + torch.tanh(x / 2)) / 2
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "triton": triton,
-    "torch": composed,
-    "reference": reference,
-}
 
 
 def strength(b: Tensor, bias: Tensor | None = None, largest: float = 1.0) -> Tensor:
@@ -83,6 +51,21 @@ class GateInputs:
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self.tensors)
 
 
+def composed(gates: GateInputs) -> tuple[Tensor, Tensor]:
+    """The formulas in PyTorch."""
+    return decay(gates.a, gates.A_log, gates.dt_bias)[0], strength(gates.b, gates.bias, gates.largest)
+
+
+def reference(gates: GateInputs) -> tuple[Tensor, Tensor]:
+    """The formulas, with softplus by its definition and σ(x) = (1 + tanh(x/2)) / 2."""
+    b, bias = gates.b, gates.bias
+    x = at_least_fp32(b) if bias is None else at_least_fp32(b) + at_least_fp32(bias)
+    return exact_decay(gates.a, gates.A_log, gates.dt_bias)[0], gates.largest * (1 + torch.tanh(x / 2)) / 2
+
+
+OP = Op("delta_gates", reference=reference, torch=composed, gpu="kernels.delta_gates.gpu.op:forward")
+
+
 def delta_gates(
     a: Tensor, A_log: Tensor, dt_bias: Tensor, b: Tensor, bias: Tensor | None = None, *, largest: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -107,4 +90,5 @@ def delta_gates(
 
 def run(gates: GateInputs) -> tuple[Tensor, Tensor]:
     """`delta_gates` of checked arguments."""
-    return choose("delta_gates", IMPLEMENTATIONS, gates.a)(*gates.tensors, gates.largest)
+    log_decay, beta = OP(gates.a, gates)
+    return log_decay, beta

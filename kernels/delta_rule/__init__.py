@@ -3,27 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..arguments import Recurrences, check
-from ..backend import choose
+from ..core.op import Op
+from ..core.recurrence import Recurrences, check, one_token
 from . import chunk, reference, step
 
-
-def triton(a: Recurrences) -> tuple[Tensor, Tensor]:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    from . import triton_op
-
-    return triton_op.forward(a)
-
-
-def flashqla(a: Recurrences) -> tuple[Tensor, Tensor]:
-    """FlashQLA's implementation, imported on first use: it is an optional package."""
-    from . import flashqla_op
-
-    return flashqla_op.forward(a)
-
-
-IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": reference.forward, "flashqla": flashqla}
-WHOLE, LONGEST = 256, 2048  # channels of a key: whose state fits into registers, and of any
+WHOLE, LONGEST = 256, 2048  # largest key size whose state fits into registers; largest supported
 
 
 def learned_constant(a: Recurrences) -> bool:
@@ -44,6 +28,17 @@ def limits(a: Recurrences) -> str | None:
         f"which takes keys of at most {WHOLE} channels, or in bfloat16 of {LONGEST} if there is more than one token "
         "and no constant decay that is learned"
     )
+
+
+def in_torch(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """The implementation in PyTorch: a single step, or chunks."""
+    return (step if one_token(a) else chunk).forward(a)
+
+
+GPU = "kernels.delta_rule.gpu.op:forward"
+FLASHQLA = "kernels.delta_rule.gpu.flashqla:forward"
+OP = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits, flashqla=FLASHQLA)
+ONE_TOKEN = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits)  # FlashQLA has none
 
 
 def delta_rule(
@@ -95,12 +90,5 @@ def delta_rule(
     a = check(*args, per_channel=False, consume_state=consume_state, keep_states=keep_states)
     if a.beta is None:
         raise ValueError("beta: the delta rule needs it")
-    one = v.shape[1] == 1 and cu_seqlens is None
-    implementations = dict(IMPLEMENTATIONS)
-    if one:
-        implementations.pop("flashqla")  # which has no kernel for one token
-    run = choose("delta_rule", implementations, q, limits(a))
-    if run is chunk.forward and one:
-        run = step.forward
-    o, state = run(a)
+    o, state = (ONE_TOKEN if one_token(a) else OP)(q, a)
     return o, state if return_state else None

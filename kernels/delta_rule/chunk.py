@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..arguments import Recurrences
-from ..chunking import CHUNK, Chunking, Run, causal_decay, scan, scan_stacked
+from ..core.chunking import CHUNK, Chunking, Run, causal_decay, scan, scan_stacked
+from ..core.recurrence import Recurrences
 
 MANY = 16  # heads, over all sequences, from which a step outweighs its overhead: shorter chunks then do less work
 SOLVED = 8  # the largest triangle that is inverted by solving; larger ones are inverted by products

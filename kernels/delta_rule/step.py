@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..arguments import Recurrences, at_least_fp32
+from ..core.recurrence import Recurrences, at_least_fp32
 from ..linear_recurrence.reference import per_recurrence
 from ..linear_recurrence.step import decayed, read, reused
 

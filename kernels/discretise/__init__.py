@@ -4,15 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import at_least_fp32
-from ..backend import choose
-
-
-def triton(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    from . import triton_op
-
-    return triton_op.forward(a, A_log, dt_bias)
+from ..core.op import Op
+from ..core.recurrence import at_least_fp32
 
 
 def composed(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,7 +21,7 @@ def reference(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor
     return -torch.exp(at_least_fp32(A_log)) * dt, dt
 
 
-IMPLEMENTATIONS = {"triton": triton, "torch": composed, "reference": reference}
+OP = Op("discretise", reference=reference, torch=composed, gpu="kernels.discretise.gpu.op:forward")
 
 
 def discretise(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,4 +41,5 @@ def discretise(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tenso
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         if x.shape != a.shape[-1:]:
             raise ValueError(f"{name}: expected [{a.shape[-1]}], got shape {tuple(x.shape)}")
-    return choose("discretise", IMPLEMENTATIONS, a)(a, A_log, dt_bias)
+    log_decay, dt = OP(a, a, A_log, dt_bias)
+    return log_decay, dt

@@ -1,11 +1,11 @@
 """Short causal depthwise convolution → activation → norm, for every head of a stream."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
 
-from ..backend import choose
+from ..core.op import Op, loaded
 from ..delta_gates import GateInputs
 from ..delta_gates import run as delta_gates
 from . import composition, reference
@@ -15,34 +15,23 @@ from .stages import ACTIVATIONS, NORMS
 __all__ = ["ACTIVATIONS", "NORMS", "FeatureStream", "features", "features_and_gates", "features_together"]
 
 
-def triton(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    from . import triton_op
-
-    return triton_op.forward(stream)
-
-
-def with_product(stream: FeatureStream) -> Callable[[FeatureStream], tuple[Tensor, Tensor | None]] | None:
-    """The implementation that includes the product of a stream; None if it has none, or that cannot take it."""
-    if stream.product is None:
-        return None
-    from . import expanded_op
-
-    return expanded_op.forward if expanded_op.fits(stream) else None
-
-
-def one_launch(
-    streams: Sequence[FeatureStream], gates: GateInputs | None
-) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None] | None:
-    """One token of several streams, and the gates, in one launch; None if they need more."""
-    from . import triton_token
-
-    return triton_token.forward(streams, gates) if triton_token.fits(streams, gates) else None
-
-
-IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": reference.forward}
 LARGEST, MOST_TAPS = 1024, 8  # heads and their last inputs have to fit in the registers of eight warps, or 16 in fp32
-LIMITS = f"which takes at most {MOST_TAPS} taps, and norms of heads of at most {LARGEST} channels"
+
+
+def limits(stream: FeatureStream) -> str | None:
+    """Why the Triton kernels cannot take the arguments."""
+    if stream.taps <= MOST_TAPS and (stream.norm == "none" or stream.size <= LARGEST):
+        return None
+    return f"which takes at most {MOST_TAPS} taps, and norms of heads of at most {LARGEST} channels"
+
+
+OP = Op(
+    "features",
+    reference=reference.forward,
+    torch=composition.forward,
+    gpu="kernels.features.gpu.op:forward",
+    limits=limits,
+)
 
 
 def features(
@@ -115,17 +104,8 @@ def together(
     streams: Sequence[FeatureStream], gates: GateInputs | None
 ) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
     """y and the history of each stream, and both gates [2,…,M] if the same launch made them."""
-    chosen, inputs = [], []
-    for stream in streams:
-        fits = stream.taps <= MOST_TAPS and (stream.norm == "none" or stream.size <= LARGEST)
-        implementation = choose("features", IMPLEMENTATIONS, stream.x, None if fits else LIMITS)
-        if implementation is triton and (at_once := with_product(stream)) is not None:
-            implementation = at_once
-        else:
-            stream = stream.multiplied()
-        chosen.append(implementation)
-        inputs.append(stream)
-    streams = inputs
-    if all(implementation is triton for implementation in chosen) and (done := one_launch(streams, gates)) is not None:
-        return done
-    return [implementation(stream) for implementation, stream in zip(chosen, streams, strict=True)], None
+    backends = [OP.backend(stream.x, stream) for stream in streams]
+    if all(backend == "triton" for backend in backends):
+        return loaded("kernels.features.gpu.select:run")(streams, gates)
+    multiplied = [stream.multiplied() for stream in streams]
+    return [OP.choose(stream.x, stream)(stream) for stream in multiplied], None

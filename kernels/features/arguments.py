@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..documents import documents
+from ..core.documents import documents
 from ..head_linear import head_linear
 from .stages import ACTIVATIONS, NORMS
 

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..arguments import at_least_fp32
-from ..documents import documents
-from ..op import plain
+from ..core.autograd import plain
+from ..core.documents import documents
+from ..core.recurrence import at_least_fp32
 from .arguments import FeatureStream
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..arguments import at_least_fp32
-from ..documents import documents
+from ..core.documents import documents
+from ..core.recurrence import at_least_fp32
 from .arguments import FeatureStream
 from .stages import ACTIVATIONS, NORMS
 

@@ -2,19 +2,16 @@
 
 from torch import Tensor
 
-from ..backend import choose
-from ..recompute import remake
+from ..core.op import Op
+from ..core.recompute import remake
 from . import composition, reference
 
-
-def triton(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    from . import triton_op
-
-    return triton_op.forward(x, bias, odds, scale)
-
-
-IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": reference.forward}
+OP = Op(
+    "forget_gate",
+    reference=reference.forward,
+    torch=composition.forward,
+    gpu="kernels.forget_gate.gpu.op:forward",
+)
 
 
 def forget_gate(x: Tensor, bias: Tensor | None = None, odds: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
@@ -38,5 +35,5 @@ def forget_gate(x: Tensor, bias: Tensor | None = None, odds: Tensor | None = Non
     for name, parameter in (("bias", bias), ("odds", odds)):
         if parameter is not None and parameter.shape != x.shape[-1:]:
             raise ValueError(f"{name}: expected [{x.shape[-1]}], got shape {tuple(parameter.shape)}")
-    run = choose("forget_gate", IMPLEMENTATIONS, x)
+    run = OP.choose(x)
     return remake(run(x, bias, odds, scale), run, x, bias, odds, scale)

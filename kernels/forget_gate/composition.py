@@ -4,15 +4,16 @@ Autograd would save x in fp32 and several results of the same size.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import op
-from ..allocation import new
-from ..arguments import at_least_fp32
-from ..columns import gradient_for
+from ..core.allocation import new
+from ..core.autograd import Gradients, register
+from ..core.fused_gradients import gradient_for
+from ..core.recurrence import at_least_fp32
 
 
 def biased(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -29,27 +30,32 @@ def log_forget(x: Tensor, odds: Tensor | None) -> Tensor:
     return torch.logaddexp(F.logsigmoid(odds), F.logsigmoid(-odds) + F.logsigmoid(x))
 
 
-def compute(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> tuple[Tensor]:
+class Arguments(NamedTuple):
+    """Arguments of the op, which `forget_gate` explains."""
+
+    x: Tensor
+    bias: Tensor | None
+    odds: Tensor | None
+    scale: float
+
+
+def compute(args: Arguments) -> tuple[Tensor]:
     """log_decay, in the shape of x […,C]."""
+    x, bias, odds, scale = args
     return (log_forget(biased(x, bias), odds).mul_(scale).contiguous(),)
 
 
-def fake(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> tuple[Tensor]:
+def fake(args: Arguments) -> tuple[Tensor]:
     """An empty tensor of the shape and dtype that `compute` returns."""
-    return (x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)),)
+    return (args.x.new_empty(args.x.shape, dtype=torch.promote_types(args.x.dtype, torch.float32)),)
 
 
 def differentiate(
-    gradients: Sequence[Tensor | None],
-    residuals: Sequence[Tensor],
-    needed: Sequence[bool],
-    x: Tensor,
-    bias: Tensor | None,
-    odds: Tensor | None,
-    scale: float,
-) -> list[Tensor | None]:
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+) -> Gradients:
     """The gradients of x, bias and odds."""
     assert gradients[0] is not None
+    x, bias, odds, scale = args
     wide, dy, dodds = biased(x, bias), gradients[0], None
     if odds is None:
         dwide = torch.sigmoid(-wide).mul_(dy)
@@ -58,14 +64,14 @@ def differentiate(
         log_f = log_forget(wide, odds)
         stays, opens, shut = F.logsigmoid(at), F.logsigmoid(-at), F.logsigmoid(-wide) - log_f
         dwide = (F.logsigmoid(wide) + (shut + opens)).exp_().mul_(dy)
-        if needed[2]:
+        if needed.odds:
             dodds = (shut + (stays + opens)).exp_().mul_(dy).flatten(0, -2).sum(0).mul_(scale).to(odds.dtype)
     dwide.mul_(scale)
-    dbias = dwide.flatten(0, -2).sum(0).to(bias.dtype) if bias is not None and needed[1] else None
-    return [gradient_for(x, new).copy_(dwide) if needed[0] else None, dbias, dodds]
+    dbias = dwide.flatten(0, -2).sum(0).to(bias.dtype) if bias is not None and needed.bias else None
+    return {"x": gradient_for(x, new).copy_(dwide) if needed.x else None, "bias": dbias, "odds": dodds}
 
 
-apply = op.register("forget_gate", compute, differentiate, fake, results=1)
+apply = register("forget_gate", compute, differentiate, fake)
 
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:

@@ -3,17 +3,10 @@
 import torch
 from torch import Tensor
 
-from ..arguments import at_least_fp32
-from ..backend import choose
+from ..core.op import Op
+from ..core.recurrence import at_least_fp32
 from ..head_linear import head_linear
 from . import forget_gate, reference
-
-
-def triton(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    from . import triton_low_rank
-
-    return triton_low_rank.forward(x, weight, bias, scale)
 
 
 def composed(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -34,7 +27,20 @@ def dtype_of(x: Tensor) -> torch.dtype:
 
 
 WIDEST = 64  # largest rank that the Triton kernel supports; beyond it, a separate matrix product pays off
-IMPLEMENTATIONS = {"triton": triton, "torch": composed, "reference": by_formula}
+
+
+def limits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> str | None:
+    """Why the Triton kernels cannot take the arguments."""
+    return f"which takes up to {WIDEST} numbers per token" if x.shape[2] > WIDEST else None
+
+
+OP = Op(
+    "low_rank_forget_gate",
+    reference=by_formula,
+    torch=composed,
+    gpu="kernels.forget_gate.gpu.low_rank:forward",
+    limits=limits,
+)
 
 
 def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
@@ -63,6 +69,5 @@ def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
         raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    limits = f"which takes up to {WIDEST} numbers per token" if x.shape[2] > WIDEST else None
-    run = choose("low_rank_forget_gate", IMPLEMENTATIONS, x, limits)
-    return run(x, weight, bias, scale)
+    log_decay: Tensor = OP(x, x, weight, bias, scale)
+    return log_decay

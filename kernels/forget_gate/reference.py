@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..arguments import at_least_fp32
+from ..core.recurrence import at_least_fp32
 
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:

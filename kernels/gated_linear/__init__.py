@@ -4,18 +4,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..backend import choose
+from ..core.op import Op
 from . import composition
 
-
-def triton(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    from . import triton_op
-
-    return triton_op.forward(gate_up, weight, activation)
-
-
-IMPLEMENTATIONS = {"triton": triton, "torch": composition.forward, "reference": composition.reference}
+OP = Op(
+    "gated_linear",
+    reference=composition.reference,
+    torch=composition.forward,
+    gpu="kernels.gated_linear.gpu.op:forward",
+)
 
 
 def gated_linear(gate_up: Tensor, weight: Tensor, *, activation: Literal["identity", "silu"] = "silu") -> Tensor:
@@ -41,4 +38,5 @@ def gated_linear(gate_up: Tensor, weight: Tensor, *, activation: Literal["identi
         raise ValueError(f"weight: expected [O,{gate_up.shape[-1] // 2}], got shape {tuple(weight.shape)}")
     if activation not in composition.ACTIVATIONS:
         raise ValueError(f"activation: {activation!r} is not one of {', '.join(composition.ACTIVATIONS)}")
-    return choose("gated_linear", IMPLEMENTATIONS, gate_up)(gate_up, weight, activation)
+    y: Tensor = OP(gate_up, gate_up, weight, activation)
+    return y

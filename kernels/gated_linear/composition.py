@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..arguments import at_least_fp32
-from ..op import plain
+from ..core.autograd import plain
+from ..core.recurrence import at_least_fp32
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"identity": lambda x: x, "silu": F.silu}
 

@@ -1,22 +1,13 @@
 """A linear map; for one or two rows, as in decoding, a kernel that reads the weight at the speed of the memory."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import at_least_fp32
-from ..backend import choose
+from ..core.op import Op
+from ..core.recurrence import at_least_fp32
 
 MOST_ROWS, MOST_INPUTS = 2, 16384  # of the Triton kernel; with more rows, cuBLAS is as fast
-
-
-def triton(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    from . import triton_op
-
-    return triton_op.forward(x, weight, bias)
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -25,7 +16,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (y if bias is None else y + at_least_fp32(bias)).to(x.dtype)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {"triton": triton, "torch": F.linear, "reference": reference}
+OP = Op("linear", reference=reference, torch=F.linear, gpu="kernels.linear.gpu.op:forward")
 
 
 def few_rows(x: Tensor, weight: Tensor) -> bool:
@@ -55,4 +46,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
     if not few_rows(x, weight):
         return F.linear(x, weight, bias)
-    return choose("linear", IMPLEMENTATIONS, x)(x, weight, bias)
+    y: Tensor = OP(x, x, weight, bias)
+    return y

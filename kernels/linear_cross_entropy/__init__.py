@@ -1,28 +1,34 @@
 """The cross-entropy of a linear head: −log softmax(x Wᵀ) at the labels, without the logits of all tokens in memory."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..backend import choose
+from ..core.op import Op
 from . import logits, per_token, reference
 
 
-def triton(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    from . import triton_op
-
-    return triton_op.forward(x, weight, labels, ignore_index)
-
-
-def triton_token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The losses of each token by the Triton kernel, imported on first use, too."""
-    from . import triton_op
-
-    return per_token.forward(x, weight, labels, ignore_index, triton_op.row_losses)
+def limits(x: Tensor, *rest: Any) -> str | None:
+    """Why the Triton kernels cannot take the arguments: fp16 lacks the range for the probabilities of rare tokens."""
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return "which does not take fp16" if dtype == torch.float16 else None
 
 
-IMPLEMENTATIONS = {"triton": triton, "torch": logits.forward, "reference": reference.forward}
-TOKEN_LOSSES = {"triton": triton_token_losses, "torch": per_token.forward, "reference": reference.token_losses}
+OP = Op(
+    "linear_cross_entropy",
+    reference=reference.forward,
+    torch=logits.forward,
+    gpu="kernels.linear_cross_entropy.gpu.op:forward",
+    limits=limits,
+)
+TOKEN_LOSSES = Op(
+    "linear_token_losses",
+    reference=reference.token_losses,
+    torch=per_token.forward,
+    gpu="kernels.linear_cross_entropy.gpu.op:token_losses",
+    limits=limits,
+)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -48,9 +54,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_in
         ValueError: An argument does not fit the others; the message starts with its name.
         IndexError: A label is outside the vocabulary (on the CPU).
     """
-    limits = _checked(x, weight, labels)
-    run = choose("linear_cross_entropy", IMPLEMENTATIONS, x, limits)
-    return run(x, weight, labels, ignore_index)
+    _check(x, weight, labels)
+    total: Tensor = OP(x, x, weight, labels, ignore_index)
+    return total
 
 
 @torch.no_grad()
@@ -68,13 +74,12 @@ def linear_token_losses(
         losses: −log softmax(x_n Wᵀ) at label n in nats, [N] in fp32 (fp64 for fp64); 0 where the label is ignored.
         correct: [N] bool; false where the label is ignored.
     """
-    limits = _checked(x, weight, labels)
-    run = choose("linear_token_losses", TOKEN_LOSSES, x, limits)
-    return run(x, weight, labels, ignore_index)
+    _check(x, weight, labels)
+    losses, correct = TOKEN_LOSSES(x, x, weight, labels, ignore_index)
+    return losses, correct
 
 
-def _checked(x: Tensor, weight: Tensor, labels: Tensor) -> str | None:
-    """Why the Triton implementation cannot be used here, if it cannot; raises a ValueError for a wrong argument."""
+def _check(x: Tensor, weight: Tensor, labels: Tensor) -> None:
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x: expected a floating [N,D], got {x.dtype} {tuple(x.shape)}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
@@ -86,6 +91,3 @@ def _checked(x: Tensor, weight: Tensor, labels: Tensor) -> str | None:
             raise ValueError(f"{name}: is on {y.device}, but x is on {x.device}")
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"weight: is {weight.dtype}, but x is {x.dtype}")
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    # fp16 lacks the range for the probabilities of rare tokens, unless the loss is scaled
-    return "which does not take fp16" if dtype == torch.float16 else None

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import at_least_fp32
+from ..core.recurrence import at_least_fp32
 
 LOGITS = 2**25  # in memory at once: 1024 tokens at a vocabulary of 32,000
 

@@ -2,21 +2,22 @@
 
 from torch import Tensor
 
-from ..arguments import Recurrences, check
-from ..backend import choose
+from ..core.op import Op
+from ..core.recurrence import Recurrences, check, one_token
 from . import chunk, reference, step
 
 
-def triton(a: Recurrences) -> tuple[Tensor, Tensor]:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    if a.consume_state and a.v.shape[1] == 1 and a.cu_seqlens is None:
-        from .triton_step import forward
-    else:
-        from .triton_op import forward
-    return forward(a)
+def in_torch(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """The implementation in PyTorch: a single step, or chunks."""
+    return (step if one_token(a) else chunk).forward(a)
 
 
-IMPLEMENTATIONS = {"triton": triton, "torch": chunk.forward, "reference": reference.forward}
+OP = Op(
+    "linear_recurrence",
+    reference=reference.forward,
+    torch=in_torch,
+    gpu="kernels.linear_recurrence.gpu.op:forward",
+)
 
 
 def linear_recurrence(
@@ -65,8 +66,5 @@ def linear_recurrence(
     """
     args = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
     a = check(*args, per_channel=True, consume_state=consume_state, keep_states=keep_states)
-    run = choose("linear_recurrence", IMPLEMENTATIONS, v)
-    if run is chunk.forward and v.shape[1] == 1 and cu_seqlens is None:
-        run = step.forward
-    o, state = run(a)
+    o, state = OP(v, a)
     return o, state if return_state else None

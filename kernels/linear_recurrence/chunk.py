@@ -11,8 +11,8 @@ scores, values and outputs instead. A decay per key channel has to be applied to
 import torch
 from torch import Tensor
 
-from ..arguments import Recurrences
-from ..chunking import Chunking, causal_decay, scan_stacked
+from ..core.chunking import Chunking, causal_decay, scan_stacked
+from ..core.recurrence import Recurrences
 from . import shared_scores
 
 # products of exp(±half of this) are still finite in fp32

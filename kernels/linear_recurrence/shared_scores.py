@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..arguments import Recurrences
-from ..chunking import Chunking, Run, scan
-from ..op import plain
+from ..core.autograd import plain
+from ..core.chunking import Chunking, Run, scan
+from ..core.recurrence import Recurrences
 
 # the factors stay within exp(±half of this), and their products with other numbers below exp(88), the limit of fp32
 RANGE = 120.0

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..arguments import Recurrences, at_least_fp32
+from ..core.recurrence import Recurrences, at_least_fp32
 from .reference import per_recurrence
 
 

@@ -1,30 +1,21 @@
 """Root-mean-square normalisation, alone and with an output gate."""
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backend import choose
-from ..op import plain
-from ..recompute import remake
+from ..core.autograd import plain
+from ..core.op import Op
+from ..core.recompute import remake
 from . import composition, reference
 
-
-def triton(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
-) -> Tensor:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    from . import triton_op
-
-    return triton_op.rms_norm(x, gate, weight, eps, gate_first, dtype)[0]
+LARGEST = 8192  # the kernels hold whole rows in registers
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
-    "triton": triton,
-    "torch": composition.forward,
-    "reference": reference.forward,
-}
+def limits(x: Tensor, *rest: Any) -> str | None:
+    """Why the Triton kernels cannot take the arguments."""
+    return None if x.shape[-1] <= LARGEST else f"which takes rows of at most {LARGEST}"
 
 
 def separately(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -33,18 +24,10 @@ def separately(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple
     return total, rms_norm(total, weight, eps)
 
 
-def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum and its norm in one launch."""
-    from .triton_op import Added
-
-    dtype = _dtype(x)
-    total, h = Added.apply(x, y, weight, eps, dtype)
-    return total, remake(h, triton, total, None, weight, eps, False, dtype)
-
-
-ADDING = {"triton": added, "torch": separately, "reference": separately}
-LARGEST = 8192  # the kernels hold whole rows in registers
-LIMITS = f"which takes rows of at most {LARGEST}"
+GPU = "kernels.norm.gpu.op:forward"
+OP = Op("rms_norm", reference=reference.forward, torch=composition.forward, gpu=GPU, limits=limits)
+GATED = Op("gated_rms_norm", reference=reference.forward, torch=composition.forward, gpu=GPU, limits=limits)
+ADDED = Op("add_rms_norm", reference=separately, torch=separately, gpu="kernels.norm.gpu.op:added")
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -61,7 +44,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    return _run("rms_norm", x, None, weight, eps, False)
+    return _run(OP, x, None, weight, eps, False)
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -83,8 +66,8 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor | None = None, eps: float 
         raise ValueError(f"y: expected the shape of x, {tuple(x.shape)}, got {tuple(y.shape)}")
     _check(x, weight)
     fits = x.shape[-1] <= LARGEST and torch.promote_types(x.dtype, y.dtype) == x.dtype
-    run = choose("add_rms_norm", ADDING, x) if fits and plain((x, y, weight)) else separately
-    return run(x, y, weight, eps)
+    total, h = (ADDED.choose(x) if fits and plain((x, y, weight)) else separately)(x, y, weight, eps)
+    return total, h
 
 
 def gated_rms_norm(
@@ -107,13 +90,13 @@ def gated_rms_norm(
     """
     if gate.shape != x.shape:
         raise ValueError(f"gate: expected the shape of x, {tuple(x.shape)}, got {tuple(gate.shape)}")
-    return _run("gated_rms_norm", x, gate, weight, eps, gate_first)
+    return _run(GATED, x, gate, weight, eps, gate_first)
 
 
-def _run(op: str, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
+def _run(op: Op, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
     _check(x, weight)
-    run = choose(op, IMPLEMENTATIONS, x, None if x.shape[-1] <= LARGEST else LIMITS)
-    args = (x, gate, weight, eps, gate_first, _dtype(x))
+    args = (x, gate, weight, eps, gate_first, dtype_of(x))
+    run = op.choose(x, *args)
     return remake(run(*args), run, *args)
 
 
@@ -122,7 +105,7 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
         raise ValueError(f"weight: expected [{x.shape[-1]}], got shape {tuple(weight.shape)}")
 
 
-def _dtype(x: Tensor) -> torch.dtype:
+def dtype_of(x: Tensor) -> torch.dtype:
     """The dtype of the norm of x."""
     device = x.device.type
     casts = x.dtype == torch.float32 and torch.is_autocast_enabled(device)

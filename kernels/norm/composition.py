@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..op import plain
+from ..core.autograd import plain
 
 
 def forward(

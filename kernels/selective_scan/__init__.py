@@ -2,19 +2,11 @@
 
 from torch import Tensor
 
-from ..backend import choose
+from ..core.op import Op
 from . import reference, scan
-from .arguments import Scan, check
+from .arguments import check
 
-
-def triton(a: Scan) -> tuple[Tensor, Tensor]:
-    """The Triton implementation, imported on first use: not every platform has Triton."""
-    from . import triton_op
-
-    return triton_op.forward(a)
-
-
-IMPLEMENTATIONS = {"triton": triton, "torch": scan.forward, "reference": reference.forward}
+OP = Op("selective_scan", reference=reference.forward, torch=scan.forward, gpu="kernels.selective_scan.gpu.op:forward")
 
 
 def selective_scan(
@@ -50,5 +42,5 @@ def selective_scan(
         ValueError: An argument does not fit the others; the message starts with its name.
     """
     a = check(x, log_decay, rate, b, c, initial_state, cu_seqlens)
-    y, state = choose("selective_scan", IMPLEMENTATIONS, x)(a)
+    y, state = OP(x, a)
     return y, state if return_state else None

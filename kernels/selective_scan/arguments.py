@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..arguments import at_least_fp32, check_decay
-from ..documents import Documents, documents
-from ..resets import LEAST_ALONE
+from ..core.documents import Documents, documents
+from ..core.recurrence import at_least_fp32, check_decay
+from ..core.resets import LEAST_ALONE
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..arguments import at_least_fp32
+from ..core.recurrence import at_least_fp32
 from .arguments import Scan
 
 

@@ -2,14 +2,14 @@
 
 from torch import Tensor
 
-from ..backend import choose
+from ..core.op import Op
 from . import candidates, reference
 from .arguments import check
 from .candidates import CANDIDATES
 
-IMPLEMENTATIONS = {"torch": candidates.forward, "reference": reference.forward}
+OP = Op("window_attention", reference=reference.forward, torch=candidates.forward)
 
-__all__ = ["CANDIDATES", "IMPLEMENTATIONS", "window_attention"]
+__all__ = ["CANDIDATES", "OP", "window_attention"]
 
 
 def window_attention(
@@ -43,4 +43,5 @@ def window_attention(
         ValueError: An argument does not fit the others; the message starts with its name.
     """
     a = check(q, k, v, window_size, first_key, scale, cu_seqlens)
-    return choose("window_attention", IMPLEMENTATIONS, v)(a)
+    o: Tensor = OP(v, a)
+    return o

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..documents import Documents, documents
+from ..core.documents import Documents, documents
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import at_least_fp32
+from ..core.recurrence import at_least_fp32
 from .arguments import Attention
 from .sdpa import dot_product
 

@@ -43,7 +43,7 @@ def has(option: str) -> bool:
     return option in _options()
 
 
-has._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in `kernels.backend`: nothing to trace
+has._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in `kernels.core.backend`: nothing to trace
 
 
 @cache

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..documents import Documents
+from ..core.documents import Documents
 from .arguments import Attention
 
 BLOCK = 128  # queries and keys per block

@@ -22,14 +22,14 @@ from triton.runtime.jit import JITFunction
 
 import kernels
 import mixers
-from kernels.triton import launches
+from kernels.gpu import launch_table
 
 from .recurrences import inputs
 
 # compute capability, major and minor number in one → bytes of shared memory that one program can have
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 GATES = {"linear_recurrence": ("none", "constant", "head", "channel"), "delta_rule": ("none", "constant", "head")}
-LARGEST = {launches.HALF: 512, launches.SINGLE: 256}  # larger heads take the same launches, or none
+LARGEST = {launch_table.HALF: 512, launch_table.SINGLE: 256}  # larger heads take the same launches, or none
 
 
 class AbsentGPU:
@@ -95,9 +95,9 @@ def layer(name: str) -> None:
 
 def calls(architecture: int) -> Iterator[Callable[[], None]]:
     """Calls that together need every entry of the launch table for an architecture, and all other kernels."""
-    dtypes = {launches.HALF: torch.bfloat16, launches.SINGLE: torch.float32}
+    dtypes = {launch_table.HALF: torch.bfloat16, launch_table.SINGLE: torch.float32}
     for name, gates in GATES.items():
-        of_op = [sizes for kernel, sizes in launches.TABLE.items() if kernel.startswith(f"{name}.")]
+        of_op = [sizes for kernel, sizes in launch_table.TABLE.items() if kernel.startswith(f"{name}.")]
         entries = {key[1:] for sizes in of_op for key in sizes if key[0] == architecture}
         for size, itemsize in sorted({(min(size, LARGEST[itemsize]), itemsize) for size, itemsize in entries}):
             call = partial(recurrence, name, dtypes[itemsize], size)
@@ -116,12 +116,12 @@ def main(architecture: int) -> None:
     driver.set_active(AbsentGPU(architecture))
     compiler = Compiler()
     JITFunction.__getitem__ = lambda kernel, grid: partial(compiler.compile, kernel)  # type: ignore[method-assign]
-    known = launches.HOPPER if architecture // 10 == launches.HOPPER else launches.OTHER
-    launches.capability = lambda device: known  # type: ignore[assignment]
-    backend: Any = sys.modules["kernels.backend"]
+    known = launch_table.HOPPER if architecture // 10 == launch_table.HOPPER else launch_table.OTHER
+    launch_table.capability = lambda device: known  # type: ignore[assignment]
+    backend: Any = sys.modules["kernels.core.backend"]
     backend._no_triton = lambda device, fp64, limits: limits  # although tensors are on the CPU
     # nothing is computed, so the values of decays are those that the memory had
-    for name in ("kernels.arguments", "kernels.selective_scan.arguments"):
+    for name in ("kernels.core.recurrence", "kernels.selective_scan.arguments"):
         sys.modules[name].check_decay = lambda log_decay: None  # type: ignore[attr-defined]
     with kernels.backend("triton"), contextlib.redirect_stdout(sys.stderr):
         for call in calls(known):

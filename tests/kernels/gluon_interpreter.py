@@ -237,7 +237,7 @@ def interpreted(name: str, *kernels: str) -> ModuleType:
         kernels: Its kernels.
     """
     with stand_ins(), patch.dict(sys.modules):
-        for each in ("kernels.triton.gluon_tiles", name):
+        for each in ("kernels.gpu.gluon_tiles", name):
             spec = importlib.util.find_spec(each)
             assert spec
             assert spec.loader

@@ -16,7 +16,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
-    module = pytest.importorskip("kernels.delta_gates.triton_op")
+    module = pytest.importorskip("kernels.delta_gates.gpu.op")
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 

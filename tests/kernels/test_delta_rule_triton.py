@@ -14,9 +14,10 @@ from .hopper import MOST, shared_memory
 from .recurrences import assert_same, inputs, results
 
 pytest.importorskip("triton")
-from kernels.delta_rule import triton_op, triton_plan
-from kernels.triton import plan
-from kernels.triton.launches import TABLE, multiprocessors
+from kernels.delta_rule.gpu import op as gpu_op
+from kernels.delta_rule.gpu import plan as gpu_plan
+from kernels.gpu import plan
+from kernels.gpu.launch_table import TABLE, multiprocessors
 
 GATES = ("none", "constant", "head")
 PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
@@ -63,7 +64,7 @@ def test_lengths(length: int, gate: str):
 def test_what_is_kept_for_the_gradients_changes_only_memory(monkeypatch: pytest.MonkeyPatch):
     a, found, saved = small(130, gate="head", E=2), [], []
     for keep, few in ((True, 0), (False, 32), (False, 31)):  # its keys have 32 channels in all subheads
-        monkeypatch.setattr(triton_op, "FEW_ENOUGH", few)
+        monkeypatch.setattr(gpu_op, "FEW_ENOUGH", few)
         numbers: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, n=numbers: n.append(x.numel()) or x, lambda x: x):
             found.append(agree(a, subheads=2, keep_states=keep))
@@ -176,7 +177,7 @@ def test_long_values_need_no_other_implementation(K: int, V: int):
 def test_longer_values_take_the_same_launch():
     def blocks(K: int, V: int) -> tuple[int, int]:
         shapes = torch.Size([1, 64, 4, K]), torch.Size([1, 64, 4, V])
-        to = triton_plan.DeltaRule.of(None, 64, *shapes, 1, 1.0, torch.bfloat16, torch.device("cpu"), None)
+        to = gpu_plan.DeltaRule.of(None, 64, *shapes, 1, 1.0, torch.bfloat16, torch.device("cpu"), None)
         sizes = to.forward(1, V).constants
         return sizes["BK"], sizes["BV"]
 
@@ -215,7 +216,7 @@ def test_everything_in_bf16():
 )
 def test_segments(gate: str, state: bool, K: int, V: int, monkeypatch: pytest.MonkeyPatch):
     # as where few and long sequences would leave a device idle; the last segment is shorter
-    monkeypatch.setattr(triton_plan, "segments", lambda *given: 3)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 3)
     a = small(300, K=K, V=V, gate=gate, decay="mixed" if K == 24 else "mild", correlated=True, state=state)
     agree(a)
 
@@ -224,11 +225,12 @@ def test_segments(gate: str, state: bool, K: int, V: int, monkeypatch: pytest.Mo
 @interpreted
 @pytest.mark.parametrize("length", [1.0, 1.5])
 def test_segments_of_which_little_is_remembered(length: float, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton_plan, "segments", lambda *given: 2)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 2)
     a = small(520, G=2, K=24, V=20, correlated=True, dtype=torch.float32)
     a["log_decay"] -= torch.tensor([0.0, 0.6])
     a["k"] *= length  # beyond 1.4, a strong β enlarges what it replaces
-    results = triton_op.compute(*(a[n] for n in ("q", "k", "v", "beta", "log_decay", "initial_state")), None, 1, 1.0, 2)
+    tensors = (a[n] for n in ("q", "k", "v", "beta", "log_decay", "initial_state"))
+    results = gpu_op.compute(gpu_op.Arguments(*tensors, None, 1, 1.0, gpu_op.ALL))
     slow, fast = results[-1][0]
     assert slow.norm() > 1e-9
     assert not fast.any()  # its chunks are not visited, nor all of those that the state is made of
@@ -247,10 +249,10 @@ def test_segments_of_which_little_is_remembered(length: float, monkeypatch: pyte
 )
 def test_segments_of_documents(documents: list[int], gate: str, state: bool, monkeypatch: pytest.MonkeyPatch):
     # as where a few long documents would leave a device idle
-    monkeypatch.setattr(triton_plan, "segments", lambda *given: 6)
-    monkeypatch.setattr(triton_plan, "FEWEST_SEGMENTS", 2)
-    cuts, combine = [], triton_plan.DeltaRule.combine
-    monkeypatch.setattr(triton_plan.DeltaRule, "combine", lambda to, *given: cuts.append(to.cut) or combine(to, *given))
+    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 6)
+    monkeypatch.setattr(gpu_plan, "FEWEST_SEGMENTS", 2)
+    cuts, combine = [], gpu_plan.DeltaRule.combine
+    monkeypatch.setattr(gpu_plan.DeltaRule, "combine", lambda to, *given: cuts.append(to.cut) or combine(to, *given))
     a = small(documents[-1], K=24, V=20, gate=gate, decay="mixed", documents=documents, state=state, R=2)
     found = agree(a)
     assert len(cuts) == 2  # forward and backward
@@ -260,17 +262,17 @@ def test_segments_of_documents(documents: list[int], gate: str, state: bool, mon
 
 
 def test_documents_are_cut_where_it_pays(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton_plan, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gpu_plan, "multiprocessors", lambda device: 132)
 
-    def plan_of(*lengths: int, heads: int = 2) -> triton_plan.DeltaRule:
+    def plan_of(*lengths: int, heads: int = 2) -> gpu_plan.DeltaRule:
         bounds = torch.tensor([0, *lengths]).cumsum(0)
         T = int(bounds[-1])
         shape, device = torch.Size([1, T, heads, 128]), torch.device("cpu")
         sizes = (shape, shape, 1, 1.0, torch.bfloat16, device, len(lengths))
-        return triton_plan.DeltaRule.of(bounds, T, *sizes)
+        return gpu_plan.DeltaRule.of(bounds, T, *sizes)
 
     shape, one = torch.Size([1, 65536, 2, 128]), plan_of(65536)
-    rows = triton_plan.DeltaRule.of(None, 65536, shape, shape, 1, 1.0, one.dtype, one.device, None)
+    rows = gpu_plan.DeltaRule.of(None, 65536, shape, shape, 1, 1.0, one.dtype, one.device, None)
     assert one.cut == pytest.approx(rows.cut, abs=1)  # a document is as a row
     assert rows.cut > 16
     assert plan_of(*[512] * 128).cut == 0  # these fill a device by themselves
@@ -396,8 +398,8 @@ def test_every_launch(size: int, itemsize: int, passes: str, monkeypatch: pytest
     if passes == "narrow" and narrow is None:
         pytest.skip("there is no narrow launch")
     pick = narrow if passes == "narrow" else None
-    monkeypatch.setattr(triton_plan, "segments", lambda *given: 3 if passes == "cut" else 1)
-    monkeypatch.setattr(triton_plan, "whole", lambda wide, *rest: pick or wide)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 3 if passes == "cut" else 1)
+    monkeypatch.setattr(gpu_plan, "whole", lambda wide, *rest: pick or wide)
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     a = on_device(1000, dtype, G=4, K=size, V=size, correlated=True)
     agree_on_device(a, dtype)
@@ -459,12 +461,12 @@ def test_programs_that_share_multiprocessors(options: dict[str, Any], gate: str)
 def test_all_gradients_in_one_pass(options: dict[str, Any], cut: bool, gate: str, monkeypatch: pytest.MonkeyPatch):
     # as exact as three passes, which have limits of their own, and equal bits in each run
     if cut:
-        monkeypatch.setattr(triton_plan, "segments", lambda *given: 3)
+        monkeypatch.setattr(gpu_plan, "segments", lambda *given: 3)
     a, E = on_device(**options, K=128, V=128, gate=gate), options.get("E", 1)
     found = []
     for full in (2, *[0] * 20):
         plan.of_rows.cache_clear()
-        monkeypatch.setattr(triton_plan, "FULL", full)
+        monkeypatch.setattr(gpu_plan, "FULL", full)
         again = {name: x.clone() for name, x in a.items()}  # plans of documents are cached with their boundaries
         found.append(results(kernels.delta_rule, again, backend="triton", subheads=E))
     three, one, *others = found
@@ -475,7 +477,7 @@ def test_all_gradients_in_one_pass(options: dict[str, Any], cut: bool, gate: str
         assert error <= max(1e-2 * float(x.double().norm()), 1.2 * of_three), name
 
 
-GLUON = "kernels.delta_rule.gluon_gradients"
+GLUON = "kernels.delta_rule.gpu.hopper_backward"
 
 
 @pytest.mark.slow
@@ -487,12 +489,12 @@ GLUON = "kernels.delta_rule.gluon_gradients"
 )
 def test_all_gradients_in_one_pass_step_by_step(options: dict[str, Any], gate: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, GLUON, gluon_interpreter.interpreted(GLUON, "gradients"))
-    monkeypatch.setattr(triton_plan.DeltaRule, "at_once", True)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "at_once", True)
     a = inputs(**{"B": 1, "G": 1, "K": 128, "V": 128, **options}, gate=gate, dtype=torch.float32)
     agree(a, subheads=options.get("E", 1))
 
 
-PREPARE = "kernels.delta_rule.gluon_prepare"
+PREPARE = "kernels.delta_rule.gpu.hopper_prepare"
 
 
 @pytest.mark.slow
@@ -509,8 +511,8 @@ PREPARE = "kernels.delta_rule.gluon_prepare"
 )
 def test_chunks_step_by_step(options: dict[str, Any], gate: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))
-    monkeypatch.setattr(triton_plan.DeltaRule, "in_gluon", True)
-    monkeypatch.setattr(triton_plan.DeltaRule, "_fits_at_once", False)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "in_gluon", True)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "_fits_at_once", False)
     a = inputs(**{"B": 1, "G": 1, "K": 128, "V": 16, **options}, gate=gate, dtype=torch.float32)
     a["beta"][:, 5::7] = 0
     agree(a, subheads=options.get("E", 1))
@@ -521,8 +523,8 @@ def test_chunks_step_by_step(options: dict[str, Any], gate: str, monkeypatch: py
 def test_resets_step_by_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))
     monkeypatch.setitem(sys.modules, GLUON, gluon_interpreter.interpreted(GLUON, "gradients"))
-    monkeypatch.setattr(triton_plan.DeltaRule, "in_gluon", True)
-    monkeypatch.setattr(triton_plan.DeltaRule, "at_once", True)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "in_gluon", True)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "at_once", True)
     a = inputs(130, B=1, G=2, K=128, V=128, gate="head", dtype=torch.float32)
     a["log_decay"][:, [0, 31, 63, 64, 65, 100, 101]] = -torch.inf
     found = agree(a)
@@ -543,17 +545,17 @@ def test_resets_on_a_device(K: int):
 @pytest.mark.parametrize("length", [1.0, 1.5])
 def test_bounds_step_by_step(length: float, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))
-    monkeypatch.setattr(triton_plan, "segments", lambda *given: 2)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 2)
     a = inputs(400, B=1, G=1, K=128, V=16, dtype=torch.float32, gate="head", decay="strong")
     a["k"] *= length
     q, k, v, beta, decay = (a[name] for name in ("q", "k", "v", "beta", "log_decay"))
     found = []
     for in_gluon in (False, True):
         plan.of_rows.cache_clear()
-        monkeypatch.setattr(triton_plan.DeltaRule, "in_gluon", in_gluon)
-        monkeypatch.setattr(triton_plan.DeltaRule, "_fits_at_once", False)
-        to = triton_op.plan_of(q, v, 1, 1.0, None)
-        found.append(triton_op.prepared(to, q, k, beta, decay)[3])
+        monkeypatch.setattr(gpu_plan.DeltaRule, "in_gluon", in_gluon)
+        monkeypatch.setattr(gpu_plan.DeltaRule, "_fits_at_once", False)
+        to = gpu_op.Arguments(q, k, v, beta, None, None, None, 1, 1.0, gpu_op.ALL).plan
+        found.append(gpu_op.prepared(to, q, k, beta, decay)[3])
     torch.testing.assert_close(*found)
 
 
@@ -578,12 +580,12 @@ def test_chunks_compile_for_hopper(gate: str, missing: tuple[str, ...]):
 def test_when_sequences_are_halved(
     B: int, H: int, T: int, documents: int | None, halved: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(triton_plan, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(triton_plan.DeltaRule, "_fits_at_once", True)
+    monkeypatch.setattr(gpu_plan, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "_fits_at_once", True)
     shape = torch.Size([B, T, H, 128])
     bounds = None if documents is None else torch.arange(documents + 1) * (T // documents)
     sizes = (shape, shape, 1, 1.0, torch.bfloat16, torch.device("cpu"), documents)
-    found = triton_plan.DeltaRule.of(bounds, T, *sizes)
+    found = gpu_plan.DeltaRule.of(bounds, T, *sizes)
     assert found.halved == halved
     assert found.at_once == whole
 
@@ -593,8 +595,8 @@ def test_when_sequences_are_halved(
 @pytest.mark.parametrize("through", [("o", "state"), ("o",)])
 def test_all_gradients_in_one_pass_over_two_halves(through: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, GLUON, gluon_interpreter.interpreted(GLUON, "gradients"))
-    monkeypatch.setattr(triton_plan.DeltaRule, "at_once", True)
-    monkeypatch.setattr(triton_plan.DeltaRule, "halved", True)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "at_once", True)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "halved", True)
     a = inputs(270, B=2, G=1, E=2, K=128, V=128, decay="mixed", dtype=torch.float32)  # five chunks
     agree(a, subheads=2, through=through)
 
@@ -605,7 +607,7 @@ def test_all_gradients_in_one_pass_over_two_halves(through: tuple[str, ...], mon
 def test_sequences_that_fill_half_of_a_gpu(gate: str, through: tuple[str, ...]):
     rows = multiprocessors(torch.device("cuda")) // 2 // 8
     a = on_device(2500, B=rows, G=8, K=128, V=128, gate=gate)
-    to = triton_op.plan_of(a["q"], a["v"], 1, 1.0, None)
+    to = gpu_op.Arguments(*(a[name] for name in ("q", "k", "v", "beta")), None, None, None, 1, 1.0, gpu_op.ALL).plan
     if to.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
         assert to.halved
     first, second = (results(kernels.delta_rule, a, backend="triton", through=through) for _ in range(2))
@@ -647,7 +649,7 @@ def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype):
 @pytest.mark.parametrize(("K", "V"), LONG + IN_MEMORY)
 def test_long_keys_and_values_in_subheads_and_segments(K: int, V: int, monkeypatch: pytest.MonkeyPatch):
     agree_on_device(on_device(500, G=2, E=4, K=K, V=V), torch.bfloat16, subheads=4)  # states are recomputed
-    monkeypatch.setattr(triton_plan, "segments", lambda *given: 3)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 3)
     agree_on_device(on_device(1000, G=2, K=K, V=V, decay="mixed"), torch.bfloat16)
 
 

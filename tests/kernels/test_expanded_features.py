@@ -14,9 +14,9 @@ from .gluon_interpreter import interpreted
 from .hopper import MOST, shared_memory
 
 pytest.importorskip("triton")
-from kernels.features import expanded_op
+from kernels.features.gpu import expanded
 
-GLUON = "kernels.features.gluon_expanded"
+GLUON = "kernels.features.gpu.expanded_kernels"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 3e-3 if DEVICE == "cuda" else 5e-3  # Triton's interpreter cuts bits off where a device rounds
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
@@ -64,19 +64,19 @@ def compare(given: dict[str, Any]) -> None:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate = expanded_op.new
-    monkeypatch.setattr(expanded_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    allocate = expanded.new
+    monkeypatch.setattr(expanded, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 
 
 @pytest.fixture
 def gluon(monkeypatch: pytest.MonkeyPatch, poison: None) -> Iterator[None]:
     """The kernels for Hopper, step by step on the CPU."""
     monkeypatch.setitem(sys.modules, GLUON, module := interpreted(GLUON, "forward", "backward"))
-    monkeypatch.setattr(sys.modules["kernels.features"], "gluon_expanded", module, raising=False)
-    monkeypatch.setattr(expanded_op, "on_hopper", lambda device: True)
-    expanded_op.launch.cache_clear()
+    monkeypatch.setattr(sys.modules["kernels.features.gpu"], "expanded_kernels", module, raising=False)
+    monkeypatch.setattr(expanded, "on_hopper", lambda device: True)
+    expanded.launch.cache_clear()
     yield
-    expanded_op.launch.cache_clear()
+    expanded.launch.cache_clear()
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_step_by_step(shape: dict[str, Any], gluon: None):
 
 @without_a_gpu
 def test_several_runs_of_a_sequence(gluon: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(expanded_op, "cut", lambda tiles, columns, room: (tiles, 1))
+    monkeypatch.setattr(expanded, "cut", lambda tiles, columns, room: (tiles, 1))
     compare(stream(2, 150, 1, 1))
 
 
@@ -97,8 +97,8 @@ def test_several_runs_of_a_sequence(gluon: None, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("again", "kept", "launches"), [(False, False, 2), (True, False, 3), (True, True, 2)])
 def test_computed_again_or_kept(again: bool, kept: bool, launches: int, gluon: None, monkeypatch: pytest.MonkeyPatch):
     given, readout = stream(1, 70, 1, 1), torch.randn(128, 3).bfloat16()
-    calls, shape_of = [], expanded_op.shape_of
-    monkeypatch.setattr(expanded_op, "shape_of", lambda *how: calls.append(how) or shape_of(*how))
+    calls, shape_of = [], expanded.shape_of
+    monkeypatch.setattr(expanded, "shape_of", lambda *how: calls.append(how) or shape_of(*how))
     found = []
     for recomputing in (again, False):
         leaves = {name: x.clone().requires_grad_() for name, x in given.items() if isinstance(x, Tensor)}
@@ -127,11 +127,11 @@ def test_computed_again_or_kept(again: bool, kept: bool, launches: int, gluon: N
     ],
 )
 def test_what_takes_a_product_of_its_own(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(expanded_op, "on_hopper", lambda device: True)
+    monkeypatch.setattr(expanded, "on_hopper", lambda device: True)
     given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in stream(1, 70, 1, 1).items()}
-    assert expanded_op.fits(kernels.FeatureStream(**given))
-    assert not expanded_op.fits(kernels.FeatureStream(**{**given, **other}))
-    assert not expanded_op.fits(kernels.FeatureStream(given["x"], given["weight"]))
+    assert expanded.fits(kernels.FeatureStream(**given))
+    assert not expanded.fits(kernels.FeatureStream(**{**given, **other}))
+    assert not expanded.fits(kernels.FeatureStream(given["x"], given["weight"]))
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -155,7 +155,7 @@ def test_a_product_that_does_not_fit(product: Tensor):
 
 @pytest.mark.parametrize(("tiles", "columns"), [(67, 512), (71, 512), (2, 8), (1, 1), (1000, 64)])
 def test_runs_hold_all_tiles(tiles: int, columns: int):
-    runs, each = expanded_op.cut(tiles, columns, 396)
+    runs, each = expanded.cut(tiles, columns, 396)
     assert (runs - 1) * each < tiles <= runs * each
 
 
@@ -165,7 +165,7 @@ def test_runs_hold_all_tiles(tiles: int, columns: int):
     [("forward", {"L2": False, "EPS": 1e-6}), ("forward", {"L2": True, "EPS": 1e-6}), ("backward", {})],
 )
 def test_compiles_for_hopper(kernel: str, norm: dict[str, Any]):
-    how = expanded_op.FORWARD if kernel == "forward" else expanded_op.BACKWARD
+    how = expanded.FORWARD if kernel == "forward" else expanded.BACKWARD
     fixed = {"x_token": 1024, "C": 8192, "SUBHEADS": 8, "SILU": True, "TILE": how.tokens, **norm}
     other = {"T": "i32", "tiles": "i32", "x_batch": "i32", "dtaps": "*fp32"}
     assert shared_memory(GLUON, kernel, fixed, other) <= MOST // how.programs

@@ -12,7 +12,8 @@ from .hopper import shared_memory
 from .test_features import PACKED, STAGES, Arguments, agree, assert_same, inputs, results
 
 pytest.importorskip("triton")
-from kernels.features import triton_op, triton_token
+from kernels.features.gpu import op as gpu_op
+from kernels.features.gpu import token
 
 # what is small and quick there would be a compilation each on a device
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
@@ -21,8 +22,8 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
-    allocate = triton_op.new
-    for module in (triton_op, triton_token):
+    allocate = gpu_op.new
+    for module in (gpu_op, token):
         monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 
 
@@ -30,7 +31,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several runs in few tokens, and several blocks in few channels."""
     for name, value in (("SHORTEST", 4), ("LOAD", 32)):
-        monkeypatch.setattr(triton_op, name, value)
+        monkeypatch.setattr(gpu_op, name, value)
 
 
 def single(T: int, **options: Any) -> Arguments:
@@ -182,7 +183,7 @@ def test_continuing_without_gradient_is_one_launch(T: int, history: bool, monkey
     with torch.no_grad():
         with kernels.backend("reference"):
             expected = kernels.features(**a, activation="silu", norm="l2", return_history=True)
-        monkeypatch.setattr(triton_op, "continued", None)
+        monkeypatch.setattr(gpu_op, "continued", None)
         with kernels.backend("triton"):
             found = kernels.features(**a, activation="silu", norm="l2", return_history=True)
     torch.testing.assert_close(found, expected)
@@ -231,7 +232,7 @@ def test_one_token_of_several_streams_is_one_launch(chosen: tuple[int, ...], mon
     with torch.no_grad():
         alone = [together([a], "triton")[0] for a in given]
         expected = together(given, "reference")
-        monkeypatch.setattr(triton_op, "run", None)
+        monkeypatch.setattr(gpu_op, "run", None)
         found = together(given, "triton")
         with kernels.backend("triton"):  # outside: what chooses cannot be traced
             compiled = torch.compile(every, backend="aot_eager", fullgraph=True)(given)
@@ -267,8 +268,8 @@ def test_the_gates_of_a_token_in_the_same_launch(M: int, chosen: tuple[int, ...]
     with torch.no_grad():
         with kernels.backend("reference"):
             expected = with_gates(given, inputs)
-        monkeypatch.setattr(triton_op, "run", None)
-        monkeypatch.setattr(import_module("kernels.delta_gates.triton_op"), "delta_gates", None)
+        monkeypatch.setattr(gpu_op, "run", None)
+        monkeypatch.setattr(import_module("kernels.delta_gates.gpu.op"), "delta_gates", None)
         with kernels.backend("triton"):
             found = with_gates(given, inputs)
             compiled = torch.compile(with_gates, backend="aot_eager", fullgraph=True)(given, inputs)
@@ -436,7 +437,7 @@ def test_programs_fill_whole_waves():
     """A last wave of a few programs would take as long as any other."""
     room = 132 * 16
     for B, T, heads in ((8, 4096, 64), (8, 4096, 8), (1, 65536, 8), (32, 2048, 64), (4, 4096, 12)):
-        programs = triton_op.cut(B, T, heads, 128, "l2", 128, room, triton_op.TOKENS, 3).programs
+        programs = gpu_op.cut(B, T, heads, 128, "l2", 128, room, gpu_op.TOKENS, 3).programs
         assert 0.9 < programs / room / -(-programs // room) <= 1
 
 
@@ -445,13 +446,13 @@ def test_programs_fill_whole_waves():
 def test_a_stride_may_be_one_unit(kernel: str):
     """Triton compiles arguments that are 1 as constants, which have no methods; the interpreter does not."""
     missing = dict.fromkeys(("bias", "history", "cu_seqlens", "tail", "dhistory"))
-    sizes = {"UNIT": 16, "C": 16, "W": 4, "HEADS": 1, "SIZE": 16, "BLOCK": 16, "TOKENS": triton_op.TOKENS}
+    sizes = {"UNIT": 16, "C": 16, "W": 4, "HEADS": 1, "SIZE": 16, "BLOCK": 16, "TOKENS": gpu_op.TOKENS}
     stages = {"ACTIVATION": "silu", "NORM": "l2", "EPS": 1e-6}
     strides = dict.fromkeys(("x_row", "dy_row", "dx_row"), 1)
     numbers = dict.fromkeys(("T", "length", "documents", "x_batch", "dy_batch", "dx_batch"), "i32")
-    names = import_module("kernels.features.triton_kernels").__dict__[kernel].arg_names
+    names = import_module("kernels.features.gpu.kernels").__dict__[kernel].arg_names
     fixed = {name: x for name, x in {**missing, **sizes, **stages, **strides}.items() if name in names}
-    shared_memory("kernels.features.triton_kernels", kernel, fixed, {**numbers, "dtaps": "*fp32"}, warps=1)
+    shared_memory("kernels.features.gpu.kernels", kernel, fixed, {**numbers, "dtaps": "*fp32"}, warps=1)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.delta_rule import flashqla_op
+from kernels.delta_rule.gpu import flashqla
 
 from .recurrences import DECAYS, assert_same, inputs, results
 
@@ -32,7 +32,7 @@ def stand_in(q, k, v, g, beta, *, scale, initial_state, cu_seqlens, output_final
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashQLA, for tensors of any size on any device."""
-    monkeypatch.setattr(flashqla_op, "refusal", lambda a: None)
+    monkeypatch.setattr(flashqla, "refusal", lambda a: None)
     monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(chunk_gated_delta_rule=stand_in))
 
 
@@ -70,8 +70,8 @@ def test_repeated_heads_are_repeated_again_for_the_gradients(R: int, longer: int
     def keeping(*streams: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         return stand_in(*map(Keeping.apply, streams[:3]), *streams[3:], **options)
 
-    made, repeat = [], flashqla_op.repeated
-    monkeypatch.setattr(flashqla_op, "repeated", lambda *given: made.append(given[0].shape) or repeat(*given))
+    made, repeat = [], flashqla.repeated
+    monkeypatch.setattr(flashqla, "repeated", lambda *given: made.append(given[0].shape) or repeat(*given))
     monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(chunk_gated_delta_rule=keeping))
     a = inputs(70, R=R, E=3, state=False, dtype=torch.float32)
     leaves = [a[name].requires_grad_() for name in "qkv"]
@@ -137,7 +137,7 @@ def test_gpus_and_packages_that_are_missing(capability: tuple[int, int], said: s
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    monkeypatch.setattr(flashqla_op, "find_spec", lambda name: None)
+    monkeypatch.setattr(flashqla, "find_spec", lambda name: None)
     with FakeTensorMode(), torch.device("cuda"), kernels.backend("flashqla"):
         x = torch.empty(1, 4, 2, 128, dtype=torch.bfloat16)
         with pytest.raises(kernels.UserError, match=f"'flashqla', which {said}"):

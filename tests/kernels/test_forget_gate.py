@@ -14,7 +14,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
-    module = pytest.importorskip("kernels.forget_gate.triton_op")
+    module = pytest.importorskip("kernels.forget_gate.gpu.op")
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 
@@ -118,7 +118,7 @@ def test_low_rank_by_the_formula(backend: str, rank: int, size: int, given: tupl
 
 @pytest.fixture
 def low_rank_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("kernels.forget_gate.triton_low_rank")
+    module = pytest.importorskip("kernels.forget_gate.gpu.low_rank")
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 

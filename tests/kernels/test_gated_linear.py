@@ -21,7 +21,7 @@ def inputs(*shape: int, outputs: int = 6, dtype: torch.dtype = torch.float32) ->
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
-    module = pytest.importorskip("kernels.gated_linear.triton_op")
+    module = pytest.importorskip("kernels.gated_linear.gpu.op")
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *given: allocate(*given).fill_(torch.nan))
 

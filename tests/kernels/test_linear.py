@@ -15,7 +15,7 @@ SHAPES = [(1, 1, 1), (1, 70, 33), (2, 64, 100), (2, 1025, 5), (1, 2300, 129)]  #
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
-    module = pytest.importorskip("kernels.linear.triton_op")
+    module = pytest.importorskip("kernels.linear.gpu.op")
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 

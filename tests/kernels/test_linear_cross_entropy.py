@@ -166,11 +166,11 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 def op(monkeypatch: pytest.MonkeyPatch):
     """The Triton op, where what nobody wrote is not a number."""
     pytest.importorskip("triton")
-    from kernels.linear_cross_entropy import triton_op
+    from kernels.linear_cross_entropy.gpu import op as gpu_op
 
-    allocate = triton_op.new
-    monkeypatch.setattr(triton_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
-    return triton_op
+    allocate = gpu_op.new
+    monkeypatch.setattr(gpu_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    return gpu_op
 
 
 @interpreted

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.documents import Documents
+from kernels.core.documents import Documents
 
 from .recurrences import PACKED, inputs, results
 
 pytest.importorskip("triton")
-from kernels.linear_recurrence import triton_op, triton_plan
-from kernels.triton import plan
+from kernels.gpu import plan
+from kernels.linear_recurrence.gpu import op as gpu_op
+from kernels.linear_recurrence.gpu import plan as gpu_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the fast way for decays per channel overflows where the slow one takes over
@@ -35,8 +36,8 @@ def poison() -> Iterator[None]:
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Segments of two chunks instead of sixteen."""
-    monkeypatch.setattr(triton_plan, "BLOCK", 128)
-    monkeypatch.setattr(triton_plan, "RESIDENT", 1000)
+    monkeypatch.setattr(gpu_plan, "BLOCK", 128)
+    monkeypatch.setattr(gpu_plan, "RESIDENT", 1000)
     plan.of_rows.cache_clear()
     yield
     plan.of_rows.cache_clear()
@@ -169,16 +170,16 @@ def test_gradient_of_a_strong_constant_decay(decays: tuple[float, float], docume
     ],
 )
 def test_long_heads_are_cut(gate: str, K: int, V: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 16)
+    monkeypatch.setattr(gpu_op, "largest", lambda op, dtype, device: 16)
     compare(inputs(9, gate=gate, B=2, G=1, E=2, K=K, V=V, dtype=torch.float32), subheads=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_a_long_head_is_cut_into_few_parts(gate: str, monkeypatch: pytest.MonkeyPatch):
-    heads, op = [], triton_op._op
-    monkeypatch.setattr(triton_op, "_op", lambda q, *rest: heads.append(q.shape[2]) or op(q, *rest))
-    monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 16)
+    heads, op = [], gpu_op.recurrence
+    monkeypatch.setattr(gpu_op, "recurrence", lambda q, *rest: heads.append(q.shape[2]) or op(q, *rest))
+    monkeypatch.setattr(gpu_op, "largest", lambda op, dtype, device: 16)
     a = inputs(9, gate=gate, G=1, K=37, V=18, documents=[0, 2, 2, 9], dtype=torch.float32)
     compare(a)
     assert heads == [3]
@@ -189,10 +190,12 @@ def test_a_long_head_is_cut_into_few_parts(gate: str, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", ["none", "head", "channel"])
 def test_parts_of_a_head_are_whole_blocks(gate: str, monkeypatch: pytest.MonkeyPatch):
-    sizes, op = [], triton_op._op
-    monkeypatch.setattr(triton_op, "_op", lambda q, k, v, *rest: sizes.append((q.shape, v.shape)) or op(q, k, v, *rest))
-    monkeypatch.setattr(triton_op, "largest", lambda op, dtype, device: 32)
-    monkeypatch.setattr(triton_op, "_whole", lambda part, dtype: -(-part // 8) * 8)  # in fp32, too
+    sizes, op = [], gpu_op.recurrence
+    monkeypatch.setattr(
+        gpu_op, "recurrence", lambda q, k, v, *rest: sizes.append((q.shape, v.shape)) or op(q, k, v, *rest)
+    )
+    monkeypatch.setattr(gpu_op, "largest", lambda op, dtype, device: 32)
+    monkeypatch.setattr(gpu_op, "_whole", lambda part, dtype: -(-part // 8) * 8)  # in fp32, too
     compare(inputs(9, gate=gate, G=1, R=2, E=2, K=20, V=41, documents=[0, 2, 2, 9], dtype=torch.float32), subheads=2)
     assert [(q[-1], v[-1]) for q, v in sizes] == [(24, 24)]
 

@@ -8,7 +8,7 @@ Compilers change, and nothing but a comparison of outputs *and* gradients would 
 - Two warpgroups do not wait for each other's products: results that do not repeat.
 - Keys of 16 and 32 beside values of 64: wrong dq and dk of the delta rule; see `test_real_sizes` in
   `test_delta_rule_triton.py`.
-- One stage with blocks of 32: see the table in `kernels/triton/launches.py`, of which `test_every_launch` there and
+- One stage with blocks of 32: see the table in `kernels/gpu/launch_table.py`, of which `test_every_launch` there and
   `test_device` in `test_linear_recurrence_triton.py` try every entry.
 - Heads of 132 and 200 channels with a decay per head: wrong results or illegal accesses of the linear recurrence,
   which pads them since; `test_device` has such sizes.

@@ -9,7 +9,7 @@ from torch import Tensor
 import kernels
 
 pytest.importorskip("triton")
-from kernels.norm import triton_op
+from kernels.norm.gpu import op as gpu_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATES = ("none", "last", "first")
@@ -22,8 +22,8 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
-    allocate = triton_op.new
-    monkeypatch.setattr(triton_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    allocate = gpu_op.new
+    monkeypatch.setattr(gpu_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 
 
 def inputs(*shape: int, gate: str = "last", weight: bool = True) -> Arguments:

@@ -13,8 +13,8 @@ from .recurrences import assert_same, results
 from .test_selective_scan import inputs
 
 pytest.importorskip("triton")
-from kernels.selective_scan import triton_op
-from kernels.triton import plan
+from kernels.gpu import plan
+from kernels.selective_scan.gpu import op as gpu_op
 
 PACKED = [0, 0, 3, 20, 20, 20, 37, 53, 53]  # empty at the start, inside and at the end; one full chunk
 ARGUMENTS = ("x", "log_decay", "rate", "b", "c", "initial_state")
@@ -36,8 +36,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 16 tokens, in parts of 4."""
-    monkeypatch.setattr(triton_op, "SHORT", 16)
-    monkeypatch.setattr(triton_op, "PART", 4)
+    monkeypatch.setattr(gpu_op, "SHORT", 16)
+    monkeypatch.setattr(gpu_op, "PART", 4)
 
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: object) -> dict[str, Tensor]:

@@ -95,7 +95,7 @@ def test_where_a_gradient_is_wanted_nothing_is_overwritten(op: str, backend: str
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="runs the kernels in the interpreter")
 def test_the_ops_are_registered_properly():
-    from kernels.linear_recurrence import triton_step  # noqa: F401
+    from kernels.linear_recurrence.gpu import step as gpu_step  # noqa: F401
 
     a = arguments("beta", "head")
     given = (a["q"], a["k"], a["v"], a["log_decay"], a["beta"], a["initial_state"], 0.5, E)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import kernels
-from kernels.documents import documents
+from kernels.core.documents import documents
 from kernels.window_attention import CANDIDATES, candidates, flash, flex
 from kernels.window_attention.arguments import Attention, check
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mixers
-from kernels.documents import documents, places
+from kernels.core.documents import documents, places
 from mixers import LinearMixer, Site, TokenMixer
 from mixers.base import positions
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels.delta_rule import WHOLE
-from kernels.triton import launches
-from kernels.triton.launch_file import KERNELS, launch_file
-from kernels.triton.miscompilations import miscompiled
+from kernels.gpu import launch_table
+from kernels.gpu.launch_file import KERNELS, launch_file
+from kernels.gpu.miscompilations import miscompiled
 from zoo.benchmarks.cases import Case, Shape, Tensors
 from zoo.benchmarks.device import DTYPES
 from zoo.benchmarks.gate import Gate
@@ -52,15 +52,15 @@ def present(target: Target, device: torch.device) -> Entry | None:
     if target.kernel == "delta_rule.long" and target.size <= WHOLE:
         return None  # such heads do not run on it
     dtype, op = DTYPES[target.dtype], target.kernel.partition(".")[0]
-    size = target.size if op == "delta_rule" else min(target.size, launches.largest(op, dtype, device))
-    entry = launches.optional(target.kernel, size, dtype, device)
+    size = target.size if op == "delta_rule" else min(target.size, launch_table.largest(op, dtype, device))
+    entry = launch_table.optional(target.kernel, size, dtype, device)
     return None if entry is None else {number: getattr(entry, number) for number in KERNELS[target.kernel]}
 
 
 def is_cut(target: Target, device: torch.device) -> bool:
     """Return whether heads of this size are cut into pieces."""
     op, dtype = target.kernel.partition(".")[0], DTYPES[target.dtype]
-    return op == "linear_recurrence" and target.size > launches.largest(op, dtype, device)
+    return op == "linear_recurrence" and target.size > launch_table.largest(op, dtype, device)
 
 
 def around(entry: Entry) -> list[Entry]:

@@ -1,7 +1,7 @@
 """The benchmarked ops: their inputs, costs and references."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from kernels.backend import choose
 from zoo.benchmarks.device import DTYPES
 from zoo.benchmarks.gate import Gate
 
@@ -70,14 +69,9 @@ class Case:
     def _implementation(self) -> str:
         """The name of the implementation that runs."""
         package = importlib.import_module(f"kernels.{self.op.function}")
-        implementations: Mapping[str, Callable[..., Any]] = package.IMPLEMENTATIONS
-        if getattr(package, "LARGEST", self.shape.D) < self.shape.D:
-            implementations = {
-                name: implementation for name, implementation in implementations.items() if name != "triton"
-            }
         with kernels.backend(self.backend):
-            chosen = choose(self.op.function, implementations, self.inputs["v"])
-        return next(name for name, implementation in implementations.items() if implementation is chosen)
+            name: str = package.OP.backend(self.inputs["v"])
+        return name
 
     def call(self, inputs: Tensors, backend: str | None = None) -> Tensor:
         """The outputs [B,T,H,D]."""

@@ -15,7 +15,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
-from kernels.triton.launch_file import KERNELS, NAMES, launch_file
+from kernels.gpu.launch_file import KERNELS, NAMES, launch_file
 from mixers import did_you_mean
 from zoo.benchmarks import candidate
 from zoo.benchmarks.candidate import ALONE, Entry, Target

@@ -89,9 +89,7 @@ class Case:
 def ops() -> list[str]:
     """The ops of `kernels`: its functions whose module lists implementations to choose from."""
     functions = {name: getattr(kernels, name) for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))}
-    return [
-        name for name, function in functions.items() if hasattr(sys.modules[function.__module__], "IMPLEMENTATIONS")
-    ]
+    return [name for name, function in functions.items() if hasattr(sys.modules[function.__module__], "OP")]
 
 
 def cases(size: int) -> list[Case]:

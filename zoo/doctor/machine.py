@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from kernels.triton.launches import TABLE
-from kernels.triton.miscompilations import known_of, miscompiled
+from kernels.gpu.launch_table import TABLE
+from kernels.gpu.miscompilations import known_of, miscompiled
 from zoo.config.find import CONFIGS
 from zoo.data.text.cache import cache_folder
 from zoo.doctor.finding import Finding, found

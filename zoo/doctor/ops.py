@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.backend import choose
 from zoo.benchmarks.gate import Gate, relative_error
 from zoo.doctor.cases import LENGTH, Case, Tensors, cases, ops
 from zoo.doctor.finding import Finding, found
@@ -64,12 +63,11 @@ def attempted(subject: str, check: str, run: Callable[[], Finding]) -> Finding:
 
 def path(case: Case, device: torch.device) -> Finding:
     """Report the implementation that runs by default."""
-    implementations = sys.modules[getattr(kernels, case.op).__module__].IMPLEMENTATIONS
+    op = sys.modules[getattr(kernels, case.op).__module__].OP
     tensor = next(iter(case.on(device, torch.float32).inputs.values()))
-    chosen = choose(case.op, implementations, tensor)
-    name = next(name for name, implementation in implementations.items() if implementation is chosen)
+    name = op.backend(tensor)
     # an op without Triton kernels may use those of PyTorch
-    expected = "triton" if device.type == "cuda" and "triton" in implementations else "torch"
+    expected = "triton" if device.type == "cuda" and "triton" in op.implementations else "torch"
     return Finding(case.name, "path", "passed" if name == expected else "noted", name, {"implementation": name})
 
 

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 
 from kernels import UserError, at_least_fp32
-from kernels.documents import places
+from kernels.core.documents import places
 from mixers.arguments import check_sizes
 
 Pooling = Literal["mean", "last"]

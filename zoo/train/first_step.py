@@ -21,7 +21,7 @@ def compile_ahead(model: nn.Module, loss: Callable[[], Tensor]) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters or parameters[0].device.type != "cuda" or find_spec("triton") is None:
         return
-    from kernels.triton.enqueue import compiling_ahead  # not every platform has Triton
+    from kernels.gpu.launch import compiling_ahead  # not every platform has Triton
 
     with torch.random.fork_rng([parameters[0].device]), compiling_ahead():
         torch.autograd.grad(loss(), parameters, allow_unused=True)

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from kernels.documents import tracked
+from kernels.core.documents import tracked
 from kernels.errors import UserError
 from mixers import ContextParallel, TokenMixer, takes_context_parallel
 from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, load_weights

@@ -77,13 +77,13 @@ def test_rows_of_kernels(tmp_path):
 
 def test_a_wrong_implementation_has_no_time(monkeypatch, command, desk):
     package = importlib.import_module("kernels.linear_recurrence")
-    right = package.IMPLEMENTATIONS["torch"]
+    right = package.OP.implementations["torch"]
 
     def wrong(a):
         o, state = right(a)
         return o * 1.01, state
 
-    monkeypatch.setitem(package.IMPLEMENTATIONS, "torch", wrong)
+    monkeypatch.setitem(package.OP.implementations, "torch", wrong)
     done = command(
         "bench", "kernels", "--ops=linear_head,delta_rule", "--shapes=[[1,1,40,8]]", "--lengths=[]", "--seconds=0.01"
     )
@@ -163,13 +163,13 @@ def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pyte
 @pytest.mark.slow
 def test_a_wrong_model_is_not_timed(monkeypatch, tmp_path):
     package = importlib.import_module("kernels.delta_rule")
-    right = package.IMPLEMENTATIONS["torch"]
+    right = package.OP.implementations["torch"]
 
     def leaking(a):
         o, state = right(a)
         return o.flip(1), state
 
-    monkeypatch.setitem(package.IMPLEMENTATIONS, "torch", leaking)
+    monkeypatch.setitem(package.OP.implementations, "torch", leaking)
     trained = bench_training(["gated_deltanet.yaml", *PLAIN], batch_size=1, length=8, steps=1, folder=str(tmp_path))
     decoded = bench_decode(["gated_deltanet.yaml", *PLAIN], batch_sizes=[1], positions=[4], folder=str(tmp_path))
     for report in (trained, decoded):
@@ -183,7 +183,7 @@ def test_a_wrong_model_is_not_timed(monkeypatch, tmp_path):
 def test_a_slightly_wrong_model_is_not_timed(config, monkeypatch, tmp_path):
     """Not even where the norms of outputs are made to forgive the rounding of first tokens."""
     package = importlib.import_module("kernels.linear_recurrence")
-    right = package.IMPLEMENTATIONS["torch"]
+    right = package.OP.implementations["torch"]
 
     def cut(decay):
         return decay if decay is None or decay.dim() == 1 else decay[:, 64:]
@@ -193,7 +193,7 @@ def test_a_slightly_wrong_model_is_not_timed(config, monkeypatch, tmp_path):
         o, state = right(a)
         return torch.cat([o[:, :64], last[0]], 1), state  # nothing is carried into the second chunk
 
-    monkeypatch.setitem(package.IMPLEMENTATIONS, "torch", forgetting)
+    monkeypatch.setitem(package.OP.implementations, "torch", forgetting)
     report = bench_training([config, *PLAIN], batch_size=1, length=80, steps=1, folder=str(tmp_path))
     assert report.failed
     assert "off by" in report.table().caption

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import kernels
-from kernels.delta_rule import triton_plan
-from kernels.triton import launch_file, launches
-from kernels.triton.launches import TABLE, Launch, launch, optional
-from kernels.triton.miscompilations import miscompiled
+from kernels.delta_rule.gpu import plan as gpu_plan
+from kernels.gpu import launch_file, launch_table
+from kernels.gpu.launch_table import TABLE, Launch, launch, optional
+from kernels.gpu.miscompilations import miscompiled
 from zoo.benchmarks import candidate
 from zoo.benchmarks.candidate import ALONE, Target, around, cases, fits
 from zoo.benchmarks.cases import Case, Shape
@@ -40,7 +40,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Non
 
 
 def forget() -> None:
-    for cached in (launches.capability, launches._entry, launches._largest, launch_file.version, launch_file._for):
+    for cached in (
+        launch_table.capability,
+        launch_table._entry,
+        launch_table._largest,
+        launch_file.version,
+        launch_file._for,
+    ):
         cached.cache_clear()
     launch_file.read.cache_clear()
 
@@ -100,16 +106,16 @@ def test_a_smaller_built_in_entry_is_nearer(hopper: None, tmp_path: Path):
 
 
 def test_longer_heads_need_an_entry_of_every_kernel(ampere: None, tmp_path: Path):
-    assert launches.largest("linear_recurrence", BF16, GPU) == 64
+    assert launch_table.largest("linear_recurrence", BF16, GPU) == 64
     one = written(tmp_path, CARRY, capability=(8, 0))
     with launch_file.launch_file(one):
-        assert launches.largest("linear_recurrence", BF16, GPU) == 64
+        assert launch_table.largest("linear_recurrence", BF16, GPU) == 64
     names = [name for name in TABLE if name.startswith("linear_recurrence")]
     (tmp_path / "all").mkdir()
     every = written(tmp_path / "all", *({**CARRY, "kernel": name} for name in names), capability=(8, 0))
     with launch_file.launch_file(every):
-        assert launches.largest("linear_recurrence", BF16, GPU) == 128
-        assert launches.largest("linear_recurrence", FP32, GPU) == 32
+        assert launch_table.largest("linear_recurrence", BF16, GPU) == 128
+        assert launch_table.largest("linear_recurrence", FP32, GPU) == 32
 
 
 def test_a_file_for_another_gpu_is_not_used(hopper: None, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -126,7 +132,7 @@ def test_a_file_for_another_gpu_is_not_used(hopper: None, tmp_path: Path, caplog
 
 @pytest.mark.slow
 def test_the_environment_names_the_file(tmp_path: Path):
-    code = "from kernels.triton import launch_file; import sys; sys.stdout.write(repr(launch_file.current()))"
+    code = "from kernels.gpu import launch_file; import sys; sys.stdout.write(repr(launch_file.current()))"
     for value, expected in (("here.json", "'here.json'"), ("", "None")):
         environment = {**os.environ, "ZOO_LAUNCH": value}
         command = [sys.executable, "-c", code]
@@ -205,16 +211,16 @@ def test_present_entries_fit(size: int, itemsize: int, hopper: None):
 
 @pytest.mark.parametrize("processors", [108, 128, 132, 160])
 def test_cases_reach_the_kernel_that_is_meant(processors: int, hopper: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton_plan, "multiprocessors", lambda device: processors)
+    monkeypatch.setattr(gpu_plan, "multiprocessors", lambda device: processors)
     for size in (64, 128):
         forward, narrow = (optional(f"delta_rule.{name}", size, BF16, GPU) for name in ("forward", "narrow"))
         for name in ("forward", "backward", "narrow"):
             used, segments = set(), set()
             for timed in (True, False):
                 for _, (B, H, T, D) in cases(Target(f"delta_rule.{name}", size, 2), timed=timed):
-                    room = triton_plan.fitting(forward, B * H, D, GPU)
-                    cut = triton_plan.segments(room, -(-T // 64)) > 1
-                    found = triton_plan.whole(forward, narrow, B * H, D, GPU)
+                    room = gpu_plan.fitting(forward, B * H, D, GPU)
+                    cut = gpu_plan.segments(room, -(-T // 64)) > 1
+                    found = gpu_plan.whole(forward, narrow, B * H, D, GPU)
                     used.add("narrow" if found == narrow and not cut else "wide")
                     segments.add(cut)
             assert used == {"narrow"} if name == "narrow" else "wide" in used
@@ -306,7 +312,7 @@ def test_heads_that_are_cut_stay_so_unless_it_pays(alone: float, kept: bool, amp
     _, record = tuned(_targets("linear_recurrence", [128], "bf16"), time, tmp_path)
     assert bool(record["entries"]) == kept
     with launch_file.launch_file(tmp_path / "out" / "launch.json"):
-        assert launches.largest("linear_recurrence", BF16, GPU) == (128 if kept else 64)
+        assert launch_table.largest("linear_recurrence", BF16, GPU) == (128 if kept else 64)
     _, record = tuned(_targets("carry", [128], "bf16"), time, tmp_path)  # one of five is no use
     assert not record["entries"]
 
@@ -365,7 +371,7 @@ def test_what_is_wrong_or_does_not_repeat_fails(checked, monkeypatch: pytest.Mon
         o, state = right(a)
         return o * special.get(len(calls), 1), state
 
-    monkeypatch.setitem(package.IMPLEMENTATIONS, "torch", wrong)
+    monkeypatch.setitem(package.OP.implementations, "torch", wrong)
     special = {1: 1.01}  # the first call is the candidate's, the second the one it is compared with
     assert "o is off by 1.0e-02" in checked()
     calls.clear()

@@ -19,7 +19,7 @@ import kernels
 import mixers
 import zoo
 from kernels import UserError
-from kernels.triton.launches import TABLE, Launch
+from kernels.gpu.launch_table import TABLE, Launch
 from zoo.doctor.ahead import compile_ahead, side_by_side
 from zoo.doctor.cases import cases, ops
 from zoo.doctor.machine import compiler, packages
@@ -35,7 +35,7 @@ def module(op: str) -> Any:
 
 def plant(patch: pytest.MonkeyPatch, op: str, fault: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the implementation of an op that runs here by a faulty one."""
-    implementations = module(op).IMPLEMENTATIONS
+    implementations = module(op).OP.implementations
     patch.setitem(implementations, RUNNING, fault(implementations[RUNNING]))
 
 

@@ -1,0 +1,180 @@
+"""The arguments that both matrix-state recurrences share, checked once, and the shapes that follow from them."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .autograd import plain
+from .documents import Documents, documents
+
+FEW_CHANNELS = 512  # of a head's keys in all subheads: so many of its states take little memory
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """`x` in fp32, or unchanged if it is in fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@dataclass  # not frozen: that takes five times as long to construct
+class Recurrences:
+    """Checked arguments of a recurrence over B rows.
+
+    Letters: G key heads, R value heads per key head (H = G·R), E subheads. There are H·E recurrences; recurrence
+    h·E + e reads key head (h // R)·E + e and value head h.
+    """
+
+    q: Tensor  # [B,T,G·E,K]
+    k: Tensor  # [B,T,G·E,K]
+    v: Tensor  # [B,T,H,V]
+    log_decay: Tensor | None  # [H·E] | [B,T,H·E] | [B,T,H·E,K]
+    beta: Tensor | None  # [B,T,H·E]
+    subheads: int
+    scale: float
+    initial_state: Tensor | None  # [N,H·E,K,V]
+    cu_seqlens: Tensor | None  # [N+1]
+    consume_state: bool = False  # whether `first_state()` may be overwritten; never if autograd may need it
+    keep_states: bool = False  # whether kernels keep the states before all chunks, if there is to be a backward pass
+
+    @property
+    def differentiated(self) -> bool:
+        """Return whether a gradient is needed."""
+        tensors = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+    @property
+    def documents(self) -> Documents | None:
+        if self.cu_seqlens is None:
+            return None
+        return documents(self.cu_seqlens, self.v.shape[1], self.v.shape[0], self.q.device)
+
+    @property
+    def groups(self) -> int:
+        return self.q.shape[2] // self.subheads
+
+    @property
+    def repeats(self) -> int:
+        return self.v.shape[2] // self.groups
+
+    @property
+    def sequences(self) -> int:
+        return self.v.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        return (self.sequences, self.v.shape[2] * self.subheads, self.q.shape[3], self.v.shape[3])
+
+    def first_state(self) -> Tensor:
+        """The initial state, or zeros: [N,H·E,K,V], at least fp32."""
+        if self.initial_state is not None:
+            return at_least_fp32(self.initial_state)
+        return self.v.new_zeros(self.state_shape, dtype=torch.promote_types(self.v.dtype, torch.float32))
+
+    def own_state(self) -> Tensor:
+        """A contiguous initial state to overwrite: the given one if `consume_state` allows it, else a copy."""
+        first = self.first_state().contiguous()
+        return first.clone() if first is self.initial_state and not self.consume_state else first
+
+
+def one_token(a: Recurrences) -> bool:
+    """Return whether every sequence has a single token, as in decoding."""
+    return a.v.shape[1] == 1 and a.cu_seqlens is None
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    subheads: int,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    per_channel: bool,
+    consume_state: bool = False,
+    keep_states: bool | None = None,
+) -> Recurrences:
+    """Check shapes, dtypes and devices; every message starts with the argument's name.
+
+    Raises:
+        ValueError: An argument does not fit the others.
+    """
+    if q.dim() != 4:
+        raise ValueError(f"q: expected [B,T,heads,K], got shape {tuple(q.shape)}")
+    B, T, key_heads, K = shape = q.shape
+    if v.dim() != 4 or v.shape[:2] != (B, T):
+        raise ValueError(f"v: expected [{B},{T},H,V] as q has it, got shape {tuple(v.shape)}")
+    if T < 1:
+        raise ValueError("q: a sequence needs at least one token")
+    H = v.shape[2]
+    if k.shape != shape:
+        raise ValueError(f"k: expected the shape of q, {tuple(shape)}, got {tuple(k.shape)}")
+    if subheads < 1 or key_heads % subheads:
+        raise ValueError(f"subheads: {subheads} does not divide the {key_heads} heads of q")
+    if H % (key_heads // subheads):
+        raise ValueError(f"v: {H} value heads are no multiple of the {key_heads // subheads} key heads")
+    count = H * subheads
+    if log_decay is not None:
+        allowed = [(count,), (B, T, count)] + ([(B, T, count, K)] if per_channel else [])
+        if tuple(log_decay.shape) not in allowed:
+            raise ValueError(
+                f"log_decay: expected one of {', '.join(map(str, allowed))}, got shape {tuple(log_decay.shape)}"
+            )
+        check_decay(log_decay)
+    if beta is not None and beta.shape != (B, T, count):
+        raise ValueError(f"beta: expected [{B},{T},{count}], got shape {tuple(beta.shape)}")
+    scale = K**-0.5 if scale is None else scale
+    consume_state = consume_state and _may_change(q, k, v, log_decay, beta, initial_state)
+    keep_states = subheads * K <= FEW_CHANNELS if keep_states is None else keep_states
+    fields = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
+    result = Recurrences(*fields, consume_state, keep_states)
+    if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
+        documents(cu_seqlens, T, B, q.device)
+    if initial_state is not None and tuple(initial_state.shape) != result.state_shape:
+        raise ValueError(f"initial_state: expected {result.state_shape}, got shape {tuple(initial_state.shape)}")
+    device, dtype = q.device, q.dtype
+    for name, x in dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state).items():
+        if x is None:
+            continue
+        if not x.is_floating_point():
+            raise ValueError(f"{name}: expected a floating dtype, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name}: is on {x.device}, but q is on {device}")
+    for name, x in dict(q=q, k=k, v=v).items():
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name}: the last axis must be contiguous, its stride is {x.stride(-1)}")
+        if x.dtype != dtype:
+            raise ValueError(f"{name}: is {x.dtype}, but q is {dtype}")
+    return result
+
+
+def _may_change(*tensors: Tensor | None) -> bool:
+    """Return whether the state, which is the last tensor, may be overwritten in a call with the other tensors."""
+    state = tensors[-1]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return False
+    if state is None:
+        return True
+    # inference tensors are read-only outside inference mode; compiled code cannot query the mode
+    inside = torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not state.is_inference()
+    return inside and state.is_contiguous()
+
+
+def check_decay(log_decay: Tensor) -> None:
+    """Refuse a log decay above 0 on the CPU; on a device, the call would have to wait for its values.
+
+    A single token is not checked either, since that would take long compared with a step of decoding.
+
+    Raises:
+        ValueError: A log decay is positive, or a constant one is not a number.
+    """
+    single = log_decay.dim() > 1 and log_decay.shape[1] == 1
+    if single or not (log_decay.is_cpu and log_decay.numel() and plain((log_decay,))):
+        return
+    largest = float(log_decay.detach().amax())
+    # NaN in decays per step is left to training, which looks for it in the loss
+    if largest > 0 or (log_decay.dim() == 1 and math.isnan(largest)):
+        raise ValueError(f"log_decay: must be ≤ 0, got {largest:g}")

@@ -1,0 +1,297 @@
+"""The (gated) delta rule in Triton: the sizes, the layout and the launches of a call."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.documents import Documents
+from ...gpu.launch import DIRECT, Prepared, cdiv, next_power_of_2
+from ...gpu.launch_table import HOPPER, Launch, capability, launch, multiprocessors, optional
+from ...gpu.layout import CHUNK, layout, most_chunks
+from ...gpu.plan import Plan, prepared
+from .. import WHOLE
+from .chunk_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
+from .prepare import prepare
+from .sequential_pass import combine, scan_backward, scan_forward
+from .sequential_pass_long import long_backward, long_forward
+
+IN_GLUON = 128  # channels of keys for which there are kernels in Gluon; those of values, too, for all gradients in one
+FULL = 0.6  # share of the device that its programs must fill: with half of it, three passes are as fast
+THIRD, FOURTH = 168, 128  # registers per thread at which as many programs of four warps fit on a multiprocessor
+FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
+Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+class DeltaRule(Plan):
+    """The plan of a call: M = H·E recurrences over N sequences, which have at most `slots` chunks.
+
+    Args:
+        q: Shape of the queries [B,T,G·E,K].
+        v: Shape of the values [B,T,H,V].
+        subheads: Subheads E per head.
+        scale: Factor on the output.
+        dtype: Dtype of q, k and v.
+        device: Device of q, k and v.
+        documents: Number of documents packed into one row; None without packing.
+    """
+
+    def __init__(
+        self,
+        q: torch.Size,
+        v: torch.Size,
+        subheads: int,
+        scale: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        documents: int | None,
+    ):
+        super().__init__(dtype, device)
+        (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q, v[2:], subheads
+        self.G = heads // subheads
+        self.R, self.M = self.H // self.G, self.H * subheads
+        # what launches are chosen by; no program holds more than a block of values, however many there are
+        self.size = max(self.K, min(self.V, WHOLE))
+        self.long = self.K > WHOLE
+        self.scale, self.documents = scale, documents
+        chunks = -(-self.T // CHUNK)
+        self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.T, documents)
+        together = chunks if documents is None else self.slots
+        # If sequences are cut: chunks per segment, and the largest possible number of segments.
+        rows = self.B if documents is None else 1
+        # a batch may be empty
+        count = 1 if self.long else segments(self._room(max(1, rows) * self.M), together)
+        self.segment = -(-together // count)
+        self.most = 0 if count == 1 else rows * count if documents is None else 2 * count
+
+    def place(self, packed: Documents | None) -> None:
+        """Cut the sequences into segments; packed documents only if one of them is long."""
+        segment = self.segment
+        if packed and max(stop - start for start, stop in packed.spans) < FEWEST_SEGMENTS * segment * CHUNK:
+            segment = -(-self.T // CHUNK)  # cutting the longest would not finish it much sooner
+        self.layout = layout(packed, self.B, self.T, CHUNK, CHUNK, segment * CHUNK, self.device)
+        self.cut = self.layout.cut
+        first, count = self.layout.sequences.unbind(1)
+        self.ends = first, first + count - 1  # the first and the last segment of each sequence
+        if self.halved:
+            half = -(-self.T // (2 * CHUNK)) * CHUNK
+            self.halves = layout(None, self.B, self.T, CHUNK, CHUNK, half, self.device).segments
+            self.second_halves = self.halves[1::2].contiguous()
+
+    @cached_property
+    def kept(self) -> Shapes:
+        """Shapes and dtypes of what `prepare` stores of all chunks, and of what the pass along time saves."""
+        B, T, V, M, K, slots = self.B, self.T, self.V, self.M, self.K, self.slots
+        pairs = ((slots, M, CHUNK, CHUNK), self.dtype)
+        bounds = (slots if self.most or self.halved else 0, M)
+        of_chunks: Shapes = [pairs, pairs, ((slots, M, 4, CHUNK), torch.float32), (bounds, torch.float32)]
+        states, transition = ((slots, M, K, V), self.dtype), ((self.most, M, K, K), torch.float32)
+        return [*of_chunks, ((B, T, M, V), self.dtype), states, transition]
+
+    def shapes(self, count: int) -> Shapes:
+        """Shapes and dtypes of the op's outputs: o, the final states, and the first `count` of what gradients need."""
+        results: Shapes = [
+            ((self.B, self.T, self.H, self.V), self.dtype),
+            ((self.N, self.M, self.K, self.V), torch.float32),
+        ]
+        return [*results, *self.kept[:count], *(((0,), dtype) for _, dtype in self.kept[count:])]
+
+    @cached_property
+    def at_once(self) -> bool:
+        """Return whether one pass computes all gradients: where it can, and its programs fill the device."""
+        return self._fits_at_once and (self.halved or self._fills(len(self.layout.segments) * self.M))
+
+    @cached_property
+    def halved(self) -> bool:
+        """Return whether that pass alone runs over two segments of each sequence, as its programs fill half of the
+        device.
+
+        The gradients between the two come from the pass along time, over the second, with nothing to combine.
+        """
+        rows = self.documents is None and self.most == 0 and -(-self.T // CHUNK) >= 2 * FEWEST_CHUNKS
+        programs = self.B * self.M
+        fits = self._fits_at_once and 2 * programs <= multiprocessors(self.device)
+        return rows and fits and self._fills(2 * programs) and not self._fills(programs)
+
+    def _fills(self, programs: int) -> bool:
+        """Return whether programs that need a multiprocessor each leave few of them idle in their last wave."""
+        places = multiprocessors(self.device)
+        return programs >= FULL * cdiv(programs, places) * places
+
+    @cached_property
+    def in_gluon(self) -> bool:
+        """Return whether the device and the keys are those of the kernels in Gluon."""
+        return DIRECT and self.K == IN_GLUON and self.dtype == torch.bfloat16 and hopper(self.device)
+
+    @property
+    def _fits_at_once(self) -> bool:
+        return self.in_gluon and self.V == IN_GLUON
+
+    def _room(self, recurrences: int) -> int:
+        """Into how many segments to cut the sequences, so that their programs fill the device."""
+        room = fitting(self.entry("forward"), recurrences, self.V, self.device)
+        return max(room, multiprocessors(self.device) // recurrences) if self._fits_at_once else room
+
+    def states(self) -> Tensor:
+        """One uninitialised state per segment."""
+        return self.new(self.layout.segments.shape[0], self.M, self.K, self.V, dtype=torch.float32)
+
+    def entry(self, kernel: str) -> Launch:
+        """The launch configuration of a kernel."""
+        return launch(f"delta_rule.{kernel}", self.size, self.dtype, self.device)
+
+    def pass_entry(self, kernel: str) -> Launch:
+        """The launch configuration of a pass along time."""
+        if self.long:
+            return self.entry("long")
+        wide = self.entry(kernel)
+        narrow = optional("delta_rule.narrow", self.size, self.dtype, self.device)
+        return wide if self.cut else whole(wide, narrow, self.N * self.M, self.V, self.device)
+
+    def blocks(self, kernel: str) -> tuple[int, int, int]:
+        """Sizes of the blocks of keys and of values, and the number of blocks of keys."""
+        entry = self.entry(kernel)
+        keys = min(entry.keys, key_block(self.K))
+        return keys, min(entry.values, block(self.V)), cdiv(self.K, keys)
+
+    def registers(self, entry: Launch) -> int | None:
+        """Most registers per thread. Three programs then fit, with a few spills; the compiler would use 195 to 242."""
+        return THIRD if self.dtype == torch.bfloat16 and entry.warps == 4 else None
+
+    def _prepared(self, kernel: Any, entry: Launch, programs: int, **constants: Any) -> Prepared:
+        exact = self.dtype == torch.float32
+        # Triton's interpreter gets bf16 arithmetic wrong: loads convert to fp32 immediately
+        dtype = tl.float32 if exact or INTERPRETED else tl.bfloat16
+        precision = "tf32x3" if exact and not INTERPRETED else "ieee"
+        sizes: dict[str, Any] = {
+            "M": self.M,
+            "E": self.E,
+            "R": self.R,
+            "K": self.K,
+            "DTYPE": dtype,
+            "PRECISION": precision,
+        }
+        warps, stages = entry.warps, entry.stages
+        return Prepared(kernel, programs, self.scale, **sizes, **constants, num_warps=warps, num_stages=stages)
+
+    @prepared
+    def prepare(self, gate: str) -> Prepared:
+        """Inverse, scores and gates: one program per chunk and recurrence."""
+        programs = self.layout.chunks.shape[0] * self.M
+        if self.in_gluon:
+            from .hopper_prepare import prepare as in_gluon  # the interpreter and other devices do without Gluon
+
+            sizes: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "GATE": gate}
+            return Prepared(in_gluon, programs, self.scale, **sizes, num_warps=4, maxnreg=FOURTH)
+        entry = self.entry("prepare")
+        merge = "ieee" if INTERPRETED else "tf32x3" if self.dtype == torch.float32 else "tf32"
+        constants = {"BK": min(entry.keys, key_block(self.K)), "GATE": gate, "MERGE": merge}
+        return self._prepared(prepare, entry, programs, **constants, maxnreg=self.registers(entry))
+
+    def _along_time(self, kernel: Any, entry: Launch, segments: int, V: int) -> Prepared:
+        """One program per segment, recurrence and block of values."""
+        BV = min(entry.values, block(V))
+        BK = entry.keys if self.long else key_block(self.K)
+        sizes = {"V": V, "BK": BK, "STAGES": entry.stages, "BV": BV}
+        return self._prepared(kernel, entry, segments * self.M * cdiv(V, BV), **sizes)
+
+    @prepared
+    def forward(self, segments: int, columns: int) -> Prepared:
+        """The pass along time over the first `segments` segments, with states [K,columns]."""
+        kernel = long_forward if self.long else scan_forward
+        return self._along_time(kernel, self.pass_entry("forward"), segments, columns)
+
+    @prepared
+    def backward(self, segments: int) -> Prepared:
+        """Launch of the reverse pass along time, for the gradients."""
+        kernel = long_backward if self.long else scan_backward
+        return self._along_time(kernel, self.pass_entry("backward"), segments, self.V)
+
+    @prepared
+    def combine(self, reverse: bool) -> Prepared:
+        """From the map of each segment to the states before all segments, or in reverse the gradients after them."""
+        BV, precision = 16, "ieee" if INTERPRETED else "tf32x3"
+        constants: dict[str, Any] = {
+            "K": self.K,
+            "V": self.V,
+            "BK": 64,
+            "BV": BV,
+            "REVERSE": reverse,
+            "STAGES": 2 if self.K <= 128 else 1,  # of longer keys, two do not fit
+            "PRECISION": precision,
+        }
+        return Prepared(combine, self.N * self.M * cdiv(self.V, BV), self.M, **constants, num_warps=4)
+
+    @prepared
+    def one_pass(self) -> Prepared:
+        """All gradients but that of the log decay: one program per segment and recurrence."""
+        from .hopper_backward import gradients  # the interpreter and other devices do without Gluon
+
+        programs = len(self.halves if self.halved else self.layout.segments) * self.M
+        return Prepared(gradients, programs, self.scale, M=self.M, E=self.E, R=self.R, num_warps=8)
+
+    def _over_chunks(self, kernel: Any, name: str, **constants: Any) -> Prepared:
+        """One program per chunk, recurrence and block of keys."""
+        entry, (keys, values, parts) = self.entry(name), self.blocks(name)
+        sizes = {"V": self.V, "BK": keys, "BV": values, "STAGES": entry.stages}
+        return self._prepared(kernel, entry, self.layout.chunks.shape[0] * self.M * parts, **sizes, **constants)
+
+    @prepared
+    def gradient_of_queries(self) -> Prepared:
+        """The gradients of q and β."""
+        return self._over_chunks(gradient_of_queries, "dq")
+
+    @prepared
+    def gradient_of_keys(self) -> Prepared:
+        """The gradient of k."""
+        return self._over_chunks(gradient_of_keys, "dk", maxnreg=self.registers(self.entry("dk")))
+
+    @prepared
+    def gradient_of_log_decay(self, gate: str) -> Prepared:
+        """The gradient of the log decay: one program per chunk and recurrence."""
+        parts: dict[str, Any] = {"QUERY_PARTS": self.blocks("dq")[2], "KEY_PARTS": self.blocks("dk")[2], "WAYS": 1}
+        if self.at_once:
+            parts = {"QUERY_PARTS": 4, "KEY_PARTS": 2, "WAYS": CHUNK}
+        programs = self.layout.chunks.shape[0] * self.M
+        return Prepared(gradient_of_log_decay, programs, self.M, GATE=gate, **parts, num_warps=1)
+
+
+def hopper(device: torch.device) -> bool:
+    """Return whether this is a Hopper GPU."""
+    return device.type == "cuda" and capability(device) == HOPPER
+
+
+def segments(room: int, chunks: int) -> int:
+    """Number of segments that the passes along time cut each sequence into, if `room` segments fill the device.
+
+    Segments cost two more passes, so that a few of them, or short ones, gain nothing.
+    """
+    count = min(room, chunks // FEWEST_CHUNKS)
+    # every segment has a chunk
+    return -(-chunks // -(-chunks // count)) if count >= FEWEST_SEGMENTS else 1
+
+
+def whole(wide: Launch, narrow: Launch | None, recurrences: int, V: int, device: torch.device) -> Launch:
+    """The launch configuration of a pass over sequences that are not cut."""
+    return narrow if narrow and fitting(wide, recurrences, V, device) > 1 else wide
+
+
+def fitting(wide: Launch, recurrences: int, V: int, device: torch.device) -> int:
+    """Return how many times the programs of a pass fit on the device."""
+    return multiprocessors(device) // (max(1, recurrences) * -(-V // wide.values))
+
+
+def block(size: int) -> int:
+    """The block that holds a whole axis: matrix products need a power of two, at least 16."""
+    return max(16, next_power_of_2(size))
+
+
+def key_block(size: int) -> int:
+    """Block size of keys, as `value_block`. With 64 values, blocks of 16 and 32 give wrong gradients on Hopper with
+    Triton 3.6.
+    """
+    return max(64, block(size))

@@ -1,0 +1,260 @@
+"""The passes of the (gated) delta rule that carry a state: one program per segment, recurrence and block of values.
+
+Letters as in `chunk.py` and `triton_prepare.py`. From chunk to chunk, forward and then backward in time:
+
+    W = V − e^b ⊙ K S      U = inverse W      O = scale · e^b ⊙ Q S + scores W      S ← e^{b_C} S + (e^{b_C − b} K)ᵀ U
+    dV = scoresᵀ dO + inverseᵀ (e^{b_C − b} ⊙ K dS)      dS ← e^{b_C} dS + (e^b Q)ᵀ dO · scale − (e^b K)ᵀ dV
+
+Where there are too few recurrences to fill the device, a sequence is cut into segments that run in parallel. A segment
+maps the state before it to transition · S + local. Both come from the same pass without outputs: the local part from
+S = 0, the transition from S = I and no values; `combine` then computes the states at the cuts. Backward in time it is
+the same with the transition transposed. Where decays erase what a segment knew, its local part is that of its last
+chunks alone (backward in time, of its first), and the transition is zero: neither pass visits the other chunks.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+# ruff: noqa: RUF005
+# ruff: noqa: SIM102
+
+import triton
+import triton.language as tl
+
+from ...gpu.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens
+
+ERASED = tl.constexpr(-100.0)  # log2 of a transition that leaves nothing of a state, in fp32
+FARTHEST = tl.constexpr(256)  # chunks
+
+
+@triton.jit
+def remembered(bounds, first, chunks, m, M: tl.constexpr, REVERSE: tl.constexpr):
+    """On how many chunks of a segment the state at its end (in reverse, at its start) depends, and on no state before.
+
+    At most `FARTHEST` chunks are looked at; beyond them, nothing counts as erased.
+    """
+    i = tl.arange(0, FARTHEST)
+    c = i if REVERSE else chunks - 1 - i
+    bound = tl.load(bounds + (first + c).to(tl.int64) * M + m, mask=i < chunks, other=0.0)
+    nearest = tl.min(tl.where(tl.cumsum(bound, 0) <= ERASED, i, FARTHEST), 0)
+    erased = nearest < FARTHEST
+    return tl.where(erased, nearest + 1, chunks), erased
+
+
+@triton.jit
+def scan_forward(
+    q,
+    k,
+    v,
+    inverse,
+    scores,
+    gates,
+    bounds,  # of chunks, for what a segment does to the state; None for whole passes
+    initial,
+    o,
+    u,
+    states,
+    final,
+    segments,
+    scale,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    column = (tl.program_id(0) % BLOCKS) * BV
+    recurrence = tl.program_id(0) // BLOCKS
+    n, m = recurrence // M, recurrence % M
+    start, stop, first = segment_at(segments, n)
+    keys: tl.constexpr = M // R  # heads of q and k
+    values: tl.constexpr = M // E  # and of v
+    head = (m // (E * R)) * E + m % E
+    q += head * K
+    k += head * K
+    if v is not None:
+        v += (m // E) * V
+    if o is not None:
+        o += m * V
+    if u is not None:
+        u += m * V
+    r = tl.arange(0, CHUNK)
+
+    state = recurrence.to(tl.int64) * (K * V)
+    chunks = tl.cdiv(stop - start, CHUNK)
+    begin = 0
+    if initial is not None:
+        S = load_state(initial + state, 0, column, K, V, BK, BV, tl.float32)
+    else:
+        S = tl.zeros([BK, BV], tl.float32)
+    if bounds is not None:
+        count, erased = remembered(bounds, first, chunks, m, M, False)
+        if v is None:
+            one = tl.where(erased, 0.0, 1.0)
+            S = tl.where(tl.arange(0, BK)[:, None] == (column + tl.arange(0, BV))[None, :], one, 0.0)
+            begin = tl.where(erased, chunks, 0)
+        else:
+            begin = chunks - count
+    before = S.to(DTYPE)
+    if states is not None:
+        if chunks > 0:
+            store_state(states + (first.to(tl.int64) * M + m) * (K * V), 0, column, K, V, BK, BV, before)
+    # Three stages are short of registers, and spills would make them slower than two. So what a chunk leaves in memory
+    # is stored at its end, when few values are live, and head counts are constants, so that addresses take few.
+    for c in tl.range(begin, chunks, num_stages=STAGES):
+        token = start + c * CHUNK
+        tile = (first + c).to(tl.int64) * M + m
+        at = gates + tile * (4 * CHUNK)
+        shrink, keep, total = tl.load(at + r), tl.load(at + CHUNK + r), tl.load(at + (CHUNK - 1))
+        keys_here = load_tokens(k, token, stop, keys * K, 0, K, BK, DTYPE)
+        solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
+        update = tl.dot(keys_here, before, input_precision=PRECISION) * -shrink[:, None]
+        if v is not None:
+            update += load_tokens(v, token, stop, values * V, column, V, BV, DTYPE).to(tl.float32)
+        W = update.to(DTYPE)
+        U = tl.dot(solve, W, input_precision=PRECISION)
+        if o is not None:
+            queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
+            weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
+            O = tl.dot(queries, before, input_precision=PRECISION) * (shrink * scale)[:, None]
+            O = tl.dot(weights, W, O, input_precision=PRECISION)
+        S = tl.dot(tl.trans(keys_here), (U * keep[:, None]).to(DTYPE), S * total, input_precision=PRECISION)
+        before = S.to(DTYPE)
+        if u is not None:
+            store_tokens(u, token, stop, M * V, column, V, BV, U)
+        if o is not None:
+            store_tokens(o, token, stop, M * V, column, V, BV, O)
+        if states is not None:
+            if c + 1 < chunks:
+                store_state(states + (tile + M) * (K * V), 0, column, K, V, BK, BV, before)
+    store_state(final + state, 0, column, K, V, BK, BV, S)
+
+
+@triton.jit
+def scan_backward(
+    q,
+    k,
+    do,
+    inverse,
+    scores,
+    gates,
+    bounds,
+    dfinal,
+    dv,
+    dstates,
+    dinitial,
+    segments,
+    scale,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    column = (tl.program_id(0) % BLOCKS) * BV
+    recurrence = tl.program_id(0) // BLOCKS
+    n, m = recurrence // M, recurrence % M
+    start, stop, first = segment_at(segments, n)
+    keys: tl.constexpr = M // R  # heads of q and k
+    values: tl.constexpr = M // E  # and of v
+    head = (m // (E * R)) * E + m % E
+    q += head * K
+    k += head * K
+    do += (m // E) * V
+    if dv is not None:
+        dv += m * V
+    r = tl.arange(0, CHUNK)
+
+    state = recurrence.to(tl.int64) * (K * V)
+    if dfinal is not None:
+        dS = load_state(dfinal + state, 0, column, K, V, BK, BV, tl.float32)
+    else:
+        dS = tl.zeros([BK, BV], tl.float32)
+    chunks = tl.cdiv(stop - start, CHUNK)
+    begin = 0
+    if bounds is not None:
+        count, _ = remembered(bounds, first, chunks, m, M, True)
+        begin = chunks - count
+    for i in tl.range(begin, chunks, num_stages=STAGES):
+        c = chunks - 1 - i
+        token = start + c * CHUNK
+        tile = (first + c).to(tl.int64) * M + m
+        at = gates + tile * (4 * CHUNK)
+        shrink, keep, total = tl.load(at + r), tl.load(at + CHUNK + r), tl.load(at + (CHUNK - 1))
+        keys_here = load_tokens(k, token, stop, keys * K, 0, K, BK, DTYPE)
+        weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
+        dO = load_tokens(do, token, stop, values * V, column, V, BV, DTYPE)
+        solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
+        queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
+        after = dS.to(DTYPE)
+        if dstates is not None:
+            store_state(dstates + tile * (K * V), 0, column, K, V, BK, BV, after)
+        dU = tl.dot(keys_here, after, input_precision=PRECISION) * keep[:, None]
+        dV = tl.dot(tl.trans(weights), dO, input_precision=PRECISION)
+        dV = tl.dot(tl.trans(solve), dU.to(DTYPE), dV, input_precision=PRECISION)
+        if dv is not None:
+            store_tokens(dv, token, stop, M * V, column, V, BV, dV)
+        read = (dO.to(tl.float32) * (shrink * scale)[:, None]).to(DTYPE)
+        dS = tl.dot(tl.trans(queries), read, dS * total, input_precision=PRECISION)
+        seen = (dV * -shrink[:, None]).to(DTYPE)
+        dS = tl.dot(tl.trans(keys_here), seen, dS, input_precision=PRECISION)
+    store_state(dinitial + state, 0, column, K, V, BK, BV, dS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def combine(
+    transition,
+    local,
+    end,
+    states,
+    sequences,  # [sequences,2]: first segment, segments
+    M,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The states before all segments, or in reverse the gradients after them, from the one at that end."""
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    column = (tl.program_id(0) % BLOCKS) * BV
+    recurrence = tl.program_id(0) // BLOCKS
+    n, m = recurrence // M, recurrence % M
+    first = tl.load(sequences + n * 2)
+    count = tl.load(sequences + n * 2 + 1)
+    known_at = (first + (count - 1 if REVERSE else 0)).to(tl.int64) * M + m
+    S = ()  # in blocks of rows
+    for row in tl.static_range(0, K, BK):
+        if end is not None:
+            block = load_state(end + recurrence.to(tl.int64) * (K * V), row, column, K, V, BK, BV, tl.float32)
+        else:
+            block = tl.zeros([BK, BV], tl.float32)
+        store_state(states + known_at * (K * V), row, column, K, V, BK, BV, block)
+        S = S + (block,)
+    for i in tl.range(0, count - 1, num_stages=STAGES):
+        here = (first + (count - 1 - i if REVERSE else i)).to(tl.int64) * M + m
+        there = here - M if REVERSE else here + M
+        following = ()
+        for row in tl.static_range(0, K, BK):
+            block = load_state(local + here * (K * V), row, column, K, V, BK, BV, tl.float32)
+            for inner in tl.static_range(0, K, BK):
+                if REVERSE:
+                    A = tl.trans(load_state(transition + here * (K * K), inner, row, K, K, BK, BK, tl.float32))
+                else:
+                    A = load_state(transition + here * (K * K), row, inner, K, K, BK, BK, tl.float32)
+                block = tl.dot(A, S[inner // BK], block, input_precision=PRECISION)
+            store_state(states + there * (K * V), row, column, K, V, BK, BV, block)
+            following = following + (block,)
+        S = following

@@ -1,0 +1,192 @@
+"""Features of an expanded stream: product, convolution, activation and norm in one launch (Hopper, bf16).
+
+The gradient of the product is computed in another launch, from the arguments alone, or with a norm (whose gradient
+would need sums over channels there) from the product. Two batched products make of it the gradients of the stream and
+the matrix.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.allocation import new
+from ...core.autograd import Gradients, register
+from ...core.recompute import remake
+from ...gpu.launch import DIRECT, Prepared, cdiv
+from ...gpu.launch_table import HOPPER, capability, multiprocessors
+from ...gpu.reductions import add_parts
+from ...head_linear import Arguments as Product
+from ...head_linear import compute as multiply
+from ...head_linear import differentiate as differentiate_product
+from ..arguments import FeatureStream
+from ..stages import EPS
+from .op import Arguments as Features
+from .op import differentiate as differentiate_features
+from .op import strided
+
+SIZE, TAPS = 128, 4  # what the kernels are written for: channels of a head before and after, inputs of the convolution
+ACTIVATIONS, NORMS = ("identity", "silu"), ("none", "l2")
+WARPS = 8
+MOST_WAVES = 8  # of programs
+
+
+class Launch(NamedTuple):
+    """Launch configuration of a kernel."""
+
+    tokens: int  # of a tile
+    registers: int  # of a thread
+    programs: int  # side by side on a multiprocessor
+
+
+FORWARD, BACKWARD = Launch(64, 80, 3), Launch(64, 128, 2)
+
+
+def fits(stream: FeatureStream) -> bool:
+    """Return whether the kernels can take the arguments, on this device."""
+    x, product, weight = stream.x, stream.product, stream.weight
+    return (
+        product is not None
+        and weight is not None
+        and (x.shape[3], stream.size, stream.taps) == (SIZE, SIZE, TAPS)
+        and stream.activation in ACTIVATIONS
+        and stream.norm in NORMS
+        and all(unsupported is None for unsupported in (stream.bias, stream.history, stream.cu_seqlens))
+        and not stream.return_history
+        and x.shape[1] >= FORWARD.tokens
+        and x.dtype == torch.bfloat16
+        and on_hopper(x.device)
+    )
+
+
+def on_hopper(device: torch.device) -> bool:
+    """Return whether a device has the instructions that the kernels need, with a Triton version that was tested."""
+    return DIRECT and device.type == "cuda" and capability(device) == HOPPER
+
+
+class Shape(NamedTuple):
+    """Sizes that a launch depends on."""
+
+    B: int
+    T: int
+    heads: int
+    subheads: int
+    activation: str
+    norm: str
+    multiprocessors: int
+
+
+def shape_of(x: Tensor, product: Tensor, activation: str, norm: str) -> Shape:
+    """The shape of a call."""
+    B, T, heads, _ = x.shape
+    return Shape(B, T, heads, product.shape[2] // SIZE, activation, norm, multiprocessors(x.device))
+
+
+@lru_cache(maxsize=256)
+def cut(tiles: int, columns: int, room: int) -> tuple[int, int]:
+    """Into how many runs to cut the tiles of a sequence, and how many tiles each has.
+
+    A program costs one tile more, for its matrix; a last wave that fills little of the device takes as long as any.
+    """
+    candidates = {cdiv(tiles, cdiv(tiles, max(1, waves * room // columns))) for waves in range(1, MOST_WAVES + 1)}
+    runs = min(candidates, key=lambda n: (cdiv(n * columns, room) * (cdiv(tiles, n) + 1), n))
+    return runs, cdiv(tiles, runs)
+
+
+@lru_cache(maxsize=256)
+def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[Prepared, int]:
+    """The launch for an x of this shape and these strides, and the number of its runs in each sequence."""
+    from . import expanded_kernels as gluon_expanded  # the interpreter and other devices do without Gluon
+
+    kernel, how = (gluon_expanded.backward, BACKWARD) if backward else (gluon_expanded.forward, FORWARD)
+    columns = shape.heads * shape.subheads
+    tiles = cdiv(shape.T, how.tokens - (2 if backward else 1) * (TAPS - 1))
+    runs, each = cut(tiles, max(1, shape.B) * columns, how.programs * shape.multiprocessors)
+    normalised: dict[str, Any] = {} if backward else {"L2": shape.norm == "l2", "EPS": EPS}
+    prepared = Prepared(
+        kernel,
+        shape.B * runs * columns,
+        shape.T,
+        each,
+        row,
+        x_token=token,
+        C=columns * SIZE,
+        SUBHEADS=shape.subheads,
+        SILU=shape.activation == "silu",
+        TILE=how.tokens,
+        **normalised,
+        num_warps=WARPS,
+        maxnreg=how.registers,
+    )
+    return prepared, runs
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op, which `FeatureStream` explains."""
+
+    x: Tensor
+    product: Tensor
+    weight: Tensor
+    activation: str
+    norm: str
+
+
+def compute(args: Arguments) -> tuple[Tensor]:
+    """y [B,T,heads·subheads,128]."""
+    x, product, weight, activation, norm = args
+    y = new(x, *x.shape[:2], weight.shape[0] // SIZE, SIZE)
+    x, *strides = strided(x)
+    queue, _ = launch(False, shape_of(x, product, activation, norm), *strides)
+    queue(x, product.to(x.dtype).contiguous(), weight.contiguous(), y)
+    return (y,)
+
+
+def fake(args: Arguments) -> tuple[Tensor]:
+    """An empty tensor of the shape and dtype that `compute` returns."""
+    return (args.x.new_empty(*args.x.shape[:2], args.weight.shape[0] // SIZE, SIZE),)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+) -> Gradients:
+    """The gradients of all tensors."""
+    assert gradients[0] is not None
+    x, product, weight, activation, norm = args
+    if norm != "none":  # with a norm, the product is worth its memory
+        z = multiply(Product(x, product))[0].view(*x.shape[:2], -1, SIZE)
+        features = Features(z, weight, None, None, None, activation, norm)
+        wanted: Any = features._replace(weight=needed.weight)
+        of_features = differentiate_features(gradients, (), wanted, features)
+        dz = of_features["x"]
+        assert dz is not None
+        dz = dz.view(*x.shape[:3], -1)
+        return {**_of_product(dz, needed, args), "weight": of_features["weight"]}
+    dy = gradients[0].contiguous()
+    dz = new(x, *x.shape[:3], product.shape[2])
+    source, *strides = strided(x)
+    queue, runs = launch(True, shape_of(x, product, activation, norm), *strides)
+    dtaps = new(x, x.shape[0] * runs, TAPS, weight.shape[0], dtype=torch.float32)
+    queue(source, product.to(x.dtype).contiguous(), weight.contiguous(), dy, dz, dtaps)
+    dweight = add_parts(dtaps, weight.dtype)[:, None]
+    return {**_of_product(dz, needed, args), "weight": dweight}
+
+
+def _of_product(dz: Tensor, needed: Any, args: Arguments) -> Gradients:
+    """The gradients of x and of the matrices."""
+    wanted: Any = Product(needed.x, needed.product)
+    gradients = differentiate_product([dz], (), wanted, Product(args.x, args.product))
+    return {"x": gradients["x"], "product": gradients["weight"]}
+
+
+apply = register("expanded_features", compute, differentiate, fake)
+
+
+def forward(stream: FeatureStream) -> tuple[Tensor, None]:
+    """y [B,T,heads,size]; inside `recomputing()` it is not saved by what follows, unless the stream says so."""
+    assert stream.product is not None
+    assert stream.weight is not None
+    args = (stream.x, stream.product, stream.weight, stream.activation, stream.norm)
+    (y,) = apply(*args)
+    return y if stream.kept else remake(y, lambda *args: compute(Arguments(*args))[0], *args), None

@@ -1,0 +1,246 @@
+"""Features in Triton: one launch forward and one backward, which saves only the arguments and is bitwise repeatable."""
+
+import math
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.allocation import new
+from ...core.autograd import Gradients, register
+from ...core.fused_gradients import gradient_for
+from ...core.recompute import noted, remake
+from ...gpu.launch import Prepared, cdiv, next_power_of_2
+from ...gpu.launch_table import multiprocessors
+from ...gpu.reductions import add_parts
+from ..arguments import FeatureStream
+from ..convolution import continued
+from ..stages import EPS
+from . import kernels as triton_kernels
+
+LOAD = 256  # bytes per load of a warp, 8 per thread: with 16, too few warps have room
+# warps that run side by side on a multiprocessor; in the backward pass, which loads gradients too, each has twice the
+# registers. Forward there is room for 32, but runs as long as a power of two keep to the same channels of memory.
+WARPS, WARPS_BACKWARD = 28, 16
+REGISTERS_BACKWARD = 128  # of a thread, so that there is room for these warps: left alone, the compiler takes 163
+TOKENS = 4  # per iteration
+ALIGNED = 16  # channels: more would not fit into one load
+SHORTEST = 16  # tokens of a run: the W − 1 before or after it are read as well
+MOST_WAVES = 4  # of programs, one after the other on the same multiprocessors
+
+
+class Cut(NamedTuple):
+    """Partition of the work: `runs` of `length` tokens in each row, by blocks of `heads` heads of `size` channels."""
+
+    heads: int
+    size: int
+    block: int  # the power of two that holds a head
+    length: int
+    runs: int
+    programs: int
+    warps: int  # per program
+    tokens: int  # per iteration
+
+
+def number_of_runs(T: int, columns: int, room: int) -> int:
+    """Into how many runs to cut T tokens, each of which takes `columns` warps, where `room` warps run side by side.
+
+    A last wave that fills little of the device takes as long as any other.
+    """
+    runs = [max(1, waves * room // columns) for waves in range(1, MOST_WAVES + 1)]
+    return min(runs, key=lambda n: cdiv(n * columns, room) * (cdiv(T, n) + SHORTEST))
+
+
+@cache
+def cut(
+    B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: int, tokens: int, beyond: int = 0
+) -> Cut:
+    """Cut x [B,T,heads,size] for `warps` warps of `channels` channels each, if there is enough work.
+
+    A run together with the `beyond` tokens that are read after it takes a whole number of iterations of `tokens`.
+    """
+    C = heads * size
+    if norm == "none":  # then heads do not matter
+        together, size = 1, min(channels, next_power_of_2(C))
+    else:
+        together = max(1, min(channels // next_power_of_2(size), next_power_of_2(heads)))
+    block, blocks = next_power_of_2(size), cdiv(C, together * size)
+    each = max(1, together * block // channels)
+    runs = number_of_runs(T, max(1, B) * blocks * each, warps)  # a batch may be empty
+    length = cdiv(max(SHORTEST, cdiv(T, runs)) + beyond, tokens) * tokens - beyond
+    runs = cdiv(T, length)
+    return Cut(together, size, block, length, runs, B * runs * blocks, each, tokens)
+
+
+def strided(x: Tensor) -> tuple[Tensor, int, int]:
+    """x [B,T,heads,size] with the channels of a token contiguous, and the strides of rows and tokens."""
+    heads, size = x.shape[2:]
+    _, _, head, channel = x.stride()
+    if (channel != 1 and size > 1) or (head != size and heads > 1):
+        x = x.contiguous()
+    return x, x.stride(0), x.stride(1)
+
+
+@lru_cache(maxsize=1024)
+def launch(
+    backward: bool,
+    pieces: Cut,
+    shape: tuple[int, ...],
+    taps: int,
+    activation: str,
+    norm: str,
+    documents: int,
+    *strides: int,
+) -> Prepared:
+    """The launch for an x of this shape; `strides` are those of the rows and tokens of all streams."""
+    unit = math.gcd(ALIGNED, *strides)
+    return Prepared(
+        triton_kernels.backward if backward else triton_kernels.forward,
+        pieces.programs,
+        shape[1],
+        pieces.length,
+        documents,
+        *(stride // unit for stride in strides),
+        UNIT=unit,
+        C=shape[2] * shape[3],
+        W=taps,
+        HEADS=pieces.heads,
+        SIZE=pieces.size,
+        BLOCK=pieces.block,
+        TOKENS=pieces.tokens,
+        ACTIVATION=activation,
+        NORM=norm,
+        EPS=EPS,
+        num_warps=pieces.warps,
+        maxnreg=REGISTERS_BACKWARD if backward else None,
+    )
+
+
+def parameters(
+    weight: Tensor | None, bias: Tensor | None, history: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The parameters, contiguous; a convolution of one tap has no history."""
+    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
+    return weight, bias, None if history is None or not history.shape[1] else history.contiguous()
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op, which `features` explains."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    history: Tensor | None
+    cu_seqlens: Tensor | None
+    activation: str
+    norm: str
+
+
+def run(args: Arguments, tail: Tensor | None = None) -> Tensor:
+    """y, shaped as x [B,T,heads,size]; writes the last W − 1 inputs into `tail` [B,W−1,C]."""
+    x, weight, bias, history, cu_seqlens, activation, norm = args
+    weight, bias, history = parameters(weight, bias, history)
+    x, *strides = strided(x)
+    pieces = cut(*x.shape, norm, LOAD // x.element_size(), WARPS * multiprocessors(x.device), TOKENS)
+    y = new(x)
+    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    tensors = (weight, bias, history, cu_seqlens)
+    taps = 1 if weight is None else weight.shape[2]
+    launch(False, pieces, x.shape, taps, activation, norm, documents, *strides)(x, *tensors, y, tail)
+    return y
+
+
+def compute(args: Arguments) -> tuple[Tensor]:
+    """y, shaped as x [B,T,heads,size]."""
+    return (run(args),)
+
+
+def fake(args: Arguments) -> tuple[Tensor]:
+    """An empty tensor of the shape and dtype that `compute` returns."""
+    return (args.x.new_empty(args.x.shape),)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+) -> Gradients:
+    """The gradients of all tensors but `cu_seqlens`."""
+    assert gradients[0] is not None
+    x, weight, bias, history, cu_seqlens, activation, norm = args
+    initial_history = history
+    weight, bias, history = parameters(weight, bias, history)
+    dx, *dx_strides = strided(gradient_for(x, new))
+    (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
+    B, C, W = x.shape[0], x.shape[2] * x.shape[3], 1 if weight is None else weight.shape[2]
+    room = WARPS_BACKWARD * multiprocessors(x.device)
+    pieces = cut(*x.shape, norm, LOAD // x.element_size(), room, TOKENS, W - 1)
+    dtaps = dhistory = None
+    if weight is not None:
+        dtaps = new(x, B * pieces.runs, W + (bias is not None), C, dtype=torch.float32)
+    if history is not None and needed.history:
+        # at most W − 1 tokens of a document read the history, fewer in short documents
+        dhistory = torch.zeros(len(history), W - 1, W - 1, C, dtype=torch.float32, device=x.device)
+    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    tensors, strides = (weight, bias, history, cu_seqlens), [*strides, *dy_strides, *dx_strides]
+    queue = launch(True, pieces, x.shape, W, activation, norm, documents, *strides)
+    queue(x, *tensors, dy, dx, dtaps, dhistory)
+    dweight = dbias = None
+    if weight is not None and dtaps is not None:
+        total = add_parts(dtaps, weight.dtype if bias is None else torch.float32)
+        # copies if there is a bias, whose gradients lie between those of the taps
+        dweight = total[:, None, :W].to(weight.dtype).contiguous()
+        dbias = None if bias is None else total[:, W].to(bias.dtype, copy=True)
+    past = None
+    if initial_history is not None:
+        past = torch.zeros_like(initial_history) if dhistory is None else dhistory.sum(1).to(initial_history.dtype)
+    return {"x": dx, "weight": dweight, "bias": dbias, "history": past}
+
+
+features = register("features", compute, differentiate, fake)
+
+
+class StepArguments(NamedTuple):
+    """Arguments of a single token's op."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    history: Tensor | None
+    activation: str
+    norm: str
+
+
+def compute_step(args: StepArguments) -> tuple[Tensor, Tensor]:
+    """y, shaped as x [B,T,heads,size], and the last W − 1 inputs [B,W−1,C], in one launch."""
+    x, weight, bias, history, activation, norm = args
+    dtype = x.dtype if history is None else history.dtype
+    tail = new(x, x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=dtype)
+    return run(Arguments(x, weight, bias, history, None, activation, norm), tail), tail
+
+
+def fake_step(args: StepArguments) -> tuple[Tensor, Tensor]:
+    """Empty tensors of the shapes and dtypes that `compute_step` returns."""
+    x, weight, history = args.x, args.weight, args.history
+    dtype = x.dtype if history is None else history.dtype
+    return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=dtype)
+
+
+step = register("features_step", compute_step, None, fake_step, results=2)
+
+
+def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
+    """y [B,T,heads,size], and the history for the next call if it is to be returned."""
+    x, weight, bias, history = stream.x, stream.weight, stream.bias, stream.history
+    if weight is None and stream.activation == "identity" and stream.norm == "none":
+        return x, continued(stream) if stream.return_history else None
+    how = (stream.activation, stream.norm)
+    if stream.return_history and weight is not None and stream.cu_seqlens is None and not stream.differentiated:
+        y, tail = step(x, weight, bias, history, *how)
+        return y, tail
+    args = (x, weight, bias, history, stream.cu_seqlens, *how)
+    (y,) = features(*args)
+    if noted(x) and not stream.kept:
+        # an expansion of a smaller stream: neither it nor its features are worth their memory
+        y = remake(y, lambda *args: run(Arguments(*args)), *args)
+    return y, continued(stream) if stream.return_history else None

@@ -1,0 +1,46 @@
+"""The kernel paths of `features`: what runs for a stream, and for several together."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...delta_gates import GateInputs
+from ...gpu.paths import KernelPath, always, select
+from ..arguments import FeatureStream
+from . import expanded, op, token
+
+PATHS = (
+    KernelPath(
+        "with_product",
+        when=expanded.fits,
+        why="an expanded stream in bf16 on Hopper, heads of 128 channels, 4 taps, from 64 tokens on, no state: the "
+        "product by each head's matrix, convolution, activation and norm need one launch",
+        kernels=("expanded_kernels.forward",),
+    ),
+    KernelPath(
+        "one_stream",
+        when=always,
+        why="any other stream, after its product: convolution, activation and norm in one launch",
+        kernels=("kernels.forward",),
+    ),
+)
+
+
+def run(
+    streams: Sequence[FeatureStream], gates: GateInputs | None
+) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
+    """y and the history of each stream, and both gates [2,…,M] if the same launch computed them.
+
+    One token of several streams and the gates take a single launch (`token.py`).
+    """
+    paths = [select(PATHS, stream) for stream in streams]
+    inputs = [
+        stream if path.name == "with_product" else stream.multiplied()
+        for path, stream in zip(paths, streams, strict=True)
+    ]
+    if all(path.name == "one_stream" for path in paths) and token.fits(inputs, gates):
+        return token.forward(inputs, gates)
+    outputs: list[tuple[Tensor, Tensor | None]] = []
+    for path, stream in zip(paths, inputs, strict=True):
+        outputs.append(expanded.forward(stream) if path.name == "with_product" else op.forward(stream))
+    return outputs, None

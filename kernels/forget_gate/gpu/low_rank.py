@@ -1,0 +1,179 @@
+"""Gates that a few numbers per token are widened into, and their decays, in one launch: raw gates stay in registers.
+
+Forward, the decays are all that is written. Backward, their gradients are all that is read: a program computes the
+raw gates of its columns again, tile by tile, and from their gradients its part of those of x, W and the bias.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.allocation import new
+from ...core.autograd import Gradients, register
+from ...core.fused_gradients import gradient_for
+from ...discretise.gpu.op import rows_of
+from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.launch_table import multiprocessors
+from ...gpu.reductions import add_parts
+from ...gpu.tiles import sigmoid
+from ..low_rank import dtype_of
+from .op import log_sigmoid, per_channel
+
+FORWARD = {"ROWS": 64, "BLOCK": 128}
+BACKWARD = {"ROWS": 64, "BLOCK": 128}
+PROGRAMS = 2  # per multiprocessor in the backward pass
+
+
+@triton.jit
+def load_weight(weight, c, r, C: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr):
+    mask = (c < C)[:, None] & (r < R)[None, :]
+    return tl.load(weight + c[:, None] * R + r[None, :], mask=mask, other=0.0).to(DTYPE)
+
+
+@triton.jit
+def load_rows(x, row, rows, x_row, r, R: tl.constexpr):
+    mask = (row < rows)[:, None] & (r < R)[None, :]
+    return tl.load(x + row[:, None].to(tl.int64) * x_row + r[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def low_rank_forward(
+    x,  # [rows,R]
+    weight,  # [C,R]
+    bias,  # [C]
+    log_decay,  # [rows,C]
+    rows,
+    x_row,
+    scale,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    BR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    c = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)
+    r = tl.arange(0, BR)
+    X = load_rows(x, row, rows, x_row, r, R)
+    W = load_weight(weight, c, r, C, R, X.dtype)
+    wide = tl.dot(X, tl.trans(W), input_precision=PRECISION)
+    if bias is not None:
+        wide += per_channel(bias, c, C)
+    at = log_decay + row[:, None].to(tl.int64) * C + c[None, :]
+    decay = (log_sigmoid(wide) * scale).to(log_decay.dtype.element_ty)
+    tl.store(at, decay, mask=(row < rows)[:, None] & (c < C)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def low_rank_backward(
+    x,
+    weight,
+    bias,
+    dy,  # [rows,C]
+    x_parts,  # [blocks of columns,rows,R], to be summed over the blocks
+    weight_parts,  # [programs per block,R,C], to be summed over the programs
+    bias_parts,  # [programs per block,1,C], likewise
+    rows,
+    x_row,
+    scale,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    BR: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    block = tl.program_id(0) % BLOCKS
+    program, programs = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
+    c, r = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BR)
+    W = load_weight(weight, c, r, C, R, x.dtype.element_ty)
+    from_weight, from_bias = tl.zeros([BR, BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(program * ROWS, rows, programs * ROWS, num_stages=3):
+        row = first + tl.arange(0, ROWS)
+        X = load_rows(x, row, rows, x_row, r, R)
+        at, inside = row[:, None].to(tl.int64) * C + c[None, :], (row < rows)[:, None] & (c < C)[None, :]
+        wide = tl.dot(X, tl.trans(W), input_precision=PRECISION)
+        if bias is not None:
+            wide += per_channel(bias, c, C)
+        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * scale * sigmoid(-wide)
+        from_bias += tl.sum(d, 0)
+        D = d.to(X.dtype)
+        from_weight = tl.dot(tl.trans(X), D, from_weight, input_precision=PRECISION)
+        dx = tl.dot(D, W, input_precision=PRECISION)
+        into = x_parts + (block.to(tl.int64) * rows + row[:, None]) * R + r[None, :]
+        tl.store(into, dx, mask=(row < rows)[:, None] & (r < R)[None, :])
+    mask = (r < R)[:, None] & (c < C)[None, :]
+    tl.store(weight_parts + (program * R + r[:, None]) * C + c[None, :], from_weight, mask=mask)
+    if bias_parts is not None:
+        tl.store(bias_parts + program * C + c, from_bias, mask=c < C)
+
+
+def constants(x: Tensor, weight: Tensor) -> dict[str, int | str]:
+    """Compile-time constants of both kernels."""
+    C, R = weight.shape
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    return {"C": C, "R": R, "BR": max(16, next_power_of_2(R)), "PRECISION": precision}
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op, which `low_rank_forget_gate` explains."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+
+
+def compute(args: Arguments) -> tuple[Tensor]:
+    """log_decay […,C] of x […,R]."""
+    x, weight, bias, scale = args
+    y = new(x, *x.shape[:-1], weight.shape[0], dtype=dtype_of(x))
+    x, rows, x_row = rows_of(x)
+    programs = cdiv(rows, FORWARD["ROWS"]) * cdiv(weight.shape[0], FORWARD["BLOCK"])
+    sizes = {**constants(x, weight), **FORWARD}
+    enqueue(low_rank_forward, programs, x, weight, bias, y, rows, x_row, scale, **sizes, num_warps=4)
+    return (y,)
+
+
+def fake(args: Arguments) -> tuple[Tensor]:
+    """An empty tensor of the shape and dtype that `compute` returns."""
+    return (args.x.new_empty(*args.x.shape[:-1], args.weight.shape[0], dtype=dtype_of(args.x)),)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+) -> Gradients:
+    """The gradients of x, W and the bias."""
+    assert gradients[0] is not None
+    x, weight, bias, scale = args
+    dy, (C, R) = gradients[0].contiguous(), weight.shape
+    dx = gradient_for(x, new)
+    x, rows, x_row = rows_of(x)
+    blocks = cdiv(C, BACKWARD["BLOCK"])
+    programs = min(cdiv(rows, BACKWARD["ROWS"]), max(1, multiprocessors(x.device) * PROGRAMS // blocks))
+    of_x, of_weight = (new(x, *shape, dtype=torch.float32) for shape in ((blocks, rows, R), (programs, R, C)))
+    of_bias = None if bias is None else new(x, programs, 1, C, dtype=torch.float32)
+    tensors = (x, weight, bias, dy, of_x, of_weight, of_bias)
+    sizes = {**constants(x, weight), **BACKWARD}
+    enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes, num_warps=4)
+    dx.copy_(of_x.sum(0).view(dx.shape))
+    dbias = None if of_bias is None or bias is None else add_parts(of_bias, bias.dtype).view(C)
+    return {"x": dx, "weight": add_parts(of_weight, weight.dtype), "bias": dbias}
+
+
+low_rank = register("low_rank_forget_gate", compute, differentiate, fake)
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """log_decay […,C] of x […,R]."""
+    bias = None if bias is None else bias.contiguous()
+    return low_rank(x, weight.contiguous(), bias, scale)[0]

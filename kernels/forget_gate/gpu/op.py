@@ -1,0 +1,164 @@
+"""The decays of gates in one launch, and their gradients in another: each reads and writes the stream once."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.allocation import new
+from ...core.autograd import Gradients, register
+from ...core.fused_gradients import gradient_for
+from ...discretise.gpu.op import rows_of
+from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.launch_table import multiprocessors
+from ...gpu.reductions import add_parts
+from ...gpu.tiles import exp2
+from ..composition import Arguments, fake
+
+ELEMENTS, WIDEST = 2048, 512  # of a tile, and most of them in a row
+PROGRAMS = 16  # per multiprocessor in the backward pass; each stores its part of the gradients of bias and odds
+
+
+@triton.jit
+def log_sigmoid(x):
+    """log σ(x) = min(x, 0) − log(1 + e) with e = e^−|x|: the second term to a relative error of 3e-7, however small.
+
+    It is a polynomial, fitted to log(1 + e) / e over [0, 1]: a logarithm takes longer, and of 1 + e has few digits.
+    """
+    e = exp2(tl.abs(x) * -1.4426950408889634)
+    p = e * -0.00853890358 + 0.0440885619
+    p = p * e - 0.107680238
+    p = p * e + 0.177451405
+    p = p * e - 0.244954274
+    p = p * e + 0.332754738
+    p = p * e - 0.49997405
+    return tl.minimum(x, 0.0) - e * (p * e + 0.999999806)
+
+
+@triton.jit
+def per_channel(vector, c, C: tl.constexpr):
+    return tl.load(vector + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def tile_of(x, bias, first, rows, x_row, c, C: tl.constexpr, ROWS: tl.constexpr):
+    """x + bias of the rows from `first` on, their offsets in dense tensors and those in x, and the mask."""
+    r = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    inside = (r < rows) & (c < C)[None, :]
+    wide = tl.load(x + r * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        wide += per_channel(bias, c, C)
+    return wide, r * C + c[None, :], r, inside
+
+
+@triton.jit
+def log_forget(x, odds, c, C: tl.constexpr):
+    """log(σ(odds) + σ(−odds) σ(x))."""
+    log_gate = log_sigmoid(x)
+    if odds is not None:
+        at = per_channel(odds, c, C)
+        low, high = log_sigmoid(at), log_sigmoid(-at) + log_gate
+        log_gate = tl.maximum(low, high) + tl.log(1 + tl.exp(-tl.abs(low - high)))
+    return log_gate
+
+
+@triton.jit(do_not_specialize=["rows"])
+def forget_forward(
+    x, bias, odds, log_decay, rows, x_row, scale, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    c = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    wide, dense, _, inside = tile_of(x, bias, tl.program_id(0) // BLOCKS * ROWS, rows, x_row, c, C, ROWS)
+    tl.store(log_decay + dense, log_forget(wide, odds, c, C) * scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def forget_backward(
+    x,
+    bias,
+    odds,
+    dy,
+    dx,
+    parts,  # [programs per column,C,2]: gradients of bias and odds, to be summed over the programs
+    rows,
+    x_row,
+    dx_row,
+    scale,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    c = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    program, programs = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
+    from_bias, from_odds = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.range(program * ROWS, rows, programs * ROWS):
+        wide, dense, r, inside = tile_of(x, bias, first, rows, x_row, c, C, ROWS)
+        d = tl.load(dy + dense, mask=inside, other=0.0) * scale
+        if odds is None:
+            dwide = d * tl.sigmoid(-wide)
+        else:
+            at = per_channel(odds, c, C)
+            shut = log_sigmoid(-wide) - log_forget(wide, odds, c, C) + log_sigmoid(-at)
+            dwide = d * tl.exp(shut + log_sigmoid(wide))
+            from_odds += d * tl.exp(shut + log_sigmoid(at))
+        from_bias += dwide
+        tl.store(dx + r * dx_row + c[None, :], dwide.to(dx.dtype.element_ty), mask=inside)
+    if parts is not None:
+        at = parts + (program * C + c) * 2
+        tl.store(at, tl.sum(from_bias, 0), mask=c < C)
+        tl.store(at + 1, tl.sum(from_odds, 0), mask=c < C)
+
+
+def tile(size: int) -> dict[str, int]:
+    """The constants of both kernels: channels, and rows and columns of a tile."""
+    block = min(next_power_of_2(size), WIDEST)
+    return {"C": size, "ROWS": ELEMENTS // block, "BLOCK": block}
+
+
+def compute(args: Arguments) -> tuple[Tensor]:
+    """log_decay, in the shape of x […,C]."""
+    x, bias, odds, scale = args
+    y, sizes = new(x, dtype=torch.float32), tile(x.shape[-1])
+    x, rows, x_row = rows_of(x)
+    programs = cdiv(rows, sizes["ROWS"]) * cdiv(sizes["C"], sizes["BLOCK"])
+    enqueue(forget_forward, programs, x, bias, odds, y, rows, x_row, scale, **sizes)
+    return (y,)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+) -> Gradients:
+    """The gradients of x, bias and odds."""
+    assert gradients[0] is not None
+    x, bias, odds, scale = args
+    dy, sizes = gradients[0].contiguous(), tile(x.shape[-1])
+    input_gradient = gradient_for(x, new) if x.dim() <= 3 else new(x)  # rows have one stride
+    (dx, _, dx_row), (x, rows, x_row) = rows_of(input_gradient), rows_of(x)
+    blocks = cdiv(sizes["C"], sizes["BLOCK"])
+    programs = min(cdiv(rows, sizes["ROWS"]), max(1, multiprocessors(x.device) * PROGRAMS // blocks))
+    parts = dbias = dodds = None
+    if bias is not None or odds is not None:
+        parts = new(x, programs, sizes["C"], 2, dtype=torch.float32)
+    tensors = (x, bias, odds, dy, dx, parts)
+    enqueue(forget_backward, programs * blocks, *tensors, rows, x_row, dx_row, scale, **sizes)
+    if parts is not None:
+        both = add_parts(parts, torch.float32)
+        # copies: two results must not share memory
+        dbias = None if bias is None else both[0].to(bias.dtype, copy=True)
+        dodds = None if odds is None else both[1].to(odds.dtype, copy=True)
+    return {"x": input_gradient, "bias": dbias, "odds": dodds}
+
+
+forget_gate = register("forget_gate_triton", compute, differentiate, fake)
+
+
+def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
+    """log_decay, in the shape of x […,C]."""
+    bias, odds = (None if parameter is None else parameter.contiguous() for parameter in (bias, odds))
+    return forget_gate(x, bias, odds, scale)[0]

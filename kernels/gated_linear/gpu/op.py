@@ -1,0 +1,122 @@
+"""The gated product in Triton, one launch forward and one backward, around PyTorch's matrix products."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.allocation import new
+from ...core.autograd import Gradients, register
+from ...core.recompute import keeping
+from ...gpu.launch import cdiv, enqueue
+from ...linear import few_rows
+from ...linear.gpu import op as few
+
+BLOCK, WARPS = 1024, 4
+
+
+@triton.jit
+def load(x, at, inside):
+    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def places(SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets of a program's part of a row, in rows of SIZE and in rows of 2·SIZE, and its mask."""
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    row, c = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    return row.to(tl.int64) * SIZE + c, row.to(tl.int64) * (2 * SIZE) + c, c < SIZE
+
+
+@triton.jit
+def multiply(gate_up, h, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+    at, at_gate, inside = places(SIZE, BLOCK)
+    gate, up = load(gate_up, at_gate, inside), load(gate_up, at_gate + SIZE, inside)
+    if SILU:
+        gate *= tl.sigmoid(gate)
+    tl.store(h + at, (gate * up).to(h.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def differentiate_product(gate_up, dh, h, dgate_up, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradients of gate and up, and unless it was kept the product, recomputed."""
+    at, at_gate, inside = places(SIZE, BLOCK)
+    gate, up, d = load(gate_up, at_gate, inside), load(gate_up, at_gate + SIZE, inside), load(dh, at, inside)
+    opened, dgate = gate, d * up
+    if SILU:
+        s = tl.sigmoid(gate)
+        opened = gate * s
+        dgate *= s * (1 + gate * (1 - s))
+    if h is not None:
+        tl.store(h + at, (opened * up).to(h.dtype.element_ty), mask=inside)
+    tl.store(dgate_up + at_gate, dgate.to(dgate_up.dtype.element_ty), mask=inside)
+    tl.store(dgate_up + at_gate + SIZE, (d * opened).to(dgate_up.dtype.element_ty), mask=inside)
+
+
+def as_given(device: str) -> AbstractContextManager[Any]:
+    """Products in the dtype of their inputs: autocast is disabled, but only if it is on, since disabling it is slow."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op."""
+
+    gate_up: Tensor  # […,2·I]
+    weight: Tensor  # [O,I]
+    activation: str
+    keep: bool  # whether the product is saved for the backward pass
+
+
+def compute(args: Arguments) -> tuple[Tensor, Tensor]:
+    """y […,O], and the product […,I], empty unless it is to be kept."""
+    gate_up, weight, activation, keep = args
+    (*outer, both), size = gate_up.shape, weight.shape[1]
+    with as_given(gate_up.device.type):
+        h = new(gate_up, *outer, size)
+        programs = gate_up.numel() // max(both, 1) * cdiv(size, BLOCK)
+        enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, num_warps=WARPS)
+        return F.linear(h, weight.to(gate_up.dtype)), h if keep else new(gate_up, 0)
+
+
+def fake(args: Arguments) -> tuple[Tensor, Tensor]:
+    """Empty tensors of the shapes and dtypes that `compute` returns."""
+    gate_up, (*outer, _), (O, I) = args.gate_up, args.gate_up.shape, args.weight.shape
+    return gate_up.new_empty(*outer, O), gate_up.new_empty(*outer, I) if args.keep else gate_up.new_empty(0)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+) -> Gradients:
+    """The gradients of `gate_up` and of the weight."""
+    assert gradients[0] is not None
+    gate_up, weight, activation, keep = args
+    dy, size = gradients[0].reshape(-1, weight.shape[0]), weight.shape[1]
+    with as_given(gate_up.device.type):
+        dh = dy @ weight.to(gate_up.dtype)
+        recomputed, dgate_up = None if keep else new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
+        programs = len(dy) * cdiv(size, BLOCK)
+        constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
+        enqueue(differentiate_product, programs, gate_up, dh, recomputed, dgate_up, **constants, num_warps=WARPS)
+        h = residuals[0].view(dh.shape) if recomputed is None else recomputed
+        return {"gate_up": dgate_up, "weight": (dy.T @ h).to(weight.dtype) if needed.weight else None}
+
+
+gated_linear = register("gated_linear", compute, differentiate, fake)
+
+
+def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """[…,O]; see `gated_linear`."""
+    if few_rows(gate_up, weight):
+        return few.forward(gate_up, weight, None, activation)
+    if torch.is_autocast_enabled(gate_up.device.type):
+        gate_up = gate_up.to(torch.get_autocast_dtype(gate_up.device.type))
+    keep = keeping() and torch.is_grad_enabled() and weight.requires_grad
+    (y,) = gated_linear(gate_up.contiguous(), weight, activation, keep)
+    return y

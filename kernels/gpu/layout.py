@@ -1,0 +1,103 @@
+"""Positions of the chunks of all sequences: small index tables that the kernels read, built once per shape or packing.
+
+Sequences are the rows of a batch, or the documents packed into one row; tokens are numbered across the whole batch.
+No kernel is compiled for a size in these tables.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..core.documents import Documents
+
+CHUNK = 64  # tokens per chunk of the two matrix-state recurrences
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Int32 index tables.
+
+    Attributes:
+        chunks: First token, number of tokens.
+        blocks: First token, number of tokens, first chunk.
+        segments: First token, number of tokens, first chunk, first block, row of the first state. Segments of sequences
+            that are cut come first.
+        sequences: First segment, number of segments.
+        cut: Number of segments that are shorter than their sequence. If it is 0, segments are the sequences in order,
+            including empty ones, and their states are those of the sequences.
+    """
+
+    chunks: Tensor
+    blocks: Tensor
+    segments: Tensor
+    sequences: Tensor
+    cut: int
+
+
+def most_chunks(batch: int, length: int, documents: int | None) -> int:
+    """The number of chunks of rows, or the largest possible one of that many documents in a row."""
+    return batch * -(-length // CHUNK) if documents is None else length // CHUNK + documents
+
+
+def layout(
+    packed: Documents | None, batch: int, length: int, chunk: int, block: int, segment: int, device: torch.device
+) -> Layout:
+    """The tables of `batch` rows of `length` tokens, or of the documents that are packed into one row.
+
+    Args:
+        packed: The packed documents; None for rows.
+        batch: Number of rows.
+        length: Tokens per row.
+        chunk: Tokens per chunk.
+        block: Tokens per block, a multiple of the chunk.
+        segment: Most tokens per segment, a multiple of the block.
+        device: Device of the tables.
+    """
+    if packed is None:
+        return _of_rows(batch, length, chunk, block, segment, device)
+    return packed.once(_of_documents, chunk, block, segment, device)
+
+
+@cache  # never evicted: a CUDA graph that reads the tables does not keep them alive
+def _of_rows(batch: int, length: int, chunk: int, block: int, segment: int, device: torch.device) -> Layout:
+    return _tables(torch.arange(batch + 1) * length, chunk, block, segment, device)
+
+
+def _of_documents(packed: Documents, chunk: int, block: int, segment: int, device: torch.device) -> Layout:
+    return _tables(torch.tensor(packed.bounds), chunk, block, segment, device)
+
+
+def _tables(bounds: Tensor, chunk: int, block: int, segment: int, device: torch.device) -> Layout:
+    begin, lengths = bounds[:-1], bounds.diff()
+
+    def pieces(counts: Tensor, first: Tensor, size: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All sequences, in this order, cut into pieces: owner, index in the sequence, first token, tokens."""
+        owner = torch.repeat_interleave(order, counts[order])
+        number = torch.arange(len(owner)) - first[owner]
+        return owner, number, begin[owner] + number * size, (lengths[owner] - number * size).clamp(max=size)
+
+    each = torch.arange(len(lengths))
+    chunks_of, blocks_of = -(-lengths // chunk), -(-lengths // block)
+    first_chunk, first_block = _before(chunks_of), _before(blocks_of)
+    chunks = pieces(chunks_of, first_chunk, chunk, each)[2:]
+    owner, number, *blocks = pieces(blocks_of, first_block, block, each)
+    blocks.append(first_chunk[owner] + number * (block // chunk))
+    segments_of = (-(-lengths // segment)).clamp(min=1)
+    order = torch.argsort(segments_of == 1, stable=True)
+    first = torch.empty_like(each).index_copy(0, order, _before(segments_of[order]))
+    owner, number, *segments = pieces(segments_of, first, segment, order)
+    segments += [first_chunk[owner] + number * (segment // chunk), first_block[owner] + number * (segment // block)]
+    segments.append(torch.arange(len(owner)))
+    cut = int(segments_of[segments_of > 1].sum())
+
+    def table(*columns: Tensor) -> Tensor:
+        return torch.stack(columns, 1).int().to(device)
+
+    return Layout(table(*chunks), table(*blocks), table(*segments), table(first, segments_of), cut)
+
+
+def _before(counts: Tensor) -> Tensor:
+    """The sum of all counts before each."""
+    return counts.cumsum(0) - counts

@@ -1,0 +1,96 @@
+"""Products of one or two rows with a weight: every program reads some of its rows once, for all rows of the input."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
+# ruff: noqa: RUF005
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.allocation import new
+from ...core.autograd import register
+from ...gpu.launch import cdiv, enqueue, next_power_of_2
+
+INPUTS, OUTPUTS = 1024, 2  # of a tile of the weight
+
+
+@triton.jit
+def part(x, at, inside, I: tl.constexpr, GATE: tl.constexpr):
+    """A part of a row of x, or of the gated product of its two halves."""
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if GATE != "none":
+        gate, up = value.to(tl.float32), tl.load(x + at + I, mask=inside, other=0.0).to(tl.float32)
+        if GATE == "silu":
+            gate *= tl.sigmoid(gate)
+        value = (gate * up).to(value.dtype)  # rounded as on the path for many rows
+    return value.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["O"])
+def linear_rows(
+    x,  # [ROWS,I], or [ROWS,2·I] with a gate
+    weight,  # [O,I]
+    bias,  # [O]
+    y,  # [ROWS,O]
+    x_row,
+    O,
+    I: tl.constexpr,
+    ROWS: tl.constexpr,
+    GATE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    sums = ()
+    for _ in tl.static_range(ROWS):
+        sums = sums + (tl.zeros([OUTPUTS, INPUTS], tl.float32),)
+    for first in tl.static_range(0, I, INPUTS):
+        k = first + tl.arange(0, INPUTS)
+        inside = (n < O)[:, None] & (k < I)[None, :]
+        w = tl.load(weight + n[:, None].to(tl.int64) * I + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        longer = ()
+        for m in tl.static_range(ROWS):
+            longer = longer + (sums[m] + w * part(x, m * x_row + k, k < I, I, GATE)[None, :],)
+        sums = longer
+    added = tl.zeros([OUTPUTS], tl.float32)
+    if bias is not None:
+        added = tl.load(bias + n, mask=n < O, other=0.0).to(tl.float32)
+    for m in tl.static_range(ROWS):
+        tl.store(y + m * O + n, (tl.sum(sums[m], 1) + added).to(y.dtype.element_ty), mask=n < O)
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op."""
+
+    x: Tensor  # […,I], or […,2·I]: the gate and what it multiplies
+    weight: Tensor  # [O,I]
+    bias: Tensor | None  # [O]
+    gate: str  # activation of the gate, or none
+
+
+def compute(args: Arguments) -> tuple[Tensor]:
+    """y […,O]."""
+    x, weight, bias, gate = args
+    O, I = weight.shape
+    y = new(x, *x.shape[:-1], O)
+    sizes = {"ROWS": x.numel() // x.shape[-1], "OUTPUTS": OUTPUTS, "INPUTS": min(INPUTS, next_power_of_2(I))}
+    warps = 4 if I <= INPUTS else 8
+    programs = cdiv(O, OUTPUTS)
+    enqueue(linear_rows, programs, x, weight, bias, y, x.shape[-1], O, I=I, GATE=gate, **sizes, num_warps=warps)
+    return (y,)
+
+
+def fake(args: Arguments) -> tuple[Tensor]:
+    """An empty tensor of the shape and dtype that `compute` returns."""
+    return (args.x.new_empty(*args.x.shape[:-1], args.weight.shape[0]),)
+
+
+linear_few = register("linear_few", compute, None, fake)
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str = "none") -> Tensor:
+    """y […,O]; with a gate, x holds its input and what it multiplies side by side."""
+    (y,) = linear_few(x.contiguous(), weight.contiguous(), bias, gate)
+    return y

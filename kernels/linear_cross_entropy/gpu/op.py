@@ -1,0 +1,138 @@
+"""The cross-entropy of a linear head and its gradients, a few thousand tokens at a time."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.allocation import new
+from ...core.autograd import Gradients, register
+from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from .. import per_token
+from .rows import BLOCK, SCALED, WARPS, scale, softmax_loss
+
+LOGITS = 2**28  # in memory at once, 0.5 GB in bf16: 8192 tokens at a vocabulary of 32,000, enough for fast products
+ALIGNED = 64  # rows of logits begin at multiples of this many elements
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op."""
+
+    x: Tensor  # [N,D]
+    weight: Tensor  # [V,D]
+    labels: Tensor  # [N]
+    ignore_index: int
+    x_learns: bool
+    weight_learns: bool
+
+
+def compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses, and the gradients of x and of the weight; those that are not needed are empty."""
+    with torch.autocast(args.x.device.type, enabled=False):
+        return _compute(args._replace(x=args.x.contiguous(), labels=args.labels.contiguous()))
+
+
+def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, labels, ignore_index, x_learns, weight_learns = args
+    (N, D), V = x.shape, weight.shape[0]
+    head = weight.to(x.dtype).contiguous()
+    losses = new(x, N, dtype=torch.float32)
+    dx = new(x, *((N, D) if x_learns else (0,)))
+    dweight = new(x, *((V, D) if weight_learns else (0,)), dtype=torch.float32)
+    if not N:
+        dweight.zero_()
+    rows = cdiv(N, max(1, cdiv(N * V, LOGITS)))
+    buffer = new(x, rows, cdiv(V, ALIGNED) * ALIGNED)[:, :V]
+    for first in range(0, N, max(1, rows)):
+        some = slice(first, min(first + rows, N))
+        logits = torch.mm(x[some], head.T, out=buffer[: some.stop - first])
+        _softmax_loss(logits, labels[some], losses[some], ignore_index, x_learns or weight_learns)
+        if x_learns:
+            torch.mm(logits, head, out=dx[some])
+        if weight_learns:
+            add_product(dweight, logits, x[some], first > 0)
+    return losses.sum(), dx, dweight.to(weight.dtype)
+
+
+def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> None:
+    """Write the losses [N] of logits [N,V], and with `gradient` overwrite the logits by their gradients."""
+    V = logits.shape[1]
+    enqueue(
+        softmax_loss,
+        len(logits),
+        *(logits, labels, losses, ignore_index, logits.stride(0), V),
+        BLOCK=min(BLOCK, next_power_of_2(V)),
+        GRADIENT=gradient,
+        num_warps=WARPS,
+    )
+
+
+def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """The losses [N] of logits [N,V]."""
+    losses = new(logits, len(logits), dtype=torch.float32)
+    _softmax_loss(logits, labels.contiguous(), losses, ignore_index, gradient=False)
+    return losses
+
+
+def add_product(total: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
+    """Write dlogitsᵀ x to `total` [V,D] in fp32, or add it there; nothing is rounded to the dtype of x."""
+    left = dlogits.T
+    if x.dtype != torch.float32 and x.device.type != "cuda":  # the CPU has no product with an fp32 output
+        left, x = left.float(), x.float()
+    if x.dtype == torch.float32:
+        torch.addmm(total, left, x, beta=int(add), out=total)
+    elif add:
+        torch.addmm(total, left, x, out_dtype=torch.float32, out=total)
+    else:
+        torch.mm(left, x, out_dtype=torch.float32, out=total)
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+) -> Gradients:
+    """The gradients that `compute` returned, times the gradient of the sum."""
+    (gradient,), (dx, dweight) = gradients, residuals
+    if gradient is None:
+        return {}
+    return {
+        "x": _scaled(dx, gradient) if needed.x else None,
+        "weight": _scaled(dweight, gradient) if needed.weight else None,
+    }
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x · factor, a scalar on the device; PyTorch's product of two dtypes takes four times as long."""
+    y = new(x)
+    if x.numel():
+        enqueue(scale, cdiv(x.numel(), SCALED), x, factor, y, x.numel(), BLOCK=SCALED, num_warps=8)
+    return y
+
+
+def fake(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors of the shapes and dtypes that `compute` returns."""
+    x, weight = args.x, args.weight
+    dx, dweight = (
+        x.new_empty(x.shape if args.x_learns else 0),
+        weight.new_empty(weight.shape if args.weight_learns else 0),
+    )
+    return x.new_empty((), dtype=torch.float32), dx, dweight
+
+
+linear_cross_entropy = register("linear_cross_entropy", compute, differentiate, fake)
+
+
+def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Sum of the losses."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    learning = torch.is_grad_enabled()
+    (total,) = linear_cross_entropy(
+        x, weight, labels, ignore_index, learning and x.requires_grad, learning and weight.requires_grad
+    )
+    return total
+
+
+def token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Losses [N] and correct [N]."""
+    return per_token.forward(x, weight, labels, ignore_index, row_losses)

@@ -1,0 +1,554 @@
+"""Decays per key channel in one pass over the chunks of a sequence, on Hopper: outputs, states, or all gradients.
+
+With b the log decays of a chunk summed from its start, and per channel two reference points r and s:
+
+    Q' = Q e^{b − r}     K' = K e^{s − b}     S' = e^r S     dS' = e^{b_C − s} dS
+
+    forward    O = Q' S' + lower(Q' K'ᵀ) V          S ← e^{b_C − s} (e^{s − r} S' + K'ᵀ V)
+    backward   D = lower(dO Vᵀ)                     dV = lower(Q' K'ᵀ)ᵀ dO + K' dS'
+               dQ = e^{b − r} ⊙ (dO S'ᵀ + D K')     dK = e^{s − b} ⊙ (V dS'ᵀ + Dᵀ Q')
+               dS ← e^r (e^{s − r} dS' + Q'ᵀ dO)
+
+Both reference points are b in the middle of the chunk, so that Q' K'ᵀ has the decays between its tokens. Where a decay
+from there to an end of the chunk is too strong for the exponent of a factor (a steep channel), r is 0 and s = b_C: no
+factor is above 1, what passes through the state is right, and what the channel adds to Q' K'ᵀ is e^{b_C} of the truth,
+which is nothing. Two kernels add the truth to the results afterwards (`triton_steep.py`).
+
+A program has a whole state, in the registers of eight warps. Sums of decays from the start of a chunk are products with
+the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8 bits. The states S' before
+all chunks, which the gradients need, are stored with the outputs or computed again. In the gradient pass, the loads of
+a chunk are issued as soon as the chunk before has read a buffer for the last time.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: SIM108
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ...gpu.gluon_tiles import (
+    COPY,
+    FLAT,
+    OF_CHANNELS,
+    OF_COLUMNS,
+    OF_ROWS,
+    OF_TOKENS,
+    PAIRS,
+    ROWS,
+    SHARED,
+    STATE,
+    at_tile,
+    barrier,
+    copy_state,
+    copy_tokens,
+    distance,
+    opaque,
+    store_rows,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
+LEAST_NARROW = gl.constexpr(-106.0)  # the same for decays in bf16, which stay natural logarithms until they are summed
+SAFE = gl.constexpr(115.0)  # as in `triton_channel.py`
+COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
+COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
+DECAYS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+OF_STATE = gl.constexpr(gl.SliceLayout(1, STATE))
+
+
+@gluon.jit
+def as_narrow(decays):
+    """The first half of memory for a tile in fp32, for one in bf16."""
+    return decays._reinterpret(gl.bfloat16, [64, 128], SHARED)
+
+
+@gluon.jit
+def copy_decays(shared, x, token, column, stop, stride: gl.constexpr):
+    """Start to copy a tile [64, 128] in fp32 or bf16; zeros from token `stop` on."""
+    if x.dtype.element_ty == gl.bfloat16:
+        copy_tokens(as_narrow(shared), x, token, column, stop, stride)
+    else:
+        r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, COPY_DECAYS))), 1)
+        at = at_tile(x, token, column, stride, COPY_DECAYS, 64, 128)
+        async_copy.async_copy_global_to_shared(shared, at, mask=r < stop - token)
+
+
+@gluon.jit
+def copy_ends(shared, x, place, wanted):
+    """Start to copy the sums of both halves of a chunk, 256 numbers; each thread one."""
+    at = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
+    async_copy.async_copy_global_to_shared(shared, x + (place * 256 + at), mask=(at >= 0) & wanted)
+
+
+@gluon.jit
+def in_log2(g):
+    return gl.maximum(g * LOG2E, LEAST)
+
+
+@gluon.jit
+def bounded(decays, NARROW: gl.constexpr):
+    """Decays as `split` stores them: bounded, and in log2 if they are in fp32."""
+    if NARROW:
+        g = gl.maximum(as_narrow(decays).load(ROWS).to(gl.float32), LEAST_NARROW)
+    else:
+        g = in_log2(decays.load(ROWS))
+    return g
+
+
+@gluon.jit
+def split(decays, g, NARROW: gl.constexpr):
+    """Store g as the sum of two tiles in bf16, or as one, for `from_start`."""
+    high = g.to(gl.bfloat16)
+    if NARROW:
+        as_narrow(decays).store(high)
+    else:
+        parts = decays._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
+        parts.index(0).store(high)
+        parts.index(1).store((g - high.to(gl.float32)).to(gl.bfloat16))
+
+
+@gluon.jit
+def from_start(lower, decays, zeros, NARROW: gl.constexpr):
+    """Start to compute the sums of decays from the start of a chunk."""
+    if NARROW:
+        b = warpgroup_mma(lower, as_narrow(decays), zeros, use_acc=False, is_async=True)
+    else:
+        parts = decays._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
+        b = warpgroup_mma(lower, parts.index(0), zeros, use_acc=False, is_async=True)
+        b = warpgroup_mma(lower, parts.index(1), b, is_async=True)
+    return b
+
+
+@gluon.jit
+def waited(b, NARROW: gl.constexpr):
+    """The sums that were started, in log2."""
+    b = warpgroup_mma_wait(0, deps=[b])
+    if NARROW:
+        b *= LOG2E
+    return b
+
+
+@gluon.jit
+def points(ends, LAYOUT: gl.constexpr):
+    """The reference points r and s of a chunk, and its last sum."""
+    early, late = ends.slice(0, 128).load(LAYOUT), ends.slice(128, 128).load(LAYOUT)
+    steep = gl.maximum(-early, -late) > SAFE
+    return gl.where(steep, 0.0, early), gl.where(steep, early + late, early), early + late
+
+
+@gluon.jit
+def sums_of_halves(shared, decays, out, NARROW: gl.constexpr):
+    """Sum the decays of a chunk over each half of its tokens, into shared memory and, if wanted, to `out`."""
+    if NARROW:
+        g = gl.maximum(as_narrow(decays).load(COLUMNS).to(gl.float32), LEAST_NARROW) * LOG2E
+    else:
+        g = in_log2(decays.load(COLUMNS))
+    halves = gl.sum(gl.reshape(g, [2, 32, 128]), 1)
+    OUT: gl.constexpr = halves.type.layout
+    if out is not None:
+        half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, OUT)) * 128, 1)
+        gl.store(out + (half + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, OUT)), 0)), halves)
+    shared.store(gl.reshape(halves, [256]))
+
+
+@gluon.jit
+def lower_triangle(shared):
+    """Store ones on and below the diagonal."""
+    shared.store((distance() >= 0).to(gl.bfloat16))
+
+
+@gluon.jit(do_not_specialize=["chunks", "groups"])
+def outputs(
+    q,
+    k,
+    v,
+    log_decay,
+    out,
+    into,
+    ends,
+    first,
+    last,
+    segments,
+    scale,
+    q_head,
+    k_head,
+    v_head,
+    chunks,
+    groups,
+    q_token: gl.constexpr,
+    k_token: gl.constexpr,
+    v_token: gl.constexpr,
+    heads: gl.constexpr,
+    SUBHEADS: gl.constexpr,
+):
+    NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
+    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
+    start = gl.load(segments + segment * 5)
+    stop = start + gl.load(segments + segment * 5 + 1)
+    first_chunk = gl.load(segments + segment * 5 + 2)
+    place = n.to(gl.int64) * chunks + first_chunk
+    state = gl.load(segments + segment * 5 + 4)
+    value_head = n // SUBHEADS
+    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    q += key_head.to(gl.int64) * q_head
+    k += key_head.to(gl.int64) * k_head
+    v += value_head.to(gl.int64) * v_head
+    count = gl.cdiv(stop - start, 64)
+
+    queries_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    values_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, 128], DECAYS)
+    state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
+    scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+
+    row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
+    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    offsets += (state.to(gl.int64) * heads + n) * (128 * 128)
+    S = gl.zeros([128, 128], gl.float32, STATE)
+    if first is not None:
+        S = gl.load(first + offsets)
+    lower_triangle(lower_s)
+    rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
+    lower = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1) >= gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
+    if count > 0:
+        copy_decays(decays_s.index(0), log_decay, start, n * 128, stop, heads * 128)
+        copy_tokens(queries_s.index(0), q, start, 0, stop, q_token)
+        copy_tokens(keys_s.index(0), k, start, 0, stop, k_token)
+        copy_tokens(values_s.index(0), v, start, 0, stop, v_token)
+    async_copy.commit_group()
+    for i in range(count):
+        token = start + i * 64
+        queries, keys, values = queries_s.index(i % 2), keys_s.index(i % 2), values_s.index(i % 2)
+        decays = decays_s.index(i % 2)
+        async_copy.wait_group(0)
+        barrier()
+        if i + 1 < count:
+            copy_decays(decays_s.index((i + 1) % 2), log_decay, token + 64, n * 128, stop, heads * 128)
+            copy_tokens(queries_s.index((i + 1) % 2), q, token + 64, 0, stop, q_token)
+            copy_tokens(keys_s.index((i + 1) % 2), k, token + 64, 0, stop, k_token)
+            copy_tokens(values_s.index((i + 1) % 2), v, token + 64, 0, stop, v_token)
+        async_copy.commit_group()
+        sums_of_halves(ends_s, decays, ends + (place + i) * 256, NARROW)
+        g = bounded(decays, NARROW)
+        barrier()
+        split(decays, g, NARROW)
+        fence_async_shared()
+        barrier()
+        b = from_start(lower_s, decays, rows, NARROW)
+        enter, leave, total = points(ends_s, OF_STATE)
+        S *= gl.expand_dims(gl.exp2(enter), 1)
+        state_s.store(S.to(gl.bfloat16))
+        S *= gl.expand_dims(gl.exp2(leave - enter), 1)
+        rest = gl.exp2(total - leave)
+        enter, leave, _ = points(ends_s, OF_CHANNELS)
+        b = waited(b, NARROW)
+        up, down = gl.exp2(b - gl.expand_dims(enter, 0)), gl.exp2(gl.expand_dims(leave, 0) - b)
+        queries.store((queries.load(ROWS).to(gl.float32) * (up * scale)).to(gl.bfloat16))
+        keys.store((keys.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        A = warpgroup_mma(queries, keys.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        O = warpgroup_mma(queries, state_s, rows, use_acc=False, is_async=True)
+        S = warpgroup_mma(keys.permute((1, 0)), values, S, is_async=True)
+        A = warpgroup_mma_wait(2, deps=[A])
+        scores_s.store(gl.where(lower, A, 0.0).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        O = warpgroup_mma(scores_s, values, O, is_async=True)
+        if into is not None:
+            at = at_tile(into, ((first_chunk + i).to(gl.int64) * heads + n) * 128, 0, 128, COPY, 128, 128)
+            gl.store(at, state_s.load(COPY))
+        S = warpgroup_mma_wait(1, deps=[S])
+        S *= gl.expand_dims(rest, 1)
+        O = warpgroup_mma_wait(0, deps=[O])
+        store_rows(out, token, n * 128, stop, heads * 128, O)
+    if last is not None:
+        gl.store(last + offsets, S)
+
+
+@gluon.jit(do_not_specialize=["chunks", "groups"])
+def states(
+    x,
+    y,
+    log_decay,
+    into,
+    ends,
+    first,
+    last,
+    shrunk,
+    segments,
+    scale,
+    x_head,
+    y_head,
+    chunks,
+    groups,
+    x_token: gl.constexpr,
+    y_token: gl.constexpr,
+    heads: gl.constexpr,
+    SUBHEADS: gl.constexpr,
+    REVERSE: gl.constexpr,
+):
+    NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
+    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
+    start = gl.load(segments + segment * 5)
+    stop = start + gl.load(segments + segment * 5 + 1)
+    first_chunk = gl.load(segments + segment * 5 + 2)
+    place = n.to(gl.int64) * chunks + first_chunk
+    state = gl.load(segments + segment * 5 + 4)
+    value_head = n // SUBHEADS
+    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    x += key_head.to(gl.int64) * x_head
+    y += value_head.to(gl.int64) * y_head
+    count = gl.cdiv(stop - start, 64)
+
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    y_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, 128], DECAYS)
+    state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
+    lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+
+    row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
+    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    offsets += (state.to(gl.int64) * heads + n) * (128 * 128)
+    S = gl.zeros([128, 128], gl.float32, STATE)
+    if first is not None:
+        S = gl.load(first + offsets)
+    survives = gl.zeros([128], gl.float32, OF_STATE)
+    lower_triangle(lower_s)
+    rows = gl.zeros([64, 128], gl.float32, ROWS)
+    if count > 0:
+        token = start + (count - 1) * 64 if REVERSE else start
+        copy_decays(decays_s.index(0), log_decay, token, n * 128, stop, heads * 128)
+        copy_tokens(x_s.index(0), x, token, 0, stop, x_token)
+        copy_tokens(y_s.index(0), y, token, 0, stop, y_token)
+    async_copy.commit_group()
+    for i in range(count):
+        c = count - 1 - i if REVERSE else i
+        token = start + (c - 1 if REVERSE else c + 1) * 64  # of the chunk after this one, in either direction
+        xs, ys, decays = x_s.index(i % 2), y_s.index(i % 2), decays_s.index(i % 2)
+        async_copy.wait_group(0)
+        barrier()
+        end = gl.where(i + 1 < count, stop, token)
+        copy_decays(decays_s.index((i + 1) % 2), log_decay, token, n * 128, end, heads * 128)
+        copy_tokens(x_s.index((i + 1) % 2), x, token, 0, end, x_token)
+        copy_tokens(y_s.index((i + 1) % 2), y, token, 0, end, y_token)
+        async_copy.commit_group()
+        sums_of_halves(ends_s, decays, None if into is None else ends + (place + c) * 256, NARROW)
+        g = bounded(decays, NARROW)
+        barrier()
+        split(decays, g, NARROW)
+        fence_async_shared()
+        barrier()
+        b = from_start(lower_s, decays, rows, NARROW)
+        enter, leave, total = points(ends_s, OF_STATE)
+        survives += total
+        S *= gl.expand_dims(gl.exp2(total - leave if REVERSE else enter), 1)
+        if into is not None:
+            state_s.store(S.to(gl.bfloat16))
+        S *= gl.expand_dims(gl.exp2(leave - enter), 1)
+        rest = gl.exp2(enter if REVERSE else total - leave)
+        enter, leave, _ = points(ends_s, OF_CHANNELS)
+        b = waited(b, NARROW)
+        factor = gl.exp2(b - gl.expand_dims(enter, 0)) * scale if REVERSE else gl.exp2(gl.expand_dims(leave, 0) - b)
+        xs.store((xs.load(ROWS).to(gl.float32) * factor).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        S = warpgroup_mma(xs.permute((1, 0)), ys, S, is_async=True)
+        if into is not None:
+            at = at_tile(into, ((first_chunk + c).to(gl.int64) * heads + n) * 128, 0, 128, COPY, 128, 128)
+            gl.store(at, state_s.load(COPY))
+        S = warpgroup_mma_wait(0, deps=[S])
+        S *= gl.expand_dims(rest, 1)
+    if last is not None:
+        gl.store(last + offsets, S)
+    if shrunk is not None:
+        gl.store(shrunk + (segment.to(gl.int64) * heads + n) * 128 + row, gl.exp2(survives))
+
+
+@gluon.jit(do_not_specialize=["chunks", "groups"])
+def gradients(
+    q,
+    k,
+    v,
+    grad,
+    log_decay,
+    states,
+    ends,
+    q_grad,
+    k_grad,
+    v_grad,
+    log_decay_grad,
+    last,
+    first,
+    segments,
+    scale,
+    q_head,
+    k_head,
+    v_head,
+    grad_head,
+    chunks,
+    groups,
+    q_token: gl.constexpr,
+    k_token: gl.constexpr,
+    v_token: gl.constexpr,
+    grad_token: gl.constexpr,
+    heads: gl.constexpr,
+    SUBHEADS: gl.constexpr,
+):
+    NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
+    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
+    start = gl.load(segments + segment * 5)
+    stop = start + gl.load(segments + segment * 5 + 1)
+    first_chunk = gl.load(segments + segment * 5 + 2)
+    place = n.to(gl.int64) * chunks + first_chunk
+    state = gl.load(segments + segment * 5 + 4)
+    value_head = n // SUBHEADS
+    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    q += key_head.to(gl.int64) * q_head
+    k += key_head.to(gl.int64) * k_head
+    v += value_head.to(gl.int64) * v_head
+    grad += value_head.to(gl.int64) * grad_head
+    count = gl.cdiv(stop - start, 64)
+
+    queries_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)  # then what goes into the gradient of b
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)  # likewise
+    values_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    grad_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.float32, [64, 128], DECAYS)
+    before_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
+    after_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
+    enter_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    leave_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    pairs_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+    through_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
+    itself_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+
+    row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
+    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    offsets += (state.to(gl.int64) * heads + n) * (128 * 128)
+    dS = gl.zeros([128, 128], gl.float32, STATE)
+    if last is not None:
+        dS = gl.load(last + offsets)
+    rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
+    lower_triangle(lower_s)
+    if count > 0:
+        token, c = start + (count - 1) * 64, count - 1
+        copy_decays(decays_s, log_decay, token, n * 128, stop, heads * 128)
+        copy_ends(ends_s, ends, place + c, True)
+        copy_tokens(values_s, v, token, 0, stop, v_token)
+        copy_state(before_s, states, (first_chunk + c).to(gl.int64) * heads + n, True)
+        async_copy.commit_group()
+        copy_tokens(queries_s, q, token, 0, stop, q_token)
+        copy_tokens(keys_s, k, token, 0, stop, k_token)
+        async_copy.commit_group()
+    for i in range(count):
+        c = count - 1 - i
+        token = start + c * 64
+        async_copy.wait_group(1)
+        barrier()
+        copy_tokens(grad_s, grad, token, 0, stop, grad_token)
+        async_copy.commit_group()
+        g = bounded(decays_s, NARROW)
+        enter, leave, total = points(ends_s, OF_STATE)
+        dS *= gl.expand_dims(gl.exp2(total - leave), 1)
+        after_s.store(dS.to(gl.bfloat16))
+        barrier()
+        split(decays_s, g, NARROW)
+        fence_async_shared()
+        barrier()
+        b = from_start(lower_s, decays_s, rows, NARROW)
+        if log_decay_grad is not None:
+            through_s.store(gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(leave - enter))
+        dS *= gl.expand_dims(gl.exp2(leave - enter), 1)
+        rest = gl.exp2(enter)
+        async_copy.wait_group(1)
+        b = waited(b, NARROW)
+        barrier()
+        decays_s.store(b)  # it does not fit into registers until it is needed again
+        enter, leave, _ = points(ends_s, OF_CHANNELS)
+        up, down = gl.exp2(b - gl.expand_dims(enter, 0)) * scale, gl.exp2(gl.expand_dims(leave, 0) - b)
+        enter_s.store((queries_s.load(ROWS).to(gl.float32) * up).to(gl.bfloat16))
+        leave_s.store((keys_s.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
+        async_copy.wait_group(0)
+        fence_async_shared()
+        barrier()
+        D = warpgroup_mma(grad_s, values_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        A = warpgroup_mma(enter_s, leave_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        dQ = warpgroup_mma(grad_s, before_s.permute((1, 0)), rows, use_acc=False, is_async=True)
+        # a token paired with itself does not decay: these pairs stay out of the terms that have to cancel
+        itself_s.store(gl.sum(grad_s.load(COPY).to(gl.float32) * values_s.load(COPY).to(gl.float32), 1) * scale)
+        D, A = warpgroup_mma_wait(1, deps=[D, A])
+        pairs_s.store(gl.where(distance() > 0, D, 0.0).to(gl.bfloat16))
+        scores_s.store(gl.where(distance() >= 0, A, 0.0).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        dQ = warpgroup_mma(pairs_s, leave_s, dQ, is_async=True)
+        dK = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, rows, use_acc=False, is_async=True)
+        dQ = warpgroup_mma_wait(1, deps=[dQ])
+        itself = gl.expand_dims(itself_s.load(OF_TOKENS), 1)
+        # b is loaded for each use, and the gradient of q stored before that of k is needed: registers are short here
+        if log_decay_grad is not None:
+            # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum
+            # of both, so both take the factors as the products took them, rounded to bf16.
+            past = enter_s.load(ROWS).to(gl.float32) * dQ
+        dQ *= gl.exp2(decays_s.load(ROWS) - gl.expand_dims(points(ends_s, OF_CHANNELS)[0], 0)) * scale
+        store_rows(q_grad, token, n * 128, stop, heads * 128, dQ + itself * keys_s.load(ROWS).to(gl.float32))
+        dK = warpgroup_mma_wait(0, deps=[dK])
+        if log_decay_grad is not None:
+            past -= leave_s.load(ROWS).to(gl.float32) * dK
+        dK *= gl.exp2(gl.expand_dims(points(ends_s, OF_CHANNELS)[1], 0) - decays_s.load(ROWS))
+        dK += itself * queries_s.load(ROWS).to(gl.float32)
+        if log_decay_grad is not None:
+            queries_s.store(past.to(gl.bfloat16))
+        K = keys_s.load(ROWS).to(gl.float32)
+        T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
+        _, leave, _ = points(ends_s, OF_CHANNELS)
+        down = gl.exp2(gl.expand_dims(leave, 0) - decays_s.load(ROWS))
+        T = warpgroup_mma_wait(0, deps=[T])
+        T *= down
+        if log_decay_grad is not None:
+            keys_s.store((K * T).to(gl.bfloat16))
+        store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T)
+        fence_async_shared()
+        barrier()
+        if log_decay_grad is not None:
+            dg = warpgroup_mma(lower_s, keys_s, rows, use_acc=False, is_async=True)
+            dg = warpgroup_mma(lower_s.permute((1, 0)), queries_s, dg, is_async=True)
+        dS = warpgroup_mma(enter_s.permute((1, 0)), grad_s, dS, is_async=True)
+        dV = warpgroup_mma(leave_s, after_s, rows, use_acc=False, is_async=True)
+        dV = warpgroup_mma(scores_s.permute((1, 0)), grad_s, dV, is_async=True)
+        # The chunk before; masked rather than skipped, since a branch among products that run would make them wait.
+        end = gl.where(c > 0, stop, token - 64)
+        copy_decays(decays_s, log_decay, token - 64, n * 128, end, heads * 128)
+        copy_ends(ends_s, ends, place + c - 1, c > 0)
+        copy_tokens(values_s, v, token - 64, 0, end, v_token)
+        copy_state(before_s, states, (first_chunk + c - 1).to(gl.int64) * heads + n, c > 0)
+        async_copy.commit_group()
+        if log_decay_grad is not None:
+            dg = warpgroup_mma_wait(3, deps=[dg])
+            dg += gl.expand_dims(through_s.load(OF_CHANNELS), 0) - keys_s.load(ROWS).to(gl.float32)
+            if NARROW:
+                store_rows(log_decay_grad, token, n * 128, stop, heads * 128, dg)
+            else:
+                at = at_tile(log_decay_grad, token, n * 128, heads * 128, ROWS, 64, 128)
+                valid = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1) < stop - token
+                gl.store(at, dg, mask=valid)
+        dS = warpgroup_mma_wait(2, deps=[dS])
+        barrier()
+        copy_tokens(queries_s, q, token - 64, 0, end, q_token)
+        copy_tokens(keys_s, k, token - 64, 0, end, k_token)
+        async_copy.commit_group()
+        dS *= gl.expand_dims(rest, 1)
+        dV = warpgroup_mma_wait(0, deps=[dV])
+        store_rows(v_grad, token, n * 128, stop, heads * 128, dV)
+    if first is not None:
+        gl.store(first + offsets, dS)

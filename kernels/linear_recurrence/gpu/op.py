@@ -1,0 +1,183 @@
+"""The linear recurrence in Triton, forward and backward.
+
+Forward: the gates of every chunk (and the scores inside it, unless the pass computes them itself), then one pass.
+Backward: the same, with the gradients of the scores, then three passes, and one kernel for the gradients of the gates.
+Decays per channel take one pass forward and one backward where `at_once` says so, others one backward where
+`all_gradients_at_once` does and programs enough can run.
+Saved for backward are the arguments and, if the rows of a batch are cut into segments, the states that these start
+from. How often packed documents are cut does not follow from shapes; their states are recomputed. Where one pass does
+all, the states before all chunks are saved in place of these, if they are to be kept. There are no atomics: results are
+bitwise repeatable.
+
+Results per recurrence are summed over the subheads of a head (o, dv) or the value heads of a key head (dq, dk) at the
+end, in tensors of the inputs' dtype.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.autograd import Gradients, register
+from ...core.recurrence import Recurrences, one_token
+from ...gpu.launch_table import largest
+from .call import Call
+from .plan import at_once, gate_of, kept
+from .step import forward as one_step
+from .step import step
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op, which `linear_recurrence` explains; gates and states are contiguous."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None  # in fp32, or in bf16 where one pass does all
+    beta: Tensor | None  # in fp32
+    initial_state: Tensor | None  # in fp32
+    cu_seqlens: Tensor | None
+    scale: float
+    subheads: int
+    keep: bool  # whether the states before all chunks are saved for the backward pass
+
+
+class Outputs(NamedTuple):
+    """Results of the op, and what is saved for the backward pass; what is not needed is empty."""
+
+    o: Tensor
+    final_state: Tensor
+    first: Tensor  # the states that segments start from
+    states: Tensor  # the states before all chunks
+    ends: Tensor  # the sums of decays in them
+
+
+def compute(args: Arguments) -> Outputs:
+    """o, the final states and the residuals."""
+    call = Call(args)
+    o, final = call.per_token(call.plan.V), call.states()
+    first = call.starts("o", args.initial_state, final)
+    of_chunks = call.outputs(o, first, final, args.keep)
+    if args.cu_seqlens is not None or not call.plan.segmented or of_chunks:
+        first = None
+    residuals = (first, *(of_chunks or (None, None)))
+    first, states, ends = (call.plan.new(0, dtype=torch.float32) if x is None else x for x in residuals)
+    return Outputs(call.per_head(o), final, first, states, ends)
+
+
+def fake(args: Arguments) -> Outputs:
+    """Empty tensors of the shapes and dtypes that `compute` returns."""
+    q, v, subheads, cu_seqlens = args.q, args.v, args.subheads, args.cu_seqlens
+    packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state = (q.shape[0] if packed is None else packed, v.shape[2] * subheads, q.shape[3], v.shape[3])
+    shapes = ((state, torch.float32), *kept(q, v, args.log_decay, args.beta, subheads, args.keep, packed))
+    return Outputs(v.new_empty(v.shape), *(v.new_empty(shape, dtype=dtype) for shape, dtype in shapes))
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+) -> Gradients:
+    """The gradients of all tensors but `cu_seqlens`."""
+    o_grad, state_grad = gradients
+    grad = torch.zeros_like(args.v) if o_grad is None else o_grad.contiguous()
+    state_grad = None if state_grad is None else state_grad.contiguous()
+    decay_grad, beta_grad = args.log_decay is not None and needed.log_decay, args.beta is not None and needed.beta
+    call = Call(args, grad, decay_grad or beta_grad)
+    first_grad = call.states() if args.initial_state is not None and needed.initial_state else None
+    first, states, ends = (x if x.numel() else None for x in residuals)
+    if first is None and states is None:
+        first = call.starts("o", args.initial_state, None)
+    last = call.starts("dv", state_grad, first_grad)
+    dq, dk, dv, dg, dbeta = call.gradients(first, states, ends, last, first_grad, decay_grad, beta_grad)
+    return {
+        "q": call.per_key_head(dq),
+        "k": call.per_key_head(dk),
+        "v": call.per_head(dv),
+        "log_decay": dg,
+        "beta": dbeta,
+        "initial_state": first_grad,
+    }
+
+
+recurrence = register("linear_recurrence", compute, differentiate, fake, results=2)
+
+
+def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """o [B,T,H,V] and the final states [N,H·E,K,V]."""
+    q, k, v, E = a.q, a.k, a.v, a.subheads
+    if a.consume_state and one_token(a):
+        return one_step(a)
+    if not q.is_cuda:  # Triton's interpreter gets bf16 arithmetic wrong
+        q, k, v = q.float(), k.float(), v.float()
+    g = None if a.log_decay is None else _as_taken(a.log_decay, a.beta is not None, q, v).contiguous()
+    beta = None if a.beta is None else a.beta.float().contiguous()
+    state = None if a.initial_state is None else a.initial_state.float().contiguous()
+    if one_token(a) and not a.differentiated:
+        o, final = step(q, k, v, g, beta, state, a.scale, E)
+        return o.to(a.v.dtype), final
+    largest_size = largest("linear_recurrence", q.dtype, q.device)
+    (K, keys), (V, values) = (_parts(size, largest_size, q.dtype) for size in (q.shape[3], v.shape[3]))
+    more_keys, more_values = K - q.shape[3], V - v.shape[3]
+    if more_keys or more_values:  # channels of zeros, which change nothing
+        q, k, v = F.pad(q, (0, more_keys)), F.pad(k, (0, more_keys)), F.pad(v, (0, more_values))
+        g = F.pad(g, (0, more_keys)) if g is not None and g.dim() == 4 else g
+        state = None if state is None else F.pad(state, (0, more_values, 0, more_keys))
+    if keys > 1:  # blocks of a long key become subheads under one gate
+        q, k = (x.unflatten(3, (keys, -1)).flatten(2, 3) for x in (q, k))
+        if g is not None:
+            g = g.unflatten(3, (keys, -1)).flatten(2, 3) if g.dim() == 4 else g.repeat_interleave(keys, -1)
+        beta = None if beta is None else beta.repeat_interleave(keys, -1)
+        state = None if state is None else state.unflatten(2, (keys, -1)).flatten(1, 2)
+    if values > 1:  # blocks of a long value become heads under one gate
+        v = v.unflatten(3, (values, -1)).flatten(2, 3)
+        g, beta = (None if x is None else _repeat_heads(x, E * keys, values) for x in (g, beta))
+        if state is not None:
+            state = state.unflatten(3, (values, -1)).unflatten(1, (-1, E * keys))
+            state = state.permute(0, 1, 4, 2, 3, 5).flatten(1, 3).contiguous()
+    keep = a.keep_states and a.differentiated
+    o, final = recurrence(q, k, v, g, beta, state, a.cu_seqlens, a.scale, E * keys, keep)
+    if values > 1:
+        o = o.unflatten(2, (-1, values)).flatten(3)
+        final = final.unflatten(1, (-1, values, E * keys)).permute(0, 1, 3, 4, 2, 5).flatten(4).flatten(1, 2)
+    if keys > 1:
+        final = final.unflatten(1, (-1, keys)).flatten(2, 3)
+    if more_keys or more_values:
+        o, final = o[..., : V - more_values], final[..., : K - more_keys, : V - more_values]
+    return o.to(a.v.dtype), final
+
+
+def _as_taken(log_decay: Tensor, beta: bool, q: Tensor, v: Tensor) -> Tensor:
+    """Decays in bf16 where the kernels take these, otherwise in fp32."""
+    narrow = log_decay.dtype == torch.bfloat16 and v.shape[1] > 1
+    if narrow and at_once(gate_of(log_decay), beta, q.shape[3], v.shape[3], q.dtype, q.device):
+        return log_decay
+    return log_decay.float()
+
+
+def _parts(size: int, largest: int, dtype: torch.dtype) -> tuple[int, int]:
+    """The number of channels of a head, and of equal parts of at most `largest` that it is cut into.
+
+    The number of channels grows by a few where otherwise more than twice as many parts as necessary would be equal, and
+    to whole blocks.
+    """
+    fewest = -(-size // largest)
+    parts = next((n for n in range(fewest, 2 * fewest + 1) if size % n == 0), fewest)
+    return parts * _whole(-(-size // parts), dtype), parts
+
+
+def _whole(part: int, dtype: torch.dtype) -> int:
+    """The channels of a part, up to whole blocks of 16, or of 32 above 128, in half precision.
+
+    With Triton 3.6 on Hopper and a decay per head, parts of 200 channels had wrong results and of 132 illegal accesses:
+    their slices of 32 are masked, and their rows are not aligned. Whole slices are right, and so are aligned rows.
+    """
+    block = 1 if dtype.itemsize > 2 else 16 if part <= 128 else 32
+    return -(-part // block) * block
+
+
+def _repeat_heads(x: Tensor, subheads: int, times: int) -> Tensor:
+    """Gates [H·E] or [B,T,H·E,…] with every head repeated, its subheads kept together."""
+    dim = 0 if x.dim() == 1 else 2
+    return x.unflatten(dim, (-1, subheads)).repeat_interleave(times, dim).flatten(dim, dim + 1)

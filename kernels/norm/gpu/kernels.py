@@ -1,0 +1,124 @@
+"""RMS normalisation with an optional gate: tiles of whole rows, everything in fp32 between one load and one store."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import triton
+import triton.language as tl
+
+from ...gpu.tiles import sigmoid
+
+
+@triton.jit
+def tile_of(first, rows, INNER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows [ROWS, BLOCK] from `first` on: outer index, offsets within it, offsets in dense tensors, and mask."""
+    r, c = (first + tl.arange(0, ROWS))[:, None].to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    return r // INNER, r % INNER * D + c, r * D + c, (r < rows) & (c < D)
+
+
+@triton.jit
+def load(x, at, inside):
+    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def inverse_root(u, eps, D: tl.constexpr):
+    """1 / √(mean u² + eps) of every row [ROWS, 1]."""
+    return tl.rsqrt(tl.sum(u * u, 1) / D + eps)[:, None]
+
+
+@triton.jit(do_not_specialize=["rows"])
+def forward(
+    x,  # [outer, INNER, D], like gate: rows of INNER · D contiguous numbers
+    gate,
+    weight,  # [D]
+    added,  # [rows, D]
+    y,  # [rows, D]
+    total,  # [rows, D]: x + added
+    rows,
+    x_outer,
+    gate_outer,
+    eps,
+    INNER: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATE: tl.constexpr,  # none, first or last: where it is applied
+):
+    outer, within, dense, inside = tile_of(tl.program_id(0) * ROWS, rows, INNER, D, ROWS, BLOCK)
+    u = load(x, outer * x_outer + within, inside)
+    if added is not None:
+        both = (u + load(added, dense, inside)).to(total.dtype.element_ty)
+        tl.store(total + dense, both, mask=inside)
+        u = both.to(tl.float32)  # as if the sum were read back
+    if GATE != "none":
+        g = load(gate, outer * gate_outer + within, inside)
+        opened = g * sigmoid(g)
+    if GATE == "first":
+        u *= opened
+    h = u * inverse_root(u, eps, D)
+    if weight is not None:
+        c = tl.arange(0, BLOCK)
+        h *= load(weight, c, c < D)[None, :]
+    if GATE == "last":
+        h *= opened
+    tl.store(y + dense, h.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def backward(
+    x,  # [outer, INNER, D], like gate and dgate
+    gate,
+    weight,
+    dy,  # [rows, D]
+    dtotal,  # [rows, D]: another gradient of x, to be added
+    dx,  # [rows, D], dense: nothing normalises a part of a projection, and strides take registers
+    dgate,
+    dweight,  # [programs, D]: to be summed over the programs
+    rows,
+    x_outer,
+    gate_outer,
+    dgate_outer,
+    eps,
+    INNER: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATE: tl.constexpr,  # none, first or last: where it is applied
+    STAGES: tl.constexpr,  # tiles on their way at a time
+):
+    c = tl.arange(0, BLOCK)
+    if weight is not None:
+        scale = load(weight, c, c < D)[None, :]
+        parts = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        outer, within, dense, inside = tile_of(first, rows, INNER, D, ROWS, BLOCK)
+        u, dh = load(x, outer * x_outer + within, inside), load(dy, dense, inside)
+        if GATE != "none":
+            g = load(gate, outer * gate_outer + within, inside)
+            s = sigmoid(g)
+            opened, slope = g * s, s * (1 + g * (1 - s))
+        if GATE == "first":
+            ungated = u
+            u *= opened
+        r = inverse_root(u, eps, D)
+        h = u * r
+        if GATE == "last":
+            dopened = dh * h
+            dh *= opened
+        if weight is not None:
+            parts += dh * h
+            dh *= scale
+        du = r * (dh - h * (tl.sum(dh * h, 1) / D)[:, None])
+        if GATE == "last" and weight is not None:
+            dopened *= scale
+        if GATE == "first":
+            dopened = du * ungated
+            du *= opened
+        if dtotal is not None:
+            du += load(dtotal, dense, inside)
+        tl.store(dx + dense, du.to(dx.dtype.element_ty), mask=inside)
+        if GATE != "none":
+            in_dgate = outer * dgate_outer + within
+            tl.store(dgate + in_dgate, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
+    if weight is not None:
+        tl.store(dweight + tl.program_id(0) * D + c, tl.sum(parts, 0), mask=c < D)

@@ -1,0 +1,178 @@
+"""RMS normalisation in Triton: one launch forward and one backward, which saves only the arguments."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.allocation import new
+from ...core.autograd import Gradients, once, register
+from ...core.fused_gradients import gradient_for
+from ...core.recompute import remake
+from ...gpu.launch import Prepared, cdiv, next_power_of_2
+from ...gpu.launch_table import multiprocessors
+from ...gpu.reductions import add_parts
+from .. import dtype_of
+from . import kernels
+
+ELEMENTS = 1024  # per tile of short rows
+PER_WARP, MOST_WARPS = 512, 16
+# Programs per multiprocessor in the backward pass, all of which finish at about the same time: each walks over many
+# rows, because it stores a part of the weight's gradient. Of short rows without a gate, several tiles fit into shared
+# memory, and fewer programs do.
+PROGRAMS, PROGRAMS_GATED, PROGRAMS_AHEAD = 12, 6, 8
+AHEAD, LONGEST_AHEAD = 3, 1024  # tiles on their way, and the longest rows of these
+
+
+def inner(x: Tensor) -> int:
+    """Number of contiguous rows of x […,D]: the heads of a token."""
+    return x.shape[-2] if x.dim() > 3 else 1
+
+
+def strided(x: Tensor) -> tuple[Tensor, int]:
+    """x […,D], contiguous except for its outer axes (as the heads of a part of a projection are), and their stride."""
+    if not x.is_contiguous() and x.dim() > 1:
+        flat = x.flatten(0, -3) if x.dim() > 3 else x.flatten(0, -2).unsqueeze(1)
+        if flat.stride(2) == 1 and (flat.shape[1] == 1 or flat.stride(1) == flat.shape[2]):
+            return flat, flat.stride(0)
+    return x.contiguous(), inner(x) * x.shape[-1]
+
+
+def order(gate: Tensor | None, gate_first: bool) -> str:
+    """Return the position of the gate: none, first (before the norm) or last."""
+    return "none" if gate is None else "first" if gate_first else "last"
+
+
+@cache
+def constants(inner: int, size: int, gate: str) -> Mapping[str, Any]:
+    """The constants of both kernels, among them the rows and columns of a tile, and its warps."""
+    block = next_power_of_2(size)
+    rows = max(1, ELEMENTS // block)
+    warps = max(1, min(rows * block // PER_WARP, MOST_WARPS))
+    sizes = {"INNER": inner, "D": size, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+    return {**sizes, "GATE": gate}
+
+
+@lru_cache(maxsize=1024)
+def forward_launch(rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepared:
+    """The launch for `rows` rows; `numbers` are the strides of x and of the gate, and eps."""
+    fixed = constants(inner, size, gate)
+    return Prepared(kernels.forward, cdiv(rows, fixed["ROWS"]), rows, *numbers, **fixed)
+
+
+@lru_cache(maxsize=1024)
+def backward_launch(programs: int, rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepared:
+    """The launch of `programs` programs over `rows` rows; `numbers` are the strides of x, gate and dgate, and eps."""
+    stages = AHEAD if ahead(size, gate) else 1
+    return Prepared(kernels.backward, programs, rows, *numbers, **constants(inner, size, gate), STAGES=stages)
+
+
+def ahead(size: int, gate: str) -> bool:
+    """Return whether the backward pass loads tiles before it needs them."""
+    return gate == "none" and size <= LONGEST_AHEAD
+
+
+def most_programs(size: int, gate: str) -> int:
+    """Programs of the backward pass on a multiprocessor."""
+    return PROGRAMS_AHEAD if ahead(size, gate) else PROGRAMS if gate == "none" else PROGRAMS_GATED
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op."""
+
+    x: Tensor  # […,D]
+    gate: Tensor | None  # like x
+    weight: Tensor | None  # [D]
+    eps: float
+    gate_first: bool
+    dtype: torch.dtype  # of the result
+
+
+def compute(args: Arguments) -> tuple[Tensor]:
+    """y in the shape of x."""
+    x, gate, weight, eps, gate_first, dtype = args
+    y, rows = new(x, dtype=dtype), x.numel() // max(x.shape[-1], 1)
+    weight = None if weight is None else weight.contiguous()
+    shape = (rows, inner(x), x.shape[-1], order(gate, gate_first))
+    (x, outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
+    forward_launch(*shape, outer, gate_outer, eps)(x, gate, weight, None, y, None)
+    return (y,)
+
+
+def fake(args: Arguments) -> tuple[Tensor]:
+    """An empty tensor of the shape and dtype that `compute` returns."""
+    return (args.x.new_empty(args.x.shape, dtype=args.dtype),)
+
+
+def differentiate_rows(
+    args: Arguments, dy: Tensor, dtotal: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of x (with `dtotal` added), of the gate and of the weight."""
+    x, gate, weight, eps, gate_first, _ = args
+    dy, rows = dy.contiguous(), x.numel() // max(x.shape[-1], 1)
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    weight = None if weight is None else weight.contiguous()
+    sizes = (inner(x), x.shape[-1], order(gate, gate_first))
+    resident = multiprocessors(x.device) * most_programs(*sizes[1:])
+    programs = min(cdiv(rows, constants(*sizes)["ROWS"]), resident)
+    parts = None if weight is None else new(x, programs, 1, x.shape[-1], dtype=torch.float32)
+    dx, (dgate, dgate_outer) = new(x), (None, 0) if gate is None else strided(gradient_for(gate, new))
+    (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
+    launch = backward_launch(programs, rows, *sizes, x_outer, gate_outer, dgate_outer, eps)
+    launch(x, gate, weight, dy, dtotal, dx, dgate, parts)
+    dweight = None if parts is None or weight is None else add_parts(parts, weight.dtype).view(weight.shape)
+    return dx, None if dgate is None else dgate.view(dx.shape), dweight
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+) -> Gradients:
+    """The gradients of x, the gate and the weight."""
+    assert gradients[0] is not None
+    return dict(zip(("x", "gate", "weight"), differentiate_rows(args, gradients[0]), strict=True))
+
+
+rms_norm = register("rms_norm", compute, differentiate, fake)
+
+
+def forward(*args: Any) -> Tensor:
+    """y in the shape of x, of the fields of `Arguments`."""
+    return rms_norm(*args)[0]
+
+
+class Added(torch.autograd.Function):
+    """x + y and its norm, in one launch each way. Only the sum is saved; its gradient is that of both terms.
+
+    For eager calls only: a compiler fuses the sum and the norm automatically.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        rows, total, h = x.numel() // max(x.shape[-1], 1), new(x), new(x, dtype=dtype)
+        launch = forward_launch(rows, 1, x.shape[-1], "none", x.shape[-1], 0, eps)
+        launch(x.contiguous(), None, weight, y.contiguous(), h, total)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, weight)
+        ctx.eps, ctx.other = eps, y.dtype
+        return total, h
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, dtotal: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, weight = ctx.saved_tensors
+        if dh is None:
+            return dtotal, None if dtotal is None else dtotal.to(ctx.other), None, None, None
+        args = Arguments(total, None, weight, ctx.eps, gate_first=False, dtype=dh.dtype)
+        dx, _, dweight = differentiate_rows(args, dh, dtotal)
+        return dx, dx.to(ctx.other), dweight, None, None
+
+
+def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum and its norm in one launch."""
+    dtype = dtype_of(x)
+    total, h = Added.apply(x, y, weight, eps, dtype)
+    return total, remake(h, forward, total, None, weight, eps, False, dtype)

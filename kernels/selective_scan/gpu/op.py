@@ -1,0 +1,219 @@
+"""The selective scan in Triton: which kernels run, in which order, on which tensors.
+
+Forward: the states at the cuts between chunks, which are all that is saved, then all chunks in parallel. Backward: the
+gradients of these states, then all chunks in parallel. A sequence of a single chunk, such as a decoded token, takes one
+launch. There are no atomics: equal inputs give equal bits.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core.autograd import Gradients, register
+from ...core.documents import Documents
+from ...gpu.launch import Prepared, cdiv, next_power_of_2
+from ...gpu.layout import layout
+from ...gpu.plan import Plan, prepared
+from ..arguments import Scan
+from .chunks import combine, local, outputs
+from .gradients import gradients
+
+SHORT, LONG = 64, 256  # tokens per chunk
+FROM = 8192  # tokens from which even long chunks are enough to fill a device, and short ones are slow to combine
+PART = 16  # tokens whose states are in memory together while their gradients are computed
+CHANNELS = 64  # most channels whose states one warp holds
+ELEMENTS, GRADIENT_ELEMENTS = 1024, 512  # per tile of states; the gradients need several tiles together
+
+
+class SelectiveScan(Plan):
+    """The plan of a call over S sequences, which have at most `slots` chunks.
+
+    Args:
+        shape: Shape of x [B,T,D].
+        states: States N per channel.
+        read: What c is: ones, constant or each (one per token).
+        dtype: Dtype of x.
+        device: Device of x.
+        documents: Number of documents packed into one row; None without packing.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        states: int,
+        read: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        documents: int | None,
+    ):
+        super().__init__(dtype, device)
+        (self.B, self.T, self.D), self.N, self.read = shape, states, read
+        self.length = chunk_length(self.T)
+        self.per_row = -(-self.T // self.length)
+        self.whole = documents is None and self.per_row == 1  # every sequence is a single chunk
+        self.S = self.B if documents is None else documents
+        self.slots = self.B * self.per_row if documents is None else self.T // self.length + documents
+
+    def place(self, packed: Documents | None) -> None:
+        """Cut the sequences into chunks; segments are whole sequences."""
+        longest = self.per_row * self.length
+        self.layout = layout(packed, self.B, self.T, self.length, self.length, longest, self.device)
+        self.chunks = self.layout.chunks.shape[0]
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Uninitialised y, final states, and states before all chunks (none if every sequence is one chunk)."""
+        y, final = self.new(self.B, self.T, self.D), self.states(self.S)
+        return y, final, self.states(0 if self.whole else self.slots)
+
+    def states(self, count: int) -> Tensor:
+        """Uninitialised states [count,D,N]."""
+        return self.new(count, self.D, self.N, dtype=torch.float32)
+
+    def tile(self, elements: int) -> tuple[int, int]:
+        """Channels and states per tile."""
+        states = next_power_of_2(self.N)
+        return max(1, min(CHANNELS, elements // states)), states
+
+    def _prepared(self, kernel: Any, rows: int, elements: int, *numbers: int, **constants: Any) -> Prepared:
+        """One program per row of states and block of channels."""
+        BD, BN = self.tile(elements)
+        sizes: dict[str, Any] = {"D": self.D, "N": self.N, "BD": BD, "BN": BN}
+        return Prepared(kernel, rows * cdiv(self.D, BD), *numbers, **sizes, **constants, num_warps=1)
+
+    @prepared
+    def local(self, reverse: bool) -> Prepared:
+        """Launch that computes the contribution of each chunk to the state after it, or in reverse to the gradient
+        before it.
+        """
+        return self._prepared(local, self.chunks, ELEMENTS, READ=self.read, REVERSE=reverse)
+
+    @prepared
+    def combine(self, reverse: bool) -> Prepared:
+        """From the results of `local` to the states before all chunks, or in reverse the gradients after them."""
+        return self._prepared(combine, self.S, ELEMENTS, self.length, REVERSE=reverse)
+
+    @prepared
+    def outputs(self) -> Prepared:
+        """y from the states before all chunks."""
+        return self._prepared(outputs, self.chunks, ELEMENTS, READ=self.read)
+
+    @property
+    def marks(self) -> int:
+        """Number of parts in a chunk."""
+        return cdiv(self.length, PART)
+
+    @prepared
+    def gradients(self) -> Prepared:
+        """The gradients of all tensors, from the states before all chunks and the gradients after them."""
+        numbers = self.B * self.T, self.marks
+        return self._prepared(gradients, self.chunks, GRADIENT_ELEMENTS, *numbers, PART=PART, READ=self.read)
+
+
+def chunk_length(tokens: int) -> int:
+    """Tokens per chunk, in a row of `tokens` tokens."""
+    return SHORT if tokens < FROM else LONG
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op, which `selective_scan` explains."""
+
+    x: Tensor
+    log_decay: Tensor
+    rate: Tensor
+    b: Tensor | None
+    c: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """The arguments of the plan."""
+        read = "ones" if self.c is None else "constant" if self.c.dim() == 2 else "each"
+        documents = None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        return self.x.shape, self.rate.shape[1], read, self.x.dtype, self.x.device, documents
+
+    @property
+    def plan(self) -> SelectiveScan:
+        return SelectiveScan.of(self.cu_seqlens, self.x.shape[1], *self.sizes)
+
+
+def cuts(
+    plan: SelectiveScan,
+    x: Tensor,
+    arguments: tuple[Tensor | None, ...],
+    states: Tensor,
+    end: Tensor | None,
+    other: Tensor,
+    *,
+    reverse: bool,
+) -> None:
+    """Fill the states before all chunks and the final states, or in reverse the gradients after chunks and of h_0."""
+    totals = plan.new(plan.chunks, plan.D, dtype=torch.float32)
+    plan.local(reverse)(x, *arguments, states, totals, plan.layout.chunks)
+    rate = arguments[1]
+    assert rate is not None
+    plan.combine(reverse)(rate, states, totals, end, other, plan.layout.segments)
+
+
+def dense(*tensors: Tensor | None) -> list[Any]:
+    """The tensors, contiguous."""
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the final states, and the states before all chunks."""
+    plan = args.plan
+    x, *arguments, initial = dense(*args[:6])
+    y, final, states = plan.results()
+    if plan.whole:
+        plan.outputs()(x, *arguments, initial, y, final, plan.layout.chunks)
+    else:
+        cuts(plan, x, tuple(arguments), states, initial, final, reverse=False)
+        plan.outputs()(x, *arguments, states, y, None, plan.layout.chunks)
+    return y, final, states
+
+
+def fake(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors of the shapes and dtypes that `compute` returns."""
+    return SelectiveScan(*args.sizes).results()
+
+
+def differentiate(
+    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+) -> Gradients:
+    """The gradients of all tensors but `cu_seqlens`."""
+    plan, (_, log_decay, rate, b, c, initial_state, _) = args.plan, args
+    x, *arguments, initial, dy, dfinal = dense(*args[:6], *gradients)
+    dy = torch.zeros_like(x) if dy is None else dy
+    dinitial = plan.states(plan.S)
+    first, after = (initial, dfinal) if plan.whole else (residuals[0], plan.states(plan.chunks))
+    if not plan.whole:
+        cuts(plan, dy, tuple(arguments), after, dfinal, dinitial, reverse=True)
+    BD, BN = plan.tile(GRADIENT_ELEMENTS)
+    blocks = cdiv(plan.D, BD)
+    scratch = plan.new(plan.chunks * blocks, PART + plan.marks, BN, BD, dtype=torch.float32)
+    dx, dlog_decay = plan.new(*x.shape), plan.new(*log_decay.shape, dtype=log_decay.dtype)
+    drate = plan.states(plan.chunks) if needed.rate else None
+    db = None if b is None else plan.new(blocks, *b.shape, dtype=torch.float32)
+    dc = None
+    if c is not None:
+        dc = plan.states(plan.chunks) if c.dim() == 2 else plan.new(blocks, *c.shape, dtype=torch.float32)
+    tensors = (first, after, dy, scratch, dx, dlog_decay, drate, db, dc, dinitial if plan.whole else None)
+    plan.gradients()(x, *arguments, *tensors, plan.layout.chunks)
+    parts = {"rate": (drate, rate), "b": (db, b), "c": (dc, c)}
+    summed = {name: None if g is None or z is None else g.sum(0).to(z.dtype) for name, (g, z) in parts.items()}
+    last = None if initial_state is None else dinitial.to(initial_state.dtype)
+    return {"x": dx, "log_decay": dlog_decay, **summed, "initial_state": last}
+
+
+selective_scan = register("selective_scan", compute, differentiate, fake, results=2)
+
+
+def forward(a: Scan) -> tuple[Tensor, Tensor]:
+    """y [B,T,D] and the final states [S,D,N]."""
+    # fp64 arguments with an x of lower precision: the kernels compute in fp32
+    rest = (None if z is None else z.float() if z.dtype == torch.float64 else z for z in a.others)
+    y, final = selective_scan(a.x, *rest, a.cu_seqlens)
+    return y, final

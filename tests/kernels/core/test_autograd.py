@@ -1,0 +1,167 @@
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.core import autograd
+from kernels.gpu import launch_table
+
+SEEN: list[tuple[Sequence[bool], Sequence[Tensor | None]]] = []
+
+
+class Toy(NamedTuple):
+    a: Tensor
+    b: Tensor | None
+    index: Tensor | None
+    scale: float
+
+
+def forward(args: Toy) -> tuple[Tensor, Tensor, Tensor]:
+    a, b, _, scale = args
+    y = a * scale if b is None else a * b * scale
+    return y, y.sum(0), a + 1
+
+
+def backward(gradients, kept, needed, args):
+    a, b, _, scale = args
+    SEEN.append((needed, gradients))
+    assert torch.equal(kept[0], a + 1)
+    whole = sum((g.expand_as(a) for g in gradients if g is not None), torch.zeros_like(a)) * scale
+    return {"a": whole if b is None else whole * b, "b": None if b is None else whole * a}
+
+
+def fake(args: Toy) -> tuple[Tensor, Tensor, Tensor]:
+    a = args.a
+    return torch.empty_like(a), a.new_empty(a.shape[1:]), torch.empty_like(a)
+
+
+toy = autograd.register("toy", forward, backward, fake, results=2)
+
+
+class Pair(NamedTuple):
+    a: Tensor
+    b: Tensor
+
+
+def product(args: Pair) -> tuple[Tensor]:
+    return (args.a * args.b,)
+
+
+def both_at_once(gradients, kept, needed, args):
+    parts = torch.stack((args.b, args.a)).mul_(0 if gradients[0] is None else gradients[0])
+    return dict(zip("ab", parts.unbind(), strict=True))
+
+
+pair = autograd.register("pair", product, both_at_once, lambda args: (torch.empty_like(args.a),))
+
+
+def leaf(*needs: bool) -> list[Tensor]:
+    return [torch.randn(3, 4, dtype=torch.float64, requires_grad=need) for need in needs]
+
+
+def test_gradients():
+    torch.autograd.gradcheck(lambda a, b: toy(a, b, None, 2.0), leaf(True, True))
+    torch.autograd.gradcheck(lambda a: toy(a, None, torch.arange(3), 2.0), leaf(True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
+def test_opcheck(needs: tuple[bool, bool]):
+    torch.library.opcheck(torch.ops.token_mixer_zoo.toy.default, (*leaf(*needs), torch.arange(3), 2.0))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.toy.default, (leaf(needs[0])[0], None, None, 2.0))
+
+
+class Whole(NamedTuple):
+    a: Tensor
+    b: Tensor
+    keep: bool
+
+
+def whole(args: Whole) -> tuple[Tensor, Tensor]:
+    return args.a * args.b, args.a * 1
+
+
+def whole_backward(gradients, kept, needed, args):
+    return {"a": gradients[0] * args.b, "b": gradients[0] * (kept[0] if args.keep else args.a)}
+
+
+def whole_fake(args: Whole) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(args.a), torch.empty_like(args.a)
+
+
+unread = autograd.register("unread", whole, whole_backward, whole_fake, unread=lambda args: ("a",) * args.keep)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_memory_of_what_is_not_read(keep: bool):
+    a, b = leaf(True, True)
+    torch.autograd.gradcheck(lambda a, b: unread(a, b, keep)[0], (a, b), check_undefined_grad=False)
+    # as another argument it is kept
+    torch.autograd.gradcheck(lambda a: unread(a, a, keep)[0], a, check_undefined_grad=False)
+    torch.library.opcheck(torch.ops.token_mixer_zoo.unread.default, (a, b, keep))
+    (y,) = unread(a, b, keep)
+    memory = [x.untyped_storage().data_ptr() for x in y.grad_fn.saved_tensors]
+    assert (a.untyped_storage().data_ptr() in memory) == (not keep)
+    assert b.untyped_storage().data_ptr() in memory
+
+
+def test_gradients_may_be_parts_of_one_tensor():
+    torch.autograd.gradcheck(pair, leaf(True, True))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.pair.default, leaf(True, True))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_no_second_derivative(create_graph: bool):
+    a, b = leaf(True, True)
+    (da,) = torch.autograd.grad(pair(a, b)[0].sin().sum(), a, create_graph=create_graph)
+    torch.testing.assert_close(da.detach(), (b * (a * b).cos()).detach())
+    assert da.requires_grad is create_graph
+    if create_graph:
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            da.sum().backward()
+
+
+def test_only_what_arrives_and_what_is_wanted():
+    a, b = leaf(False, True)
+    SEEN.clear()
+    toy(a, b, torch.arange(3), 2.0)[1].sum().backward()
+    ((needed, gradients),) = SEEN
+    assert list(needed) == [False, True, False, False]
+    assert gradients[0] is None
+    assert a.grad is None
+    torch.testing.assert_close(b.grad, 2 * a.detach())
+
+
+@pytest.mark.parametrize("needs", [(True, True), (False, True)])
+def test_one_graph(needs: tuple[bool, bool]):
+    given = leaf(*needs)
+    wanted = [x for x in given if x.requires_grad]
+
+    def f(a: Tensor, b: Tensor) -> Tensor:
+        return toy(a, b, None, 2.0)[0].sin().sum()
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    found, expected = (torch.autograd.grad(g(*given), wanted) for g in (compiled, f))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize(("gpu", "known"), [((9, 0), True), ((8, 9), False), ((10, 0), False)])
+def test_an_unlisted_gpu_gets_cautious_launches_and_a_line_in_the_log(
+    gpu: tuple[int, int], known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
+    launch_table.capability.cache_clear()
+    launch_table._entry.cache_clear()
+    device, architecture = torch.device("cuda", 7), launch_table.HOPPER if known else launch_table.OTHER
+    for _ in range(2):
+        for kernel in ("linear_recurrence.carry", "delta_rule.prepare"):
+            entry, table = launch_table.launch(kernel, 32, torch.bfloat16, device), launch_table.TABLE[kernel]
+            serving = {key[1]: known for key, known in table.items() if key[::2] == (architecture, 2)}
+            assert entry == serving[min(serving)]
+    assert caplog.text.count(f"compute capability {gpu[0]}.{gpu[1]}") == (0 if known else 1)
+    launch_table.capability.cache_clear()
+    launch_table._entry.cache_clear()
