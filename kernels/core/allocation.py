@@ -9,3 +9,8 @@ def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     if not shape:
         return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, cloned if it is not 16-byte aligned, as kernels in Gluon need it."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()

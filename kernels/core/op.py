@@ -49,7 +49,11 @@ class Op:
 
     def choose(self, x: Tensor, *args: Any) -> Implementation:
         """Return the implementation that a call runs."""
-        implementation = self.implementations[self.backend(x, *args)]
+        return self.load(self.backend(x, *args))
+
+    def load(self, backend: str) -> Implementation:
+        """Return the implementation of a backend."""
+        implementation = self.implementations[backend]
         return loaded(implementation) if isinstance(implementation, str) else implementation
 
     def backend(self, x: Tensor, *args: Any) -> str:

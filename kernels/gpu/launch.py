@@ -15,17 +15,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 from ..errors import UserError
+from . import paths
+from .device import DIRECT
 
 MOST_PROGRAMS = 2**31 - 1  # along the first axis of a grid, the only one of our launches: the others end at 65,535
 PLAIN = torch.version.hip is not None  # the ROCm compiler also looks at the size of a tensor's memory
-DIRECT = triton.__version__.startswith(("3.6.", "3.7."))  # their `CompiledKernel.run` takes the arguments below
 CompiledLaunch = tuple[CompiledKernel, tuple[Any, ...]]  # a compiled kernel, and its constants in order
 _compiled: dict[tuple[Any, ...], CompiledLaunch] = {}  # by what the compiler knows of a launch
 # Not a context variable: the backward pass runs in a separate thread, which does not inherit the context.
@@ -88,14 +88,25 @@ def check_programs(kernel: Any, programs: int) -> None:
         )
 
 
-def enqueue(kernel: Any, programs: int, *args: Any, **constants: Any) -> CompiledLaunch | None:
+def enqueue(
+    kernel: Any,
+    programs: int,
+    *args: Any,
+    warps: int = 4,
+    stages: int | None = None,
+    registers: int | None = None,
+    **constants: Any,
+) -> CompiledLaunch | None:
     """Launch a kernel on the current stream of the device of its first tensor.
 
     Args:
         kernel: A `triton.jit` function whose constants follow all other arguments.
         programs: Number of programs, along one axis.
         args: The arguments before the constants, optionally followed by constants; the first one is a tensor.
-        constants: The remaining constants by name, and `num_warps`, `num_stages`, `maxnreg`.
+        warps: Warps of a program.
+        stages: Stages of software pipelining; None for Triton's default.
+        registers: Most registers of a thread; None for what the compiler takes.
+        constants: The remaining constants by name.
 
     Returns:
         What later launches of the same form reuse; None if nothing can be reused.
@@ -104,6 +115,15 @@ def enqueue(kernel: Any, programs: int, *args: Any, **constants: Any) -> Compile
         UserError: There are more programs than a device can start.
     """
     check_programs(kernel, programs)
+    if paths.record is not None:
+        options: dict[str, Any] = {"warps": warps, "stages": stages, "registers": registers}
+        paths.record.launches.append(LaunchSpec(kernel, programs, **options, **constants))
+        return None
+    constants["num_warps"] = warps
+    if stages is not None:
+        constants["num_stages"] = stages
+    if registers is not None:
+        constants["maxnreg"] = registers
     device = args[0].get_device()
     if device < 0 or PLAIN:  # on the CPU, Triton interprets the kernel
         kernel[(programs,)](*args, **constants)
@@ -114,27 +134,51 @@ def enqueue(kernel: Any, programs: int, *args: Any, **constants: Any) -> Compile
         return _enqueue(kernel, programs, device, args, constants)
 
 
-class Prepared:
-    """A launch with everything fixed but its tensors. Kept for sizes that recur, it takes half the time.
+class LaunchSpec:
+    """A launch with everything fixed but its tensors. Kept for sizes that recur, it takes half the time of `enqueue`.
 
     Args:
         kernel: As for `enqueue`; its tensors precede all other arguments.
         programs: As for `enqueue`.
         numbers: The arguments between the tensors and the constants.
+        warps: Warps of a program.
+        stages: Stages of software pipelining; None for Triton's default.
+        registers: Most registers of a thread; None for what the compiler takes.
         checked: Whether the caller guarantees that each tensor, if present, always has the same dtype and is on the
             device of the first one. They are not checked again then.
-        constants: As for `enqueue`.
+        constants: Constants of the kernel, by name.
     """
 
-    def __init__(self, kernel: Any, programs: int, *numbers: Any, checked: bool = False, **constants: Any):
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        *numbers: Any,
+        warps: int = 4,
+        stages: int | None = None,
+        registers: int | None = None,
+        checked: bool = False,
+        **constants: Any,
+    ):
         check_programs(kernel, programs)
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
-        self.checked = checked
+        self.warps, self.stages, self.registers, self.checked = warps, stages, registers, checked
+        self.options = {**constants, "warps": warps, "stages": stages, "registers": registers}
         # by device, and what the compiler knows of the tensors
-        self.found: dict[tuple[Any, ...], CompiledLaunch | None] = {}
+        self.compiled: dict[tuple[Any, ...], CompiledLaunch | None] = {}
+
+    @property
+    def name(self) -> str:
+        """Op, file and function of the kernel."""
+        function = getattr(self.kernel, "fn", self.kernel)
+        module = function.__module__.removeprefix("kernels.").replace(".gpu.", ".")
+        return f"{module}.{function.__name__}"
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
         """Launch it on the current stream of the device of the first tensor."""
+        if paths.record is not None:
+            paths.record.launches.append(self)
+            return
         device, tensors = first.get_device(), (first, *others)
         values: list[Any] = []  # as in `_enqueue`
         if self.checked:
@@ -161,9 +205,9 @@ class Prepared:
                     signature.append((dtype,) if at & 15 else dtype)
                     values.append(at if x.is_cuda else x)
             alike = tuple(signature)
-        cached = self.found.get(alike)
+        cached = self.compiled.get(alike)
         if cached is None or device != torch.accelerator.current_device_index():
-            self.found[alike] = enqueue(self.kernel, self.programs, *tensors, *self.numbers, **self.constants)
+            self.compiled[alike] = enqueue(self.kernel, self.programs, *tensors, *self.numbers, **self.options)
         else:
             compiled, rest = cached
             _start(compiled, self.programs, device, tensors, values, (*self.numbers, *rest))

@@ -7,22 +7,19 @@ Slices of 32 channels that are masked or whose rows are not aligned are wrong th
 (`linear_recurrence/triton_op.py`). Entries of a file take precedence (`launch_file.py`).
 """
 
-import logging
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from . import launch_file
+from .device import HOPPER, OTHER, capability
 
-log = logging.getLogger(__name__)
-
-HOPPER, OTHER = 9, 0
 ANY = 1 << 30  # heads of any size
 HALF, SINGLE = 2, 4  # bytes per element
 
 
-class Launch(NamedTuple):
+class LaunchConfig(NamedTuple):
     """One entry. A block is 0 if the kernel does not cut that axis."""
 
     warps: int
@@ -34,107 +31,107 @@ class Launch(NamedTuple):
 
 # kernel → (compute capability, largest head size that the entry serves, bytes per element). The size is the larger of K
 # and V; for the delta rule, values beyond its largest keys count as these.
-TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
+TABLE: dict[str, dict[tuple[int, int, int], LaunchConfig]] = {
     "linear_recurrence.carry": {
-        (HOPPER, 128, HALF): Launch(4, 2, block=64),
-        (HOPPER, 256, HALF): Launch(4, 2, block=32),
-        (HOPPER, 64, SINGLE): Launch(4, 2, block=16),
-        (OTHER, 64, HALF): Launch(4, 2, block=32),
-        (OTHER, 32, SINGLE): Launch(4, 2, block=16),
+        (HOPPER, 128, HALF): LaunchConfig(4, 2, block=64),
+        (HOPPER, 256, HALF): LaunchConfig(4, 2, block=32),
+        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, block=16),
+        (OTHER, 64, HALF): LaunchConfig(4, 2, block=32),
+        (OTHER, 32, SINGLE): LaunchConfig(4, 2, block=16),
     },
     "linear_recurrence.local": {  # the pass without an output
-        (HOPPER, 128, HALF): Launch(4, 3, block=128),
-        (HOPPER, 256, HALF): Launch(4, 2, block=32),
-        (HOPPER, 64, SINGLE): Launch(4, 2, block=16),
-        (OTHER, 64, HALF): Launch(4, 2, block=32),
-        (OTHER, 32, SINGLE): Launch(4, 2, block=16),
+        (HOPPER, 128, HALF): LaunchConfig(4, 3, block=128),
+        (HOPPER, 256, HALF): LaunchConfig(4, 2, block=32),
+        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, block=16),
+        (OTHER, 64, HALF): LaunchConfig(4, 2, block=32),
+        (OTHER, 32, SINGLE): LaunchConfig(4, 2, block=16),
     },
     "linear_recurrence.head_scores": {
-        (HOPPER, 256, HALF): Launch(4, 2, block=256),
-        (HOPPER, 64, SINGLE): Launch(4, 2, block=64),
-        (OTHER, 64, HALF): Launch(4, 2, block=64),
-        (OTHER, 32, SINGLE): Launch(4, 2, block=32),
+        (HOPPER, 256, HALF): LaunchConfig(4, 2, block=256),
+        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, block=64),
+        (OTHER, 64, HALF): LaunchConfig(4, 2, block=64),
+        (OTHER, 32, SINGLE): LaunchConfig(4, 2, block=32),
     },
     "linear_recurrence.channel_scores": {
-        (HOPPER, 256, HALF): Launch(4, 2, block=32),
-        (HOPPER, 64, SINGLE): Launch(4, 2, block=32),
-        (OTHER, 64, HALF): Launch(4, 2, block=16),
-        (OTHER, 32, SINGLE): Launch(4, 2, block=16),
+        (HOPPER, 256, HALF): LaunchConfig(4, 2, block=32),
+        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, block=32),
+        (OTHER, 64, HALF): LaunchConfig(4, 2, block=16),
+        (OTHER, 32, SINGLE): LaunchConfig(4, 2, block=16),
     },
     "linear_recurrence.channel_grads": {
-        (HOPPER, 256, HALF): Launch(4, 2, block=32),
-        (HOPPER, 64, SINGLE): Launch(4, 2, block=16),
-        (OTHER, 64, HALF): Launch(4, 2, block=16),
-        (OTHER, 32, SINGLE): Launch(4, 2, block=16),
+        (HOPPER, 256, HALF): LaunchConfig(4, 2, block=32),
+        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, block=16),
+        (OTHER, 64, HALF): LaunchConfig(4, 2, block=16),
+        (OTHER, 32, SINGLE): LaunchConfig(4, 2, block=16),
     },
     "linear_recurrence.step": {
-        (HOPPER, ANY, HALF): Launch(4, 2, block=64),
-        (HOPPER, ANY, SINGLE): Launch(4, 2, block=64),
-        (OTHER, ANY, HALF): Launch(4, 2, block=32),
-        (OTHER, ANY, SINGLE): Launch(4, 2, block=32),
+        (HOPPER, ANY, HALF): LaunchConfig(4, 2, block=64),
+        (HOPPER, ANY, SINGLE): LaunchConfig(4, 2, block=64),
+        (OTHER, ANY, HALF): LaunchConfig(4, 2, block=32),
+        (OTHER, ANY, SINGLE): LaunchConfig(4, 2, block=32),
     },
     "delta_rule.prepare": {
-        (HOPPER, 64, HALF): Launch(4, 2, keys=64),
-        (HOPPER, 128, HALF): Launch(4, 2, keys=128),
-        (HOPPER, 2048, HALF): Launch(4, 2, keys=128),
-        (HOPPER, 64, SINGLE): Launch(4, 2, keys=64),
-        (HOPPER, 128, SINGLE): Launch(4, 2, keys=64),
-        (HOPPER, 256, SINGLE): Launch(4, 2, keys=64),
-        (OTHER, ANY, HALF): Launch(4, 2, keys=32),
-        (OTHER, ANY, SINGLE): Launch(4, 2, keys=32),
+        (HOPPER, 64, HALF): LaunchConfig(4, 2, keys=64),
+        (HOPPER, 128, HALF): LaunchConfig(4, 2, keys=128),
+        (HOPPER, 2048, HALF): LaunchConfig(4, 2, keys=128),
+        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, keys=64),
+        (HOPPER, 128, SINGLE): LaunchConfig(4, 2, keys=64),
+        (HOPPER, 256, SINGLE): LaunchConfig(4, 2, keys=64),
+        (OTHER, ANY, HALF): LaunchConfig(4, 2, keys=32),
+        (OTHER, ANY, SINGLE): LaunchConfig(4, 2, keys=32),
     },
     "delta_rule.forward": {
-        (HOPPER, 64, HALF): Launch(4, 3, values=64),
-        (HOPPER, 128, HALF): Launch(4, 3, values=64),
-        (HOPPER, 256, HALF): Launch(4, 2, values=32),
-        (HOPPER, 64, SINGLE): Launch(4, 2, values=32),
-        (HOPPER, 128, SINGLE): Launch(4, 2, values=16),
-        (HOPPER, 256, SINGLE): Launch(4, 1, values=16),
-        (OTHER, ANY, HALF): Launch(4, 2, values=16),
-        (OTHER, ANY, SINGLE): Launch(4, 1, values=16),  # two stages need 108 to 180 KiB of shared memory
+        (HOPPER, 64, HALF): LaunchConfig(4, 3, values=64),
+        (HOPPER, 128, HALF): LaunchConfig(4, 3, values=64),
+        (HOPPER, 256, HALF): LaunchConfig(4, 2, values=32),
+        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, values=32),
+        (HOPPER, 128, SINGLE): LaunchConfig(4, 2, values=16),
+        (HOPPER, 256, SINGLE): LaunchConfig(4, 1, values=16),
+        (OTHER, ANY, HALF): LaunchConfig(4, 2, values=16),
+        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, values=16),  # two stages need 108 to 180 KiB of shared memory
     },
     "delta_rule.backward": {
-        (HOPPER, 64, HALF): Launch(4, 3, values=64),
-        (HOPPER, 128, HALF): Launch(4, 3, values=64),
-        (HOPPER, 256, HALF): Launch(4, 2, values=64),
-        (HOPPER, 64, SINGLE): Launch(4, 2, values=32),
-        (HOPPER, 128, SINGLE): Launch(4, 2, values=16),
-        (HOPPER, 256, SINGLE): Launch(4, 1, values=16),
-        (OTHER, ANY, HALF): Launch(4, 2, values=16),
-        (OTHER, ANY, SINGLE): Launch(4, 1, values=16),  # two stages need 108 to 180 KiB of shared memory
+        (HOPPER, 64, HALF): LaunchConfig(4, 3, values=64),
+        (HOPPER, 128, HALF): LaunchConfig(4, 3, values=64),
+        (HOPPER, 256, HALF): LaunchConfig(4, 2, values=64),
+        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, values=32),
+        (HOPPER, 128, SINGLE): LaunchConfig(4, 2, values=16),
+        (HOPPER, 256, SINGLE): LaunchConfig(4, 1, values=16),
+        (OTHER, ANY, HALF): LaunchConfig(4, 2, values=16),
+        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, values=16),  # two stages need 108 to 180 KiB of shared memory
     },
     "delta_rule.dq": {
-        (HOPPER, 64, HALF): Launch(4, 2, keys=64, values=64),
-        (HOPPER, 128, HALF): Launch(4, 2, keys=128, values=64),
-        (HOPPER, 2048, HALF): Launch(4, 2, keys=128, values=64),
-        (HOPPER, 64, SINGLE): Launch(4, 2, keys=64, values=32),
-        (HOPPER, 128, SINGLE): Launch(4, 2, keys=64, values=32),
-        (HOPPER, 256, SINGLE): Launch(4, 2, keys=64, values=32),
-        (OTHER, ANY, HALF): Launch(4, 2, keys=32, values=32),
-        (OTHER, ANY, SINGLE): Launch(4, 2, keys=32, values=32),
+        (HOPPER, 64, HALF): LaunchConfig(4, 2, keys=64, values=64),
+        (HOPPER, 128, HALF): LaunchConfig(4, 2, keys=128, values=64),
+        (HOPPER, 2048, HALF): LaunchConfig(4, 2, keys=128, values=64),
+        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, keys=64, values=32),
+        (HOPPER, 128, SINGLE): LaunchConfig(4, 2, keys=64, values=32),
+        (HOPPER, 256, SINGLE): LaunchConfig(4, 2, keys=64, values=32),
+        (OTHER, ANY, HALF): LaunchConfig(4, 2, keys=32, values=32),
+        (OTHER, ANY, SINGLE): LaunchConfig(4, 2, keys=32, values=32),
     },
     "delta_rule.dk": {
-        (HOPPER, 64, HALF): Launch(4, 2, keys=64, values=64),
-        (HOPPER, 128, HALF): Launch(4, 3, keys=64, values=32),
-        (HOPPER, 2048, HALF): Launch(4, 2, keys=64, values=64),
-        (HOPPER, 64, SINGLE): Launch(4, 2, keys=32, values=32),
-        (HOPPER, 128, SINGLE): Launch(4, 2, keys=32, values=32),
-        (HOPPER, 256, SINGLE): Launch(4, 2, keys=32, values=32),
-        (OTHER, ANY, HALF): Launch(4, 2, keys=32, values=32),
-        (OTHER, ANY, SINGLE): Launch(4, 2, keys=32, values=32),
+        (HOPPER, 64, HALF): LaunchConfig(4, 2, keys=64, values=64),
+        (HOPPER, 128, HALF): LaunchConfig(4, 3, keys=64, values=32),
+        (HOPPER, 2048, HALF): LaunchConfig(4, 2, keys=64, values=64),
+        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, keys=32, values=32),
+        (HOPPER, 128, SINGLE): LaunchConfig(4, 2, keys=32, values=32),
+        (HOPPER, 256, SINGLE): LaunchConfig(4, 2, keys=32, values=32),
+        (OTHER, ANY, HALF): LaunchConfig(4, 2, keys=32, values=32),
+        (OTHER, ANY, SINGLE): LaunchConfig(4, 2, keys=32, values=32),
     },
     "delta_rule.long": {  # instead of both where the state stays in memory
-        (HOPPER, 2048, HALF): Launch(4, 3, keys=64, values=64),
-        (OTHER, ANY, HALF): Launch(4, 1, keys=64, values=64),
+        (HOPPER, 2048, HALF): LaunchConfig(4, 3, keys=64, values=64),
+        (OTHER, ANY, HALF): LaunchConfig(4, 1, keys=64, values=64),
     },
     "delta_rule.narrow": {  # instead of `forward` and `backward` where these would leave most of the device idle
-        (HOPPER, 64, HALF): Launch(4, 3, values=32),
-        (HOPPER, 128, HALF): Launch(4, 3, values=32),
+        (HOPPER, 64, HALF): LaunchConfig(4, 3, values=32),
+        (HOPPER, 128, HALF): LaunchConfig(4, 3, values=32),
     },
 }
 
 
-def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch:
+def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> LaunchConfig:
     """The entry for a head size (the larger of K and V)."""
     # the size may be symbolic while tracing
     entry = _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
@@ -142,7 +139,7 @@ def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> 
     return entry
 
 
-def optional(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> Launch | None:
+def optional(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> LaunchConfig | None:
     """Like `launch`, for a kernel that has no entry for some head sizes; None for those."""
     return _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
 
@@ -156,11 +153,13 @@ def largest(op: str, dtype: torch.dtype, device: torch.device) -> int:
 largest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def entries(kernel: str, itemsize: int, architecture: int, file: str | None, device: torch.device) -> dict[int, Launch]:
+def entries(
+    kernel: str, itemsize: int, architecture: int, file: str | None, device: torch.device
+) -> dict[int, LaunchConfig]:
     """The entries of a kernel by the largest head that they serve; those of a file override the built-in ones."""
     builtin = {key[1]: entry for key, entry in TABLE[kernel].items() if (key[0], key[2]) == (architecture, itemsize)}
     overrides = launch_file.given(file, kernel, itemsize, launch_file.version(device))
-    return {**builtin, **{size: Launch(**entry) for size, entry in overrides.items()}}
+    return {**builtin, **{size: LaunchConfig(**entry) for size, entry in overrides.items()}}
 
 
 @cache
@@ -172,25 +171,7 @@ def _largest(op: str, itemsize: int, architecture: int, file: str | None, device
 @cache
 def _entry(
     kernel: str, size: int, itemsize: int, architecture: int, file: str | None, device: torch.device
-) -> Launch | None:
+) -> LaunchConfig | None:
     by_size = entries(kernel, itemsize, architecture, file, device)
     serving = [served for served in by_size if served >= size]
     return by_size[min(serving)] if serving else None
-
-
-@cache
-def capability(device: torch.device) -> int:
-    """The architecture that the table has, or OTHER."""
-    if device.type != "cuda":  # the interpreter runs the entries that are tested on the device
-        return HOPPER
-    major, minor = torch.cuda.get_device_capability(device)
-    if major == HOPPER:
-        return HOPPER
-    log.warning("launches: no entries for compute capability %d.%d, using cautious ones", major, minor)
-    return OTHER
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors; 1 without a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

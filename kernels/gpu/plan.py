@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.documents import Documents, documents
 from . import launch_file
-from .launch import Prepared
+from .launch import LaunchSpec
 from .layout import Layout
 
 SomePlan = TypeVar("SomePlan", bound="Plan")
@@ -31,7 +31,7 @@ class Plan:
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype, self.device = dtype, device
-        self.launches: dict[Hashable, Prepared] = {}
+        self.launches: dict[Hashable, LaunchSpec] = {}
 
     def place(self, packed: Documents | None) -> None:
         """Set the layout: of rows, or of these documents, which must not be kept. Fake tensors need no layout."""
@@ -73,7 +73,7 @@ def of_documents(
     return made
 
 
-def prepared(make: Callable[[SomePlan, *Options], Prepared]) -> Callable[[SomePlan, *Options], Prepared]:
+def prepared(make: Callable[[SomePlan, *Options], LaunchSpec]) -> Callable[[SomePlan, *Options], LaunchSpec]:
     """Cache a launch of a plan, which is prepared on the first call with these arguments.
 
     Everything that the kernel is compiled for comes from the plan, which does not change, and from the arguments. Which
@@ -81,7 +81,7 @@ def prepared(make: Callable[[SomePlan, *Options], Prepared]) -> Callable[[SomePl
     """
 
     @wraps(make)
-    def launch(plan: SomePlan, *options: *Options) -> Prepared:
+    def launch(plan: SomePlan, *options: *Options) -> LaunchSpec:
         key = (make, *options)
         cached = plan.launches.get(key)
         if cached is None:

@@ -30,7 +30,7 @@ def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Σ_n of parts [n,R,C] in fp32, as [C,R] of `dtype`."""
     n, R, C = parts.shape
     total = new(parts, C, R, dtype=dtype)
-    enqueue(add, cdiv(R * C, COLUMNS), parts, total, n, R=R, C=C, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    enqueue(add, cdiv(R * C, COLUMNS), parts, total, n, R=R, C=C, ROWS=ROWS, COLUMNS=COLUMNS, warps=WARPS)
     return total
 
 
@@ -52,7 +52,7 @@ def add_subheads(x: Tensor, subheads: int) -> Tensor:
     total = new(x, B, T, heads // subheads, D)
     block = next_power_of_2(D)
     rows, count = max(1, TILE // block), B * T * (heads // subheads)
-    enqueue(add_rows, cdiv(count, rows), x, total, count, E=subheads, D=D, BLOCK=block, ROWS=rows, num_warps=WARPS)
+    enqueue(add_rows, cdiv(count, rows), x, total, count, E=subheads, D=D, BLOCK=block, ROWS=rows, warps=WARPS)
     return total
 
 

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 import kernels
 import mixers
+from kernels.gpu import device as gpu
 from kernels.gpu import launch_table
 
 from .recurrences import inputs
@@ -116,8 +117,8 @@ def main(architecture: int) -> None:
     driver.set_active(AbsentGPU(architecture))
     compiler = Compiler()
     JITFunction.__getitem__ = lambda kernel, grid: partial(compiler.compile, kernel)  # type: ignore[method-assign]
-    known = launch_table.HOPPER if architecture // 10 == launch_table.HOPPER else launch_table.OTHER
-    launch_table.capability = lambda device: known  # type: ignore[assignment]
+    known = gpu.HOPPER if architecture // 10 == gpu.HOPPER else gpu.OTHER
+    gpu._capability = lambda device: known  # type: ignore[assignment]
     backend: Any = sys.modules["kernels.core.backend"]
     backend._no_triton = lambda device, fp64, limits: limits  # although tensors are on the CPU
     # nothing is computed, so the values of decays are those that the memory had

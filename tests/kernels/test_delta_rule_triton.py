@@ -16,8 +16,11 @@ from .recurrences import assert_same, inputs, results
 pytest.importorskip("triton")
 from kernels.delta_rule.gpu import op as gpu_op
 from kernels.delta_rule.gpu import plan as gpu_plan
+from kernels.delta_rule.gpu import select as gpu_select
+from kernels.delta_rule.gpu.select import Case
 from kernels.gpu import plan
-from kernels.gpu.launch_table import TABLE, multiprocessors
+from kernels.gpu.device import multiprocessors
+from kernels.gpu.launch_table import TABLE
 
 GATES = ("none", "constant", "head")
 PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
@@ -489,7 +492,7 @@ GLUON = "kernels.delta_rule.gpu.hopper_backward"
 )
 def test_all_gradients_in_one_pass_step_by_step(options: dict[str, Any], gate: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, GLUON, gluon_interpreter.interpreted(GLUON, "gradients"))
-    monkeypatch.setattr(gpu_plan.DeltaRule, "at_once", True)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "backward_path", "one_pass")
     a = inputs(**{"B": 1, "G": 1, "K": 128, "V": 128, **options}, gate=gate, dtype=torch.float32)
     agree(a, subheads=options.get("E", 1))
 
@@ -511,8 +514,8 @@ PREPARE = "kernels.delta_rule.gpu.hopper_prepare"
 )
 def test_chunks_step_by_step(options: dict[str, Any], gate: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))
-    monkeypatch.setattr(gpu_plan.DeltaRule, "in_gluon", True)
-    monkeypatch.setattr(gpu_plan.DeltaRule, "_fits_at_once", False)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "prepare_path", "hopper_prepare")
+    monkeypatch.setattr(Case, "gluon_backward", False)
     a = inputs(**{"B": 1, "G": 1, "K": 128, "V": 16, **options}, gate=gate, dtype=torch.float32)
     a["beta"][:, 5::7] = 0
     agree(a, subheads=options.get("E", 1))
@@ -523,8 +526,8 @@ def test_chunks_step_by_step(options: dict[str, Any], gate: str, monkeypatch: py
 def test_resets_step_by_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))
     monkeypatch.setitem(sys.modules, GLUON, gluon_interpreter.interpreted(GLUON, "gradients"))
-    monkeypatch.setattr(gpu_plan.DeltaRule, "in_gluon", True)
-    monkeypatch.setattr(gpu_plan.DeltaRule, "at_once", True)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "prepare_path", "hopper_prepare")
+    monkeypatch.setattr(gpu_plan.DeltaRule, "backward_path", "one_pass")
     a = inputs(130, B=1, G=2, K=128, V=128, gate="head", dtype=torch.float32)
     a["log_decay"][:, [0, 31, 63, 64, 65, 100, 101]] = -torch.inf
     found = agree(a)
@@ -550,10 +553,10 @@ def test_bounds_step_by_step(length: float, monkeypatch: pytest.MonkeyPatch):
     a["k"] *= length
     q, k, v, beta, decay = (a[name] for name in ("q", "k", "v", "beta", "log_decay"))
     found = []
-    for in_gluon in (False, True):
+    for path in ("prepare", "hopper_prepare"):
         plan.of_rows.cache_clear()
-        monkeypatch.setattr(gpu_plan.DeltaRule, "in_gluon", in_gluon)
-        monkeypatch.setattr(gpu_plan.DeltaRule, "_fits_at_once", False)
+        monkeypatch.setattr(gpu_plan.DeltaRule, "prepare_path", path)
+        monkeypatch.setattr(Case, "gluon_backward", False)
         to = gpu_op.Arguments(q, k, v, beta, None, None, None, 1, 1.0, gpu_op.ALL).plan
         found.append(gpu_op.prepared(to, q, k, beta, decay)[3])
     torch.testing.assert_close(*found)
@@ -580,14 +583,15 @@ def test_chunks_compile_for_hopper(gate: str, missing: tuple[str, ...]):
 def test_when_sequences_are_halved(
     B: int, H: int, T: int, documents: int | None, halved: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(gpu_plan, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gpu_plan.DeltaRule, "_fits_at_once", True)
+    for module in (gpu_plan, gpu_select):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(Case, "gluon_backward", True)
     shape = torch.Size([B, T, H, 128])
     bounds = None if documents is None else torch.arange(documents + 1) * (T // documents)
     sizes = (shape, shape, 1, 1.0, torch.bfloat16, torch.device("cpu"), documents)
     found = gpu_plan.DeltaRule.of(bounds, T, *sizes)
     assert found.halved == halved
-    assert found.at_once == whole
+    assert (found.backward_path != "three_passes") == whole
 
 
 @pytest.mark.slow
@@ -595,8 +599,7 @@ def test_when_sequences_are_halved(
 @pytest.mark.parametrize("through", [("o", "state"), ("o",)])
 def test_all_gradients_in_one_pass_over_two_halves(through: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, GLUON, gluon_interpreter.interpreted(GLUON, "gradients"))
-    monkeypatch.setattr(gpu_plan.DeltaRule, "at_once", True)
-    monkeypatch.setattr(gpu_plan.DeltaRule, "halved", True)
+    monkeypatch.setattr(gpu_plan.DeltaRule, "backward_path", "one_pass_in_halves")
     a = inputs(270, B=2, G=1, E=2, K=128, V=128, decay="mixed", dtype=torch.float32)  # five chunks
     agree(a, subheads=2, through=through)
 

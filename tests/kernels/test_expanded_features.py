@@ -73,7 +73,7 @@ def gluon(monkeypatch: pytest.MonkeyPatch, poison: None) -> Iterator[None]:
     """The kernels for Hopper, step by step on the CPU."""
     monkeypatch.setitem(sys.modules, GLUON, module := interpreted(GLUON, "forward", "backward"))
     monkeypatch.setattr(sys.modules["kernels.features.gpu"], "expanded_kernels", module, raising=False)
-    monkeypatch.setattr(expanded, "on_hopper", lambda device: True)
+    monkeypatch.setattr(expanded, "runs_gluon", lambda device: True)
     expanded.launch.cache_clear()
     yield
     expanded.launch.cache_clear()
@@ -127,7 +127,7 @@ def test_computed_again_or_kept(again: bool, kept: bool, launches: int, gluon: N
     ],
 )
 def test_what_takes_a_product_of_its_own(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(expanded, "on_hopper", lambda device: True)
+    monkeypatch.setattr(expanded, "runs_gluon", lambda device: True)
     given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in stream(1, 70, 1, 1).items()}
     assert expanded.fits(kernels.FeatureStream(**given))
     assert not expanded.fits(kernels.FeatureStream(**{**given, **other}))

@@ -16,9 +16,11 @@ from .recurrences import inputs, results
 
 pytest.importorskip("triton")
 from kernels.gpu import plan
-from kernels.linear_recurrence.gpu import call as gpu_call
+from kernels.linear_recurrence.gpu import one_pass
 from kernels.linear_recurrence.gpu import op as gpu_op
 from kernels.linear_recurrence.gpu import plan as gpu_plan
+from kernels.linear_recurrence.gpu import select as gpu_select
+from kernels.linear_recurrence.gpu.select import Case
 
 from .test_linear_recurrence_triton import compare, poison, short_segments
 
@@ -37,8 +39,7 @@ def small(T: int, gate: str = "channel", **options: Any) -> dict[str, torch.Tens
 def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels for Hopper, step by step on the CPU."""
     monkeypatch.setitem(sys.modules, GLUON, interpreted(GLUON, "outputs", "states", "gradients"))
-    for module in (gpu_plan, gpu_op):
-        monkeypatch.setattr(module, "at_once", lambda gate, beta, *sizes: gate == "channel" and not beta)
+    monkeypatch.setattr(Case, "gluon", property(lambda case: case.gate == "channel" and not case.beta))
     monkeypatch.setattr(gpu_op, "largest", lambda op, dtype, device: 128)
     plan.of_rows.cache_clear()
     yield
@@ -103,12 +104,8 @@ def test_states_that_are_kept_of_segments(documents: list[int] | None, gluon: No
 def test_what_is_kept(keep: bool, gluon: None, monkeypatch: pytest.MonkeyPatch):
     """The states before all chunks are computed by the outputs, and by the gradients unless they are kept."""
     passes = []
-    states = gpu_call.Call._channel_states
-    monkeypatch.setattr(
-        gpu_call.Call,
-        "_channel_states",
-        lambda call, *given, **also: passes.append(given) or states(call, *given, **also),
-    )
+    states = one_pass._states
+    monkeypatch.setattr(one_pass, "_states", lambda *given: passes.append(given) or states(*given))
     run(small(130), backend="triton", keep_states=keep)
     assert len(passes) == (not keep)
 
@@ -177,7 +174,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, HEAD, interpreted(HEAD, "states", "gradients"))
     launch = gpu_plan.launch  # the others of these passes have none for so many channels in fp32
     monkeypatch.setattr(gpu_plan, "launch", lambda kernel, size, *where: launch(kernel, min(size, 64), *where))
-    monkeypatch.setattr(gpu_plan, "all_gradients_at_once", lambda gate, beta, *sizes: gate != "channel" and not beta)
+    monkeypatch.setattr(Case, "gluon", property(lambda case: case.gate != "channel" and not case.beta))
     monkeypatch.setattr(gpu_op, "largest", lambda op, dtype, device: 128)
     plan.of_rows.cache_clear()
     yield
@@ -251,13 +248,13 @@ def test_other_decays_without_gradients(head: None):
     ("B", "H", "T", "whole"), [(4, 8, 4096, True), (4, 64, 4096, True), (1, 8, 65536, True), (1, 8, 2048, False)]
 )
 def test_one_pass_is_for_what_fills_half_of_a_gpu(B: int, H: int, T: int, whole: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_plan, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gpu_plan, "all_gradients_at_once", lambda *given: True)
+    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(Case, "gluon", True)
     x = torch.empty(B, T, H, 128, dtype=torch.bfloat16, device="meta")
     sizes = (x.shape, x.stride(), x.stride(), x.shape, x.stride(), x.dtype, torch.device("cpu"))
     for backward in (False, True):
         found = gpu_plan.LinearRecurrence(*sizes, "head", False, 1.0, 1, backward, backward)
-        assert found.head_pass == (whole and backward)
+        assert (found.path == "hopper_scalar_decay") == (whole and backward)
 
 
 STRIDES = ("q_token", "k_token", "v_token", "grad_token", "x_token", "y_token")
@@ -313,7 +310,7 @@ ON_DEVICE: list[dict[str, Any]] = [
 @pytest.mark.parametrize(("gate", "rounded"), [*((gate, False) for gate in [*OTHERS, "channel"]), ("channel", True)])
 @pytest.mark.parametrize("options", ON_DEVICE)
 def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_plan.LinearRecurrence, "_fills_half", lambda plan: True)
+    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
     plan.of_rows.cache_clear()
     a = small(**options, gate=gate)
     a = {name: x.bfloat16() if name in "qkv" or (name == "log_decay" and rounded) else x for name, x in a.items()}
@@ -330,7 +327,7 @@ def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("gate", "rounded"), [("head", "qkv"), ("channel", "qkv"), ("channel", "qkvlog_decay")])
 def test_device_resets(gate: str, rounded: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_plan.LinearRecurrence, "_fills_half", lambda plan: True)
+    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
     plan.of_rows.cache_clear()
     a = with_resets(small(1100, gate, G=2))
     a = {n: x.bfloat16() if n in rounded else x for n, x in a.items()}
@@ -342,7 +339,7 @@ def test_device_resets(gate: str, rounded: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 @pytest.mark.parametrize(("gate", "rounded"), [("head", "qkv"), ("channel", "qkv"), ("channel", "qkvlog_decay")])
 def test_device_strong_decays(gate: str, rounded: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_plan.LinearRecurrence, "_fills_half", lambda plan: True)
+    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
     plan.of_rows.cache_clear()
     a = small(1100, gate, decay="strong", G=2)
     compare({n: x.bfloat16() if n in rounded else x for n, x in a.items()}, tolerance=2e-2, reference="torch")

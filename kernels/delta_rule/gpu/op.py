@@ -13,13 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...core.allocation import aligned
 from ...core.autograd import Gradients, register
 from ...core.recurrence import Recurrences
 from ...gpu.layout import CHUNK
+from ...gpu.paths import takes
 from ...gpu.reductions import add_heads, add_subheads
 from .. import learned_constant
-from . import step as triton_step
+from . import step
 from .plan import DeltaRule
+from .select import ONE_TOKEN
 
 SHORT = 16  # up to this key size, everything is computed in fp32
 NOTHING, CHUNKS, ALL = range(3)  # what is kept for the gradients; chunks are what `prepared` returns
@@ -34,15 +37,10 @@ def prepared(plan: DeltaRule, q: Tensor, k: Tensor, beta: Tensor, log_decay: Ten
     gate = "none" if log_decay is None else GATES[log_decay.dim()]
     decays = None if log_decay is None else log_decay.contiguous()
     bounds = chunks[3] if plan.cut or plan.halved else None
-    if plan.in_gluon:
+    if plan.prepare_path == "hopper_prepare":
         q, k = aligned(q), aligned(k)
     plan.prepare(gate)(q, k, decays, beta, *chunks[:3], bounds, plan.layout.chunks)
     return chunks
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Return x, cloned if a pass in Gluon cannot copy it 16 bytes at a time."""
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def cuts(plan: DeltaRule, transition: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool) -> Tensor:
@@ -101,7 +99,7 @@ def gradients_of_ends(
     return cuts(plan, transition, local, dfinal, reverse=True)
 
 
-def at_once(
+def in_one_pass(
     plan: DeltaRule,
     q: Tensor,
     k: Tensor,
@@ -240,7 +238,7 @@ def differentiate(
     do, dfinal = (None if x is None else x.contiguous() for x in gradients)
     do = plan.new(*args.v.shape).zero_() if do is None else do
     dends = gradients_of_ends(plan, q, k, do, tuple(residuals[:4]), residuals[-1], dfinal)
-    run = at_once if plan.at_once else in_three_passes
+    run = in_three_passes if plan.backward_path == "three_passes" else in_one_pass
     dq, dk, dv, dbeta, dinitial, sums = run(plan, q, k, do, beta, residuals, dends, gated=log_decay is not None)
 
     dlog_decay = None
@@ -276,9 +274,9 @@ delta_rule = register("delta_rule", compute, differentiate, fake, results=2, unr
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     assert a.beta is not None
+    if takes(ONE_TOKEN, a):
+        return step.forward(a)
     wanted = a.differentiated
-    if a.v.shape[1] == 1 and a.documents is None and not wanted:
-        return triton_step.forward(a)
     # With subheads everything takes E times the memory, with a long head the states do. What goes first are U and the
     # states, which take three times as much as the rest.
     few = a.subheads * a.q.shape[3] <= FEW_ENOUGH

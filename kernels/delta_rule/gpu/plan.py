@@ -9,18 +9,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.documents import Documents
-from ...gpu.launch import DIRECT, Prepared, cdiv, next_power_of_2
-from ...gpu.launch_table import HOPPER, Launch, capability, launch, multiprocessors, optional
+from ...gpu.device import multiprocessors
+from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
+from ...gpu.launch_table import LaunchConfig, launch, optional
 from ...gpu.layout import CHUNK, layout, most_chunks
+from ...gpu.paths import select
 from ...gpu.plan import Plan, prepared
 from .. import WHOLE
 from .chunk_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
 from .prepare import prepare
+from .select import BACKWARD, PREPARE, SEQUENTIAL, Case
 from .sequential_pass import combine, scan_backward, scan_forward
 from .sequential_pass_long import long_backward, long_forward
 
-IN_GLUON = 128  # channels of keys for which there are kernels in Gluon; those of values, too, for all gradients in one
-FULL = 0.6  # share of the device that its programs must fill: with half of it, three passes are as fast
 THIRD, FOURTH = 168, 128  # registers per thread at which as many programs of four warps fit on a multiprocessor
 FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
@@ -101,56 +102,48 @@ class DeltaRule(Plan):
         return [*results, *self.kept[:count], *(((0,), dtype) for _, dtype in self.kept[count:])]
 
     @cached_property
-    def at_once(self) -> bool:
-        """Return whether one pass computes all gradients: where it can, and its programs fill the device."""
-        return self._fits_at_once and (self.halved or self._fills(len(self.layout.segments) * self.M))
+    def case(self) -> Case:
+        """What the choice of kernels depends on."""
+        whole_rows = self.documents is None and self.most == 0
+        halvable = whole_rows and -(-self.T // CHUNK) >= 2 * FEWEST_CHUNKS
+        programs = (self.B if whole_rows else len(self.layout.segments)) * self.M
+        return Case(self.K, self.V, self.dtype, self.device, programs, halvable)
 
     @cached_property
-    def halved(self) -> bool:
-        """Return whether that pass alone runs over two segments of each sequence, as its programs fill half of the
-        device.
-
-        The gradients between the two come from the pass along time, over the second, with nothing to combine.
-        """
-        rows = self.documents is None and self.most == 0 and -(-self.T // CHUNK) >= 2 * FEWEST_CHUNKS
-        programs = self.B * self.M
-        fits = self._fits_at_once and 2 * programs <= multiprocessors(self.device)
-        return rows and fits and self._fills(2 * programs) and not self._fills(programs)
-
-    def _fills(self, programs: int) -> bool:
-        """Return whether programs that need a multiprocessor each leave few of them idle in their last wave."""
-        places = multiprocessors(self.device)
-        return programs >= FULL * cdiv(programs, places) * places
+    def prepare_path(self) -> str:
+        """How the chunks are prepared."""
+        return select(PREPARE, self.case).name
 
     @cached_property
-    def in_gluon(self) -> bool:
-        """Return whether the device and the keys are those of the kernels in Gluon."""
-        return DIRECT and self.K == IN_GLUON and self.dtype == torch.bfloat16 and hopper(self.device)
+    def backward_path(self) -> str:
+        """How the gradients are computed."""
+        return select(BACKWARD, self.case).name
 
     @property
-    def _fits_at_once(self) -> bool:
-        return self.in_gluon and self.V == IN_GLUON
+    def halved(self) -> bool:
+        """Return whether the backward pass runs over two halves of each sequence."""
+        return self.documents is None and self.most == 0 and self.backward_path == "one_pass_in_halves"
 
     def _room(self, recurrences: int) -> int:
         """Into how many segments to cut the sequences, so that their programs fill the device."""
         room = fitting(self.entry("forward"), recurrences, self.V, self.device)
-        return max(room, multiprocessors(self.device) // recurrences) if self._fits_at_once else room
+        one_pass = Case(self.K, self.V, self.dtype, self.device).gluon_backward
+        return max(room, multiprocessors(self.device) // recurrences) if one_pass else room
 
     def states(self) -> Tensor:
         """One uninitialised state per segment."""
         return self.new(self.layout.segments.shape[0], self.M, self.K, self.V, dtype=torch.float32)
 
-    def entry(self, kernel: str) -> Launch:
+    def entry(self, kernel: str) -> LaunchConfig:
         """The launch configuration of a kernel."""
         return launch(f"delta_rule.{kernel}", self.size, self.dtype, self.device)
 
-    def pass_entry(self, kernel: str) -> Launch:
-        """The launch configuration of a pass along time."""
-        if self.long:
-            return self.entry("long")
-        wide = self.entry(kernel)
-        narrow = optional("delta_rule.narrow", self.size, self.dtype, self.device)
-        return wide if self.cut else whole(wide, narrow, self.N * self.M, self.V, self.device)
+    def pass_entry(self, kernel: str) -> LaunchConfig:
+        """The launch configuration of a sequential pass."""
+        narrow = None if self.long else optional("delta_rule.narrow", self.size, self.dtype, self.device)
+        fits = narrow is not None and fitting(self.entry(kernel), self.N * self.M, self.V, self.device) > 1
+        path = select(SEQUENTIAL, self.case._replace(narrow=fits and not self.cut)).name
+        return self.entry({"long_keys": "long", "narrow_blocks": "narrow", "wide_blocks": kernel}[path])
 
     def blocks(self, kernel: str) -> tuple[int, int, int]:
         """Sizes of the blocks of keys and of values, and the number of blocks of keys."""
@@ -158,11 +151,11 @@ class DeltaRule(Plan):
         keys = min(entry.keys, key_block(self.K))
         return keys, min(entry.values, block(self.V)), cdiv(self.K, keys)
 
-    def registers(self, entry: Launch) -> int | None:
+    def registers(self, entry: LaunchConfig) -> int | None:
         """Most registers per thread. Three programs then fit, with a few spills; the compiler would use 195 to 242."""
         return THIRD if self.dtype == torch.bfloat16 and entry.warps == 4 else None
 
-    def _prepared(self, kernel: Any, entry: Launch, programs: int, **constants: Any) -> Prepared:
+    def _prepared(self, kernel: Any, entry: LaunchConfig, programs: int, **constants: Any) -> LaunchSpec:
         exact = self.dtype == torch.float32
         # Triton's interpreter gets bf16 arithmetic wrong: loads convert to fp32 immediately
         dtype = tl.float32 if exact or INTERPRETED else tl.bfloat16
@@ -176,23 +169,23 @@ class DeltaRule(Plan):
             "PRECISION": precision,
         }
         warps, stages = entry.warps, entry.stages
-        return Prepared(kernel, programs, self.scale, **sizes, **constants, num_warps=warps, num_stages=stages)
+        return LaunchSpec(kernel, programs, self.scale, **sizes, **constants, warps=warps, stages=stages)
 
     @prepared
-    def prepare(self, gate: str) -> Prepared:
+    def prepare(self, gate: str) -> LaunchSpec:
         """Inverse, scores and gates: one program per chunk and recurrence."""
         programs = self.layout.chunks.shape[0] * self.M
-        if self.in_gluon:
+        if self.prepare_path == "hopper_prepare":
             from .hopper_prepare import prepare as in_gluon  # the interpreter and other devices do without Gluon
 
             sizes: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "GATE": gate}
-            return Prepared(in_gluon, programs, self.scale, **sizes, num_warps=4, maxnreg=FOURTH)
+            return LaunchSpec(in_gluon, programs, self.scale, **sizes, warps=4, registers=FOURTH)
         entry = self.entry("prepare")
         merge = "ieee" if INTERPRETED else "tf32x3" if self.dtype == torch.float32 else "tf32"
         constants = {"BK": min(entry.keys, key_block(self.K)), "GATE": gate, "MERGE": merge}
-        return self._prepared(prepare, entry, programs, **constants, maxnreg=self.registers(entry))
+        return self._prepared(prepare, entry, programs, **constants, registers=self.registers(entry))
 
-    def _along_time(self, kernel: Any, entry: Launch, segments: int, V: int) -> Prepared:
+    def _along_time(self, kernel: Any, entry: LaunchConfig, segments: int, V: int) -> LaunchSpec:
         """One program per segment, recurrence and block of values."""
         BV = min(entry.values, block(V))
         BK = entry.keys if self.long else key_block(self.K)
@@ -200,19 +193,19 @@ class DeltaRule(Plan):
         return self._prepared(kernel, entry, segments * self.M * cdiv(V, BV), **sizes)
 
     @prepared
-    def forward(self, segments: int, columns: int) -> Prepared:
+    def forward(self, segments: int, columns: int) -> LaunchSpec:
         """The pass along time over the first `segments` segments, with states [K,columns]."""
         kernel = long_forward if self.long else scan_forward
         return self._along_time(kernel, self.pass_entry("forward"), segments, columns)
 
     @prepared
-    def backward(self, segments: int) -> Prepared:
-        """Launch of the reverse pass along time, for the gradients."""
+    def backward(self, segments: int) -> LaunchSpec:
+        """LaunchConfig of the reverse pass along time, for the gradients."""
         kernel = long_backward if self.long else scan_backward
         return self._along_time(kernel, self.pass_entry("backward"), segments, self.V)
 
     @prepared
-    def combine(self, reverse: bool) -> Prepared:
+    def combine(self, reverse: bool) -> LaunchSpec:
         """From the map of each segment to the states before all segments, or in reverse the gradients after them."""
         BV, precision = 16, "ieee" if INTERPRETED else "tf32x3"
         constants: dict[str, Any] = {
@@ -224,45 +217,40 @@ class DeltaRule(Plan):
             "STAGES": 2 if self.K <= 128 else 1,  # of longer keys, two do not fit
             "PRECISION": precision,
         }
-        return Prepared(combine, self.N * self.M * cdiv(self.V, BV), self.M, **constants, num_warps=4)
+        return LaunchSpec(combine, self.N * self.M * cdiv(self.V, BV), self.M, **constants, warps=4)
 
     @prepared
-    def one_pass(self) -> Prepared:
+    def one_pass(self) -> LaunchSpec:
         """All gradients but that of the log decay: one program per segment and recurrence."""
         from .hopper_backward import gradients  # the interpreter and other devices do without Gluon
 
         programs = len(self.halves if self.halved else self.layout.segments) * self.M
-        return Prepared(gradients, programs, self.scale, M=self.M, E=self.E, R=self.R, num_warps=8)
+        return LaunchSpec(gradients, programs, self.scale, M=self.M, E=self.E, R=self.R, warps=8)
 
-    def _over_chunks(self, kernel: Any, name: str, **constants: Any) -> Prepared:
+    def _over_chunks(self, kernel: Any, name: str, **constants: Any) -> LaunchSpec:
         """One program per chunk, recurrence and block of keys."""
         entry, (keys, values, parts) = self.entry(name), self.blocks(name)
         sizes = {"V": self.V, "BK": keys, "BV": values, "STAGES": entry.stages}
         return self._prepared(kernel, entry, self.layout.chunks.shape[0] * self.M * parts, **sizes, **constants)
 
     @prepared
-    def gradient_of_queries(self) -> Prepared:
+    def gradient_of_queries(self) -> LaunchSpec:
         """The gradients of q and β."""
         return self._over_chunks(gradient_of_queries, "dq")
 
     @prepared
-    def gradient_of_keys(self) -> Prepared:
+    def gradient_of_keys(self) -> LaunchSpec:
         """The gradient of k."""
-        return self._over_chunks(gradient_of_keys, "dk", maxnreg=self.registers(self.entry("dk")))
+        return self._over_chunks(gradient_of_keys, "dk", registers=self.registers(self.entry("dk")))
 
     @prepared
-    def gradient_of_log_decay(self, gate: str) -> Prepared:
+    def gradient_of_log_decay(self, gate: str) -> LaunchSpec:
         """The gradient of the log decay: one program per chunk and recurrence."""
         parts: dict[str, Any] = {"QUERY_PARTS": self.blocks("dq")[2], "KEY_PARTS": self.blocks("dk")[2], "WAYS": 1}
-        if self.at_once:
+        if self.backward_path != "three_passes":
             parts = {"QUERY_PARTS": 4, "KEY_PARTS": 2, "WAYS": CHUNK}
         programs = self.layout.chunks.shape[0] * self.M
-        return Prepared(gradient_of_log_decay, programs, self.M, GATE=gate, **parts, num_warps=1)
-
-
-def hopper(device: torch.device) -> bool:
-    """Return whether this is a Hopper GPU."""
-    return device.type == "cuda" and capability(device) == HOPPER
+        return LaunchSpec(gradient_of_log_decay, programs, self.M, GATE=gate, **parts, warps=1)
 
 
 def segments(room: int, chunks: int) -> int:
@@ -275,12 +263,7 @@ def segments(room: int, chunks: int) -> int:
     return -(-chunks // -(-chunks // count)) if count >= FEWEST_SEGMENTS else 1
 
 
-def whole(wide: Launch, narrow: Launch | None, recurrences: int, V: int, device: torch.device) -> Launch:
-    """The launch configuration of a pass over sequences that are not cut."""
-    return narrow if narrow and fitting(wide, recurrences, V, device) > 1 else wide
-
-
-def fitting(wide: Launch, recurrences: int, V: int, device: torch.device) -> int:
+def fitting(wide: LaunchConfig, recurrences: int, V: int, device: torch.device) -> int:
     """Return how many times the programs of a pass fit on the device."""
     return multiprocessors(device) // (max(1, recurrences) * -(-V // wide.values))
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.autograd import NAMESPACE
+from ...core.autograd import NAMESPACE, plain
 from ...core.recurrence import Recurrences
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 
@@ -65,8 +65,7 @@ def advance(
     tl.store(o + (row * H + h).to(tl.int64) * V + c, (out * scale).to(o.dtype.element_ty), mask=c < V)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::delta_rule_step", mutates_args={"state"})
-def step(
+def update(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor, subheads: int, scale: float
 ) -> Tensor:
     """o [B,1,H,V]; `state` [B,H·E,K,V], fp32 and contiguous, is updated in place."""
@@ -81,16 +80,13 @@ def step(
     return o
 
 
-@step.register_fake
-def fake(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor, subheads: int, scale: float
-) -> Tensor:
-    """An empty tensor of the shape and dtype that `step` returns."""
-    return v.new_empty(v.shape)
+_op = torch.library.custom_op(f"{NAMESPACE}::delta_rule_step", update, mutates_args={"state"})
+_op.register_fake(lambda q, k, v, *rest: v.new_empty(v.shape))
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents."""
     assert a.beta is not None
     state = a.own_state()
-    return step(a.q, a.k, a.v, a.beta, a.log_decay, state, a.subheads, a.scale), state
+    tensors = (a.q, a.k, a.v, a.beta, a.log_decay, state)
+    return (update if plain(tensors) else _op)(*tensors, a.subheads, a.scale), state

@@ -13,8 +13,8 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...core.fused_gradients import gradient_for
+from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
-from ...gpu.launch_table import multiprocessors
 from ...gpu.reductions import add_parts
 
 ELEMENTS = 1024  # per tile of rows

@@ -15,8 +15,8 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...core.recompute import remake
-from ...gpu.launch import DIRECT, Prepared, cdiv
-from ...gpu.launch_table import HOPPER, capability, multiprocessors
+from ...gpu.device import multiprocessors, runs_gluon
+from ...gpu.launch import LaunchSpec, cdiv
 from ...gpu.reductions import add_parts
 from ...head_linear import Arguments as Product
 from ...head_linear import compute as multiply
@@ -57,13 +57,8 @@ def fits(stream: FeatureStream) -> bool:
         and not stream.return_history
         and x.shape[1] >= FORWARD.tokens
         and x.dtype == torch.bfloat16
-        and on_hopper(x.device)
+        and runs_gluon(x.device)
     )
-
-
-def on_hopper(device: torch.device) -> bool:
-    """Return whether a device has the instructions that the kernels need, with a Triton version that was tested."""
-    return DIRECT and device.type == "cuda" and capability(device) == HOPPER
 
 
 class Shape(NamedTuple):
@@ -96,7 +91,7 @@ def cut(tiles: int, columns: int, room: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[Prepared, int]:
+def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[LaunchSpec, int]:
     """The launch for an x of this shape and these strides, and the number of its runs in each sequence."""
     from . import expanded_kernels as gluon_expanded  # the interpreter and other devices do without Gluon
 
@@ -105,7 +100,7 @@ def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[Prepared
     tiles = cdiv(shape.T, how.tokens - (2 if backward else 1) * (TAPS - 1))
     runs, each = cut(tiles, max(1, shape.B) * columns, how.programs * shape.multiprocessors)
     normalised: dict[str, Any] = {} if backward else {"L2": shape.norm == "l2", "EPS": EPS}
-    prepared = Prepared(
+    prepared = LaunchSpec(
         kernel,
         shape.B * runs * columns,
         shape.T,
@@ -117,8 +112,8 @@ def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[Prepared
         SILU=shape.activation == "silu",
         TILE=how.tokens,
         **normalised,
-        num_warps=WARPS,
-        maxnreg=how.registers,
+        warps=WARPS,
+        registers=how.registers,
     )
     return prepared, runs
 

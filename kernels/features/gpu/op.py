@@ -12,8 +12,8 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...core.fused_gradients import gradient_for
 from ...core.recompute import noted, remake
-from ...gpu.launch import Prepared, cdiv, next_power_of_2
-from ...gpu.launch_table import multiprocessors
+from ...gpu.device import multiprocessors
+from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.reductions import add_parts
 from ..arguments import FeatureStream
 from ..convolution import continued
@@ -93,10 +93,10 @@ def launch(
     norm: str,
     documents: int,
     *strides: int,
-) -> Prepared:
+) -> LaunchSpec:
     """The launch for an x of this shape; `strides` are those of the rows and tokens of all streams."""
     unit = math.gcd(ALIGNED, *strides)
-    return Prepared(
+    return LaunchSpec(
         triton_kernels.backward if backward else triton_kernels.forward,
         pieces.programs,
         shape[1],
@@ -113,8 +113,8 @@ def launch(
         ACTIVATION=activation,
         NORM=norm,
         EPS=EPS,
-        num_warps=pieces.warps,
-        maxnreg=REGISTERS_BACKWARD if backward else None,
+        warps=pieces.warps,
+        registers=REGISTERS_BACKWARD if backward else None,
     )
 
 

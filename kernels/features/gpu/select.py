@@ -15,13 +15,11 @@ PATHS = (
         when=expanded.fits,
         why="an expanded stream in bf16 on Hopper, heads of 128 channels, 4 taps, from 64 tokens on, no state: the "
         "product by each head's matrix, convolution, activation and norm need one launch",
-        kernels=("expanded_kernels.forward",),
     ),
     KernelPath(
         "one_stream",
         when=always,
         why="any other stream, after its product: convolution, activation and norm in one launch",
-        kernels=("kernels.forward",),
     ),
 )
 

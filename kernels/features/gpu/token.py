@@ -16,7 +16,7 @@ from ...core.autograd import NAMESPACE, plain
 from ...delta_gates import GateInputs
 from ...delta_gates.gpu.op import gates_tile
 from ...discretise.gpu.op import rows_of, tile
-from ...gpu.launch import Prepared, cdiv
+from ...gpu.launch import LaunchSpec, cdiv
 from ..arguments import FeatureStream
 from ..stages import EPS
 from .kernels import activate, channels, convolve, normalise, taps_of
@@ -129,7 +129,7 @@ def launch(
     strides: tuple[int, ...],
     sizes: tuple[int, int, int],
     gates: tuple[int, int, int, float],
-) -> Prepared:
+) -> LaunchSpec:
     """The launch for streams of these shapes, and for gates of these sizes, rows, strides and largest β."""
     programs = [piece.programs for piece in pieces]
     first = [programs[0], programs[0] + programs[1], sum(programs)]
@@ -138,7 +138,7 @@ def launch(
     warps = max(piece.warps for piece in pieces)
     about = {"STREAM0": streams[0], "STREAM1": streams[1], "STREAM2": third, "GATES": sizes}
     count = first[2] + cdiv(gates[0], sizes[1])
-    return Prepared(tokens, count, *numbers, EPS=EPS, num_warps=warps, **about)  # type: ignore[arg-type]
+    return LaunchSpec(tokens, count, *numbers, EPS=EPS, warps=warps, **about)  # type: ignore[arg-type]
 
 
 def compute(

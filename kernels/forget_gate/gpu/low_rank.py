@@ -18,8 +18,8 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...core.fused_gradients import gradient_for
 from ...discretise.gpu.op import rows_of
+from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
-from ...gpu.launch_table import multiprocessors
 from ...gpu.reductions import add_parts
 from ...gpu.tiles import sigmoid
 from ..low_rank import dtype_of
@@ -117,7 +117,7 @@ def low_rank_backward(
         tl.store(bias_parts + program * C + c, from_bias, mask=c < C)
 
 
-def constants(x: Tensor, weight: Tensor) -> dict[str, int | str]:
+def constants(x: Tensor, weight: Tensor) -> dict[str, Any]:
     """Compile-time constants of both kernels."""
     C, R = weight.shape
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
@@ -140,7 +140,7 @@ def compute(args: Arguments) -> tuple[Tensor]:
     x, rows, x_row = rows_of(x)
     programs = cdiv(rows, FORWARD["ROWS"]) * cdiv(weight.shape[0], FORWARD["BLOCK"])
     sizes = {**constants(x, weight), **FORWARD}
-    enqueue(low_rank_forward, programs, x, weight, bias, y, rows, x_row, scale, **sizes, num_warps=4)
+    enqueue(low_rank_forward, programs, x, weight, bias, y, rows, x_row, scale, **sizes, warps=4)
     return (y,)
 
 
@@ -164,7 +164,7 @@ def differentiate(
     of_bias = None if bias is None else new(x, programs, 1, C, dtype=torch.float32)
     tensors = (x, weight, bias, dy, of_x, of_weight, of_bias)
     sizes = {**constants(x, weight), **BACKWARD}
-    enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes, num_warps=4)
+    enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes, warps=4)
     dx.copy_(of_x.sum(0).view(dx.shape))
     dbias = None if of_bias is None or bias is None else add_parts(of_bias, bias.dtype).view(C)
     return {"x": dx, "weight": add_parts(of_weight, weight.dtype), "bias": dbias}

@@ -14,8 +14,8 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...core.fused_gradients import gradient_for
 from ...discretise.gpu.op import rows_of
+from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
-from ...gpu.launch_table import multiprocessors
 from ...gpu.reductions import add_parts
 from ...gpu.tiles import exp2
 from ..composition import Arguments, fake

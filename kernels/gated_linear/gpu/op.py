@@ -81,7 +81,7 @@ def compute(args: Arguments) -> tuple[Tensor, Tensor]:
     with as_given(gate_up.device.type):
         h = new(gate_up, *outer, size)
         programs = gate_up.numel() // max(both, 1) * cdiv(size, BLOCK)
-        enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, num_warps=WARPS)
+        enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, warps=WARPS)
         return F.linear(h, weight.to(gate_up.dtype)), h if keep else new(gate_up, 0)
 
 
@@ -103,7 +103,7 @@ def differentiate(
         recomputed, dgate_up = None if keep else new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
         programs = len(dy) * cdiv(size, BLOCK)
         constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
-        enqueue(differentiate_product, programs, gate_up, dh, recomputed, dgate_up, **constants, num_warps=WARPS)
+        enqueue(differentiate_product, programs, gate_up, dh, recomputed, dgate_up, **constants, warps=WARPS)
         h = residuals[0].view(dh.shape) if recomputed is None else recomputed
         return {"gate_up": dgate_up, "weight": (dy.T @ h).to(weight.dtype) if needed.weight else None}
 

@@ -78,7 +78,7 @@ def compute(args: Arguments) -> tuple[Tensor]:
     sizes = {"ROWS": x.numel() // x.shape[-1], "OUTPUTS": OUTPUTS, "INPUTS": min(INPUTS, next_power_of_2(I))}
     warps = 4 if I <= INPUTS else 8
     programs = cdiv(O, OUTPUTS)
-    enqueue(linear_rows, programs, x, weight, bias, y, x.shape[-1], O, I=I, GATE=gate, **sizes, num_warps=warps)
+    enqueue(linear_rows, programs, x, weight, bias, y, x.shape[-1], O, I=I, GATE=gate, **sizes, warps=warps)
     return (y,)
 
 

@@ -64,7 +64,7 @@ def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: 
         *(logits, labels, losses, ignore_index, logits.stride(0), V),
         BLOCK=min(BLOCK, next_power_of_2(V)),
         GRADIENT=gradient,
-        num_warps=WARPS,
+        warps=WARPS,
     )
 
 
@@ -105,7 +105,7 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x · factor, a scalar on the device; PyTorch's product of two dtypes takes four times as long."""
     y = new(x)
     if x.numel():
-        enqueue(scale, cdiv(x.numel(), SCALED), x, factor, y, x.numel(), BLOCK=SCALED, num_warps=8)
+        enqueue(scale, cdiv(x.numel(), SCALED), x, factor, y, x.numel(), BLOCK=SCALED, warps=8)
     return y
 
 

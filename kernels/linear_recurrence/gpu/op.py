@@ -1,13 +1,10 @@
-"""The linear recurrence in Triton, forward and backward.
+"""The linear recurrence on a GPU, forward and backward; `select.py` has the kernel paths.
 
-Forward: the gates of every chunk (and the scores inside it, unless the pass computes them itself), then one pass.
-Backward: the same, with the gradients of the scores, then three passes, and one kernel for the gradients of the gates.
-Decays per channel take one pass forward and one backward where `at_once` says so, others one backward where
-`all_gradients_at_once` does and programs enough can run.
-Saved for backward are the arguments and, if the rows of a batch are cut into segments, the states that these start
-from. How often packed documents are cut does not follow from shapes; their states are recomputed. Where one pass does
-all, the states before all chunks are saved in place of these, if they are to be kept. There are no atomics: results are
-bitwise repeatable.
+Where the programs of all recurrences do not fill the device, sequences are cut into segments: the states that segments
+start from come from a pass without output and a scan over the segments, and are saved for the backward pass, except
+with packed documents, whose number of cuts does not follow from shapes. Otherwise the arguments are all that is saved,
+or, where one pass does everything, the states before all chunks if they are to be kept. There are no atomics: results
+are bitwise repeatable.
 
 Results per recurrence are summed over the subheads of a head (o, dv) or the value heads of a key head (dq, dk) at the
 end, in tensors of the inputs' dtype.
@@ -21,12 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core.autograd import Gradients, register
-from ...core.recurrence import Recurrences, one_token
+from ...core.recurrence import Recurrences
 from ...gpu.launch_table import largest
-from .call import Call
-from .plan import at_once, gate_of, kept
-from .step import forward as one_step
-from .step import step
+from ...gpu.layout import most_chunks
+from ...gpu.paths import select, takes
+from ...gpu.reductions import add_heads, add_subheads
+from . import step
+from .call import Call, Saved, Wanted
+from .multi_pass import MultiPass
+from .one_pass import OnePass
+from .plan import LinearRecurrence, Shape, ends_of_chunks, filling, gate_of, segment_length, states_of_chunks
+from .select import ONE_TOKEN, PATHS, Case
 
 
 class Arguments(NamedTuple):
@@ -54,26 +56,50 @@ class Outputs(NamedTuple):
     ends: Tensor  # the sums of decays in them
 
 
+def call_of(args: Arguments, grad: Tensor | None = None, *, gate_gradients: bool = False) -> Call:
+    """The call on the kernel path for these arguments."""
+    q, k, v, log_decay, beta = args[:5]
+    layout = q.shape, q.stride(), k.stride(), v.shape, v.stride(), q.dtype, q.device
+    dtype = torch.float32 if log_decay is None else log_decay.dtype
+    how = gate_of(log_decay), beta is not None, args.scale, args.subheads, grad is not None, gate_gradients, dtype
+    plan = LinearRecurrence.of(args.cu_seqlens, q.shape[1], *layout, *how)
+    return (OnePass if plan.path == "hopper_vector_decay" else MultiPass)(plan, args, grad)
+
+
 def compute(args: Arguments) -> Outputs:
     """o, the final states and the residuals."""
-    call = Call(args)
-    o, final = call.per_token(call.plan.V), call.states()
-    first = call.starts("o", args.initial_state, final)
-    of_chunks = call.outputs(o, first, final, args.keep)
-    if args.cu_seqlens is not None or not call.plan.segmented or of_chunks:
-        first = None
-    residuals = (first, *(of_chunks or (None, None)))
-    first, states, ends = (call.plan.new(0, dtype=torch.float32) if x is None else x for x in residuals)
-    return Outputs(call.per_head(o), final, first, states, ends)
+    call = call_of(args)
+    plan = call.plan
+    o, final = plan.per_token(plan.V), plan.states()
+    first = call.starts(args.initial_state, final)
+    saved = call.output(o, first, final, keep=args.keep)
+    if args.cu_seqlens is None and plan.segmented and saved.states is None:
+        saved = saved._replace(first=first)
+    residuals = (plan.new(0, dtype=torch.float32) if x is None else x for x in saved)
+    return Outputs(add_subheads(o, args.subheads), final, *residuals)
 
 
 def fake(args: Arguments) -> Outputs:
     """Empty tensors of the shapes and dtypes that `compute` returns."""
-    q, v, subheads, cu_seqlens = args.q, args.v, args.subheads, args.cu_seqlens
-    packed = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    state = (q.shape[0] if packed is None else packed, v.shape[2] * subheads, q.shape[3], v.shape[3])
-    shapes = ((state, torch.float32), *kept(q, v, args.log_decay, args.beta, subheads, args.keep, packed))
-    return Outputs(v.new_empty(v.shape), *(v.new_empty(shape, dtype=dtype) for shape, dtype in shapes))
+    q, v, heads = args.q, args.v, args.v.shape[2] * args.subheads
+    (B, T, _, K), V, packed = q.shape, v.shape[3], args.cu_seqlens is not None
+    documents = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
+    case = Case(gate_of(args.log_decay), args.beta is not None, K, V, v.dtype, v.device)
+    one_pass = select(PATHS, case).name == "hopper_vector_decay"
+    first: Shape = (0,)
+    states: Shape = (0,)
+    ends: Shape = (0,)
+    if args.keep and one_pass:
+        slots = most_chunks(B, T, documents if packed else None)
+        states, ends = states_of_chunks(slots, heads, K, V), ends_of_chunks(slots, heads, K)
+    elif not packed:
+        length = segment_length(q.shape, v.shape, args.subheads, filling(heads, K, V, v.dtype, v.device, one_pass))
+        segments = B * -(-T // length)
+        first = (segments, heads, K, V) if segments > B else (0,)
+    shapes = (documents, heads, K, V), first, states, ends
+    dtypes = torch.float32, torch.float32, v.dtype if args.keep and one_pass else torch.float32, torch.float32
+    residuals = (v.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return Outputs(v.new_empty(v.shape), *residuals)
 
 
 def differentiate(
@@ -83,20 +109,21 @@ def differentiate(
     o_grad, state_grad = gradients
     grad = torch.zeros_like(args.v) if o_grad is None else o_grad.contiguous()
     state_grad = None if state_grad is None else state_grad.contiguous()
-    decay_grad, beta_grad = args.log_decay is not None and needed.log_decay, args.beta is not None and needed.beta
-    call = Call(args, grad, decay_grad or beta_grad)
-    first_grad = call.states() if args.initial_state is not None and needed.initial_state else None
-    first, states, ends = (x if x.numel() else None for x in residuals)
-    if first is None and states is None:
-        first = call.starts("o", args.initial_state, None)
-    last = call.starts("dv", state_grad, first_grad)
-    dq, dk, dv, dg, dbeta = call.gradients(first, states, ends, last, first_grad, decay_grad, beta_grad)
+    wanted = Wanted(args.log_decay is not None and needed.log_decay, args.beta is not None and needed.beta)
+    call = call_of(args, grad, gate_gradients=any(wanted))
+    first_grad = call.plan.states() if args.initial_state is not None and needed.initial_state else None
+    saved = Saved(*(x if x.numel() else None for x in residuals))
+    if saved.first is None and saved.states is None:
+        saved = saved._replace(first=call.starts(args.initial_state, None))
+    last = call.starts(state_grad, first_grad, reverse=True)
+    of_inputs = call.gradients(saved, last, first_grad, wanted)
+    groups, subheads = call.plan.groups, args.subheads
     return {
-        "q": call.per_key_head(dq),
-        "k": call.per_key_head(dk),
-        "v": call.per_head(dv),
-        "log_decay": dg,
-        "beta": dbeta,
+        "q": add_heads(of_inputs.q, groups, subheads),
+        "k": add_heads(of_inputs.k, groups, subheads),
+        "v": add_subheads(of_inputs.v, subheads),
+        "log_decay": of_inputs.log_decay,
+        "beta": of_inputs.beta,
         "initial_state": first_grad,
     }
 
@@ -106,17 +133,14 @@ recurrence = register("linear_recurrence", compute, differentiate, fake, results
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
+    if takes(ONE_TOKEN, a):
+        return step.forward(a)
     q, k, v, E = a.q, a.k, a.v, a.subheads
-    if a.consume_state and one_token(a):
-        return one_step(a)
-    if not q.is_cuda:  # Triton's interpreter gets bf16 arithmetic wrong
+    if q.is_cpu:  # Triton's interpreter gets bf16 arithmetic wrong
         q, k, v = q.float(), k.float(), v.float()
     g = None if a.log_decay is None else _as_taken(a.log_decay, a.beta is not None, q, v).contiguous()
     beta = None if a.beta is None else a.beta.float().contiguous()
     state = None if a.initial_state is None else a.initial_state.float().contiguous()
-    if one_token(a) and not a.differentiated:
-        o, final = step(q, k, v, g, beta, state, a.scale, E)
-        return o.to(a.v.dtype), final
     largest_size = largest("linear_recurrence", q.dtype, q.device)
     (K, keys), (V, values) = (_parts(size, largest_size, q.dtype) for size in (q.shape[3], v.shape[3]))
     more_keys, more_values = K - q.shape[3], V - v.shape[3]
@@ -150,10 +174,9 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
 
 def _as_taken(log_decay: Tensor, beta: bool, q: Tensor, v: Tensor) -> Tensor:
     """Decays in bf16 where the kernels take these, otherwise in fp32."""
+    case = Case(gate_of(log_decay), beta, q.shape[3], v.shape[3], q.dtype, q.device)
     narrow = log_decay.dtype == torch.bfloat16 and v.shape[1] > 1
-    if narrow and at_once(gate_of(log_decay), beta, q.shape[3], v.shape[3], q.dtype, q.device):
-        return log_decay
-    return log_decay.float()
+    return log_decay if narrow and select(PATHS, case).name == "hopper_vector_decay" else log_decay.float()
 
 
 def _parts(size: int, largest: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.autograd import NAMESPACE
+from ...core.autograd import NAMESPACE, plain
 from ...core.recurrence import Recurrences
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.launch_table import launch
@@ -75,8 +75,7 @@ def advance(
     tl.store(out + (b * H + h).to(tl.int64) * V + cv, (o * scale).to(out.dtype.element_ty), mask=cv < V)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::linear_recurrence_step", mutates_args={"state"})
-def advanced(
+def update(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,52 +118,23 @@ def advanced(
         BV=values,
         GATE=gate,
         BETA=beta is not None,
-        num_warps=entry.warps,
-        num_stages=entry.stages,
+        warps=entry.warps,
+        stages=entry.stages,
     )
     return o
 
 
-@advanced.register_fake
-def fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    scale: float,
-    subheads: int,
-) -> Tensor:
-    """An empty tensor of the shape and dtype that `advanced` returns."""
-    return v.new_empty(v.shape)
-
-
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-    subheads: int,
-) -> tuple[Tensor, Tensor]:
-    """o [B,1,H,V] and the next states, in a new tensor."""
-    if initial_state is None:
-        shape = (v.shape[0], v.shape[2] * subheads, q.shape[3], v.shape[3])
-        state = v.new_zeros(shape, dtype=torch.float32)
-    else:
-        state = initial_state.clone()
-    return advanced(q, k, v, log_decay, beta, state, scale, subheads), state
+_op = torch.library.custom_op(f"{NAMESPACE}::linear_recurrence_step", update, mutates_args={"state"})
+_op.register_fake(lambda q, k, v, *rest: v.new_empty(v.shape))
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
-    """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents; overwrites the given states."""
+    """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents."""
     q, k, v = a.q, a.k, a.v
-    if not q.is_cuda:  # Triton's interpreter gets bf16 arithmetic wrong
+    if q.is_cpu:  # Triton's interpreter gets bf16 arithmetic wrong
         q, k, v = q.float(), k.float(), v.float()
     log_decay, beta = (None if x is None else x.float().contiguous() for x in (a.log_decay, a.beta))
     state = a.own_state()
-    o = advanced(q, k, v, log_decay, beta, state, a.scale, a.subheads)
+    tensors = (q, k, v, log_decay, beta, state)
+    o = (update if plain(tensors) else _op)(*tensors, a.scale, a.subheads)
     return o.to(a.v.dtype), state

@@ -11,8 +11,8 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, once, register
 from ...core.fused_gradients import gradient_for
 from ...core.recompute import remake
-from ...gpu.launch import Prepared, cdiv, next_power_of_2
-from ...gpu.launch_table import multiprocessors
+from ...gpu.device import multiprocessors
+from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.reductions import add_parts
 from .. import dtype_of
 from . import kernels
@@ -51,22 +51,22 @@ def constants(inner: int, size: int, gate: str) -> Mapping[str, Any]:
     block = next_power_of_2(size)
     rows = max(1, ELEMENTS // block)
     warps = max(1, min(rows * block // PER_WARP, MOST_WARPS))
-    sizes = {"INNER": inner, "D": size, "ROWS": rows, "BLOCK": block, "num_warps": warps}
+    sizes = {"INNER": inner, "D": size, "ROWS": rows, "BLOCK": block, "warps": warps}
     return {**sizes, "GATE": gate}
 
 
 @lru_cache(maxsize=1024)
-def forward_launch(rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepared:
+def forward_launch(rows: int, inner: int, size: int, gate: str, *numbers: Any) -> LaunchSpec:
     """The launch for `rows` rows; `numbers` are the strides of x and of the gate, and eps."""
     fixed = constants(inner, size, gate)
-    return Prepared(kernels.forward, cdiv(rows, fixed["ROWS"]), rows, *numbers, **fixed)
+    return LaunchSpec(kernels.forward, cdiv(rows, fixed["ROWS"]), rows, *numbers, **fixed)
 
 
 @lru_cache(maxsize=1024)
-def backward_launch(programs: int, rows: int, inner: int, size: int, gate: str, *numbers: Any) -> Prepared:
+def backward_launch(programs: int, rows: int, inner: int, size: int, gate: str, *numbers: Any) -> LaunchSpec:
     """The launch of `programs` programs over `rows` rows; `numbers` are the strides of x, gate and dgate, and eps."""
     stages = AHEAD if ahead(size, gate) else 1
-    return Prepared(kernels.backward, programs, rows, *numbers, **constants(inner, size, gate), STAGES=stages)
+    return LaunchSpec(kernels.backward, programs, rows, *numbers, **constants(inner, size, gate), STAGES=stages)
 
 
 def ahead(size: int, gate: str) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.autograd import Gradients, register
 from ...core.documents import Documents
-from ...gpu.launch import Prepared, cdiv, next_power_of_2
+from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.layout import layout
 from ...gpu.plan import Plan, prepared
 from ..arguments import Scan
@@ -76,26 +76,26 @@ class SelectiveScan(Plan):
         states = next_power_of_2(self.N)
         return max(1, min(CHANNELS, elements // states)), states
 
-    def _prepared(self, kernel: Any, rows: int, elements: int, *numbers: int, **constants: Any) -> Prepared:
+    def _prepared(self, kernel: Any, rows: int, elements: int, *numbers: int, **constants: Any) -> LaunchSpec:
         """One program per row of states and block of channels."""
         BD, BN = self.tile(elements)
         sizes: dict[str, Any] = {"D": self.D, "N": self.N, "BD": BD, "BN": BN}
-        return Prepared(kernel, rows * cdiv(self.D, BD), *numbers, **sizes, **constants, num_warps=1)
+        return LaunchSpec(kernel, rows * cdiv(self.D, BD), *numbers, **sizes, **constants, warps=1)
 
     @prepared
-    def local(self, reverse: bool) -> Prepared:
+    def local(self, reverse: bool) -> LaunchSpec:
         """Launch that computes the contribution of each chunk to the state after it, or in reverse to the gradient
         before it.
         """
         return self._prepared(local, self.chunks, ELEMENTS, READ=self.read, REVERSE=reverse)
 
     @prepared
-    def combine(self, reverse: bool) -> Prepared:
+    def combine(self, reverse: bool) -> LaunchSpec:
         """From the results of `local` to the states before all chunks, or in reverse the gradients after them."""
         return self._prepared(combine, self.S, ELEMENTS, self.length, REVERSE=reverse)
 
     @prepared
-    def outputs(self) -> Prepared:
+    def outputs(self) -> LaunchSpec:
         """y from the states before all chunks."""
         return self._prepared(outputs, self.chunks, ELEMENTS, READ=self.read)
 
@@ -105,7 +105,7 @@ class SelectiveScan(Plan):
         return cdiv(self.length, PART)
 
     @prepared
-    def gradients(self) -> Prepared:
+    def gradients(self) -> LaunchSpec:
         """The gradients of all tensors, from the states before all chunks and the gradients after them."""
         numbers = self.B * self.T, self.marks
         return self._prepared(gradients, self.chunks, GRADIENT_ELEMENTS, *numbers, PART=PART, READ=self.read)

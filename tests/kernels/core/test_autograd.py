@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kernels.core import autograd
-from kernels.gpu import launch_table
 
 SEEN: list[tuple[Sequence[bool], Sequence[Tensor | None]]] = []
 
@@ -146,22 +145,3 @@ def test_one_graph(needs: tuple[bool, bool]):
     found, expected = (torch.autograd.grad(g(*given), wanted) for g in (compiled, f))
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y)
-
-
-@pytest.mark.parametrize(("gpu", "known"), [((9, 0), True), ((8, 9), False), ((10, 0), False)])
-def test_an_unlisted_gpu_gets_cautious_launches_and_a_line_in_the_log(
-    gpu: tuple[int, int], known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: gpu)
-    launch_table.capability.cache_clear()
-    launch_table._entry.cache_clear()
-    device, architecture = torch.device("cuda", 7), launch_table.HOPPER if known else launch_table.OTHER
-    for _ in range(2):
-        for kernel in ("linear_recurrence.carry", "delta_rule.prepare"):
-            entry, table = launch_table.launch(kernel, 32, torch.bfloat16, device), launch_table.TABLE[kernel]
-            serving = {key[1]: known for key, known in table.items() if key[::2] == (architecture, 2)}
-            assert entry == serving[min(serving)]
-    assert caplog.text.count(f"compute capability {gpu[0]}.{gpu[1]}") == (0 if known else 1)
-    launch_table.capability.cache_clear()
-    launch_table._entry.cache_clear()

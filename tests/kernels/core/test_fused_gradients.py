@@ -317,7 +317,7 @@ def written_in_place(x: Tensor, heads: int, size: int, gate_first: bool, again: 
 def test_the_kernels_write_in_place(gate_first: bool, again: bool, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
     for op in ("features", "norm", "discretise"):
-        module = importlib.import_module(f"kernels.{op}.triton_op")
+        module = importlib.import_module(f"kernels.{op}.gpu.op")
         poison = partial(lambda new, *given, **options: new(*given, **options).fill_(torch.nan), module.new)
         monkeypatch.setattr(module, "new", poison)
     assert torch.equal(*written_in_place(torch.randn(2, 6, 75), 3, 8, gate_first, again))

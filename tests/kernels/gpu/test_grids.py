@@ -16,7 +16,7 @@ import kernels
 pytest.importorskip("triton")
 from kernels.delta_rule.gpu import plan as delta_plan
 from kernels.gpu import plan
-from kernels.gpu.launch import MOST_PROGRAMS, Prepared, enqueue
+from kernels.gpu.launch import MOST_PROGRAMS, LaunchSpec, enqueue
 from kernels.linear_recurrence.gpu import plan as linear_plan
 
 LIMITS = 2**31 - 1, 65_535, 65_535
@@ -142,7 +142,7 @@ def kernel_of_an_op() -> Any:
     return advance
 
 
-@pytest.mark.parametrize("launch", [enqueue, Prepared])
+@pytest.mark.parametrize("launch", [enqueue, LaunchSpec])
 def test_more_programs_than_a_device_can_start(launch: Callable):
     message = r"^linear_recurrence: its kernel 'advance' would need 2,147,483,648 programs, .* 2,147,483,647 .* batch"
     with pytest.raises(kernels.UserError, match=message):

@@ -13,7 +13,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.gpu import launch as enqueue_module
-from kernels.gpu.launch import Prepared, cdiv, enqueue, next_power_of_2
+from kernels.gpu.launch import LaunchSpec, cdiv, enqueue, next_power_of_2
 
 from ..places import PLACES
 
@@ -58,7 +58,7 @@ def test_every_launch_is_right_whatever_came_before(where: str):
 def test_a_prepared_launch_looks_at_its_tensors(where: str, dtypes: list[torch.dtype]):
     memory, checked = torch.randn(1 << 12, device=where), len(dtypes) == 1
     for size, add in ((1, True), (64, False), (100, True)):
-        launch = Prepared(scale, cdiv(size, 64), size, 0.5, checked=checked, ADD=add, BLOCK=64, num_warps=1)
+        launch = LaunchSpec(scale, cdiv(size, 64), size, 0.5, checked=checked, ADD=add, BLOCK=64, warps=1)
         for _ in range(2):
             for shift in (0, 1, 4):  # aligned or not is asked even where dtypes are known
                 for dtype in dtypes:
@@ -87,7 +87,7 @@ def test_a_prepared_launch_knows_what_the_compiler_does(checked: bool, monkeypat
     different = [(x, *rest) for x in (memory, memory[1:]) for rest in others]
     if not checked:
         different += [(memory.half(), None, None), (memory, memory.half(), None), (memory, None, memory.half())]
-    launch = Prepared(scale, 1, checked=checked)
+    launch = LaunchSpec(scale, 1, checked=checked)
     for tensors in different:
         launch(*tensors)
     assert len(compiled) == len(different)
@@ -151,7 +151,7 @@ def test_after_an_error_kernels_are_launched_again(monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 def test_on_a_gpu_what_is_compiled_ahead_does_not_run():
     x = torch.randn(100, device="cuda")
-    launch, out = Prepared(scale, 2, 100, 2.0, ADD=True, BLOCK=64), torch.zeros_like(x)
+    launch, out = LaunchSpec(scale, 2, 100, 2.0, ADD=True, BLOCK=64), torch.zeros_like(x)
     scaled(x, x, 2.0)  # known before
     with enqueue_module.compiling_ahead():
         assert scaled(x, x, 2.0).isnan().all()
@@ -193,7 +193,7 @@ def test_a_captured_launch_can_be_replayed():
 def test_profilers_hear_of_every_launch(direct: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(enqueue_module, "DIRECT", direct)
     heard, x, hooks = [], torch.randn(100, device="cuda"), triton.knobs.runtime
-    launch, out = Prepared(scale, 2, 100, 2.0, ADD=True, BLOCK=64), torch.empty_like(x)
+    launch, out = LaunchSpec(scale, 2, 100, 2.0, ADD=True, BLOCK=64), torch.empty_like(x)
     for _ in range(2):
         torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
         launch(x, x, out)
@@ -219,7 +219,7 @@ def test_profilers_hear_of_every_launch(direct: bool, monkeypatch: pytest.Monkey
 @pytest.mark.gpu
 def test_a_tensor_elsewhere_is_refused():
     x = torch.randn(100, device="cuda")
-    launch = Prepared(scale, 2, 100, 2.0, ADD=True, BLOCK=64)
+    launch = LaunchSpec(scale, 2, 100, 2.0, ADD=True, BLOCK=64)
     for _ in range(2):
         for run in (lambda bias: scaled(x, bias, 2.0), lambda bias: launch(x, bias, torch.empty_like(x))):
             run(x)
@@ -229,7 +229,7 @@ def test_a_tensor_elsewhere_is_refused():
 
 @pytest.mark.multi_gpu
 def test_the_device_is_that_of_the_tensors():
-    launch = Prepared(scale, 2, 100, 2.0, ADD=True, BLOCK=64)
+    launch = LaunchSpec(scale, 2, 100, 2.0, ADD=True, BLOCK=64)
     for index in (1, 0, 1, 1):
         x = torch.randn(100, device=f"cuda:{index}")
         torch.testing.assert_close(scaled(x, None, 2.0), 2 * x)

@@ -7,8 +7,9 @@ import pytest
 
 from kernels import UserError
 from kernels.gpu import launch_file
+from kernels.gpu.device import HOPPER, OTHER
 from kernels.gpu.launch_file import KERNELS
-from kernels.gpu.launch_table import HOPPER, OTHER, TABLE
+from kernels.gpu.launch_table import TABLE
 from kernels.gpu.miscompilations import KNOWN, known_of, miscompiled
 
 ENTRIES = [

@@ -13,9 +13,10 @@ import triton.language as tl
 import kernels
 from kernels.core.documents import Documents
 from kernels.delta_rule.gpu.plan import DeltaRule
-from kernels.gpu.launch import Prepared
+from kernels.gpu.launch import LaunchSpec
 from kernels.gpu.launch_file import launch_file
 from kernels.gpu.plan import Plan, prepared
+from kernels.linear_recurrence.gpu import call, multi_pass, one_pass
 from kernels.linear_recurrence.gpu.plan import LinearRecurrence
 from kernels.selective_scan.gpu.op import SelectiveScan
 
@@ -45,9 +46,9 @@ class Sum(Plan):
         self.bounds = None if packed is None else packed.bounds
 
     @prepared
-    def add(self, two: int) -> Prepared:
+    def add(self, two: int) -> LaunchSpec:
         """x + y + one + 10 two."""
-        return Prepared(add, 1, ONE=self.one, TWO=two, checked=True)
+        return LaunchSpec(add, 1, ONE=self.one, TWO=two, checked=True)
 
 
 def made(one: int, cu_seqlens: torch.Tensor | None = None) -> Sum:
@@ -109,7 +110,8 @@ def test_documents_and_their_tables_go_with_the_boundaries(plan: type[Plan]):
 @pytest.mark.parametrize("plan", PLANS)
 def test_launches_are_made_of_a_plan_and_their_arguments_alone(plan: type[Plan]):
     """No default, which the key would lack, and nothing from an enclosing function."""
-    launches: list[Callable] = [f for f in vars(plan).values() if hasattr(f, "__wrapped__")]
+    places = (multi_pass, one_pass, call) if plan is LinearRecurrence else (plan,)
+    launches: list[Callable] = [f for place in places for f in vars(place).values() if hasattr(f, "__wrapped__")]
     assert launches
     for launch in launches:
         make = launch.__wrapped__

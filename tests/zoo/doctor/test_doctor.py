@@ -19,7 +19,7 @@ import kernels
 import mixers
 import zoo
 from kernels import UserError
-from kernels.gpu.launch_table import TABLE, Launch
+from kernels.gpu.launch_table import TABLE, LaunchConfig
 from zoo.doctor.ahead import compile_ahead, side_by_side
 from zoo.doctor.cases import cases, ops
 from zoo.doctor.machine import compiler, packages
@@ -138,7 +138,7 @@ def test_what_the_compiler_is_known_for(installed: str, says: str, monkeypatch: 
 
 
 def test_a_launch_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(TABLE["delta_rule.dq"], (9, 64, 2), Launch(4, 2, keys=32, values=64))
+    monkeypatch.setitem(TABLE["delta_rule.dq"], (9, 64, 2), LaunchConfig(4, 2, keys=32, values=64))
     finding = compiler()
     assert finding.status == "failed"
     assert "delta_rule.dq 64" in finding.says

@@ -1,0 +1,78 @@
+"""Properties of a GPU that the choice of kernels depends on."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+
+log = logging.getLogger(__name__)
+
+HOPPER, OTHER = 9, 0  # architectures of the launch table
+# Triton versions whose `CompiledKernel.run` takes the arguments of `launch.py`, and whose Gluon was tested
+DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
+
+
+class Gpu(NamedTuple):
+    """A model of GPU."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+GPUS = {
+    "A100": Gpu((8, 0), 108),
+    "L40S": Gpu((8, 9), 142),
+    "RTX 4090": Gpu((8, 9), 128),
+    "H100": Gpu((9, 0), 132),
+    "H200": Gpu((9, 0), 132),
+    "B200": Gpu((10, 0), 148),
+}
+_assumed: Gpu | None = None
+
+
+@contextmanager
+def assumed(gpu: Gpu) -> Iterator[None]:
+    """Choose kernels as on this GPU inside the ``with`` block, whatever device the tensors are on."""
+    global _assumed
+    before, _assumed = _assumed, gpu
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def capability(device: torch.device) -> int:
+    """The architecture in the launch table: HOPPER or OTHER."""
+    if _assumed is not None:
+        return HOPPER if _assumed.capability[0] == HOPPER else OTHER
+    return _capability(device)
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    if device.type != "cuda":  # the interpreter runs the entries that are tested on the device
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == HOPPER:
+        return HOPPER
+    log.warning("launches: no entries for compute capability %d.%d, using cautious ones", major, minor)
+    return OTHER
+
+
+def multiprocessors(device: torch.device) -> int:
+    """The number of multiprocessors; 1 without a GPU."""
+    return _assumed.multiprocessors if _assumed is not None else _multiprocessors(device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def runs_gluon(device: torch.device) -> bool:
+    """Return whether the kernels in Gluon run on a device: a Hopper GPU, with a tested version of Triton."""
+    return DIRECT and (device.type == "cuda" or _assumed is not None) and capability(device) == HOPPER

@@ -1,0 +1,96 @@
+"""Decays per channel on Hopper: one pass forward and one backward, each followed by a launch for steep channels."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...gpu.launch import LaunchSpec
+from ...gpu.launch_table import LaunchConfig
+from ...gpu.plan import prepared
+from .call import Call, InputGradients, Saved, Wanted
+from .plan import LinearRecurrence, padded
+from .vector_decay_exact import GROUP, steep_backward, steep_forward
+
+QKV = {"q": "q", "k": "k", "v": "v"}
+QKV_GRAD = {**QKV, "grad": "grad"}
+
+
+class OnePass(Call):
+    """A call that the kernels in Gluon serve (`hopper_vector_decay.py`)."""
+
+    def output(self, o: Tensor, first: Tensor | None, last: Tensor | None, *, keep: bool) -> Saved:
+        plan = self.plan
+        states, ends = plan.states_of_chunks() if keep else None, plan.ends_of_chunks()
+        inputs, final = (self.k, self.v, self.log_decay, o), None if plan.segmented else last
+        _outputs(plan)(self.q, *inputs, states, ends, first, final, plan.layout.segments)
+        _steep(plan, False)(self.q, *inputs, ends, plan.layout.chunks)
+        return Saved() if states is None else Saved(states=states, ends=ends)
+
+    def gradients(self, saved: Saved, last: Tensor | None, first_grad: Tensor | None, wanted: Wanted) -> InputGradients:
+        plan, (first, states, ends) = self.plan, saved
+        if states is None or ends is None:
+            states, ends = plan.states_of_chunks(), plan.ends_of_chunks()
+            _states(plan, False)(self.k, self.v, self.log_decay, states, ends, first, None, None, plan.layout.segments)
+        dq, dk, dv = (plan.per_token(size) for size in (plan.K, plan.K, plan.V))
+        dg = plan.per_token(plan.K, plan.decay_dtype) if wanted.log_decay else None
+        inputs, results = (self.k, self.v, self.grad, self.log_decay), (dq, dk, dv, dg)
+        first_grad = None if plan.segmented else first_grad
+        _gradients(plan)(self.q, *inputs, states, ends, *results, last, first_grad, plan.layout.segments)
+        _steep(plan, True)(self.q, *inputs, ends, *results, plan.layout.chunks)
+        return InputGradients(dq, dk, dv, dg)
+
+    def segment_states(self, last: Tensor, survives: Tensor, *, reverse: bool) -> None:
+        x, y = (self.q, self.grad) if reverse else (self.k, self.v)
+        launch = _states(self.plan, reverse)
+        launch(x, y, self.log_decay, None, None, None, last, survives, self.plan.layout.segments)
+
+
+def in_gluon(plan: LinearRecurrence, kernel: Any, streams: Mapping[str, str], **constants: Any) -> LaunchSpec:
+    """A pass in Gluon: one program per segment and recurrence."""
+    heads, tokens = plan.strides(**streams)
+    numbers = (plan.scale, *heads, plan.chunks, plan.groups)
+    sizes: dict[str, Any] = {**tokens, "heads": plan.heads, "SUBHEADS": plan.subheads, **constants}
+    return LaunchSpec(kernel, plan.segments * plan.heads, *numbers, **sizes, warps=8, checked=True)
+
+
+@prepared
+def _outputs(plan: LinearRecurrence) -> LaunchSpec:
+    """Outputs and last states."""
+    from .hopper_vector_decay import outputs  # other devices do without Gluon
+
+    return in_gluon(plan, outputs, QKV)
+
+
+@prepared
+def _states(plan: LinearRecurrence, reverse: bool) -> LaunchSpec:
+    """The states before all chunks, or the last one of each segment; in reverse their gradients."""
+    from .hopper_vector_decay import states
+
+    streams = {"x": "q", "y": "grad"} if reverse else {"x": "k", "y": "v"}
+    return in_gluon(plan, states, streams, REVERSE=reverse)
+
+
+@prepared
+def _gradients(plan: LinearRecurrence) -> LaunchSpec:
+    """All gradients."""
+    from .hopper_vector_decay import gradients
+
+    return in_gluon(plan, gradients, QKV_GRAD)
+
+
+@prepared
+def _steep(plan: LinearRecurrence, backward: bool) -> LaunchSpec:
+    """Add the part of steep channels to the outputs or gradients: one program per recurrence and group of chunks."""
+    heads, tokens = plan.strides(**(QKV_GRAD if backward else QKV))
+    sizes: dict[str, Any] = {**tokens, "heads": plan.heads, "SUBHEADS": plan.subheads, "K": plan.K, "V": plan.V}
+    return LaunchSpec(
+        steep_backward if backward else steep_forward,
+        -(-plan.chunks // GROUP.value) * plan.heads,
+        *(plan.scale, *heads, plan.chunks, plan.groups),
+        **sizes,
+        BK=padded(plan.K),
+        BV=padded(plan.V),
+        DOT=plan.sums["DOT"],
+        **plan.options(LaunchConfig(8, 1)),
+    )

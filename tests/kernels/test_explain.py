@@ -1,0 +1,125 @@
+"""Which kernels run for a call, as a table; nothing runs, so no GPU is needed."""
+
+import pytest
+import torch
+
+import kernels
+
+pytest.importorskip("triton")
+from kernels.__main__ import explain, main, parser
+
+STEP = ["step.advance"]
+CASES = {
+    "linear_recurrence --gate channel --no-beta": (
+        ["hopper_vector_decay"],
+        ["hopper_vector_decay.outputs", "vector_decay_exact.steep_forward"],
+        ["hopper_vector_decay.gradients", "vector_decay_exact.steep_backward"],
+    ),
+    "linear_recurrence --gate channel --no-beta --device A100 --K 64": (
+        ["vector_decay"],
+        ["vector_decay.channel_scores"] * 2 + ["sequential_pass.carry"],
+        ["vector_decay.channel_scores"] * 2
+        + ["sequential_pass.carry"] * 3
+        + ["vector_decay.channel_score_grads"]
+        + ["vector_decay.channel_grads"] * 2,
+    ),
+    "linear_recurrence --gate channel --K 64 --H 32": (  # with input gates
+        ["vector_decay"],
+        ["vector_decay.channel_scores"] * 2 + ["sequential_pass.carry"],
+        None,
+    ),
+    "linear_recurrence --gate head --no-beta": (
+        ["scores_in_pass", "hopper_scalar_decay"],
+        ["scalar_decay.head_gates", "sequential_pass.carry"],
+        ["scalar_decay.head_gates", "hopper_scalar_decay.states", "hopper_scalar_decay.gradients"],
+    ),
+    "linear_recurrence --gate head --device A100 --K 64": (
+        ["scores_in_pass", "scores_first"],
+        ["scalar_decay.head_gates", "sequential_pass.carry"],
+        ["scalar_decay.head_scores"] + ["sequential_pass.carry"] * 3 + ["scalar_decay.head_gate_grads"],
+    ),
+    "linear_recurrence --gate constant --fixed-gates --K 64 --H 32": (
+        ["scores_in_pass"],
+        ["sequential_pass.carry"],
+        ["sequential_pass.carry"] * 3,
+    ),
+    "linear_recurrence --T 1 --inference": (["one_token"], STEP, []),
+    "delta_rule": (
+        ["one_pass", "hopper_prepare", "wide_blocks"],
+        ["hopper_prepare.prepare", "sequential_pass.scan_forward"],
+        ["hopper_backward.gradients", "chunk_gradients.gradient_of_log_decay"],
+    ),
+    "delta_rule --B 8": (
+        ["one_pass_in_halves", "hopper_prepare"],
+        ["hopper_prepare.prepare", "sequential_pass.scan_forward"],
+        ["sequential_pass.scan_backward", "hopper_backward.gradients", "chunk_gradients.gradient_of_log_decay"],
+    ),
+    "delta_rule --gate none --device A100 --K 64": (
+        ["three_passes", "prepare", "wide_blocks"],
+        ["prepare.prepare", "sequential_pass.scan_forward"],
+        ["sequential_pass.scan_backward", "chunk_gradients.gradient_of_queries", "chunk_gradients.gradient_of_keys"],
+    ),
+    "delta_rule --B 1 --H 16 --T 512 --K 64": (
+        ["narrow_blocks"],
+        ["prepare.prepare", "sequential_pass.scan_forward"],
+        None,
+    ),
+    "delta_rule --K 512": (["long_keys"], ["prepare.prepare", "sequential_pass_long.long_forward"], None),
+    "delta_rule --T 1 --inference": (["one_token"], STEP, []),
+}
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_paths_and_launches(words: str):
+    forward, backward = explain(parser().parse_args(["explain", *words.split(), *["--B", "16"] * ("--B" not in words)]))
+    paths, *expected = CASES[words]
+    names = [path.name for path in forward.paths + backward.paths]
+    assert not set(paths) - set(names)
+    for record, kernels_ in zip((forward, backward), expected, strict=True):
+        names = [spec.name.split(".", 1)[1] for spec in record.launches]
+        names = [name for name in names if not name.startswith("reductions")]
+        assert kernels_ is None or names == kernels_
+    assert all(path.why for path in forward.paths + backward.paths)
+
+
+def test_the_terminal(capsys: pytest.CaptureFixture[str]):
+    main(
+        [
+            "explain",
+            "linear_recurrence",
+            "--gate",
+            "channel",
+            "--no-beta",
+            "--device",
+            "A100",
+            "--inference",
+            "--constants",
+        ]
+    )
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "forward" in printed
+    assert "backward" not in printed
+    assert "vector_decay: any other decay per channel" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("delta_rule --gate channel", "--gate: 'channel' is not one of none, constant, head"),
+        ("delta_rule --B 0", "expected a whole number from 1, got '0'"),
+        ("delta_rule --device V100", "invalid choice: 'V100'"),
+        ("delta_rule --K 4096", "which takes keys of at most 256 channels"),
+        ("linear_recurrence --H 3 --E 0", "expected a whole number from 1"),
+    ],
+)
+def test_mistakes(words: str, says: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as error:
+        main(["explain", *words.split()])
+    assert says in f"{error.value} {capsys.readouterr().err}"
+
+
+def test_nothing_stays_assumed():
+    q = torch.randn(1, 70, 2, 16)
+    expected, _ = kernels.linear_recurrence(q, q, q)
+    explain(parser().parse_args(["explain", "linear_recurrence", "--B", "1"]))
+    assert torch.equal(kernels.linear_recurrence(q, q, q)[0], expected)
