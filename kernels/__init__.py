@@ -8,7 +8,6 @@ PyTorch form (``torch``); some also have Triton kernels (``triton``). :func:`bac
 from . import openmp as openmp  # isort: skip  # before torch is imported
 from .core.backend import BACKENDS, backend, implementations, same_backend
 from .core.documents import documents
-from .core.fused_gradients import split_columns
 from .core.recompute import recomputing
 from .core.recurrence import at_least_fp32
 from .delta_gates import GateInputs, delta_gates
@@ -68,6 +67,5 @@ __all__ = [
     "same_backend",
     "selective_scan",
     "short_conv",
-    "split_columns",
     "window_attention",
 ]

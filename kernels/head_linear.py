@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .core.allocation import new
 from .core.autograd import Gradients, register
-from .core.fused_gradients import gradient_for
 from .core.recompute import remake
 
 
@@ -50,7 +49,7 @@ def differentiate(
     assert gradients[0] is not None
     (x, weight), dy, dx, dweight = args, heads_first(gradients[0]), None, None
     if needed.x:
-        dx = gradient_for(x, new)
+        dx = new(x)
         torch.bmm(dy, weight.to(x.dtype).mT, out=heads_first_of(dx))
     if needed.weight:
         dweight = torch.bmm(heads_first(x).mT, dy, out=new(x, *weight.shape)).to(weight.dtype)

@@ -43,10 +43,10 @@ class Projection(nn.Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         widths = list(self.widths.values())
         if not (more := lacking(x, self.out_features)):
-            return kernels.split_columns(self.together(x), widths)
+            return self.together(x).split(widths, -1)
         weight = F.pad(self.weight, (0, 0, 0, more))
         bias = None if self.bias is None else F.pad(self.bias, (0, more))
-        return kernels.split_columns(kernels.linear(x, weight, bias), [*widths, more])[:-1]
+        return kernels.linear(x, weight, bias).split([*widths, more], -1)[:-1]
 
     def together(self, x: Tensor) -> Tensor:
         """All outputs side by side."""

@@ -38,9 +38,9 @@ def register(
         forward: `forward(args)` returns a tuple of fresh contiguous tensors; its annotation tells how many.
         backward: `backward(gradients, residuals, needed, args)`. It receives the gradients of the results (None for a
             result without one), the outputs of `forward` that are not results, for each argument whether its gradient
-            is needed (`needed.x`), and the arguments. It returns gradients by the name of the argument, each of its
-            shape and dtype, contiguous unless `gradient_for` (`fused_gradients.py`) allocated it; several may be parts
-            of one tensor. An argument left out has none. None if the op has no gradient.
+            is needed (`needed.x`), and the arguments. It returns contiguous gradients by the name of the argument,
+            each of its shape and dtype; several may be parts of one tensor. An argument left out has none. None if the
+            op has no gradient.
         fake: `forward` for fake tensors: it returns empty tensors of the right shapes and dtypes.
         results: How many of the outputs are results. The others are residuals: saved for `backward`, and hidden from
             the caller.

@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.allocation import new
 from ..core.autograd import Gradients, register
-from ..core.fused_gradients import gradient_for
 from ..core.recurrence import at_least_fp32
 
 
@@ -68,7 +66,7 @@ def differentiate(
             dodds = (shut + (stays + opens)).exp_().mul_(dy).flatten(0, -2).sum(0).mul_(scale).to(odds.dtype)
     dwide.mul_(scale)
     dbias = dwide.flatten(0, -2).sum(0).to(bias.dtype) if bias is not None and needed.bias else None
-    return {"x": gradient_for(x, new).copy_(dwide) if needed.x else None, "bias": dbias, "odds": dodds}
+    return {"x": dwide.to(x.dtype) if needed.x else None, "bias": dbias, "odds": dodds}
 
 
 apply = register("forget_gate", compute, differentiate, fake)

@@ -69,7 +69,7 @@ def test_triton_takes_parts_of_a_projection_and_extreme_gates(poison: None):
     odds = torch.tensor([-200.0, -1.0, 0.0, 1.0, 2.0, 3.0, 90.0, 200.0])
     found = []
     for backend in ("triton", "torch"):
-        part, rest = kernels.split_columns(whole, [8, 12])
+        part, rest = whole.split([8, 12], -1)
         with kernels.backend(backend):
             y = kernels.forget_gate(part + 0, odds=odds) + kernels.forget_gate(part, bias=extreme.repeat(2))
         found.append([y, *torch.autograd.grad(y.sin().sum() + rest.sum(), whole)])
@@ -130,7 +130,7 @@ def test_low_rank_of_a_part_of_a_projection_is_computed_again(low_rank_poison: N
     found = []
     for backend, again in (("triton", True), ("triton", False), ("torch", False)):
         with kernels.backend(backend), kernels.recomputing(again):
-            part, rest = kernels.split_columns(whole, [8, 12])
+            part, rest = whole.split([8, 12], -1)
             y = kernels.low_rank_forget_gate(part, a["weight"], a["bias"]).sin()
         found.append([y, *torch.autograd.grad(y.sum() + rest.sum(), whole)])
     assert all(torch.equal(x, z) for x, z in zip(found[0], found[1], strict=True))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
-from ...core.fused_gradients import gradient_for
 from ...discretise.gpu.op import PROGRAMS, per_recurrence, rows_of, softplus, tile, tile_of
 from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue
@@ -91,8 +90,6 @@ def gates_backward(
     rows,
     a_row,
     b_row,
-    da_row,
-    db_row,
     largest,
     M: tl.constexpr,
     ROWS: tl.constexpr,
@@ -110,14 +107,14 @@ def gates_backward(
             from_rate += dx * softplus(x)
             dx *= tl.sigmoid(x)
             from_step += dx
-        tl.store(da + tile_of(first, rows, da_row, M, ROWS, BLOCK)[0], dx.to(da.dtype.element_ty), mask=inside)
+        tl.store(da + dense, dx.to(da.dtype.element_ty), mask=inside)
         dx = tl.zeros([ROWS, BLOCK], tl.float32)
         if dbeta is not None:
             in_b = tile_of(first, rows, b_row, M, ROWS, BLOCK)[0]
             share = tl.sigmoid(shifted(b, bias, in_b, inside, M, BLOCK))
             dx = tl.load(dbeta + dense, mask=inside, other=0.0).to(tl.float32) * largest * share * (1 - share)
             from_bias += dx
-        tl.store(db + tile_of(first, rows, db_row, M, ROWS, BLOCK)[0], dx.to(db.dtype.element_ty), mask=inside)
+        tl.store(db + dense, dx.to(db.dtype.element_ty), mask=inside)
     m = tl.arange(0, BLOCK)
     at = parts + (tl.program_id(0) * M + m) * 3
     tl.store(at, tl.sum(from_rate, 0), mask=m < M)
@@ -152,30 +149,24 @@ def fake(args: Arguments) -> tuple[Tensor, Tensor]:
     return a.new_empty(a.shape, dtype=torch.float32), a.new_empty(a.shape, dtype=torch.float32)
 
 
-def gradient_of(x: Tensor) -> Tensor:
-    """Memory for the gradient of x; its rows have one stride."""
-    return gradient_for(x, new) if x.dim() <= 3 else new(x)
-
-
 def differentiate(
     gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
 ) -> Gradients:
     """The gradients of all tensors."""
     a, A_log, dt_bias, b, bias, largest = args
     arriving, sizes = [None if g is None else g.contiguous() for g in gradients], tile(a.shape[-1])
-    a_grad, b_grad = gradient_of(a), gradient_of(b)
-    (da, _, da_row), (db, _, db_row) = rows_of(a_grad), rows_of(b_grad)
+    da, db = new(a), new(b)
     (a, rows, a_row), (b, _, b_row) = rows_of(a), rows_of(b)
     programs = min(cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
     parts = new(a, programs, sizes["M"], 3, dtype=torch.float32)
-    strides = (rows, a_row, b_row, da_row, db_row)
+    strides = (rows, a_row, b_row)
     enqueue(gates_backward, programs, a, A_log, dt_bias, b, bias, *arriving, da, db, parts, *strides, largest, **sizes)
     dA_log, ddt_bias, dbias = add_parts(parts, torch.float32)  # the parameters' dtypes may differ
     return {
-        "a": a_grad,
+        "a": da,
         "A_log": dA_log.to(A_log.dtype),
         "dt_bias": ddt_bias.to(dt_bias.dtype),
-        "b": b_grad,
+        "b": db,
         "bias": None if bias is None else dbias.to(bias.dtype),
     }
 

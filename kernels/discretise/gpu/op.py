@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
-from ...core.fused_gradients import gradient_for
 from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
@@ -60,7 +59,6 @@ def discretise_backward(
     parts,  # [programs,M,2]: gradients of A_log and dt_bias, to be summed over the programs
     rows,
     a_row,
-    da_row,
     M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -81,7 +79,7 @@ def discretise_backward(
             dx += tl.load(ddt + dense, mask=inside, other=0.0).to(tl.float32)
         dx *= tl.sigmoid(x)
         from_bias += dx
-        tl.store(da + tile_of(first, rows, da_row, M, ROWS, BLOCK)[0], dx.to(da.dtype.element_ty), mask=inside)
+        tl.store(da + dense, dx.to(da.dtype.element_ty), mask=inside)
     m = tl.arange(0, BLOCK)
     at = parts + (tl.program_id(0) * M + m) * 2
     tl.store(at, tl.sum(from_rate, 0), mask=m < M)
@@ -133,15 +131,15 @@ def differentiate(
     """The gradients of all tensors."""
     a, A_log, dt_bias = args
     dlog_decay, ddt = (None if g is None else g.contiguous() for g in gradients)
-    sizes, input_gradient = tile(a.shape[-1]), gradient_for(a, new) if a.dim() <= 3 else new(a)  # rows have one stride
-    (da, _, da_row), (a, rows, a_row) = rows_of(input_gradient), rows_of(a)
+    sizes, da = tile(a.shape[-1]), new(a)
+    a, rows, a_row = rows_of(a)
     programs = min(cdiv(rows, sizes["ROWS"]), multiprocessors(a.device) * PROGRAMS)
     parts = new(a, programs, sizes["M"], 2, dtype=torch.float32)
     tensors = (a, A_log, dt_bias, dlog_decay, ddt, da, parts)
     options = {**sizes, "DECAY": dlog_decay is not None, "DT": ddt is not None}
-    enqueue(discretise_backward, programs, *tensors, rows, a_row, da_row, **options)
+    enqueue(discretise_backward, programs, *tensors, rows, a_row, **options)
     dA_log, ddt_bias = add_parts(parts, torch.promote_types(A_log.dtype, dt_bias.dtype))
-    return {"a": input_gradient, "A_log": dA_log.to(A_log.dtype), "dt_bias": ddt_bias.to(dt_bias.dtype)}
+    return {"a": da, "A_log": dA_log.to(A_log.dtype), "dt_bias": ddt_bias.to(dt_bias.dtype)}
 
 
 discretise = register("discretise", compute, differentiate, fake, results=2)

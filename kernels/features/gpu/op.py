@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
-from ...core.fused_gradients import gradient_for
 from ...core.recompute import noted, remake
 from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
@@ -170,7 +169,7 @@ def differentiate(
     x, weight, bias, history, cu_seqlens, activation, norm = args
     initial_history = history
     weight, bias, history = parameters(weight, bias, history)
-    dx, *dx_strides = strided(gradient_for(x, new))
+    dx = new(x)
     (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
     B, C, W = x.shape[0], x.shape[2] * x.shape[3], 1 if weight is None else weight.shape[2]
     room = WARPS_BACKWARD * multiprocessors(x.device)
@@ -182,7 +181,7 @@ def differentiate(
         # at most W − 1 tokens of a document read the history, fewer in short documents
         dhistory = torch.zeros(len(history), W - 1, W - 1, C, dtype=torch.float32, device=x.device)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tensors, strides = (weight, bias, history, cu_seqlens), [*strides, *dy_strides, *dx_strides]
+    tensors, strides = (weight, bias, history, cu_seqlens), [*strides, *dy_strides]
     queue = launch(True, pieces, x.shape, W, activation, norm, documents, *strides)
     queue(x, *tensors, dy, dx, dtaps, dhistory)
     dweight = dbias = None

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
-from ...core.fused_gradients import gradient_for
 from ...discretise.gpu.op import rows_of
 from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
@@ -156,7 +155,7 @@ def differentiate(
     assert gradients[0] is not None
     x, weight, bias, scale = args
     dy, (C, R) = gradients[0].contiguous(), weight.shape
-    dx = gradient_for(x, new)
+    dx = new(x)
     x, rows, x_row = rows_of(x)
     blocks = cdiv(C, BACKWARD["BLOCK"])
     programs = min(cdiv(rows, BACKWARD["ROWS"]), max(1, multiprocessors(x.device) * PROGRAMS // blocks))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
-from ...core.fused_gradients import gradient_for
 from ...discretise.gpu.op import rows_of
 from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
@@ -47,13 +46,13 @@ def per_channel(vector, c, C: tl.constexpr):
 
 @triton.jit
 def tile_of(x, bias, first, rows, x_row, c, C: tl.constexpr, ROWS: tl.constexpr):
-    """x + bias of the rows from `first` on, their offsets in dense tensors and those in x, and the mask."""
+    """x + bias of the rows from `first` on, their offsets in dense tensors, and the mask."""
     r = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
     inside = (r < rows) & (c < C)[None, :]
     wide = tl.load(x + r * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         wide += per_channel(bias, c, C)
-    return wide, r * C + c[None, :], r, inside
+    return wide, r * C + c[None, :], inside
 
 
 @triton.jit
@@ -73,7 +72,7 @@ def forget_forward(
 ):
     BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
     c = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    wide, dense, _, inside = tile_of(x, bias, tl.program_id(0) // BLOCKS * ROWS, rows, x_row, c, C, ROWS)
+    wide, dense, inside = tile_of(x, bias, tl.program_id(0) // BLOCKS * ROWS, rows, x_row, c, C, ROWS)
     tl.store(log_decay + dense, log_forget(wide, odds, c, C) * scale, mask=inside)
 
 
@@ -87,7 +86,6 @@ def forget_backward(
     parts,  # [programs per column,C,2]: gradients of bias and odds, to be summed over the programs
     rows,
     x_row,
-    dx_row,
     scale,
     C: tl.constexpr,
     ROWS: tl.constexpr,
@@ -98,7 +96,7 @@ def forget_backward(
     program, programs = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
     from_bias, from_odds = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(program * ROWS, rows, programs * ROWS):
-        wide, dense, r, inside = tile_of(x, bias, first, rows, x_row, c, C, ROWS)
+        wide, dense, inside = tile_of(x, bias, first, rows, x_row, c, C, ROWS)
         d = tl.load(dy + dense, mask=inside, other=0.0) * scale
         if odds is None:
             dwide = d * tl.sigmoid(-wide)
@@ -108,7 +106,7 @@ def forget_backward(
             dwide = d * tl.exp(shut + log_sigmoid(wide))
             from_odds += d * tl.exp(shut + log_sigmoid(at))
         from_bias += dwide
-        tl.store(dx + r * dx_row + c[None, :], dwide.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + dense, dwide.to(dx.dtype.element_ty), mask=inside)
     if parts is not None:
         at = parts + (program * C + c) * 2
         tl.store(at, tl.sum(from_bias, 0), mask=c < C)
@@ -138,21 +136,21 @@ def differentiate(
     assert gradients[0] is not None
     x, bias, odds, scale = args
     dy, sizes = gradients[0].contiguous(), tile(x.shape[-1])
-    input_gradient = gradient_for(x, new) if x.dim() <= 3 else new(x)  # rows have one stride
-    (dx, _, dx_row), (x, rows, x_row) = rows_of(input_gradient), rows_of(x)
+    dx = new(x)
+    x, rows, x_row = rows_of(x)
     blocks = cdiv(sizes["C"], sizes["BLOCK"])
     programs = min(cdiv(rows, sizes["ROWS"]), max(1, multiprocessors(x.device) * PROGRAMS // blocks))
     parts = dbias = dodds = None
     if bias is not None or odds is not None:
         parts = new(x, programs, sizes["C"], 2, dtype=torch.float32)
     tensors = (x, bias, odds, dy, dx, parts)
-    enqueue(forget_backward, programs * blocks, *tensors, rows, x_row, dx_row, scale, **sizes)
+    enqueue(forget_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes)
     if parts is not None:
         both = add_parts(parts, torch.float32)
         # copies: two results must not share memory
         dbias = None if bias is None else both[0].to(bias.dtype, copy=True)
         dodds = None if odds is None else both[1].to(odds.dtype, copy=True)
-    return {"x": input_gradient, "bias": dbias, "odds": dodds}
+    return {"x": dx, "bias": dbias, "odds": dodds}
 
 
 forget_gate = register("forget_gate_triton", compute, differentiate, fake)

@@ -66,18 +66,17 @@ def forward(
 
 @triton.jit(do_not_specialize=["rows"])
 def backward(
-    x,  # [outer, INNER, D], like gate and dgate
+    x,  # [outer, INNER, D], like gate
     gate,
     weight,
     dy,  # [rows, D]
     dtotal,  # [rows, D]: another gradient of x, to be added
-    dx,  # [rows, D], dense: nothing normalises a part of a projection, and strides take registers
+    dx,  # [rows, D], like dgate
     dgate,
     dweight,  # [programs, D]: to be summed over the programs
     rows,
     x_outer,
     gate_outer,
-    dgate_outer,
     eps,
     INNER: tl.constexpr,
     D: tl.constexpr,
@@ -118,7 +117,6 @@ def backward(
             du += load(dtotal, dense, inside)
         tl.store(dx + dense, du.to(dx.dtype.element_ty), mask=inside)
         if GATE != "none":
-            in_dgate = outer * dgate_outer + within
-            tl.store(dgate + in_dgate, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
+            tl.store(dgate + dense, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
     if weight is not None:
         tl.store(dweight + tl.program_id(0) * D + c, tl.sum(parts, 0), mask=c < D)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, once, register
-from ...core.fused_gradients import gradient_for
 from ...core.recompute import remake
 from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
@@ -64,7 +63,7 @@ def forward_launch(rows: int, inner: int, size: int, gate: str, *numbers: Any) -
 
 @lru_cache(maxsize=1024)
 def backward_launch(programs: int, rows: int, inner: int, size: int, gate: str, *numbers: Any) -> LaunchSpec:
-    """The launch of `programs` programs over `rows` rows; `numbers` are the strides of x, gate and dgate, and eps."""
+    """The launch of `programs` programs over `rows` rows; `numbers` are the strides of x and the gate, and eps."""
     stages = AHEAD if ahead(size, gate) else 1
     return LaunchSpec(kernels.backward, programs, rows, *numbers, **constants(inner, size, gate), STAGES=stages)
 
@@ -118,12 +117,12 @@ def differentiate_rows(
     resident = multiprocessors(x.device) * most_programs(*sizes[1:])
     programs = min(cdiv(rows, constants(*sizes)["ROWS"]), resident)
     parts = None if weight is None else new(x, programs, 1, x.shape[-1], dtype=torch.float32)
-    dx, (dgate, dgate_outer) = new(x), (None, 0) if gate is None else strided(gradient_for(gate, new))
+    dx, dgate = new(x), None if gate is None else new(gate)
     (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
-    launch = backward_launch(programs, rows, *sizes, x_outer, gate_outer, dgate_outer, eps)
+    launch = backward_launch(programs, rows, *sizes, x_outer, gate_outer, eps)
     launch(x, gate, weight, dy, dtotal, dx, dgate, parts)
     dweight = None if parts is None or weight is None else add_parts(parts, weight.dtype).view(weight.shape)
-    return dx, None if dgate is None else dgate.view(dx.shape), dweight
+    return dx, dgate, dweight
 
 
 def differentiate(
