@@ -57,7 +57,7 @@ class _Reader(dcp.FileSystemReader):
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
         file.seek(sinfo.offset)
         part = io.BytesIO(file.read(sinfo.length))  # PyTorch's view of the file cannot be read from its end
-        check_archive(Path(self.path) / sinfo.relative_path, contents=False, part=part)
+        check_archive(Path(self.path) / sinfo.relative_path, contents=False, file=part)
         part.seek(0)
         return part
 

@@ -117,13 +117,13 @@ def has_tensor_files(folder: Path) -> bool:
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 
-def write_tensor_files(weights: Weights, folder: Path, most_bytes: int = SHARD_BYTES) -> list[str]:
-    """Write weights as `model.safetensors`, or in shards with an index if they are larger than `most_bytes`.
+def write_tensor_files(weights: Weights, folder: Path, max_bytes: int | None = SHARD_BYTES) -> list[str]:
+    """Write weights as `model.safetensors`, or in shards with an index if they are larger than `max_bytes`.
 
     Args:
         weights: What to write; memory holds one shard of them at a time.
         folder: Where to.
-        most_bytes: The largest size of a shard; a larger tensor gets a separate shard.
+        max_bytes: The largest size of a shard; a larger tensor gets a separate shard. None for a single file.
 
     Returns:
         The names of the files.
@@ -134,7 +134,7 @@ def write_tensor_files(weights: Weights, folder: Path, most_bytes: int = SHARD_B
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    shards = list(_shards(weights.specs, most_bytes))
+    shards = list(_shards(weights.specs, math.inf if max_bytes is None else max_bytes))
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     names = [SINGLE] if len(shards) == 1 else names
     for file, shard in zip(names, shards, strict=True):
@@ -163,11 +163,11 @@ def _open_to_readers(file: Path) -> None:
         file.chmod(new.stat().st_mode & 0o777)
 
 
-def _shards(specs: Mapping[str, Spec], most_bytes: int) -> Iterator[list[str]]:
+def _shards(specs: Mapping[str, Spec], max_bytes: float) -> Iterator[list[str]]:
     shard: list[str] = []
     size = 0
     for name, spec in specs.items():
-        if shard and size + spec.bytes > most_bytes:
+        if shard and size + spec.bytes > max_bytes:
             yield shard
             shard, size = [], 0
         shard.append(name)

@@ -13,12 +13,11 @@ from kernels import UserError
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.evaluation.subject import Scored, TokenScores
-from zoo.files.hashing import files_digest
 from zoo.generation.generate import generate_tokens, stop_ids
 from zoo.generation.read import at_once
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
-from zoo.loading.load import find, find_tokenizer, load
+from zoo.saved.model import SavedModel
 
 # tokens in a batch of sequences
 BATCH_TOKENS = {"cpu": 16_384, "cuda": 262_144}
@@ -158,14 +157,15 @@ def load_subject(
     Raises:
         UserError: As for `zoo.load`, or the model is a classifier.
     """
-    saved, model = find(path), load(path, trust=trust)
+    saved = SavedModel.open(path, trust)
+    model = saved.load()
     check_predicts_tokens(model, "evaluate")
     arguments = (saved.config.get("data") or {}).get("init_args") or {}
     identity = {
         "checkpoint": str(path),
-        "checkpoint_xxh3_128": files_digest(saved.files),
+        "checkpoint_xxh3_128": saved.identity,
         "parameters": model.num_parameters(),
         "model": saved.config["model"],
     }
-    tokenizer = find_tokenizer(path, trust)
-    return LoadedModel(name, model, tokenizer, arguments.get("sequence_length"), batch_tokens, bf16, identity)
+    length = arguments.get("sequence_length")
+    return LoadedModel(name, model, saved.tokenizer, length, batch_tokens, bf16, identity)

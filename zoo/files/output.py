@@ -39,6 +39,12 @@ def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | N
         raise UserError(f"output: {path} exists already and is {there}; choose another, or replace it by --overwrite")
 
 
+def check_shard_size(max_bytes: int) -> None:
+    """Refuse a `max_shard_size` below 1 byte."""
+    if max_bytes < 1:
+        raise UserError(f"max_shard_size: {max_bytes} must be at least 1 byte")
+
+
 def _there(path: Path) -> str | None:
     """Describe the file or folder at a path; None if there is none."""
     if path.is_symlink():

@@ -87,12 +87,20 @@ def read_yaml(path: str | os.PathLike[str], name: str = "config") -> Any:
     try:
         with open_to_read(path) as file:
             data = file.read(MOST_BYTES + 1)
-        text = data.decode()
-    except (UnicodeDecodeError, OSError) as error:
+    except OSError as error:
         raise UserError(f"{name}: {path} cannot be read as text: {error}") from None
+    return decode_yaml(data, f"{name}: {path}")
+
+
+def decode_yaml(data: bytes, name: str) -> Any:
+    """As `read_yaml`, but from the bytes of a file; error messages begin with `name`."""
     if len(data) > MOST_BYTES:
-        raise UserError(f"{name}: {path} has more than {MOST_BYTES:,} bytes.")
-    return parse_yaml(text, f"{name}: {path}")
+        raise UserError(f"{name} has more than {MOST_BYTES:,} bytes.")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} cannot be read as text: {error}") from None
+    return parse_yaml(text, name)
 
 
 def parse_yaml(text: str, name: str) -> Any:
