@@ -35,10 +35,9 @@ class _Hashing:
 
 
 def save_sealed(contents: Any, file: BinaryIO) -> None:
-    """`torch.save`, with a hash of all bytes in the comment at the end of the archive, which `torch.load` ignores.
+    """`torch.save` to an empty file, with a hash of all bytes in the comment at the end, which `torch.load` ignores.
 
-    Raises:
-        OSError: The file, open for writing at position 0, cannot be written, for instance because the disk is full.
+    An OSError if the file cannot be written, for instance because the disk is full.
     """
     hashing = _Hashing(file)
     try:
@@ -55,8 +54,7 @@ def save_sealed(contents: Any, file: BinaryIO) -> None:
 def read_seal(path: str | os.PathLike[str], file: BinaryIO) -> tuple[bool, str]:
     """Read an open file once: whether it ends with a hash of its contents, and the hash of all its bytes.
 
-    Raises:
-        UserError: The hash at its end does not match: the file, called `path` in messages, is damaged.
+    A UserError if the hash at its end does not match. `path` is its name in messages.
     """
     hash_ = hash_of(file, os.fstat(file.fileno()).st_size - _SEALED)
     end = file.read()
@@ -72,18 +70,10 @@ def read_seal(path: str | os.PathLike[str], file: BinaryIO) -> tuple[bool, str]:
 
 
 def check_archive(path: str | os.PathLike[str], contents: bool, file: IO[bytes] | None = None) -> None:
-    """Check that a file is an archive as `torch.save` writes it, before any entry is read.
+    """Check that a file, or what is open as `file`, is an archive as `torch.save` writes it, before an entry is read.
 
-    Its entries must be uncompressed and must not overlap, so that reading them takes no more memory than the file's
-    size.
-
-    Args:
-        path: The file.
-        contents: Whether to verify the entries' checksums as well.
-        file: The archive, if it is open already, or only a part of the file.
-
-    Raises:
-        UserError: The file is not such an archive, or is damaged.
+    Its entries must be uncompressed and must not overlap, so that reading them takes no more memory than the file.
+    With `contents`, their checksums are verified as well.
     """
     try:
         with zipfile.ZipFile(path if file is None else file) as archive:

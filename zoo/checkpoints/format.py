@@ -80,10 +80,7 @@ def read_whole_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read the weights of a model from a checkpoint, a `.safetensors` file, a saved state dict, or a folder.
-
-    Args:
-        path: The file, or a folder that has `model.safetensors` or its shards, `last.ckpt` or `checkpoints/last.ckpt`.
+    """Read the weights of a model from a checkpoint, a `.safetensors` file, a state dict, or a folder of one.
 
     Returns:
         Parameter name in the model → tensor on the CPU.
@@ -108,11 +105,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def weights_in(contents: Any, path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The weights in the contents of the file `path`, by the model's names; those of shards are read.
-
-    Raises:
-        UserError: There are none, or shards are missing or damaged.
-    """
+    """The weights in the contents of the file `path`, by the model's names; those of shards are read."""
     if isinstance(contents, Mapping) and SHARDS in contents:
         kind = fsdp_shards if TENSORS in contents[SHARDS] else zero_shards
         contents = {**contents, "state_dict": kind.whole_weights(path, contents[SHARDS])}
@@ -142,11 +135,7 @@ def _check_held(weights: Mapping[Any, Tensor], path: str | os.PathLike[str]) -> 
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load the weights in `path` (anything that `read_weights` reads) into `model`; safetensors a part at a time.
-
-    Raises:
-        UserError: Names or shapes differ; the message names the first difference.
-    """
+    """Load the weights in `path` (anything that `read_weights` reads) into `model`; safetensors a part at a time."""
     path = Path(path)
     if path.suffix == ".safetensors" or has_tensor_files(path):
         load_tensors(model, TensorFiles(path), path)
@@ -157,11 +146,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_tensors(model: nn.Module, weights: Weights, path: str | os.PathLike[str]) -> None:
-    """Load weights into `model` block by block, so that at most one block is in memory in addition to the model.
-
-    Raises:
-        UserError: As for `load_weights`; `path` is named.
-    """
+    """Load weights into `model` block by block, so that at most one block is in memory in addition to the model."""
     check_weights(weights.specs, model, path)
     direct = {**dict(model.named_parameters(recurse=False)), **dict(model.named_buffers(recurse=False))}
     for name in direct.keys() & weights.specs.keys():
@@ -224,11 +209,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write `checkpoint` to the local file `path`; an existing file stays until the new one is complete.
 
-        If `storage_options` is a `Background`, the checkpoint is copied now and written by that thread.
-
-        Raises:
-            UserError: The file cannot be written.
-            TypeError: `storage_options` is anything else.
+        If `storage_options` is a `Background`, the checkpoint is copied now and written by that thread. A UserError if
+        the file cannot be written.
         """
         if isinstance(storage_options, Background):
             storage_options.add(partial(_write, host_copy(checkpoint), path))

@@ -46,11 +46,7 @@ class Weights(Protocol):
 
 
 class TensorsInMemory:
-    """Tensors that were read before.
-
-    Args:
-        tensors: Name → tensor.
-    """
+    """Tensors that were read before."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors = tensors
@@ -63,9 +59,6 @@ class TensorsInMemory:
 
 class TensorFiles:
     """The tensors of a folder, or of one `.safetensors` file. One file at a time is mapped into memory.
-
-    Args:
-        path: The file, or a folder with `model.safetensors` or `model.safetensors.index.json`.
 
     Attributes:
         files: All files with weights.
@@ -120,16 +113,10 @@ def has_tensor_files(folder: Path) -> bool:
 def write_tensor_files(weights: Weights, folder: Path, max_bytes: int | None = SHARD_BYTES) -> list[str]:
     """Write weights as `model.safetensors`, or in shards with an index if they are larger than `max_bytes`.
 
-    Args:
-        weights: What to write; memory holds one shard of them at a time.
-        folder: Where to.
-        max_bytes: The largest size of a shard; a larger tensor gets a separate shard. None for a single file.
+    Memory holds one shard at a time. A tensor larger than `max_bytes` gets a separate shard.
 
     Returns:
         The names of the files.
-
-    Raises:
-        OSError: A file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -176,11 +163,7 @@ def _shards(specs: Mapping[str, Spec], max_bytes: float) -> Iterator[list[str]]:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Tensor → file name, from an index.
-
-    Raises:
-        UserError: The file is not an index, or names a file outside its folder.
-    """
+    """Tensor → file name, from an index."""
     try:
         with open_to_read(file) as opened:
             contents = json.loads(opened.read(_LARGEST_INDEX))

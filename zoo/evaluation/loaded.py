@@ -147,15 +147,9 @@ def _padded(requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
 def load_subject(
     path: str | Path, name: str, bf16: bool, batch_tokens: int | None = None, trust: bool = False
 ) -> LoadedModel:
-    """Load a saved model for evaluation, on the CPU for now.
+    """Load a saved model for evaluation, on the CPU for now; paths, trust and errors as for `zoo.load`.
 
-    Args:
-        path: As for `zoo.load`.
-        name, bf16, batch_tokens: As for `LoadedModel`.
-        trust: As for `zoo.load`.
-
-    Raises:
-        UserError: As for `zoo.load`, or the model is a classifier.
+    A UserError if the model is a classifier.
     """
     saved = SavedModel.open(path, trust)
     model = saved.load()

@@ -17,16 +17,13 @@ MARK = b'<meta name="generator" content="token-mixer-zoo">'  # of a page by `rep
 
 
 def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | None = None) -> None:
-    """Refuse to write where something else is.
+    """Raise a UserError if a file or folder is not to be written, as something else is at its path.
 
     Args:
-        path: The file or folder to be written.
+        path: The file or folder.
         kind: What is to be written.
         overwrite: Whether to replace something of this kind. Everything else is refused even then.
         source: What is read meanwhile, and must not be replaced.
-
-    Raises:
-        UserError: There is something that is not to be replaced.
     """
     there = _there(path)
     if there is None:
@@ -70,13 +67,9 @@ def _is_page(path: Path) -> bool:
 
 
 def replace_files(folder: Path, new: Path) -> None:
-    """Move all files of a new folder into an old one, and remove what belongs to the old model and the new one lacks.
+    """Move all files of a new folder into an old one, on the same file system, without the files of the old model.
 
-    Files that the old folder has besides stay.
-
-    Args:
-        folder: The old folder.
-        new: The new folder, on the same file system.
+    Files that the old folder has besides a model stay.
     """
     names = {path.name for path in new.iterdir()}
     for name in sorted(names):

@@ -77,12 +77,7 @@ _Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data
 def read_yaml(path: str | os.PathLike[str], name: str = "config") -> Any:
     """Read a YAML file into plain containers.
 
-    Args:
-        path: The file.
-        name: Prefix of error messages.
-
-    Raises:
-        UserError: The file cannot be read, is not YAML, or is too large or too deep.
+    A UserError, which begins with `name`, if the file cannot be read, is not YAML, or is too large or too deep.
     """
     try:
         with open_to_read(path) as file:
@@ -122,9 +117,7 @@ def parse_yaml(text: str, name: str) -> Any:
 def dump_yaml(value: Any, one_line: bool = False) -> str:
     """Plain containers as YAML, which `parse_yaml` and the config parser read back as they were.
 
-    Args:
-        value: Plain containers.
-        one_line: Whether to write them in braces and brackets, without line breaks.
+    With `one_line`, they are written in braces and brackets, without line breaks.
     """
     width = float("inf") if one_line else 80
     return yaml.dump(

@@ -206,7 +206,7 @@ def sampling_probabilities(
         logits: [B, vocab].
         temperature: Divides the logits; 0 keeps only the likeliest token (the first, if several are equal).
         top_k: Keep the k likeliest tokens.
-        top_p: Of these, keep the smallest set of likeliest ones whose total probability is at least this.
+        top_p: Of these, keep the smallest set of likeliest ones with at least this total probability.
 
     Returns:
         [B, vocab] fp32; each row sums to 1.
@@ -232,17 +232,9 @@ def sampling_probabilities(
 
 
 def stream_text(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Decode tokens as they come.
+    """Decode tokens as they come, after the ids of a prompt, into pieces of text that end with a complete character.
 
     Ids are decoded together with those of the previous piece, since some decoders treat the first token differently.
-
-    Args:
-        tokenizer: Decodes the ids.
-        prompt: Ids that precede `tokens`; their text is not yielded.
-        tokens: Ids, one by one.
-
-    Yields:
-        Non-empty pieces of text that end with a complete character.
     """
     ids = list(prompt)
     start, end = 0, len(ids)  # ids[start:end] have been yielded, ids[end:] have not

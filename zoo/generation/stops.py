@@ -4,16 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """Yield the pieces of a text up to the first of some strings, and ask for no more of them then.
+    """Yield the pieces of a text up to the first of some non-empty strings, and ask for no more of them then.
 
     The end of a piece that may be the beginning of such a string waits for the next piece.
-
-    Args:
-        pieces: Pieces of text.
-        stops: Strings of at least one character.
-
-    Yields:
-        Non-empty pieces of text.
     """
     waiting = ""
     for piece in pieces:

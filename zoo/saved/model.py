@@ -112,11 +112,7 @@ class SavedModel:
         return model
 
     def load(self, device: torch.device | str = "cpu") -> LanguageModel:
-        """The trained model, in evaluation mode.
-
-        Raises:
-            UserError: As for `on_meta`, or the device is invalid.
-        """
+        """The trained model, in evaluation mode; a UserError as for `on_meta`, or if the device is invalid."""
         _check_device(device)
         _ = self.model_config
         # the weights are compared with the config before memory is taken for it
@@ -128,8 +124,7 @@ class SavedModel:
     def on_meta(self) -> tuple[LanguageModel, Weights]:
         """The model without memory for its weights, and its weights by the names of its state dict.
 
-        Raises:
-            UserError: It is not trusted, or the weights are damaged or of another model.
+        A UserError if it is not trusted, or the weights are damaged or of another model.
         """
         _ = self.model_config
         return self._described(bound_sizes=not self.is_trusted)[1:]
@@ -356,11 +351,7 @@ def load_tokenizer(path: str | Path, trust: bool = False) -> Tokenizer:
 
 
 def checkpoint_of(path: str | Path) -> Path:
-    """The checkpoint file that `path` refers to: the file itself, or the last checkpoint of a run's folder.
-
-    Raises:
-        UserError: The path holds no checkpoint.
-    """
+    """The checkpoint file that `path` refers to: the file itself, or the last checkpoint of a run's folder."""
     path = Path(path)
     if path.is_file():
         return path

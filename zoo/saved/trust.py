@@ -86,7 +86,7 @@ _LIMITS = {"window_size": 1 << 20, "factor": 1 << 10}
 class UserInput:
     """Values that the user set, on the command line and in configs given there.
 
-    Args:
+    Attributes:
         keys: The keys that are set, such as `data.path` and `data.class_path`, without `init_args`.
         words: The values that are strings, and the strings inside lists and mappings.
         pairs: Each of these strings after its key.
@@ -132,12 +132,7 @@ def user_input(items: Iterable[str | Mapping[str, Any]]) -> UserInput:
 def vet_model(model: Any, source: object) -> None:
     """Check that building a foreign model imports and calls no foreign code.
 
-    Args:
-        model: The value of `model` in a config.
-        source: The file it comes from, for messages.
-
-    Raises:
-        UserError: It would; the message names the key and the class.
+    A UserError names the key and the class otherwise, and the file that the model's config comes from, `source`.
     """
     check_plain(model, f"{source}: its model")
     _Vetting(source, NOTHING).arguments(model, LanguageModel, "model")
@@ -146,16 +141,10 @@ def vet_model(model: Any, source: object) -> None:
 def vet_run(config: Mapping[str, Any], source: object, user: UserInput) -> dict[str, Any]:
     """Check that evaluating or resuming a foreign run calls no foreign code and touches no files of its choice.
 
-    Args:
-        config: The whole config of the run.
-        source: The file it comes from, for messages.
-        user: What the user set, which replaces values of the config.
+    A UserError names the key and the value otherwise. What the user set replaces values of the config.
 
     Returns:
         The config without the values that the user set, and without the run's initial weights.
-
-    Raises:
-        UserError: Something would be called, read or written; the message names the key and the value.
     """
     check_plain(config, f"{source}: its config")
     vetted: dict[str, Any] = {}
@@ -215,13 +204,7 @@ def _without_user_input(data: Mapping[str, Any], user: UserInput) -> Mapping[str
 
 @dataclass(frozen=True)
 class _Vetting:
-    """Walks a config along the signatures of the constructors.
-
-    Args:
-        source: The file of the config, for messages.
-        user: What the user set.
-        files: Whether free-form strings are to be treated as names of files.
-    """
+    """Walks a config along the signatures of the constructors; with `files`, free-form strings name files."""
 
     source: object
     user: UserInput
@@ -358,18 +341,10 @@ def _texts(value: Any) -> list[str]:
 
 
 def check_sizes(model: Mapping[str, Any], weights: Mapping[str, Any], path: object) -> None:
-    """Check that no number in a config is larger than its weights allow, without building the model.
+    """Raise a UserError if a number in a foreign `model` config is larger than its weights (name → spec) allow.
 
     Building 300,000 layers takes minutes even without memory for their weights. What passes is small enough to be built
     on the meta device, where names and shapes are compared exactly.
-
-    Args:
-        model: The `model` config, in plain containers.
-        weights: Name → anything with a shape.
-        path: Where they come from, for messages.
-
-    Raises:
-        UserError: A number is too large; it is named.
     """
     elements = sum(math.prod(tensor.shape) for tensor in weights.values())
     for key, number in _numbers(model, "model"):

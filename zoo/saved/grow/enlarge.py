@@ -32,14 +32,7 @@ class Size(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """A model with a larger state.
-
-    Attributes:
-        folder: The exported folder.
-        layers: Layer → how it grew, such as "GLA: merge, num_heads=1".
-        before: Its size before.
-        after: Its size now.
-    """
+    """A larger model: its folder, how each layer grew ("GLA: merge, num_heads=1"), and its size before and now."""
 
     folder: Path
     layers: dict[int, str]
@@ -122,15 +115,8 @@ def grown_config(
 ) -> tuple[dict[str, Any], dict[int, str]]:
     """The key `model` of the larger model's config, and layer → how it grew.
 
-    Args:
-        model: The same key of the trained model's.
-        before: The trained model; it may be on the meta device.
-        layers: The layers that grow.
-        init: What happens to their weights.
-        factor: How many times larger their state becomes; None for the default of each.
-
-    Raises:
-        UserError: A layer cannot grow as asked.
+    A UserError if a layer cannot grow as asked. `factor` is how many times larger the states become; None for the
+    default of each.
     """
     if factor is not None and factor < 2:
         raise UserError(f"factor: {factor} must be at least 2, which is twice the state")
@@ -161,13 +147,9 @@ def _size(model: LanguageModel) -> Size:
 def chosen_layers(mixers: Sequence[TokenMixer], layers: int | list[int], way: str | None) -> dict[int, Growth]:
     """The layers that grow, in order, each with the way in which it does.
 
-    Args:
-        mixers: The mixers of all layers.
-        layers: The layers; or how many, uniformly from the first among those that can grow (StateX, section 4.4).
-        way: The name of a way; None for the first of each mixer.
-
-    Raises:
-        UserError: A layer does not exist or cannot grow, there are too few, or no mixer knows the way.
+    If `layers` is a number, that many layers grow, uniformly from the first among those that can (StateX, section 4.4).
+    A `way` of None is the first of each mixer. A UserError if a layer does not exist or cannot grow, there are too few,
+    or no mixer knows the way.
     """
     way_names = sorted({growth.way for mixer in mixers for growth in growths(mixer)})
     if way is not None and way_names and way not in way_names:

@@ -11,15 +11,10 @@ Spec = dict[str, Any]  # a component in a config: class_path and init_args
 
 
 def replaced(stack: Spec, num_layers: int, change: Mapping[int, Callable[[Spec], Spec]]) -> Spec:
-    """The stack with another mixer in some layers.
+    """The resolved `stack`, as a Pattern, with other mixers in the layers of `change` (layer → function of its config).
 
-    Args:
-        stack: A resolved stack: Uniform, H1, H2 or Pattern.
-        num_layers: Depth of the model.
-        change: Layer → function of the mixer's config; layers of one letter that become equal share a new letter.
-
-    Raises:
-        UserError: The stack is of another class, or the model has too many different mixers for the alphabet.
+    Layers of one letter that become equal share a new letter. A UserError if the stack is of another
+    class than these of the project, or has too many different mixers for the alphabet.
     """
     arguments = dict(stack["init_args"])
     pattern, mixers = _letters(stack["class_path"].rpartition(".")[2], arguments)

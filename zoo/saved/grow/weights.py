@@ -26,14 +26,13 @@ def grown_weights(
     init: Init,
     seed: int,
 ) -> Weights:
-    """The weights of a larger model: what is new is in memory, all else is read one at a time.
+    """The weights of a larger model: new ones are in memory, all others are read one at a time.
 
     Every tensor keeps its dtype. A new one has that of the largest tensor of its layer, unless its module keeps it in
     fp32.
 
     Args:
-        after: The larger model, on the meta device; used up.
-        before: The trained model, on the meta device; used up.
+        after, before: The larger and the trained model, on the meta device; both are used up.
         weights: The weights of the trained model.
         layers: The layers that grow.
         init: What happens to the weights of their mixers.

@@ -83,11 +83,7 @@ class Family:
     part: str | None = None
 
     def read(self, config: Config) -> dict[str, Any]:
-        """Our `model` config for the contents of a config.json.
-
-        Raises:
-            UserError: It asks for something that our mixers cannot do; the key is named.
-        """
+        """Our `model` config for the contents of a config.json; a UserError names a key without a meaning here."""
         if self.part is not None and self.part in config:
             outer = {key: config[key] for key in self.keys if key in config}
             # the larger model is who ties, or does not, whatever its language model would do alone

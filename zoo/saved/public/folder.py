@@ -27,11 +27,7 @@ class PublicFolder:
         self._configs: dict[str, dict[str, Any]] = {}
 
     def config(self, name: str = CONFIG) -> dict[str, Any]:
-        """The contents of a JSON file.
-
-        Raises:
-            UserError: It is missing, a link that leaves the folder, too large, or no JSON object.
-        """
+        """The contents of a JSON file; a UserError if it is missing, too large, or not a JSON object."""
         if name not in self._configs:
             self._configs[name] = _read_object(self.path / name, self.path)
         return self._configs[name]
@@ -41,11 +37,7 @@ class PublicFolder:
         return (self.path / name).is_file()
 
     def tensors(self) -> TensorFiles:
-        """The weights.
-
-        Raises:
-            UserError: They are missing, damaged, in pickles, or a link leaves the folder.
-        """
+        """The weights; a UserError if they are missing, damaged or in pickles."""
         if not has_tensor_files(self.path):
             endings = ("*.bin", "*.pt", "*.pth", "*.ckpt")
             if pickles := sorted(file.name for ending in endings for file in self.path.glob(ending)):
@@ -59,11 +51,7 @@ class PublicFolder:
         return TensorFiles(self.path)
 
     def text(self, name: str) -> str:
-        """The contents of a text file.
-
-        Raises:
-            UserError: It is a link that leaves the folder, or no text.
-        """
+        """The contents of a text file."""
         file = self.path / name
         check_inside(file, self.path)
         try:

@@ -32,9 +32,8 @@ class Imported(NamedTuple):
 def imported(folder: PublicFolder) -> Imported:
     """Read a public folder.
 
-    Raises:
-        UserError: No family knows it, our mixers cannot do what its config says, or weights are missing, damaged, left
-            over or misshapen.
+    A UserError if no family knows it, our mixers cannot do what its config says, or weights are missing, damaged,
+    left over or misshapen.
     """
     config, path = folder.config(), folder.path
     family = family_of(config, path)
@@ -58,11 +57,7 @@ def imported(folder: PublicFolder) -> Imported:
 
 
 def family_of(config: dict[str, Any], folder: Path) -> Family:
-    """The family that a config.json belongs to.
-
-    Raises:
-        UserError: It belongs to none.
-    """
+    """The family that a config.json belongs to; a UserError if it belongs to none."""
     kind = config.get("model_type")
     for family in FAMILIES:
         if kind in family.model_types and family.also(config):
@@ -90,9 +85,6 @@ def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
         model: Our model, on the meta device.
         weights: Its weights.
         to: `fla` or `huggingface`, or the name of a family where several can hold the model.
-
-    Raises:
-        UserError: The target is unknown, or none of its families can hold the model.
     """
     names = [*_TARGETS, *(family.name for family in FAMILIES)]
     if to not in names:

@@ -20,14 +20,9 @@ _MAX_NAMES = 5  # tensors in a message
 
 
 class TensorMap:
-    """Table of which of our tensors corresponds to which public tensor, for one model.
+    """Table of which of our tensors corresponds to which public tensor, for one model on the meta device.
 
-    Args:
-        family: Its table.
-        model: Our model, on the meta device.
-
-    Raises:
-        UserError: The table has no place for a tensor of the model.
+    A UserError if the family has no place for a tensor of the model.
     """
 
     def __init__(self, family: Family, model: LanguageModel):
@@ -72,8 +67,7 @@ class TensorMap:
     def as_ours(self, theirs: Weights, source: object) -> Weights:
         """The weights in the public folder `source` under our names.
 
-        Raises:
-            UserError: Tensors are missing, left over or of other shapes; or tied ones differ.
+        A UserError if tensors are missing, left over or of other shapes, or tied ones differ.
         """
         aliases = {alias: rule.theirs for rule, _ in self.rows.values() for alias in rule.aliases}
         theirs = recut(renamed(theirs, aliases), self.recuts, self.shapes)

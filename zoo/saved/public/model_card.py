@@ -49,15 +49,11 @@ def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], check
     """The text of a model card.
 
     Args:
-        name: Of the folder, and so of the model.
+        name: The name of the folder, and so of the model.
         model: The model; may be on the meta device.
         config: The config of its run.
-        checkpoint: Where it comes from. The results of a run are those of its last checkpoint, so only a run's folder
-            has them.
+        checkpoint: Where it comes from. Only a run's folder has results, which are those of its last checkpoint.
         family: The layout that it was converted to.
-
-    Raises:
-        UserError: The results of the run are damaged.
     """
     row = (read_row(checkpoint) if checkpoint.is_dir() else None) or {}
     state, unknown = model.state_size(), "*to be filled in*"

@@ -81,12 +81,7 @@ def rows(theirs: str, *ours: str, per: str | None = None, of: str | None = None,
 
 
 class ComputedWeights:
-    """Weights of which each is computed when it is read.
-
-    Args:
-        specs: Name → shape and dtype.
-        read: Name → tensor.
-    """
+    """Weights with known shapes and dtypes, of which each is computed by `read` when it is needed."""
 
     def __init__(self, specs: Mapping[str, Spec], read: Callable[[str], Tensor]):
         self.specs, self.tensor = specs, read

@@ -22,11 +22,7 @@ _KINDS: Config = {**_OPTIONAL, "num_heads": 1, "num_kv_heads": 1, "window_size":
 
 
 def stack_of(config: Config, mixer: Spec) -> Spec:
-    """Our stack of a mixer, and of attention where `attn` says so.
-
-    Raises:
-        UserError: `attn` is not what it should be, or leaves no layer to the mixer.
-    """
+    """Our stack of a mixer, and of attention where `attn` says so. A UserError if no layer is left to the mixer."""
     attention, count = config["attn"], config["num_hidden_layers"]
     if attention is None:
         return component("Uniform", mixer=mixer)

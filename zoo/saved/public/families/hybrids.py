@@ -55,14 +55,7 @@ _GATES = _in_mixer(_LINEAR, {"A_log": "decay.A_log", "dt_bias": "decay.dt_bias"}
 
 
 def _model(config: Config, linear: dict[str, Any], full: dict[str, Any], post_norm: bool = False) -> dict[str, Any]:
-    """Our `model` config.
-
-    Args:
-        config: Their keys.
-        linear: Arguments of the Gated DeltaNet, in addition to its sizes.
-        full: Arguments of the attention, in addition to the number of its heads, positions and biases.
-        post_norm: Whether attention layers have their norms after mixer and MLP.
-    """
+    """Our `model` config, for their keys and further arguments of both mixers."""
     taps, bias = config["linear_conv_kernel_dim"], config["attention_bias"]
     if taps < 1:
         raise refusal("linear_conv_kernel_dim", taps, "1 or more")
@@ -96,11 +89,7 @@ def _model(config: Config, linear: dict[str, Any], full: dict[str, Any], post_no
 
 
 def _kinds_of(config: Config) -> list[str]:
-    """The kind of each layer, by default full attention at every fourth.
-
-    Raises:
-        UserError: There is another kind, or not one for each layer.
-    """
+    """The kind of each layer, by default full attention at every fourth."""
     types, count = config["layer_types"], config["num_hidden_layers"]
     if types is None:
         every = config.get("full_attention_interval", 4)

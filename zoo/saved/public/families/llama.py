@@ -37,11 +37,7 @@ HARMLESS = words("attention_dropout pretraining_tp")
 
 
 def rotary_map(config: Config) -> Spec | None:
-    """The `map` of our Features, from `rope_parameters` or the older keys; None where a base of null turns nothing.
-
-    Raises:
-        UserError: Positions are scaled.
-    """
+    """The `map` of our Features, from `rope_parameters` or the older keys; None where a base of null turns nothing."""
     older = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
     settings = {**older, **(config["rope_scaling"] or {}), **(config["rope_parameters"] or {})}
     kind = {settings.pop(key, "default") for key in ("rope_type", "type")} - {"default", "mrope"}
