@@ -1,5 +1,6 @@
 """`SavedModel`: one way to open what was saved; `load` and `load_tokenizer`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -31,7 +32,7 @@ from zoo.saved.public.tokenizer import read_tokenizer
 from zoo.saved.trust import check_sizes, vet_model
 
 
-class SavedModel:
+class SavedModel(ABC):
     """A model that was saved. Nothing is read before it is needed, and each file is read and hashed once.
 
     `SavedModel.open(path)` takes a run's folder, a .ckpt file (also of a sharded checkpoint), an exported folder, or a
@@ -54,14 +55,14 @@ class SavedModel:
         return _Exported(path, trust) if has_tensor_files(Path(path)) else Checkpoint(path, trust)
 
     @property
+    @abstractmethod
     def source(self) -> Path:
         """The file with the config, which error messages name."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def config(self) -> dict[str, Any]:
         """The config of its run, with the entry `model`; not vetted yet."""
-        raise NotImplementedError
 
     @property
     def signature(self) -> Any:
@@ -69,24 +70,24 @@ class SavedModel:
         return None
 
     @property
+    @abstractmethod
     def weights(self) -> Weights:
         """The weights, in the dtypes that they were saved in; those of safetensors are read one at a time."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def files(self) -> list[Path]:
         """The files with the weights."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def identity(self) -> str:
         """The hash of `files`, for records of what was measured."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def tokenizer(self) -> Tokenizer | None:
         """Its tokenizer; None if it was saved without one."""
-        raise NotImplementedError
 
     @property
     def required_tokenizer(self) -> Tokenizer:

@@ -75,8 +75,6 @@ _MOST = {
     "trainer.num_nodes": 1,
     "samples.max_new_tokens": 1 << 16,
 }
-
-
 _NO_SIZES = ("base", "nominal_size")  # numbers that may be larger than a model
 # Sizes that no weight has: what a state or a cache holds grows with them.
 _LIMITS = {"window_size": 1 << 20, "factor": 1 << 10}
@@ -269,7 +267,7 @@ class _Vetting:
         self._check_keys(section, "trainer")
         for name, value in section.items():
             allowed = _CHOICES.get(name)
-            for word in _texts(value):
+            for word in [part for _, part in _leaves(value, name) if isinstance(part, str)]:
                 if word not in self.user.words and not (allowed and value == word and re.fullmatch(allowed, word)):
                     raise self._refusal(f"trainer.{name}", word, "called, read or written")
 
@@ -320,24 +318,25 @@ class _Vetting:
 
 def _is_harmless(value: Any, cls: Any, name: str) -> bool:
     """Return whether an argument is text, or names built-in text where the code resolves such names."""
-    if not isinstance(cls, type):
-        return False
 
     def among(arguments: tuple[tuple[type, str], ...]) -> bool:
-        return any(name == other and issubclass(cls, owner) for owner, other in arguments)
+        return isinstance(cls, type) and any(name == key and issubclass(cls, owner) for owner, key in arguments)
 
     if among(_PLAIN_TEXT):
-        return isinstance(value, str) or (isinstance(value, list) and all(isinstance(part, str) for part in value))
+        return all(isinstance(part, str) for part in (value if isinstance(value, list) else [value]))
     return among(_CORPORA) and isinstance(value, str) and is_built_in(value)
 
 
-def _texts(value: Any) -> list[str]:
-    """All strings in plain containers, without keys."""
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """The values in plain containers, each after its key, which has no `init_args`."""
     if isinstance(value, Mapping):
-        return [text for part in value.values() for text in _texts(part)]
-    if isinstance(value, list | tuple):
-        return [text for part in value for text in _texts(part)]
-    return [value] if isinstance(value, str) else []
+        for name, part in value.items():
+            yield from _leaves(part, key if name == "init_args" else f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _leaves(part, key)
+    else:
+        yield key, value
 
 
 def check_sizes(model: Mapping[str, Any], weights: Mapping[str, Any], path: object) -> None:
@@ -347,7 +346,9 @@ def check_sizes(model: Mapping[str, Any], weights: Mapping[str, Any], path: obje
     on the meta device, where names and shapes are compared exactly.
     """
     elements = sum(math.prod(tensor.shape) for tensor in weights.values())
-    for key, number in _numbers(model, "model"):
+    for key, number in _leaves(model, "model"):
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            continue
         name = key.rpartition(".")[2]
         most = len(weights) if name == "num_layers" else _LIMITS.get(name, elements)
         if name not in _NO_SIZES and number > most:
@@ -356,14 +357,3 @@ def check_sizes(model: Mapping[str, Any], weights: Mapping[str, Any], path: obje
                 f"{path} does not fit the model: {key} is {shown} in its config, which is too large for its weights "
                 f"({len(weights):,} tensors of {elements:,} numbers)."
             )
-
-
-def _numbers(value: Any, key: str) -> Iterator[tuple[str, int | float]]:
-    if isinstance(value, Mapping):
-        for name, part in value.items():
-            yield from _numbers(part, key if name == "init_args" else f"{key}.{name}")
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _numbers(part, key)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield key, value

@@ -10,16 +10,8 @@ from zoo.saved.public.family import TIED, Config, Family, Spec, component, keys_
 from zoo.saved.public.tensors import Rows, Rule, Shared, Tied, rows
 
 HARMLESS = words("attn_mode fuse_norm fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy use_l2warp")
-_KEYS: Config = {
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "num_hidden_layers": 24,
-    "hidden_ratio": 4.0,
-    "intermediate_size": None,
-    "norm_eps": 1e-6,
-    TIED: False,
-    "attn": None,
-}
+_SIZES = dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=24, hidden_ratio=4.0, intermediate_size=None)
+_KEYS: Config = {**_SIZES, "norm_eps": 1e-6, TIED: False, "attn": None}
 _TENSORS: tuple[Rule, ...] = (
     rows("model.embeddings.weight", "embeddings.weight"),
     rows("model.norm.weight", "norm.weight"),
@@ -62,18 +54,9 @@ def _family(
 ) -> Family:
     """A family with one mixer in all layers but those of attention.
 
-    Args:
-        name: Without `fla_`.
-        architecture: Without `ForCausalLM`.
-        mixers, harmless: Names, separated by spaces.
-        keys, fixed: Those of the mixer.
-        to_ours: Their keys → our mixer.
-        to_theirs: Our mixer, and the width of the model → their keys for it.
-        tensors: Names in their mixer → in ours.
-        model_type: None for `name`.
-        norms: Rules for further tensors of each layer.
-        shared: Rules for further tensors of the model.
-        layer: Which of the layers without attention `to_theirs` reads.
+    `to_ours` makes our mixer of their keys. `to_theirs` makes their keys of our mixer, in the `layer`-th of the layers
+    without attention, and of the model's width. `tensors` has names in their mixer → in ours; `norms` and `shared` are
+    rules for further tensors of each layer and of the model.
     """
 
     def read(config: Config) -> dict[str, Any]:
@@ -185,15 +168,10 @@ def _gated_deltanet(config: Config) -> Spec:
 
 
 def _gated_deltanet_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
-    return {
-        "num_heads": mixer.num_key_heads,
-        "num_v_heads": mixer.num_heads,
-        "head_dim": mixer.key_size,
-        "expand_v": mixer.value_size / mixer.key_size,
-        "use_gate": mixer.o_norm.gated,
-        "allow_neg_eigval": mixer.beta.most == 2,
-        **_convolution_keys(mixer.q_features.spec),
-    }
+    heads = dict(num_heads=mixer.num_key_heads, num_v_heads=mixer.num_heads, head_dim=mixer.key_size)
+    options = dict(use_gate=mixer.o_norm.gated, allow_neg_eigval=mixer.beta.most == 2)
+    widths = dict(expand_v=mixer.value_size / mixer.key_size)
+    return {**heads, **widths, **options, **_convolution_keys(mixer.q_features.spec)}
 
 
 # theirs → ours
@@ -220,14 +198,10 @@ def _deltanet(config: Config) -> Spec:
 
 def _deltanet_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
     spec = mixer.q_features.spec
-    return {
-        "num_heads": mixer.num_heads,
-        **_widths(mixer, hidden_size),
-        "use_gate": getattr(mixer.o_norm, "gated", False),
-        "qk_activation": next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == spec.activation),
-        "allow_neg_eigval": mixer.beta.most == 2,
-        **_convolution_keys(spec),
-    }
+    activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == spec.activation)
+    options = dict(use_gate=getattr(mixer.o_norm, "gated", False), allow_neg_eigval=mixer.beta.most == 2)
+    streams = dict(qk_activation=activation, **_convolution_keys(spec))
+    return {"num_heads": mixer.num_heads, **_widths(mixer, hidden_size), **options, **streams}
 
 
 def _hgrn2(config: Config) -> Spec:
@@ -281,22 +255,9 @@ FAMILIES = (
         "gla",
         "GLA",
         mixers="GLA",
-        keys={
-            "num_heads": 4,
-            "num_kv_heads": None,
-            "use_output_gate": True,
-            "expand_k": 0.5,
-            "expand_v": 1.0,
-            "use_short_conv": False,
-            "conv_size": 4,
-        },
-        fixed={
-            "feature_map": (None,),
-            "clamp_min": (None,),
-            "elementwise_affine": (True,),
-            "use_gk": (True,),
-            "use_gv": (False,),
-        },
+        keys=dict(num_heads=4, num_kv_heads=None, use_output_gate=True, expand_k=0.5, expand_v=1.0)
+        | dict(use_short_conv=False, conv_size=4),
+        fixed=dict(feature_map=(None,), clamp_min=(None,), elementwise_affine=(True,), use_gk=(True,), use_gv=(False,)),
         to_ours=_gla,
         to_theirs=_gla_keys,
         norms=_NORM_OF_GATED,
@@ -312,18 +273,9 @@ FAMILIES = (
         "gated_deltanet",
         "GatedDeltaNet",
         mixers="GatedDeltaNet",
-        keys={
-            "num_hidden_layers": 21,
-            "num_heads": 6,
-            "num_v_heads": None,
-            "head_dim": 256,
-            "expand_v": 2.0,
-            "use_gate": True,
-            "use_short_conv": True,
-            "conv_size": 4,
-            "allow_neg_eigval": False,
-        },
-        fixed={"output_gate_activation": ("swish", "silu")},
+        keys=dict(num_hidden_layers=21, num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, use_gate=True)
+        | dict(use_short_conv=True, conv_size=4, allow_neg_eigval=False),
+        fixed=dict(output_gate_activation=("swish", "silu")),
         to_ours=_gated_deltanet,
         to_theirs=_gated_deltanet_keys,
         tensors={
@@ -339,17 +291,9 @@ FAMILIES = (
         "DeltaNet",
         model_type="delta_net",
         mixers="DeltaNet GatedDeltaNet",
-        keys={
-            "num_heads": 16,
-            "expand_k": 1.0,
-            "expand_v": 1.0,
-            "use_gate": False,
-            "use_short_conv": True,
-            "conv_size": 4,
-            "qk_activation": "silu",
-            "allow_neg_eigval": False,
-        },
-        fixed={"use_beta": (True,), "qk_norm": ("l2",), "use_output_norm": (True,)},
+        keys=dict(num_heads=16, expand_k=1.0, expand_v=1.0, use_gate=False, allow_neg_eigval=False)
+        | dict(use_short_conv=True, conv_size=4, qk_activation="silu"),
+        fixed=dict(use_beta=(True,), qk_norm=("l2",), use_output_norm=(True,)),
         to_ours=_deltanet,
         to_theirs=_deltanet_keys,
         tensors={**_projections("qkvgb"), **_convolutions(q="q", k="k", v="v"), **_OUTPUT_NORM},
@@ -358,14 +302,8 @@ FAMILIES = (
         "hgrn2",
         "HGRN2",
         mixers="HGRN2",
-        keys={
-            "num_heads": None,
-            "expand_ratio": 128,
-            "use_short_conv": False,
-            "conv_size": 4,
-            "use_lower_bound": True,
-        },
-        fixed={"elementwise_affine": (True,)},
+        keys=dict(num_heads=None, expand_ratio=128, use_short_conv=False, conv_size=4, use_lower_bound=True),
+        fixed=dict(elementwise_affine=(True,)),
         to_ours=_hgrn2,
         to_theirs=_hgrn2_keys,
         layer=-1,
@@ -376,15 +314,8 @@ FAMILIES = (
         "retnet",
         "RetNet",
         mixers="RetNet",
-        keys={
-            "hidden_ratio": 2.0,
-            "num_heads": 8,
-            "num_kv_heads": None,
-            "use_output_gate": True,
-            "expand_k": 1.0,
-            "expand_v": 2.0,
-        },
-        fixed={"feature_map": (None,), "elementwise_affine": (True,)},
+        keys=dict(num_heads=8, num_kv_heads=None, use_output_gate=True, expand_k=1.0, expand_v=2.0, hidden_ratio=2.0),
+        fixed=dict(feature_map=(None,), elementwise_affine=(True,)),
         harmless="use_short_conv conv_size",  # which the model does not hand to its layers
         to_ours=_retnet,
         to_theirs=_retnet_keys,

@@ -12,14 +12,9 @@ from zoo.saved.public.tensors import Recut, Rows, Rule, rows
 
 _LINEAR, _FULL = "GatedDeltaNet", "SoftmaxAttention"
 _KINDS = {"linear_attention": "L", "full_attention": "A"}
-_KEYS: Config = {
-    TIED: False,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "layer_types": None,
-    "linear_conv_kernel_dim": 4,
-    **llama.ROTARY_KEYS,
-}
+_COMMON: Any = {"target": "huggingface", "mixers": frozenset({_LINEAR, _FULL})}
+_OPTIONS = dict(rms_norm_eps=1e-6, attention_bias=False, layer_types=None, linear_conv_kernel_dim=4)
+_KEYS: dict[str, Any] = {**_OPTIONS, TIED: False, **llama.ROTARY_KEYS}
 
 
 def _in_layer(
@@ -130,52 +125,13 @@ def _keys_of(model: LanguageModel, of_attention: Callable[[SoftmaxAttention], di
     return keys
 
 
-def _family(
-    name: str,
-    architecture: str,
-    *,
-    model_types: tuple[str, ...] | None = None,
-    keys: Config,
-    fixed: Mapping[str, tuple[Any, ...]],
-    harmless: str,
-    to_ours: Callable[[Config], dict[str, Any]],
-    to_theirs: Callable[[LanguageModel], dict[str, Any]],
-    layer_tensors: tuple[Rule, ...],
-    tensors: tuple[Rule, ...] = llama.TENSORS,
-    ignored: tuple[str, ...] = (),
-    part: str | None = None,
-) -> Family:
-    """A hybrid of Gated DeltaNet and attention."""
-    return Family(
-        name=f"hf_{name}",
-        target="huggingface",
-        model_types=model_types or (name,),
-        architecture=f"{architecture}ForCausalLM",
-        mixers=frozenset({_LINEAR, _FULL}),
-        keys={**_KEYS, **keys},
-        fixed={**llama.FIXED, **fixed},
-        harmless=llama.HARMLESS | words(harmless),
-        to_ours=to_ours,
-        to_theirs=to_theirs,
-        tensors=tensors,
-        layer_tensors=layer_tensors,
-        ignored=ignored,
-        part=part,
-    )
-
-
 # Qwen3.5 and Qwen3-Next
 
-_QWEN_KEYS: Config = {
-    "num_attention_heads": 16,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
-}
+_QWEN_KEYS: dict[str, Any] = (
+    dict(num_attention_heads=16, head_dim=256, partial_rotary_factor=0.25, full_attention_interval=4)
+    | dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
+    | _KEYS
+)
 _GATED_QUERIES = tuple(
     _in_layer(f"self_attn.q_proj.{part}", *(f"mixer.in_proj.{x}.{part}" for x in "qg"), per="num_heads", of=_FULL)
     for part in ("weight", "bias")
@@ -276,23 +232,24 @@ def _olmo_norm(theirs: str, ours: str, of: str, *aliases: str) -> Rows:
     return _in_layer(f"{theirs}.weight", f"{ours}.weight", of=of, aliases=[f"{alias}.weight" for alias in aliases])
 
 
+# keys whose values follow from others where config.json leaves them out
+_OLMO_DERIVED = words("""
+num_key_value_heads linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
+""")
 _OLMO_CONVOLUTION = "model.layers.{layer}.linear_attn."
 
 FAMILIES = (
-    _family(
-        "qwen3_5",
-        "Qwen3_5",
+    Family(
+        **_COMMON,
+        name="hf_qwen3_5",
         model_types=("qwen3_5_text", "qwen3_5"),  # the second, also inside models that see images
-        keys={
-            **_QWEN_KEYS,
-            "vocab_size": 248320,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 4,
-        },
-        fixed={"attn_output_gate": (True,)},
-        harmless="mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings",
+        architecture="Qwen3_5ForCausalLM",
+        keys=_QWEN_KEYS
+        | dict(
+            vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_key_value_heads=4
+        ),
+        fixed={**llama.FIXED, "attn_output_gate": (True,)},
+        harmless=llama.HARMLESS | words("mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings"),
         to_ours=_qwen,
         to_theirs=_qwen_keys,
         tensors=_with_prefix("model.language_model.", llama.TENSORS),
@@ -307,27 +264,23 @@ FAMILIES = (
         ignored=(r"^mtp\.", r"^model\.visual\."),
         part="text_config",
     ),
-    _family(
-        "qwen3_next",
-        "Qwen3Next",
-        keys={
-            **_QWEN_KEYS,
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 5632,
-            "num_hidden_layers": 48,
-            "num_key_value_heads": 2,
-            "num_experts": None,  # means 512
-            "mlp_only_layers": None,
-            "decoder_sparse_step": 1,
-        },
-        fixed={"use_sliding_window": (False,)},
-        harmless="""
+    Family(
+        **_COMMON,
+        name="hf_qwen3_next",
+        model_types=("qwen3_next",),
+        architecture="Qwen3NextForCausalLM",
+        keys=_QWEN_KEYS
+        | dict(vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_key_value_heads=2)
+        | dict(num_experts=None, mlp_only_layers=None, decoder_sparse_step=1),  # without num_experts there are 512
+        fixed={**llama.FIXED, "use_sliding_window": (False,)},
+        harmless=llama.HARMLESS
+        | words("""
             moe_intermediate_size norm_topk_prob num_experts_per_tok output_router_logits router_aux_loss_coef
             shared_expert_intermediate_size
-        """,
+        """),
         to_ours=_qwen3_next,
         to_theirs=lambda model: {**_qwen_keys(model), "num_experts": 0},
+        tensors=llama.TENSORS,
         layer_tensors=(
             *_QWEN_LAYER,
             _projection("qkvz", "qkvg", per="num_key_heads"),
@@ -335,26 +288,20 @@ FAMILIES = (
         ),
         ignored=(r"^mtp\.",),
     ),
-    _family(
-        "olmo_hybrid",
-        "OlmoHybrid",
-        keys={
-            "vocab_size": 100352,
-            "hidden_size": 3840,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 30,
-            "num_key_value_heads": None,
-            "linear_num_key_heads": None,
-            "linear_num_value_heads": None,
-            "linear_key_head_dim": None,
-            "linear_value_head_dim": None,
-            "linear_allow_neg_eigval": True,
-        },
-        fixed={},
-        harmless="linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min",
+    Family(
+        **_COMMON,
+        name="hf_olmo_hybrid",
+        model_types=("olmo_hybrid",),
+        architecture="OlmoHybridForCausalLM",
+        keys={**_KEYS, **dict.fromkeys(sorted(_OLMO_DERIVED))}
+        | dict(vocab_size=100352, hidden_size=3840, intermediate_size=11008, num_hidden_layers=32)
+        | dict(num_attention_heads=30, linear_allow_neg_eigval=True),
+        fixed=llama.FIXED,
+        harmless=llama.HARMLESS
+        | words("linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min"),
         to_ours=_olmo,
         to_theirs=_olmo_keys,
+        tensors=llama.TENSORS,
         layer_tensors=(
             # the norms of linear layers come before, those of attention layers after
             _olmo_norm("attention_layer_norm", "mixer_norm", _LINEAR, "input_layernorm"),

@@ -89,6 +89,10 @@ def _keys_of(model: LanguageModel) -> dict[str, Any]:
     }
 
 
+_SIZES = dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32)
+_HEADS = dict(num_attention_heads=32, num_key_value_heads=None, head_dim=None)
+
+
 def _family(
     name: str,
     keys: Config,
@@ -105,19 +109,7 @@ def _family(
         model_types=(name.lower(),),
         architecture=f"{name}ForCausalLM",
         mixers=words(mixers),
-        keys={
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": None,
-            "head_dim": None,
-            "rms_norm_eps": 1e-6,
-            TIED: False,
-            **ROTARY_KEYS,
-            **keys,
-        },
+        keys={**_SIZES, **_HEADS, "rms_norm_eps": 1e-6, TIED: False, **ROTARY_KEYS, **keys},
         fixed={**FIXED, **(fixed or {})},
         harmless=HARMLESS | words(harmless),
         ignored=(r"rotary_emb\.inv_freq$",),

@@ -140,15 +140,8 @@ FAMILIES = (
     _mamba2_family(
         "fla",
         "norm_eps",
-        keys={
-            "vocab_size": 32000,
-            "hidden_size": 2048,
-            "num_hidden_layers": 48,
-            "num_heads": None,
-            "n_groups": 1,
-            "norm_eps": 1e-5,
-        },
-        fixed={"D_has_hdim": (False,), "rmsnorm": (True,), "norm_before_gate": (False,), "dt_limit": _NO_LIMIT},
+        keys=dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=48, num_heads=None, n_groups=1, norm_eps=1e-5),
+        fixed=dict(D_has_hdim=(False,), rmsnorm=(True,), norm_before_gate=(False,), dt_limit=_NO_LIMIT),
         harmless=fla.HARMLESS | words("conv_init A_init_range dt_min dt_max dt_init_floor"),
     ),
     Family(
@@ -157,19 +150,11 @@ FAMILIES = (
         model_types=("mamba",),
         architecture="MambaForCausalLM",
         mixers=words("Mamba1"),
-        keys={
-            "vocab_size": 50280,
-            "hidden_size": 768,
-            "num_hidden_layers": 32,
-            "state_size": 16,
-            "expand": 2,
-            "intermediate_size": None,
-            "conv_kernel": 4,
-            "use_conv_bias": True,
-            "time_step_rank": "auto",
-            "layer_norm_epsilon": 1e-5,
-            TIED: True,
-        },
+        keys=dict(
+            vocab_size=50280, hidden_size=768, num_hidden_layers=32, intermediate_size=None, layer_norm_epsilon=1e-5
+        )
+        | dict(state_size=16, expand=2, conv_kernel=4, use_conv_bias=True, time_step_rank="auto")
+        | {TIED: True},
         fixed=_FIXED,
         harmless=_HARMLESS
         | words("""
@@ -196,15 +181,9 @@ FAMILIES = (
     _mamba2_family(
         "huggingface",
         "layer_norm_epsilon",
-        keys={
-            "vocab_size": 32768,
-            "hidden_size": 4096,
-            "num_hidden_layers": 64,
-            "num_heads": 128,
-            "n_groups": 8,
-            "layer_norm_epsilon": 1e-5,
-        },
-        fixed={"time_step_limit": _NO_LIMIT},
+        keys=dict(vocab_size=32768, hidden_size=4096, num_hidden_layers=64)
+        | dict(num_heads=128, n_groups=8, layer_norm_epsilon=1e-5),
+        fixed=dict(time_step_limit=_NO_LIMIT),
         harmless=words("time_step_rank time_step_min time_step_max time_step_floor"),
     ),
 )
