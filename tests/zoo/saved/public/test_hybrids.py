@@ -16,8 +16,7 @@ import zoo
 from kernels import UserError
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory
 from zoo.saved.public.families import FAMILIES
-from zoo.saved.public.import_export import exported, family_of, on_meta
-from zoo.saved.public.same_model import difference
+from zoo.saved.public.import_export import difference, exported, family_of, on_meta
 
 LENGTHS = (1, 7, 65, 77)  # of prompts, shorter and longer than a chunk
 # relative to the norm of all logits: fp32 rounding of both sides, each up to 1e-5 away from our logits in fp64
