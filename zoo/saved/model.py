@@ -101,7 +101,7 @@ class SavedModel(ABC):
 
     @cached_property
     def is_trusted(self) -> bool:
-        """Whether the config may name any class: the user trusts or has signed it."""
+        """Return whether the config may name any class: the user trusts or has signed it."""
         return self.trust or is_own(self.config, self.signature)
 
     @cached_property
