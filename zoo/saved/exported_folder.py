@@ -13,6 +13,7 @@ from zoo.checkpoints.zero_shards import sync
 from zoo.files.hashing import digest, file_digest
 from zoo.files.links import open_to_read
 from zoo.files.output import replace_files
+from zoo.files.safe_yaml import MOST_BYTES
 from zoo.files.sealed_json import sealed, unsealed
 
 HASHES = "hashes.json"
@@ -78,7 +79,7 @@ class ExportedFiles:
     def _bytes(self, name: str) -> bytes:
         if name not in self._texts:
             with open_to_read(self._folder / name) as file:
-                self._texts[name] = file.read()
+                self._texts[name] = file.read(MOST_BYTES + 1 if name == CONFIG else -1)
         return self._texts[name]
 
 

@@ -79,10 +79,13 @@ class SavedModel(ABC):
     def files(self) -> list[Path]:
         """The files with the weights."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def identity(self) -> str:
         """The hash of `files`, for records of what was measured."""
+        return combined([self._digest(file) for file in self.files])
+
+    def _digest(self, file: Path) -> str:
+        return file_digest(file)
 
     @property
     @abstractmethod
@@ -209,8 +212,7 @@ class Checkpoint(SavedModel):
             )
         return {key: checkpoint[key] for key in (KEY, SHARDS, "state_dict") if key in checkpoint}, digest
 
-    @property
-    def identity(self) -> str:
+    def _digest(self, file: Path) -> str:
         return self._contents[1]
 
     @cached_property
@@ -249,6 +251,9 @@ class _Exported(SavedModel):
     def _files(self) -> ExportedFiles:
         return ExportedFiles(self.path)
 
+    def _digest(self, file: Path) -> str:
+        return self._files.digest(file)
+
     @property
     def source(self) -> Path:
         return self.path / CONFIG
@@ -276,10 +281,6 @@ class _Exported(SavedModel):
     @property
     def files(self) -> list[Path]:
         return self.weights.files
-
-    @cached_property
-    def identity(self) -> str:
-        return combined([self._files.digest(file) for file in self.files])
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -312,10 +313,6 @@ class _Public(SavedModel):
     @property
     def files(self) -> list[Path]:
         return self._imported.files
-
-    @cached_property
-    def identity(self) -> str:
-        return combined([file_digest(file) for file in self.files])
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -13,7 +13,10 @@ import torch
 import xxhash
 
 import zoo
+from zoo.checkpoints.archive import read_seal, save_sealed
+from zoo.checkpoints.format import read_weights
 from zoo.evaluation.loaded import load_subject
+from zoo.saved.model import SavedModel
 
 from .public.public_folder import write
 
@@ -132,3 +135,31 @@ def test_a_folder_is_read_once(kind: str, action: str, tmp_path: Path):
     assert_read_once(reads, folder, tmp_path / "output")
     if action != "load_tokenizer":
         assert reads.read["model.safetensors"] == 1
+
+
+def test_a_checkpoint_that_is_replaced_after_its_hash_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The bytes that are loaded are those that were hashed."""
+    file, other = tmp_path / "first.ckpt", tmp_path / "other.ckpt"
+    for path, value in ((file, 1.0), (other, 2.0)):
+        with open(path, "wb") as opened:
+            save_sealed({"w": torch.full((3,), value)}, opened)
+
+    def checked_and_replaced(*arguments: Any) -> tuple[bool, str]:
+        result = read_seal(*arguments)
+        other.replace(file)
+        return result
+
+    monkeypatch.setattr("zoo.checkpoints.format.read_seal", checked_and_replaced)
+    assert torch.equal(read_weights(file)["w"], torch.full((3,), 1.0))
+
+
+def test_files_of_a_folder_that_change_after_their_hashes_were_checked(tmp_path: Path):
+    """The config and the tokenizer that are used are those that were hashed."""
+    folder = zoo.convert(write(tmp_path / "public"), tmp_path / "exported")
+    text = (folder / "tokenizer.json").read_text()
+    saved = SavedModel.open(folder)
+    assert saved.signature is not None  # all files are checked
+    (folder / "config.yaml").write_text("model: changed")
+    (folder / "tokenizer.json").write_text("{}")
+    assert saved.config["model"]["num_layers"] == 2
+    assert saved.required_tokenizer.to_json() == text

@@ -80,6 +80,13 @@ def rows(theirs: str, *ours: str, per: str | None = None, of: str | None = None,
     return Rows(theirs, ours, per, of, tuple(aliases))
 
 
+def around_layers(embeddings: str, norm: str) -> tuple[Rule, ...]:
+    """The rules of embeddings, the last norm, and the head, which may be tied to the embeddings."""
+    head = "lm_head.weight"
+    tied = Tied(head, embeddings, unless=head)
+    return rows(embeddings, "embeddings.weight"), rows(norm, "norm.weight"), rows(head, head), tied
+
+
 class ComputedWeights:
     """Weights with known shapes and dtypes, of which each is computed by `read` when it is needed."""
 

@@ -6,24 +6,18 @@ from typing import Any
 from mixers import Features
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import fla_attention
+from zoo.saved.public.families.llama import MLP
 from zoo.saved.public.family import TIED, Config, Family, Spec, component, keys_of, mlp_size, model_of, refusal, words
-from zoo.saved.public.tensors import Rows, Rule, Shared, Tied, rows
+from zoo.saved.public.tensors import Rows, Rule, Shared, around_layers, rows
 
 HARMLESS = words("attn_mode fuse_norm fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy use_l2warp")
 _SIZES = dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=24, hidden_ratio=4.0, intermediate_size=None)
 _KEYS: Config = {**_SIZES, "norm_eps": 1e-6, TIED: False, "attn": None}
-_TENSORS: tuple[Rule, ...] = (
-    rows("model.embeddings.weight", "embeddings.weight"),
-    rows("model.norm.weight", "norm.weight"),
-    rows("lm_head.weight", "lm_head.weight"),
-    Tied("lm_head.weight", "model.embeddings.weight", unless="lm_head.weight"),
-)
+_TENSORS = around_layers("model.embeddings.weight", "model.norm.weight")
 _AROUND_THE_MIXER = {
     "attn_norm.weight": "mixer_norm.weight",
     "mlp_norm.weight": "mlp_norm.weight",
-    "mlp.gate_proj.weight": "mlp.in_proj.gate.weight",
-    "mlp.up_proj.weight": "mlp.in_proj.up.weight",
-    "mlp.down_proj.weight": "mlp.down_proj.weight",
+    **MLP,
 }
 _MIXER = "model.layers.{layer}.attn."
 _OUR_MIXER = "layers.{layer}.mixer."

@@ -6,14 +6,9 @@ from typing import Any
 from mixers import FeatureMap, Rotary
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.family import TIED, Config, Family, Spec, component, keys_of, mlp_size, model_of, refusal, words
-from zoo.saved.public.tensors import Rule, Tied, rows
+from zoo.saved.public.tensors import around_layers, rows
 
-TENSORS: tuple[Rule, ...] = (
-    rows("model.embed_tokens.weight", "embeddings.weight"),
-    rows("model.norm.weight", "norm.weight"),
-    rows("lm_head.weight", "lm_head.weight"),
-    Tied("lm_head.weight", "model.embed_tokens.weight", unless="lm_head.weight"),
-)
+TENSORS = around_layers("model.embed_tokens.weight", "model.norm.weight")
 MLP = {
     "mlp.gate_proj.weight": "mlp.in_proj.gate.weight",
     "mlp.up_proj.weight": "mlp.in_proj.up.weight",

@@ -8,14 +8,9 @@ from kernels import UserError
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import fla
 from zoo.saved.public.family import TIED, Config, Family, Target, component, keys_of, model_of, refusal, words
-from zoo.saved.public.tensors import Rows, Rule, Tied, rows
+from zoo.saved.public.tensors import Rows, around_layers, rows
 
-_TENSORS: tuple[Rule, ...] = (
-    rows("backbone.embeddings.weight", "embeddings.weight"),
-    rows("backbone.norm_f.weight", "norm.weight"),
-    rows("lm_head.weight", "lm_head.weight"),
-    Tied("lm_head.weight", "backbone.embeddings.weight", unless="lm_head.weight"),
-)
+_TENSORS = around_layers("backbone.embeddings.weight", "backbone.norm_f.weight")
 _FIXED = {"hidden_act": ("silu", "swish"), "use_bias": (False,)}
 _NO_LIMIT = ([0.0, inf], [0.0, {"__float__": "Infinity"}])
 # how originals were made, and numerical choices; the layout of a public model ignores what an original config adds
