@@ -1,6 +1,7 @@
 """GLA, Gated DeltaNet, DeltaNet, HGRN2 and RetNet of flash-linear-attention, also in hybrids with attention."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mixers import Features
@@ -30,55 +31,68 @@ _NORM_OF_GATED = (
 )
 
 
-def _family(
-    name: str,
-    architecture: str,
-    *,
-    mixers: str,
-    keys: Config,
-    to_ours: Callable[[Config], Spec],
-    to_theirs: Callable[[Any, int], dict[str, Any]],
-    tensors: Mapping[str, str | tuple[str, ...]],
-    model_type: str | None = None,
-    fixed: Mapping[str, tuple[Any, ...]] | None = None,
-    harmless: str = "",
-    norms: tuple[Rows, ...] = (),
-    shared: tuple[Rule, ...] = (),
-    layer: int = 0,
-) -> Family:
-    """A family with one mixer in all layers but those of attention.
+@dataclass(frozen=True)
+class _Mixer:
+    """A mixer of theirs.
 
-    `to_ours` makes our mixer of their keys. `to_theirs` makes their keys of our mixer, in the `layer`-th of the layers
-    without attention, and of the model's width. `tensors` has names in their mixer → in ours; `norms` and `shared` are
-    rules for further tensors of each layer and of the model.
+    Attributes:
+        name: The family's name without `fla_`.
+        architecture: The name of the model's class without `ForCausalLM`.
+        mixers: Names of our mixers, separated by spaces.
+        keys: Keys of its config → defaults.
+        to_ours: Their keys → our mixer.
+        to_theirs: Our mixer, and the width of the model → their keys.
+        tensors: Names in their mixer → in ours.
+        model_type: None for `name`.
+        fixed, harmless: As for `Family`.
+        norms, shared: Rules for further tensors of each layer, and of the model.
+        layer: Which of the layers without attention `to_theirs` reads.
     """
 
-    def read(config: Config) -> dict[str, Any]:
-        stack = fla_attention.stack_of(config, to_ours(config))
+    name: str
+    architecture: str
+    mixers: str
+    keys: Config
+    to_ours: Callable[[Config], Spec]
+    to_theirs: Callable[[Any, int], dict[str, Any]]
+    tensors: Mapping[str, str | tuple[str, ...]]
+    model_type: str | None = None
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    harmless: str = ""
+    norms: tuple[Rows, ...] = ()
+    shared: tuple[Rule, ...] = ()
+    layer: int = 0
+
+
+def _family(theirs: _Mixer) -> Family:
+    """The models with a mixer in all layers but those of attention."""
+
+    def to_ours(config: Config) -> dict[str, Any]:
+        stack = fla_attention.stack_of(config, theirs.to_ours(config))
         return model_of(config, config["norm_eps"], stack, intermediate_size=_intermediate_size(config))
 
-    def write(model: LanguageModel) -> dict[str, Any]:
-        mixer = fla_attention.linear_mixers(model)[layer]
+    def to_theirs(model: LanguageModel) -> dict[str, Any]:
+        mixer = fla_attention.linear_mixers(model)[theirs.layer]
         around = {**keys_of(model, "norm_eps"), "intermediate_size": mlp_size(model)}
-        return {**around, "attn": fla_attention.keys_of(model), **to_theirs(mixer, model.hidden_size)}
+        return {**around, "attn": fla_attention.keys_of(model), **theirs.to_theirs(mixer, model.hidden_size)}
 
-    of_layer = [rows(f"model.layers.{{layer}}.{t}", f"layers.{{layer}}.{o}") for t, o in _AROUND_THE_MIXER.items()]
-    for theirs, ours in {**fla_attention.TENSORS, **tensors}.items():
+    table = [rows(f"model.layers.{{layer}}.{t}", f"layers.{{layer}}.{o}") for t, o in _AROUND_THE_MIXER.items()]
+    for name, ours in {**fla_attention.TENSORS, **theirs.tensors}.items():
         parts = (ours,) if isinstance(ours, str) else ours
-        of_layer.append(rows(_MIXER + theirs, *(_OUR_MIXER + part for part in parts)))
+        table.append(rows(_MIXER + name, *(_OUR_MIXER + part for part in parts)))
     return Family(
-        name=f"fla_{name}",
+        name=f"fla_{theirs.name}",
         target="fla",
-        model_types=(model_type or name,),
-        architecture=f"{architecture}ForCausalLM",
-        mixers=words(mixers) | fla_attention.MIXERS,
-        keys={**_KEYS, **keys},
-        fixed={"hidden_act": ("swish",), "attnres_block_size": (None,), **(fixed or {})},
-        harmless=HARMLESS | words(harmless),
-        to_ours=read,
-        to_theirs=write,
-        tensors=(*_TENSORS, *shared),
-        layer_tensors=(*norms, *of_layer),
+        model_types=(theirs.model_type or theirs.name,),
+        architecture=f"{theirs.architecture}ForCausalLM",
+        mixers=words(theirs.mixers) | fla_attention.MIXERS,
+        keys={**_KEYS, **theirs.keys},
+        fixed={"hidden_act": ("swish",), "attnres_block_size": (None,), **theirs.fixed},
+        harmless=HARMLESS | words(theirs.harmless),
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        tensors=(*_TENSORS, *theirs.shared),
+        layer_tensors=(*theirs.norms, *table),
     )
 
 
@@ -244,8 +258,8 @@ def _retnet_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
     return {**gate, **_widths(mixer, hidden_size)}
 
 
-FAMILIES = (
-    _family(
+_MIXERS = (
+    _Mixer(
         "gla",
         "GLA",
         mixers="GLA",
@@ -263,7 +277,7 @@ FAMILIES = (
             **_convolutions(q="q", k="k", v="v"),
         },
     ),
-    _family(
+    _Mixer(
         "gated_deltanet",
         "GatedDeltaNet",
         mixers="GatedDeltaNet",
@@ -280,7 +294,7 @@ FAMILIES = (
             **_OUTPUT_NORM,
         },
     ),
-    _family(
+    _Mixer(
         "deltanet",
         "DeltaNet",
         model_type="delta_net",
@@ -292,7 +306,7 @@ FAMILIES = (
         to_theirs=_deltanet_keys,
         tensors={**_projections("qkvgb"), **_convolutions(q="q", k="k", v="v"), **_OUTPUT_NORM},
     ),
-    _family(
+    _Mixer(
         "hgrn2",
         "HGRN2",
         mixers="HGRN2",
@@ -304,7 +318,7 @@ FAMILIES = (
         shared=(Shared("model.lower_bounds", "layers.{layer}.mixer.lower_bounds.weight"),),
         tensors={**_projections("qfi"), "g_norm.weight": "g_norm.weight", **_convolutions(q="q", f="k", i="v")},
     ),
-    _family(
+    _Mixer(
         "retnet",
         "RetNet",
         mixers="RetNet",
@@ -317,3 +331,5 @@ FAMILIES = (
         tensors=_projections("qkvg"),
     ),
 )
+
+FAMILIES = tuple(_family(mixer) for mixer in _MIXERS)

@@ -68,6 +68,20 @@ def _mamba1_keys(model: LanguageModel) -> dict[str, Any]:
     }
 
 
+_MAMBA2_LAYER = _layer_tensors(
+    {
+        "in_proj.weight": " ".join(f"in_proj.{part}.weight" for part in ("z", "x", "B", "C", "dt")),
+        "conv1d.weight": "v_features.weight k_features.weight q_features.weight",
+        "conv1d.bias": "v_features.bias k_features.bias q_features.bias",
+        "A_log": "decay.A_log",
+        "dt_bias": "decay.dt_bias",
+        "D": "D",
+        "norm.weight": "norm.weight",
+        "out_proj.weight": "out_proj.weight",
+    }
+)
+
+
 def _mamba2_family(
     target: Target, eps: str, keys: Config, fixed: Mapping[str, tuple[Any, ...]], harmless: frozenset[str]
 ) -> Family:
@@ -116,18 +130,7 @@ def _mamba2_family(
         to_ours=to_ours,
         to_theirs=to_theirs,
         tensors=_TENSORS,
-        layer_tensors=_layer_tensors(
-            {
-                "in_proj.weight": " ".join(f"in_proj.{part}.weight" for part in ("z", "x", "B", "C", "dt")),
-                "conv1d.weight": "v_features.weight k_features.weight q_features.weight",
-                "conv1d.bias": "v_features.bias k_features.bias q_features.bias",
-                "A_log": "decay.A_log",
-                "dt_bias": "decay.dt_bias",
-                "D": "D",
-                "norm.weight": "norm.weight",
-                "out_proj.weight": "out_proj.weight",
-            }
-        ),
+        layer_tensors=_MAMBA2_LAYER,
     )
 
 
