@@ -82,11 +82,7 @@ def read_whole_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Read the weights of a model from a checkpoint, a `.safetensors` file, a state dict, or a folder of one.
 
-    Returns:
-        Parameter name in the model → tensor on the CPU.
-
-    Raises:
-        UserError: The file does not exist or has no weights.
+    Returns parameter name in the model → tensor on the CPU. A UserError if the file does not exist or has no weights.
     """
     path = Path(path)
     if path.suffix == ".safetensors" or has_tensor_files(path):

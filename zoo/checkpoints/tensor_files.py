@@ -60,13 +60,8 @@ class TensorsInMemory:
 class TensorFiles:
     """The tensors of a folder, or of one `.safetensors` file. One file at a time is mapped into memory.
 
-    Attributes:
-        files: All files with weights.
-        specs: Name → shape and dtype.
-
-    Raises:
-        UserError: A file is missing or damaged, the index names a file outside the folder, or a tensor is not of
-            floating point.
+    `specs` is name → shape and dtype; `files` are all files with weights. A UserError if a file is missing or damaged,
+    the index names a file outside the folder, or a tensor is not of floating point.
     """
 
     def __init__(self, path: Path):
@@ -113,10 +108,7 @@ def has_tensor_files(folder: Path) -> bool:
 def write_tensor_files(weights: Weights, folder: Path, max_bytes: int | None = SHARD_BYTES) -> list[str]:
     """Write weights as `model.safetensors`, or in shards with an index if they are larger than `max_bytes`.
 
-    Memory holds one shard at a time. A tensor larger than `max_bytes` gets a separate shard.
-
-    Returns:
-        The names of the files.
+    Memory holds one shard at a time. A tensor larger than `max_bytes` gets a separate shard. Returns the files' names.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file

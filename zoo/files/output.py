@@ -17,13 +17,9 @@ MARK = b'<meta name="generator" content="token-mixer-zoo">'  # of a page by `rep
 
 
 def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | None = None) -> None:
-    """Raise a UserError if a file or folder is not to be written, as something else is at its path.
+    """Raise a UserError if something is at the path of an output that it may not replace.
 
-    Args:
-        path: The file or folder.
-        kind: What is to be written.
-        overwrite: Whether to replace something of this kind. Everything else is refused even then.
-        source: What is read meanwhile, and must not be replaced.
+    Only an output of the same kind may be replaced, with `overwrite`, and never the `source` that is read meanwhile.
     """
     there = _there(path)
     if there is None:

@@ -49,9 +49,11 @@ def generate(
     saved = SavedModel.open(checkpoint, trust)
     model = saved.load(device or pick_device(None))
     check_predicts_tokens(model, "generate")  # otherwise the complaint would be about a missing tokenizer
+    tokenizer = saved.required_tokenizer
+    del saved  # which holds a second copy of the weights
     pieces = pieces_of(
         model,
-        saved.required_tokenizer,
+        tokenizer,
         prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -84,10 +84,8 @@ _LIMITS = {"window_size": 1 << 20, "factor": 1 << 10}
 class UserInput:
     """Values that the user set, on the command line and in configs given there.
 
-    Attributes:
-        keys: The keys that are set, such as `data.path` and `data.class_path`, without `init_args`.
-        words: The values that are strings, and the strings inside lists and mappings.
-        pairs: Each of these strings after its key.
+    `keys` are such as `data.path` and `data.class_path`, without `init_args`; `words` are the values that are strings,
+    also inside lists and mappings; `pairs` has each of them after its key.
     """
 
     keys: frozenset[str] = frozenset()

@@ -29,17 +29,8 @@ def grown_weights(
     """The weights of a larger model: new ones are in memory, all others are read one at a time.
 
     Every tensor keeps its dtype. A new one has that of the largest tensor of its layer, unless its module keeps it in
-    fp32.
-
-    Args:
-        after, before: The larger and the trained model, on the meta device; both are used up.
-        weights: The weights of the trained model.
-        layers: The layers that grow.
-        init: What happens to the weights of their mixers.
-        seed: Seed of new weights.
-
-    Raises:
-        UserError: `init` is preserve, and a layer computes something else than before.
+    fp32. Both models are on the meta device, and are used up. A UserError if `init` is preserve, and a layer computes
+    something else than before.
     """
     shapes, made = after.state_dict(), dict[str, Tensor]()
     dtypes = {layer: _new_dtypes(after, layer, weights) for layer in layers}

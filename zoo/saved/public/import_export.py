@@ -84,12 +84,9 @@ class Exported(NamedTuple):
 
 
 def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
-    """Write a model in the terms of the first family of a target that can hold it.
+    """Write a model (on the meta device) in the terms of the first family of a target that can hold it.
 
-    Args:
-        model: Our model, on the meta device.
-        weights: Its weights.
-        to: `fla` or `huggingface`, or the name of a family where several can hold the model.
+    The target is `fla` or `huggingface`, or the name of a family where several can hold the model.
     """
     names = [*_TARGETS, *(family.name for family in FAMILIES)]
     if to not in names:
