@@ -61,6 +61,10 @@ class ExportedFiles:
                 )
         return contents
 
+    def check(self) -> None:
+        """Compare all files with the list, once."""
+        _ = self._listed
+
     @property
     def signature(self) -> Any:
         """The signature of the config; None without one."""
@@ -73,7 +77,7 @@ class ExportedFiles:
 
     def read(self, name: str) -> bytes:
         """The bytes of `config.yaml` or `tokenizer.json`, which are those that were checked."""
-        _ = self._listed
+        self.check()
         return self._bytes(name)
 
     def _bytes(self, name: str) -> bytes:

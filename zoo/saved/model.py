@@ -118,9 +118,8 @@ class SavedModel(ABC):
     def load(self, device: torch.device | str = "cpu") -> LanguageModel:
         """The trained model, in evaluation mode; a UserError as for `on_meta`, or if the device is invalid."""
         _check_device(device)
-        _ = self.model_config
         # the weights are compared with the config before memory is taken for it
-        config, _, weights = self._described(bound_sizes=not self.is_trusted)
+        config, _, weights = self._described(self.model_config)
         model = self._built(config)
         load_tensors(model, weights, self._weights_path)
         return model.to(device).eval()
@@ -130,19 +129,18 @@ class SavedModel(ABC):
 
         A UserError if it is not trusted, or the weights are damaged or of another model.
         """
-        _ = self.model_config
-        return self._described(bound_sizes=not self.is_trusted)[1:]
+        return self._described(self.model_config)[1:]
 
     def check_sizes(self) -> None:
-        """Compare the weights with a config that was vetted by other means."""
-        self._described(bound_sizes=True)
+        """Compare the weights with a config that is not trusted, but was vetted by other means."""
+        self._described(self.config["model"])
 
-    def _described(self, bound_sizes: bool) -> tuple[Namespace, LanguageModel, Weights]:
+    def _described(self, model_config: dict[str, Any]) -> tuple[Namespace, LanguageModel, Weights]:
         """The parsed config, the model on the meta device, and its weights by the names of its state dict."""
         weights = self.weights
         with self._named():
-            config = parse_model({"model": self.config["model"]})
-        if bound_sizes:
+            config = parse_model({"model": model_config})
+        if not self.is_trusted:
             check_sizes(to_dict(config)["model"], weights.specs, self._weights_path)
         with self._named():
             model = self._built(config, "meta")
@@ -260,7 +258,7 @@ class _Exported(SavedModel):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        _ = self._files.signature  # all files are checked first
+        self._files.check()
         if not self.source.is_file():
             raise UserError(f"checkpoint: {self.source} is missing, or config.json if it is a public checkpoint")
         try:
@@ -275,7 +273,7 @@ class _Exported(SavedModel):
 
     @cached_property
     def weights(self) -> TensorFiles:
-        _ = self._files.signature  # all files are checked first
+        self._files.check()
         return TensorFiles(self.path)
 
     @property
