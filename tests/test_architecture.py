@@ -38,9 +38,7 @@ ROOMS = (
     "zoo.train",
     "zoo.train.callbacks",
     "zoo.config",
-    "zoo.conversion",
-    "zoo.loading",
-    "zoo.statex",
+    "zoo.saved",
     "zoo.runs",
     "zoo.sweeps",
     "zoo.benchmarks",
@@ -133,8 +131,8 @@ def test_no_print():
     assert not violations
 
 
-# a family of public checkpoints is a declaration of what their layers are called here; hybrids share a part of theirs
-DECLARATIONS = ("zoo/conversion/families/", "zoo/conversion/hybrid.py", "zoo/conversion/fla_attention.py")
+# a family of public checkpoints is a declaration of what their layers are called here
+DECLARATIONS = ("zoo/saved/public/families/",)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import mixers
 
 from .command_lines import check_parses, commands_of
 from .commands import ROOT, Command
-from .zoo.conversion.public_folder import write
+from .zoo.saved.public.public_folder import write
 
 pytest_plugins = "tests.desk"
 

@@ -141,7 +141,7 @@ def test_its_commands_parse_and_its_names_exist(file: Path, command: Command, fi
 @pytest.mark.parametrize(
     "code",
     [
-        "import zoo.statexs",
+        "import zoo.saveds",
         "from zoo.config import find_confg",
         "import zoo\nprint(zoo.lod('x'))",
         "from zoo.train.metrics_file import read_metrics as r\nr(path='x', rows=3)",

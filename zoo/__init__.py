@@ -9,30 +9,31 @@ from zoo.doctor import doctor
 from zoo.lm import LanguageModel, join_states, load_state, save_state, take_states
 from zoo.report import report
 from zoo.runs.fit import Result, fit, predict, test, validate
-from zoo.statex import statex
 
 if TYPE_CHECKING:
     from zoo import scaling as scaling
     from zoo.benchmarks import bench
     from zoo.evaluation import evaluate
-    from zoo.loading.convert import convert
-    from zoo.loading.export import export
-    from zoo.loading.load import load, load_tokenizer
     from zoo.runs.generate import generate
+    from zoo.saved.convert import convert
+    from zoo.saved.export import export
+    from zoo.saved.grow import statex
+    from zoo.saved.model import load, load_tokenizer
     from zoo.sweeps import compare, sweep
 
 __version__ = "0.1.0"
 
 # module → names that are imported from it when they are first used, since these modules import Lightning, which takes
-# three times as long as PyTorch. (`doctor`, `report` and `statex` cannot be among them: they are modules, too, and
-# whoever imports one of these would set the name.)
+# three times as long as PyTorch. (`doctor` and `report` cannot be among them: they are modules, too, and whoever
+# imports one of these would set the name.)
 _LAZY = {
     "benchmarks": "bench",
     "evaluation": "evaluate",
-    "loading.convert": "convert",
-    "loading.export": "export",
-    "loading.load": "load load_tokenizer",
     "runs.generate": "generate",
+    "saved.convert": "convert",
+    "saved.export": "export",
+    "saved.grow": "statex",
+    "saved.model": "load load_tokenizer",
     "sweeps": "compare sweep",
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names.split()}

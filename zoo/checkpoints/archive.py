@@ -13,13 +13,9 @@ from kernels.errors import UserError
 from zoo.files.hashing import hash_of
 
 _NAME = b"zoo:xxh3_128:"
-
 _SEAL = re.compile(re.escape(_NAME) + rb"([0-9a-f]{32})\Z")
-
 _LENGTH = struct.calcsize("<H")  # the length of the comment, a field before it at the end of a zip archive
-
 _SEALED = _LENGTH + len(_NAME) + 32  # size of the seal in bytes
-
 _HEADER = 30  # bytes before an entry's name
 
 
@@ -39,16 +35,9 @@ class _Hashing:
 
 
 def save_sealed(contents: Any, file: BinaryIO) -> None:
-    """`torch.save`, with a hash of all bytes in the comment at the end of the archive, which `torch.load` ignores.
+    """`torch.save` to an empty file, with a hash of all bytes in the comment at the end, which `torch.load` ignores.
 
-    It survives copying, linking and renaming the file.
-
-    Args:
-        contents: The object to save.
-        file: A file opened for writing, at position 0.
-
-    Raises:
-        OSError: The file cannot be written, for instance because the disk is full.
+    An OSError if the file cannot be written, for instance because the disk is full.
     """
     hashing = _Hashing(file)
     try:
@@ -62,43 +51,32 @@ def save_sealed(contents: Any, file: BinaryIO) -> None:
     file.write(struct.pack("<H", len(comment)) + comment)
 
 
-def is_sealed(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file ends with a hash of its contents.
+def read_seal(path: str | os.PathLike[str], file: BinaryIO) -> tuple[bool, str]:
+    """Read an open file once: whether it ends with a hash of its contents, and the hash of all its bytes.
 
-    Raises:
-        UserError: The hash does not match: the file is damaged.
+    A UserError if the hash at its end does not match. `path` is its name in messages.
     """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(size - _SEALED, 0))
-        seal = _SEAL.search(file.read())
-        if seal is None:
-            return False
-        file.seek(0)
-        hash_ = hash_of(file, size - _SEALED)
-        hash_.update(b"\0" * _LENGTH)  # the field's value before the comment was added
-        length = struct.unpack("<H", seal.string[:_LENGTH])
+    hash_ = hash_of(file, os.fstat(file.fileno()).st_size - _SEALED)
+    end = file.read()
+    digest = hash_.copy()
+    digest.update(end)
+    if (seal := _SEAL.search(end)) is None:
+        return False, digest.hexdigest()
+    hash_.update(b"\0" * _LENGTH)  # the field's value before the comment was added
+    length = struct.unpack("<H", end[:_LENGTH])
     if length != (_SEALED - _LENGTH,) or hash_.hexdigest().encode() != seal[1]:
         raise UserError(f"{path} is damaged: its bytes are not those that were written, as the hash at its end shows.")
-    return True
+    return True, digest.hexdigest()
 
 
-def check_archive(path: str | os.PathLike[str], contents: bool, part: IO[bytes] | None = None) -> None:
-    """Check that a file is an archive as `torch.save` writes it.
+def check_archive(path: str | os.PathLike[str], contents: bool, file: IO[bytes] | None = None) -> None:
+    """Check that a file, or what is open as `file`, is an archive as `torch.save` writes it, before an entry is read.
 
-    Its entries must be uncompressed and must not overlap, so that reading them takes no more memory than the file's
-    size. This is checked before any entry is read.
-
-    Args:
-        path: The file.
-        contents: Whether to verify the entries' checksums as well.
-        part: The archive, if it is only a part of the file.
-
-    Raises:
-        UserError: The file is not such an archive, or is damaged.
+    Its entries must be uncompressed and must not overlap, so that reading them takes no more memory than the file.
+    With `contents`, their checksums are verified as well.
     """
     try:
-        with zipfile.ZipFile(path if part is None else part) as archive:
+        with zipfile.ZipFile(path if file is None else file) as archive:
             assert archive.fp is not None
             size = archive.fp.seek(0, os.SEEK_END)
             entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)

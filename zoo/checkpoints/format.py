@@ -1,20 +1,24 @@
-"""The format of checkpoint files, and reading them."""
+"""The format of checkpoint files, and reading and writing them."""
 
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from kernels.errors import UserError
 from zoo.checkpoints import fsdp_shards, zero_shards
-from zoo.checkpoints.archive import check_archive, is_sealed
+from zoo.checkpoints.archive import check_archive, read_seal, save_sealed
+from zoo.checkpoints.background import Background, host_copy
 from zoo.checkpoints.tensor_files import TensorFiles, Weights, has_tensor_files
 from zoo.checkpoints.zero_shards import SHARDS, TENSORS, check_entry
+from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import check_plain
 
 FORMAT = 2  # 1 had no hash
@@ -34,11 +38,7 @@ def check_format(checkpoint: Mapping[str, Any], path: str | os.PathLike[str] | N
 
 
 def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
-    """Read a checkpoint of this project.
-
-    Args:
-        path: The file.
-        map_location: Where to put the tensors, as in `torch.load`.
+    """Read a checkpoint of this project; its tensors are put where `map_location` says, as in `torch.load`.
 
     Returns:
         Lightning's checkpoint; its entry `zoo` has the format, the config and the tokenizer. A sharded checkpoint has
@@ -47,7 +47,12 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     Raises:
         UserError: The file is missing, damaged, or not a checkpoint of this project.
     """
-    checkpoint = _read(path, map_location)
+    return read_hashed_checkpoint(path, map_location)[0]
+
+
+def read_hashed_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> tuple[dict[str, Any], str]:
+    """As `read_checkpoint`, with the hash of the file's bytes."""
+    checkpoint, digest = _read(path, map_location)
     check_format(checkpoint, path)
     contents = checkpoint[KEY]
     if not isinstance(contents.get("config"), dict | None) or not isinstance(contents.get("tokenizer"), str | None):
@@ -58,7 +63,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
         raise UserError(f"{path} is not a checkpoint of this project: its state_dict is invalid.")
     _check_held(weights, path)
     _check_shards(path, checkpoint)
-    return checkpoint
+    return checkpoint, digest
 
 
 def read_whole_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
@@ -75,16 +80,9 @@ def read_whole_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Read the weights of a model from a checkpoint, a `.safetensors` file, a saved state dict, or a folder.
+    """Read the weights of a model from a checkpoint, a `.safetensors` file, a state dict, or a folder of one.
 
-    Args:
-        path: The file, or a folder that has `model.safetensors` or its shards, `last.ckpt` or `checkpoints/last.ckpt`.
-
-    Returns:
-        Parameter name in the model → tensor on the CPU.
-
-    Raises:
-        UserError: The file does not exist or has no weights.
+    Returns parameter name in the model → tensor on the CPU. A UserError if the file does not exist or has no weights.
     """
     path = Path(path)
     if path.suffix == ".safetensors" or has_tensor_files(path):
@@ -96,9 +94,15 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         if file is None:
             raise UserError(f"the folder {path} has no weights: expected model.safetensors or last.ckpt in it.")
         path = file
-    contents = _read(path, "cpu")
+    contents, _ = _read(path, "cpu")
     if isinstance(contents, Mapping) and SHARDS in contents:
         _check_shards(path, contents)
+    return weights_in(contents, path)
+
+
+def weights_in(contents: Any, path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The weights in the contents of the file `path`, by the model's names; those of shards are read."""
+    if isinstance(contents, Mapping) and SHARDS in contents:
         kind = fsdp_shards if TENSORS in contents[SHARDS] else zero_shards
         contents = {**contents, "state_dict": kind.whole_weights(path, contents[SHARDS])}
     if isinstance(contents, Mapping) and isinstance(contents.get("state_dict"), Mapping):
@@ -127,11 +131,7 @@ def _check_held(weights: Mapping[Any, Tensor], path: str | os.PathLike[str]) -> 
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load the weights in `path` (anything that `read_weights` reads) into `model`; safetensors a part at a time.
-
-    Raises:
-        UserError: Names or shapes differ; the message names the first difference.
-    """
+    """Load the weights in `path` (anything that `read_weights` reads) into `model`; safetensors a part at a time."""
     path = Path(path)
     if path.suffix == ".safetensors" or has_tensor_files(path):
         load_tensors(model, TensorFiles(path), path)
@@ -142,11 +142,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_tensors(model: nn.Module, weights: Weights, path: str | os.PathLike[str]) -> None:
-    """Load weights into `model` block by block, so that at most one block is in memory in addition to the model.
-
-    Raises:
-        UserError: As for `load_weights`; `path` is named.
-    """
+    """Load weights into `model` block by block, so that at most one block is in memory in addition to the model."""
     check_weights(weights.specs, model, path)
     direct = {**dict(model.named_parameters(recurse=False)), **dict(model.named_buffers(recurse=False))}
     for name in direct.keys() & weights.specs.keys():
@@ -200,6 +196,40 @@ def not_written(path: str | os.PathLike[str], error: OSError) -> UserError:
     return UserError(f"the checkpoint {path} cannot be written: {reason}; {kept}.")
 
 
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a temporary file next to the target, syncs it to disk, then renames it; reads with clear errors.
+
+    Lightning's writer keeps a second copy in memory, moves it from another folder, and never syncs.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write `checkpoint` to the local file `path`; an existing file stays until the new one is complete.
+
+        If `storage_options` is a `Background`, the checkpoint is copied now and written by that thread. A UserError if
+        the file cannot be written.
+        """
+        if isinstance(storage_options, Background):
+            storage_options.add(partial(_write, host_copy(checkpoint), path))
+        elif storage_options is not None:
+            raise TypeError("storage_options are not supported: checkpoints are written to local files")
+        else:
+            _write(checkpoint, path)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Callable | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint of this project onto the CPU; no code in it is run, whatever `weights_only` says."""
+        return read_whole_checkpoint(path, map_location or "cpu")
+
+
+def _write(checkpoint: dict[str, Any], path: Any) -> None:
+    try:
+        with atomic_write(path) as file:
+            save_sealed(checkpoint, file)
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
 def _check_shards(path: str | os.PathLike[str], checkpoint: Mapping[str, Any]) -> None:
     """Raise a UserError unless the entry `shards` of a sharded checkpoint is valid."""
     if SHARDS in checkpoint:
@@ -208,14 +238,16 @@ def _check_shards(path: str | os.PathLike[str], checkpoint: Mapping[str, Any]) -
             fsdp_shards.check_tensors(path, checkpoint)
 
 
-def _read(path: str | os.PathLike[str], map_location: Any) -> Any:
-    """Load a file of `torch.save` after checking it; no code in it is run."""
+def _read(path: str | os.PathLike[str], map_location: Any) -> tuple[Any, str]:
+    """Load a file of `torch.save`, opened once, after checking it; also returns its hash. No code in it is run."""
     if not Path(path).is_file():
         raise UserError(f"there is no checkpoint at {path}.")
     try:
-        sealed = is_sealed(path)
-        check_archive(path, contents=not sealed)
-        loaded = torch.load(path, map_location=map_location, weights_only=True)
+        with open(path, "rb") as file:
+            sealed, digest = read_seal(path, file)
+            check_archive(path, contents=not sealed, file=file)
+            file.seek(0)
+            loaded = torch.load(file, map_location=map_location, weights_only=True)
     except PermissionError as error:
         raise UserError(f"{path} cannot be read: permission denied.") from error
     except UserError:
@@ -227,4 +259,4 @@ def _read(path: str | os.PathLike[str], map_location: Any) -> Any:
     contents = loaded.get(KEY) if isinstance(loaded, Mapping) else None
     if isinstance(contents, Mapping) and contents.get("format") == FORMAT and not sealed:
         raise UserError(f"{path} is damaged: the hash at its end is missing.")
-    return loaded
+    return loaded, digest

@@ -57,7 +57,7 @@ class _Reader(dcp.FileSystemReader):
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
         file.seek(sinfo.offset)
         part = io.BytesIO(file.read(sinfo.length))  # PyTorch's view of the file cannot be read from its end
-        check_archive(Path(self.path) / sinfo.relative_path, contents=False, part=part)
+        check_archive(Path(self.path) / sinfo.relative_path, contents=False, file=part)
         part.seek(0)
         return part
 
@@ -103,14 +103,11 @@ def with_tensors(checkpoint: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write the tensors of all processes, each its parts, to a new folder.
+    """Write the tensors of all processes, each its parts, to a new folder; an OSError in all if one could not write.
 
     Returns:
         In the first process, the entry `tensors`: name → [dtype, shape, parts], a part being [offsets, shape, file,
         first byte, number of bytes]; empty in the others.
-
-    Raises:
-        OSError: A process could not write its file; in all processes.
     """
     writer = _Writer(folder)
     try:
@@ -132,9 +129,6 @@ def read_tensors(path: str | os.PathLike[str], shards: Mapping[str, Any], into: 
         path: The checkpoint.
         shards: Its entry `shards`, checked by `check_entry`, and its files by `check_shards`.
         into: Name → tensor of the same whole shape. If some are of all processes (DTensor), all processes call this.
-
-    Raises:
-        UserError: A file cannot be read, or a tensor is missing or has another shape.
     """
     alone = not torch.distributed.is_initialized() or not any(isinstance(tensor, DTensor) for tensor in into.values())
     try:
@@ -150,15 +144,7 @@ def read_tensors(path: str | os.PathLike[str], shards: Mapping[str, Any], into: 
 
 
 def whole_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """A sharded checkpoint as if it had been saved in one file: with weights and the optimisers' states, on the CPU.
-
-    Args:
-        path: The checkpoint.
-        checkpoint: Its contents, whose entry `shards` has been checked by `check_entry`.
-
-    Raises:
-        UserError: A file is missing, damaged or refused.
-    """
+    """A sharded checkpoint, checked by `check_entry`, with all tensors on the CPU, as if saved in one file."""
     shards = checkpoint[SHARDS]
     check_shards(path, shards, archives=False)
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape, _) in shards[TENSORS].items()}

@@ -51,11 +51,7 @@ def _key_file() -> Path:
 
 
 def _key() -> bytes:
-    """The user's key, created at its first use.
-
-    Raises:
-        OSError: The key does not exist and cannot be created.
-    """
+    """The user's key, created at its first use; an OSError if that is impossible."""
     file = _key_file()
     if not file.exists():
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -46,11 +46,7 @@ class Weights(Protocol):
 
 
 class TensorsInMemory:
-    """Tensors that were read before.
-
-    Args:
-        tensors: Name → tensor.
-    """
+    """Tensors that were read before."""
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         self._tensors = tensors
@@ -64,16 +60,8 @@ class TensorsInMemory:
 class TensorFiles:
     """The tensors of a folder, or of one `.safetensors` file. One file at a time is mapped into memory.
 
-    Args:
-        path: The file, or a folder with `model.safetensors` or `model.safetensors.index.json`.
-
-    Attributes:
-        files: All files with weights.
-        specs: Name → shape and dtype.
-
-    Raises:
-        UserError: A file is missing or damaged, the index names a file outside the folder, or a tensor is not of
-            floating point.
+    `specs` is name → shape and dtype; `files` are all files with weights. A UserError if a file is missing or damaged,
+    the index names a file outside the folder, or a tensor is not of floating point.
     """
 
     def __init__(self, path: Path):
@@ -117,24 +105,15 @@ def has_tensor_files(folder: Path) -> bool:
     return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
 
 
-def write_tensor_files(weights: Weights, folder: Path, most_bytes: int = SHARD_BYTES) -> list[str]:
-    """Write weights as `model.safetensors`, or in shards with an index if they are larger than `most_bytes`.
+def write_tensor_files(weights: Weights, folder: Path, max_bytes: int | None = SHARD_BYTES) -> list[str]:
+    """Write weights as `model.safetensors`, or in shards with an index if they are larger than `max_bytes`.
 
-    Args:
-        weights: What to write; memory holds one shard of them at a time.
-        folder: Where to.
-        most_bytes: The largest size of a shard; a larger tensor gets a separate shard.
-
-    Returns:
-        The names of the files.
-
-    Raises:
-        OSError: A file cannot be written.
+    Memory holds one shard at a time. A tensor larger than `max_bytes` gets a separate shard. Returns the files' names.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    shards = list(_shards(weights.specs, most_bytes))
+    shards = list(_shards(weights.specs, math.inf if max_bytes is None else max_bytes))
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     names = [SINGLE] if len(shards) == 1 else names
     for file, shard in zip(names, shards, strict=True):
@@ -163,11 +142,11 @@ def _open_to_readers(file: Path) -> None:
         file.chmod(new.stat().st_mode & 0o777)
 
 
-def _shards(specs: Mapping[str, Spec], most_bytes: int) -> Iterator[list[str]]:
+def _shards(specs: Mapping[str, Spec], max_bytes: float) -> Iterator[list[str]]:
     shard: list[str] = []
     size = 0
     for name, spec in specs.items():
-        if shard and size + spec.bytes > most_bytes:
+        if shard and size + spec.bytes > max_bytes:
             yield shard
             shard, size = [], 0
         shard.append(name)
@@ -176,11 +155,7 @@ def _shards(specs: Mapping[str, Spec], most_bytes: int) -> Iterator[list[str]]:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    """Tensor → file name, from an index.
-
-    Raises:
-        UserError: The file is not an index, or names a file outside its folder.
-    """
+    """Tensor → file name, from an index."""
     try:
         with open_to_read(file) as opened:
             contents = json.loads(opened.read(_LARGEST_INDEX))

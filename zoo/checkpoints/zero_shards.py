@@ -33,14 +33,7 @@ _FORCED, _FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_O
 
 
 def import_deepspeed(reason: str) -> Any:
-    """Import `deepspeed`, which is not available on every system and slow to import.
-
-    Args:
-        reason: Why it is needed, for the message.
-
-    Raises:
-        UserError: It cannot be imported.
-    """
+    """Import `deepspeed`, which not every system has and which is slow to import; `reason` is for the error."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise its import warns about a missing accelerator
     try:
@@ -102,16 +95,13 @@ def check_entry(path: str | os.PathLike[str], shards: Any) -> None:
 def check_shards(
     path: str | os.PathLike[str], shards: Mapping[str, Any], part: tuple[int, int] = (0, 1), archives: bool = True
 ) -> None:
-    """Check that a checkpoint's shards are exactly the files that were written.
+    """Check that a checkpoint's shards are exactly the files that were written; a UserError names one that is not.
 
     Args:
         path: The checkpoint.
         shards: Its entry `shards`, checked by `check_entry`.
         part: (i, n): verify the hashes of the i-th of n parts of the files only, so that n processes share the work.
         archives: Whether each file is an archive of `torch.save`, to be checked by `check_archive`.
-
-    Raises:
-        UserError: A file is missing, damaged, or extra.
     """
     folder = Path(path).parent / shards["folder"]
     if not folder.is_dir():
@@ -163,16 +153,9 @@ def unreadable(path: str | os.PathLike[str], error: Exception) -> UserError:
 
 
 def divided_alike(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], stage: int, world_size: int) -> bool:
-    """Return whether a run can load a checkpoint's ZeRO shards as they are, without resharding.
+    """Return whether a run of a ZeRO stage and number of processes can load a checkpoint's shards without resharding.
 
-    Args:
-        path: The checkpoint.
-        checkpoint: Its contents.
-        stage: ZeRO stage of the resuming run, 1 to 3.
-        world_size: Number of processes of the resuming run.
-
-    Raises:
-        UserError: The run cannot resume from it at all.
+    A UserError if the run cannot resume from it at all.
     """
     weights = f"a new run can start from its weights: --optim.initial_weights={path}"
     if (shards := checkpoint.get(SHARDS)) is None or TENSORS in shards:
@@ -208,19 +191,10 @@ def remove_unused_shards(folder: Path) -> None:
 
 @contextlib.contextmanager
 def undivided(path: str | os.PathLike[str], shards: Mapping[str, Any]) -> Iterator[Path]:
-    """A temporary folder with the contents of a sharded checkpoint, parameter by parameter, inside the block.
+    """A temporary folder with the contents of a checkpoint of ZeRO 1 or 2, parameter by parameter, inside the block.
 
-    It is DeepSpeed's universal format: `zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt` and `zero/optimizer_state.pt`.
-
-    Args:
-        path: The checkpoint; its disk must have room for a second copy.
-        shards: Its entry `shards`, of stage 1 or 2.
-
-    Yields:
-        The folder.
-
-    Raises:
-        UserError: ZeRO shards are missing or damaged, or the disk is full.
+    It is DeepSpeed's universal format: `zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt` and `zero/optimizer_state.pt`. The disk
+    must have room for a second copy. A UserError if shards are missing or damaged, or the disk is full.
     """
     check_shards(path, shards)
     import_deepspeed(f"{path} was saved by it")
@@ -253,17 +227,9 @@ def _silent() -> Iterator[None]:
 
 
 def whole_weights(path: str | os.PathLike[str], shards: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights of a sharded checkpoint, assembled in fp32 on the CPU.
+    """The weights of a sharded checkpoint by their names in the LightningModule, assembled in fp32 on the CPU.
 
-    Args:
-        path: The checkpoint.
-        shards: Its entry `shards`.
-
-    Returns:
-        Parameter or buffer name in the LightningModule → tensor.
-
-    Raises:
-        UserError: ZeRO shards are missing or damaged, or DeepSpeed is not installed.
+    A UserError if shards are missing or damaged, or DeepSpeed is not installed.
     """
     check_shards(path, shards)
     import_deepspeed(f"{path} was saved by it")

@@ -11,6 +11,7 @@ RENAMED = {"sequence_parallel": "context_parallel"}  # old key → new key
 MOVED = {
     "zoo.activations": "zoo.train.callbacks.activation_checkpointing",
     "zoo.bench.fits": "zoo.benchmarks.fits",
+    "zoo.checkpoints.io": "zoo.checkpoints.format",
     "zoo.compilation": "zoo.train.callbacks.compiled_blocks",
     "zoo.data.markov": "zoo.data",
     "zoo.data.mixture": "zoo.data",

@@ -1,41 +1,85 @@
-"""A saved model as the subject of an evaluation."""
+"""The model under evaluation: `Subject`, as tasks see it, and `LoadedModel`, a saved one."""
 
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from kernels import UserError
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.text.tokenizer import Tokenizer
-from zoo.evaluation.subject import Scored, TokenScores
-from zoo.files.hashing import files_digest
 from zoo.generation.generate import generate_tokens, stop_ids
 from zoo.generation.read import at_once
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
-from zoo.loading.load import find, find_tokenizer, load
+from zoo.saved.model import SavedModel
 
 # tokens in a batch of sequences
 BATCH_TOKENS = {"cpu": 16_384, "cuda": 262_144}
 
 
+class Scored(NamedTuple):
+    """A continuation's log-likelihood in nats, and whether greedy decoding would have produced it."""
+
+    log_likelihood: float
+    greedy: bool
+
+
+class TokenScores(NamedTuple):
+    """Negative log-likelihood of each label in nats, [B,T] fp32, and whether it is the likeliest token, [B,T].
+
+    Without a label they are 0 and false.
+    """
+
+    losses: Tensor
+    correct: Tensor
+
+
+class Subject(Protocol):
+    """A model under evaluation; tests put oracles in its place.
+
+    `tokenizer` is None if it was trained without text, `context_length` if the length of training sequences is unknown.
+    """
+
+    name: str
+    tokenizer: Tokenizer | None
+    context_length: int | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        ...
+
+    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+        """The likeliest next tokens after each prompt, up to the end of the document."""
+        ...
+
+    def log_likelihoods(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
+        """Return the log likelihood of each continuation, given its context of at least one token."""
+        ...
+
+    def label_scores(self, batch: Batch) -> TokenScores:
+        """The loss of each label of a batch."""
+        ...
+
+    def state_size(self, length: int) -> float:
+        """Elements of its state after `length` tokens of one sequence."""
+        ...
+
+
 @dataclass
 class LoadedModel:
-    """A language model under evaluation (`Subject`).
+    """A language model under evaluation (`Subject`), in evaluation mode.
 
     Prompts are sorted by length and read in batches; long ones in pieces with the state carried on, so that memory does
     not grow with the length, except for the state itself.
 
     Args:
-        name: As in tables.
-        model: The model, in evaluation mode.
-        tokenizer: Its tokenizer, if it has one.
-        context_length: The length of its training sequences.
         batch_tokens: Tokens in a batch of sequences; None for 16,384 on a CPU and 262,144 on a GPU.
         bf16: Whether to compute under autocast to bf16.
         identity: What tells this model from others: hashes of checkpoint and config, sizes.
@@ -148,24 +192,19 @@ def _padded(requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
 def load_subject(
     path: str | Path, name: str, bf16: bool, batch_tokens: int | None = None, trust: bool = False
 ) -> LoadedModel:
-    """Load a saved model for evaluation, on the CPU for now.
+    """Load a saved model for evaluation, on the CPU for now; paths, trust and errors as for `zoo.load`.
 
-    Args:
-        path: As for `zoo.load`.
-        name, bf16, batch_tokens: As for `LoadedModel`.
-        trust: As for `zoo.load`.
-
-    Raises:
-        UserError: As for `zoo.load`, or the model is a classifier.
+    A UserError if the model is a classifier.
     """
-    saved, model = find(path), load(path, trust=trust)
+    saved = SavedModel.open(path, trust)
+    model = saved.load()
     check_predicts_tokens(model, "evaluate")
     arguments = (saved.config.get("data") or {}).get("init_args") or {}
     identity = {
         "checkpoint": str(path),
-        "checkpoint_xxh3_128": files_digest(saved.files),
+        "checkpoint_xxh3_128": saved.identity,
         "parameters": model.num_parameters(),
         "model": saved.config["model"],
     }
-    tokenizer = find_tokenizer(path, trust)
-    return LoadedModel(name, model, tokenizer, arguments.get("sequence_length"), batch_tokens, bf16, identity)
+    length = arguments.get("sequence_length")
+    return LoadedModel(name, model, saved.tokenizer, length, batch_tokens, bf16, identity)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from matplotlib.figure import Figure
 
 from kernels import UserError
-from zoo.evaluation.subject import Subject
+from zoo.evaluation.loaded import Subject
 
 Cell = dict[str, Any]
 Row = dict[str, Any]

@@ -21,15 +21,9 @@ _WRITER = re.compile(r"([^.]+)\.([0-9]+)\.[0-9]+\.partial")  # the end of a name
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a temporary file next to `path`, which replaces `path` when the block ends without an error.
 
-    The temporary file is in the same folder, since only a rename within one file system is atomic. Its name is unique
-    to the writer, so that concurrent writers do not mix their contents. Temporary files of killed writers are removed
-    first.
-
-    Args:
-        path: The file to write. Its folder is created if it does not exist.
-
-    Yields:
-        The temporary file, open for writing bytes.
+    The temporary file is in the same folder, which is created if needed, since only a rename within one file system is
+    atomic. Its name is unique to the writer, so that concurrent writers do not mix their contents. Temporary files of
+    killed writers are removed first.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,15 +24,9 @@ def open_in_place(path: str | os.PathLike[str], mode: Literal["a"]) -> TextIO: .
 @overload
 def open_in_place(path: str | os.PathLike[str], mode: Literal["ab", "ab+", "r+b", "wb"]) -> BinaryIO: ...
 def open_in_place(path: str | os.PathLike[str], mode: str) -> IO[Any]:
-    """Open a file to change or extend it, unless its name is a symbolic link or it is not a regular file.
+    """Open a file to change or extend it, with a mode of `open`; text is UTF-8.
 
-    Args:
-        path: The file.
-        mode: As for `open`; text is UTF-8.
-
-    Raises:
-        UserError: It is a link, a pipe or a device.
-        OSError: It cannot be opened.
+    A UserError if its name is a symbolic link, a pipe or a device.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -51,16 +45,7 @@ def open_in_place(path: str | os.PathLike[str], mode: str) -> IO[Any]:
 
 
 def open_to_read(path: str | os.PathLike[str], *, follow: bool = True) -> BinaryIO:
-    """Open a file to read it, unless it is a pipe or a device, which may have no end.
-
-    Args:
-        path: The file.
-        follow: Whether it may be reached through a link, which may lead out of its folder.
-
-    Raises:
-        UserError: It is a pipe or a device, or a link that is not followed.
-        OSError: It cannot be opened.
-    """
+    """Open a file to read it; a UserError if it is a pipe or a device, or, unless links are followed, a link."""
 
     def opener(name: str, flags: int) -> int:
         try:
@@ -79,15 +64,7 @@ def open_to_read(path: str | os.PathLike[str], *, follow: bool = True) -> Binary
 
 
 def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Read a file that is not a link, up to a size.
-
-    Args:
-        path: The file.
-        max_bytes: Largest accepted size.
-
-    Raises:
-        UserError: The file is missing, is not a regular file, is too large or cannot be read.
-    """
+    """Read a file of at most `max_bytes`; a UserError if it is a link, not regular, too large or cannot be read."""
     try:
         with open_to_read(path, follow=False) as file:
             # the size is not taken from the file system alone, since the file may grow meanwhile
@@ -106,11 +83,7 @@ def check_in_place(path: str | os.PathLike[str]) -> None:
 
 
 def lock_of(path: str | os.PathLike[str]) -> FileLock:
-    """A lock in the file `path`, which is created; older versions of filelock empty the target of a link.
-
-    Raises:
-        UserError: `path` is a link, a pipe or a device.
-    """
+    """A lock in the file `path`, which is created; a UserError if it is a link, a pipe or a device."""
     check_in_place(path)
     return FileLock(path)
 
@@ -138,11 +111,7 @@ def check_plain_folder(folder: Path) -> None:
 
 
 def check_inside(file: Path, folder: Path) -> None:
-    """Refuse a link that leaves a folder; one to the blobs of Hugging Face's cache does not.
-
-    Raises:
-        UserError: It does.
-    """
+    """Refuse a link that leaves a folder by a UserError; one to the blobs of Hugging Face's cache does not."""
     target, home = file.resolve(), folder.resolve()
     blobs = [parent.parent / "blobs" for parent in (home, *home.parents) if parent.name == "snapshots"]
     if not target.is_relative_to(home) and target.parent not in blobs:

@@ -17,16 +17,9 @@ MARK = b'<meta name="generator" content="token-mixer-zoo">'  # of a page by `rep
 
 
 def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | None = None) -> None:
-    """Refuse to write where something else is.
+    """Raise a UserError if something is at the path of an output that it may not replace.
 
-    Args:
-        path: The file or folder to be written.
-        kind: What is to be written.
-        overwrite: Whether to replace something of this kind. Everything else is refused even then.
-        source: What is read meanwhile, and must not be replaced.
-
-    Raises:
-        UserError: There is something that is not to be replaced.
+    Only an output of the same kind may be replaced, with `overwrite`, and never the `source` that is read meanwhile.
     """
     there = _there(path)
     if there is None:
@@ -37,6 +30,12 @@ def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | N
         raise UserError(f"output: {path} exists already and is {there}, which is never replaced; choose another")
     if not overwrite:
         raise UserError(f"output: {path} exists already and is {there}; choose another, or replace it by --overwrite")
+
+
+def check_shard_size(max_bytes: int) -> None:
+    """Refuse a `max_shard_size` below 1 byte."""
+    if max_bytes < 1:
+        raise UserError(f"max_shard_size: {max_bytes} must be at least 1 byte")
 
 
 def _there(path: Path) -> str | None:
@@ -64,13 +63,9 @@ def _is_page(path: Path) -> bool:
 
 
 def replace_files(folder: Path, new: Path) -> None:
-    """Move all files of a new folder into an old one, and remove what belongs to the old model and the new one lacks.
+    """Move all files of a new folder into an old one, on the same file system, without the files of the old model.
 
-    Files that the old folder has besides stay.
-
-    Args:
-        folder: The old folder.
-        new: The new folder, on the same file system.
+    Files that the old folder has besides a model stay.
     """
     names = {path.name for path in new.iterdir()}
     for name in sorted(names):

@@ -77,22 +77,25 @@ _Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data
 def read_yaml(path: str | os.PathLike[str], name: str = "config") -> Any:
     """Read a YAML file into plain containers.
 
-    Args:
-        path: The file.
-        name: Prefix of error messages.
-
-    Raises:
-        UserError: The file cannot be read, is not YAML, or is too large or too deep.
+    A UserError, which begins with `name`, if the file cannot be read, is not YAML, or is too large or too deep.
     """
     try:
         with open_to_read(path) as file:
             data = file.read(MOST_BYTES + 1)
-        text = data.decode()
-    except (UnicodeDecodeError, OSError) as error:
+    except OSError as error:
         raise UserError(f"{name}: {path} cannot be read as text: {error}") from None
+    return decode_yaml(data, f"{name}: {path}")
+
+
+def decode_yaml(data: bytes, name: str) -> Any:
+    """As `read_yaml`, but from the bytes of a file; error messages begin with `name`."""
     if len(data) > MOST_BYTES:
-        raise UserError(f"{name}: {path} has more than {MOST_BYTES:,} bytes.")
-    return parse_yaml(text, f"{name}: {path}")
+        raise UserError(f"{name} has more than {MOST_BYTES:,} bytes.")
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} cannot be read as text: {error}") from None
+    return parse_yaml(text, name)
 
 
 def parse_yaml(text: str, name: str) -> Any:
@@ -114,9 +117,7 @@ def parse_yaml(text: str, name: str) -> Any:
 def dump_yaml(value: Any, one_line: bool = False) -> str:
     """Plain containers as YAML, which `parse_yaml` and the config parser read back as they were.
 
-    Args:
-        value: Plain containers.
-        one_line: Whether to write them in braces and brackets, without line breaks.
+    With `one_line`, they are written in braces and brackets, without line breaks.
     """
     width = float("inf") if one_line else 80
     return yaml.dump(

@@ -14,11 +14,7 @@ SEAL = "blake2b"  # the entry that holds the hash of all the others
 
 
 def write_sealed(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
-    """Write `content` as indented JSON with its seal, atomically.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write `content` as indented JSON with its seal, atomically."""
     with atomic_write(path) as file:
         file.write(sealed(content))
 
@@ -26,15 +22,12 @@ def write_sealed(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
 def read_sealed(
     path: str | os.PathLike[str], *, required: bool = True, advice: str = "delete it or restore a copy"
 ) -> dict[str, Any]:
-    """Read a file of `write_sealed`, without the seal.
+    """Read a file of `write_sealed`, without the seal; a UserError if it is missing, cannot be read or is damaged.
 
     Args:
         path: The file.
         required: Whether a file without a seal counts as damaged; false for files that earlier versions did not seal.
         advice: What the user can do, as the end of the error message.
-
-    Raises:
-        UserError: The file is missing, cannot be read or is damaged.
     """
     try:
         with open_to_read(path) as file:

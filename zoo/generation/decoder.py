@@ -77,18 +77,10 @@ class Decoder:
 
 
 def capture(rehearse: Callable[[], None], step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Capture `step` as a CUDA graph, without running it.
+    """Capture `step`, which works on tensors whose memory stays the same, as a CUDA graph, without running it.
 
-    Args:
-        rehearse: Runs first, and does everything that only the first call of a step does.
-        step: Works on tensors whose memory stays the same.
-        device: A GPU.
-
-    Returns:
-        A function that runs the step and returns its result, always in the same tensor.
-
-    Raises:
-        RuntimeError: The step does something that cannot be captured.
+    `rehearse` runs first, and does everything that only the first call of a step does. Returns a function that runs the
+    step and returns its result, always in the same tensor. A RuntimeError if the step cannot be captured.
     """
     with torch.cuda.device(device):
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

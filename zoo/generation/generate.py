@@ -11,7 +11,6 @@ from torch import Tensor
 from kernels.errors import UserError
 from zoo.generation.decoder import Decoder
 from zoo.generation.read import read
-from zoo.generation.stops import until
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
 
@@ -55,15 +54,15 @@ def generate(
         prompt: The text to continue, at the start of a document if the tokenizer has a token for that; an empty one
             starts a new document.
         max_new_tokens: Stop after this many tokens, or at the end of the document if that comes first.
-        stop: Strings that end the text before them.
         temperature: Divides the logits; 0 picks the likeliest token.
         top_k: Sample only from the k likeliest tokens.
-        top_p: Sample only from the smallest set of likeliest tokens whose total probability is at least this.
+        top_p: Sample only from the smallest set of likeliest tokens with at least this total probability.
         seed: Makes the samples reproducible; None for other samples each time. Global generators are not touched.
+        stop: Strings that end the text before them.
 
     Returns:
-        An iterator over pieces of text without the prompt. A character whose bytes span several tokens comes in one
-        piece; an incomplete one at the end is left out.
+        An iterator over pieces of text without the prompt. A character of several tokens comes in one piece; an
+        incomplete one at the end is left out.
 
     Raises:
         UserError: An argument is out of range; while it generates, if the model's logits are not finite.
@@ -116,11 +115,7 @@ def generate_tokens(
             ended. None for sequences that never end.
 
     Returns:
-        An iterator over the next tokens, [B] int64 each.
-
-    Raises:
-        UserError: An argument is out of range, or the model is a classifier; while it generates, if the model's logits
-            are not finite.
+        An iterator over the next tokens, [B] int64 each; a UserError as in `generate`, or if the model is a classifier.
     """
     check_predicts_tokens(model, "generate")
     _check(max_new_tokens, temperature, top_k, top_p)  # not in the generator, which would raise at its first use only
@@ -206,7 +201,7 @@ def sampling_probabilities(
         logits: [B, vocab].
         temperature: Divides the logits; 0 keeps only the likeliest token (the first, if several are equal).
         top_k: Keep the k likeliest tokens.
-        top_p: Of these, keep the smallest set of likeliest ones whose total probability is at least this.
+        top_p: Of these, keep the smallest set of likeliest ones with at least this total probability.
 
     Returns:
         [B, vocab] fp32; each row sums to 1.
@@ -232,17 +227,9 @@ def sampling_probabilities(
 
 
 def stream_text(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """Decode tokens as they come.
+    """Decode tokens as they come, after the ids of a prompt, into pieces of text that end with a complete character.
 
     Ids are decoded together with those of the previous piece, since some decoders treat the first token differently.
-
-    Args:
-        tokenizer: Decodes the ids.
-        prompt: Ids that precede `tokens`; their text is not yielded.
-        tokens: Ids, one by one.
-
-    Yields:
-        Non-empty pieces of text that end with a complete character.
     """
     ids = list(prompt)
     start, end = 0, len(ids)  # ids[start:end] have been yielded, ids[end:] have not
@@ -256,6 +243,30 @@ def stream_text(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) 
             previous, text = tokenizer.decode(ids[start:end]), ""
     if rest := text.rstrip(_INCOMPLETE):
         yield rest
+
+
+def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """Yield the pieces of a text up to the first of some non-empty strings, and ask for no more of them then.
+
+    The end of a piece that may be the beginning of such a string waits for the next piece.
+    """
+    waiting = ""
+    for piece in pieces:
+        waiting += piece
+        if starts := [at for stop in stops if (at := waiting.find(stop)) >= 0]:
+            waiting = waiting[: min(starts)]
+            break
+        certain = len(waiting) - max((_begun(waiting, stop) for stop in stops), default=0)
+        if certain:
+            yield waiting[:certain]
+            waiting = waiting[certain:]
+    if waiting:
+        yield waiting
+
+
+def _begun(text: str, stop: str) -> int:
+    """The length of the longest proper beginning of a stop string that the text ends with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _check(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:

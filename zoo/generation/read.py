@@ -20,14 +20,10 @@ def at_once(device: torch.device) -> int:
 
 @torch.no_grad()
 def read(model: LanguageModel, prompts: Sequence[Tensor]) -> tuple[Tensor, tuple[object, ...]]:
-    """Read prompts, each from its beginning.
+    """Read prompts, B vectors [P_i ≥ 1], each from its beginning.
 
     Prompts of the same length are read as a batch, those of different lengths packed into one row if they fit, and
     otherwise one after another. The head sees the last token of each prompt only.
-
-    Args:
-        model: A language model.
-        prompts: B vectors [P_i] of tokens, P_i ≥ 1.
 
     Returns:
         Logits after each prompt [B,vocab_size], and the state of all sequences.

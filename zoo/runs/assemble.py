@@ -19,8 +19,8 @@ from zoo import config as configs
 from zoo.data.contract import tokenizer_of
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.lm.model import LanguageModel
-from zoo.loading.load import find_tokenizer
 from zoo.runs.loggers import for_run, missing_package
+from zoo.saved.model import SavedModel
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
@@ -127,7 +127,7 @@ def _check_tokenizer(initial_weights: str | None, tokenizer: Tokenizer | None) -
     if initial_weights is None or tokenizer is None:
         return
     try:
-        trained = find_tokenizer(initial_weights)
+        trained = SavedModel.open(initial_weights).tokenizer
     except UserError:  # weights alone, or nothing that can be read, which whoever loads them says
         return
     if trained is not None and not trained.alike(tokenizer):

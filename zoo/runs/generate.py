@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zoo.generation.generate import generate as pieces_of
 from zoo.lm.classifier import check_predicts_tokens
-from zoo.loading.load import load, load_tokenizer
+from zoo.saved.model import SavedModel
 from zoo.train.devices import pick_device
 
 
@@ -46,9 +46,11 @@ def generate(
         UserError: The model or device does not exist, the model is a classifier, an argument is out of range, or
             the model's logits are not finite.
     """
-    model = load(checkpoint, device=device or pick_device(None), trust=trust)
+    saved = SavedModel.open(checkpoint, trust)
+    model = saved.load(device or pick_device(None))
     check_predicts_tokens(model, "generate")  # otherwise the complaint would be about a missing tokenizer
-    tokenizer = load_tokenizer(checkpoint, trust)
+    tokenizer = saved.required_tokenizer
+    del saved  # which holds a second copy of the weights
     pieces = pieces_of(
         model,
         tokenizer,

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from zoo.checkpoints.signature import is_own
-from zoo.config.trust import user_input
-from zoo.loading.load import described, find, model_config
+from zoo.saved.model import SavedModel
+from zoo.saved.trust import user_input
 
 Items = list[str | dict[str, Any]]  # what `load_items` returns
 
@@ -27,10 +26,10 @@ def with_initial_model(items: Items, trust: bool) -> Items:
     path = _initial_weights(items)
     if path is None or path.endswith(".safetensors"):
         return items
-    saved = find(path)
-    config = model_config(saved, trust)
-    if not (trust or is_own(saved.config, saved.signature)):
-        described(saved, trust=False)  # compares its sizes with its weights
+    saved = SavedModel.open(path, trust)
+    config = saved.model_config
+    if not saved.is_trusted:
+        saved.check_sizes()
     return [{"model": config}, *items]
 
 

@@ -33,9 +33,7 @@ class Begun(Callback):
 def restoration_explained(checkpoint: Path | None, watched: Begun) -> Iterator[None]:
     """Turn an error before the first batch of a foreign checkpoint into a UserError that names it.
 
-    Args:
-        checkpoint: The checkpoint; None if the user wrote it, whose errors are bugs.
-        watched: A callback of the trainer.
+    The checkpoint is None if the user wrote it: its errors are bugs.
     """
     try:
         yield

@@ -12,13 +12,10 @@ from rich.console import Console
 
 from kernels import UserError
 from zoo import config as configs
-from zoo.checkpoints.signature import is_own
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, load_items
-from zoo.config.trust import user_input, vet_run
 from zoo.files.links import check_inside, check_plain_folder
 from zoo.lm.model import LanguageModel
-from zoo.loading.load import checkpoint_of, described, find, saved
 from zoo.runs.assemble import (
     LIMITS,
     evaluating_trainer,
@@ -31,6 +28,8 @@ from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
 from zoo.runs.initial_model import with_initial_model
 from zoo.runs.quiet import quiet
 from zoo.runs.restored import Begun, restoration_explained
+from zoo.saved.model import Checkpoint, checkpoint_of
+from zoo.saved.trust import user_input, vet_run
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.results import metrics_table, read_row
@@ -158,14 +157,14 @@ def _config_of(
         trust: Whether to vet nothing.
         continued: The run's folder if it will be written to; that of someone else must have no links in it.
     """
-    contents = saved(checkpoint)
-    config = up_to_date(contents["config"])
-    if trust or is_own(contents["config"], contents.get("signature")):
+    saved = Checkpoint(checkpoint, trust)
+    config = up_to_date(saved.config)
+    if saved.is_trusted:
         return config, True
     if continued is None:
         check_inside(checkpoint, run_of(checkpoint))
     else:
         check_plain_folder(continued)
     vetted = vet_run(config, checkpoint, user_input(items))
-    described(find(checkpoint), trust=False)  # compares its sizes with its weights
+    saved.check_sizes()
     return vetted, False

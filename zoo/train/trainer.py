@@ -4,7 +4,7 @@ import lightning as L
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-from zoo.checkpoints.io import AtomicCheckpointIO
+from zoo.checkpoints.format import AtomicCheckpointIO
 from zoo.train.signal_connector import Signals
 
 

@@ -14,7 +14,7 @@ from tests.zoo.lm.test_states import model_of
 from zoo.checkpoints.archive import save_sealed
 from zoo.checkpoints.format import check_format, read_checkpoint, read_weights
 from zoo.checkpoints.zero_shards import check_shards, shard_hashes, shard_names
-from zoo.loading.export import export
+from zoo.saved.export import export
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
 

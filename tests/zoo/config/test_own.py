@@ -18,7 +18,7 @@ from kernels import UserError
 from zoo.config.classes import CLASSES
 from zoo.config.components import component, hints, subclasses
 from zoo.config.own import COMPONENTS, own_component
-from zoo.config.trust import vet_model
+from zoo.saved.trust import vet_model
 
 from ...commands import ROOT
 

@@ -11,11 +11,10 @@ from torch import nn
 import zoo
 from kernels import UserError
 from tests.commands import Command
-from tests.zoo.conversion.public_folder import tensors, write
+from tests.zoo.saved.public.public_folder import tensors, write
 from tests.zoo.tiny import ByteTokenizer, TinyModel
 from zoo.evaluation.loaded import LoadedModel, load_subject
-from zoo.generation.generate import generate, generate_tokens
-from zoo.generation.stops import until
+from zoo.generation.generate import generate, generate_tokens, until
 from zoo.train.callbacks.samples import Samples
 
 from .test_generate import Scripted

@@ -11,7 +11,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kernels import UserError
-from zoo.evaluation.subject import Subject
+from zoo.evaluation.loaded import Subject
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kernels import UserError
 from zoo.evaluation.lm_eval.catalogue import BABILONG, CATALOGUE, CLOZE, RULER
 from zoo.evaluation.lm_eval.cloze import shortened
-from zoo.evaluation.subject import Subject
+from zoo.evaluation.loaded import Subject
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
 from zoo.files.hashing import file_digest
 

@@ -11,7 +11,7 @@ from zoo.data.synthetic.recall import number_of
 from zoo.data.text.needles import KEYS, NOISE, Needle, Wording, draw_needles, mentions
 from zoo.data.text.sentences import sentences
 from zoo.data.text.tokenizer import Tokenizer
-from zoo.evaluation.subject import Subject
+from zoo.evaluation.loaded import Subject
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
 from zoo.evaluation.tasks.haystack import Haystack, Placed
 

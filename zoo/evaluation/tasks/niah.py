@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from zoo.data.text.needles import EASY, STANDARD
-from zoo.evaluation.subject import Subject
+from zoo.evaluation.loaded import Subject
 from zoo.evaluation.task import Cell, Row
 from zoo.evaluation.tasks.needle_task import NeedleTask
 from zoo.evaluation.tasks.niah_score import niah_score, weighted_accuracy

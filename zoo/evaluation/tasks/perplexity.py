@@ -12,7 +12,7 @@ from zoo.data.batch import Batch
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.split import SplitByContent
 from zoo.data.text.tokenizer import Tokenizer
-from zoo.evaluation.subject import Subject
+from zoo.evaluation.loaded import Subject
 from zoo.evaluation.task import Cell, Options, Row, Task
 
 LENGTHS = (256, 512, 1024, 2048)

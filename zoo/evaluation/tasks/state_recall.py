@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from zoo.evaluation.loaded import Subject
 from zoo.evaluation.report import COLOURS, MARKERS, blank
-from zoo.evaluation.subject import Subject
 from zoo.evaluation.task import Cell, Row
 from zoo.evaluation.tasks.needles import SingleNeedle3
 

@@ -8,8 +8,7 @@ import torch
 
 from kernels import UserError
 from zoo.benchmarks.timing import synchronize
-from zoo.evaluation.loaded import LoadedModel
-from zoo.evaluation.subject import Subject
+from zoo.evaluation.loaded import LoadedModel, Subject
 from zoo.evaluation.task import Cell, Row, Task
 from zoo.generation.decoder import Decoder
 from zoo.generation.read import read

@@ -14,7 +14,7 @@ from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall
 from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, SelectiveCopy
 from zoo.data.synthetic.recall import Recall, RecallTask
 from zoo.data.synthetic.token_tasks import TokenSamples, TokenTask
-from zoo.evaluation.subject import Subject
+from zoo.evaluation.loaded import Subject
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
 
 SAMPLES = 200

@@ -8,10 +8,10 @@ import pytest
 
 from kernels import UserError
 from zoo import config as configs
-from zoo.config.trust import user_input, vet_run
 from zoo.data import Corpus, MixedText, Source
 from zoo.data.text.needles import KEYS, draw_needles
 from zoo.data.text.sentences import LONGEST, sentences
+from zoo.saved.trust import user_input, vet_run
 
 
 def some(number: int, path: str = "synthetic:needles") -> list[str]:

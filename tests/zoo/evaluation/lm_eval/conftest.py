@@ -12,8 +12,7 @@ import torch
 from mixers import GatedDeltaNet
 from tests.zoo.tiny import ByteTokenizer
 from zoo.data import Tokenizer, train_tokenizer
-from zoo.evaluation.loaded import LoadedModel
-from zoo.evaluation.subject import Scored
+from zoo.evaluation.loaded import LoadedModel, Scored
 from zoo.lm import LanguageModel, Uniform
 
 TEXTS = ["How do I open a jar? Turn the lid, and do not smash it on the floor. ", "She said hello to the green cat. "]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.zoo.conversion.public_folder import byte_level
 from tests.zoo.evaluation.lm_eval.conftest import TEXTS
 from tests.zoo.evaluation.lm_eval.test_model import PIQA, instances
+from tests.zoo.saved.public.public_folder import byte_level
 from zoo.evaluation.lm_eval.task import lm_eval_task
 from zoo.evaluation.loaded import load_subject
 from zoo.evaluation.task import Options

@@ -10,7 +10,7 @@ from kernels import UserError
 from tests.commands import Command
 from tests.zoo.data.synthetic import oracles
 from zoo.data import MQAR, Batch, Memorization, RecallTask, TokenTasks
-from zoo.evaluation.subject import Scored, TokenScores
+from zoo.evaluation.loaded import Scored, TokenScores
 from zoo.evaluation.task import Cell, Options, Task
 from zoo.evaluation.tasks import TASKS
 

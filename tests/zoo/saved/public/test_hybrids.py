@@ -1,0 +1,372 @@
+"""Qwen3-Next, Qwen3.5 and OLMo-Hybrid of transformers: weights and configs both ways, and equal logits."""
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import zoo
+from kernels import UserError
+from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory
+from zoo.saved.public.families import FAMILIES
+from zoo.saved.public.import_export import difference, exported, family_of, on_meta
+
+LENGTHS = (1, 7, 65, 77)  # of prompts, shorter and longer than a chunk
+# relative to the norm of all logits: fp32 rounding of both sides, each up to 1e-5 away from our logits in fp64
+TOLERANCE = 3e-5
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+QWEN = {**SIZES, "head_dim": 16}
+NEXT = {**QWEN, "num_experts": 0}
+OLMO = {**SIZES, "pad_token_id": 0, "eos_token_id": 1}
+TURNING = {"rope_type": "default", "rope_theta": 5e5}
+# the family's name without hf_, and the config of a small model of theirs
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", NEXT),
+    "qwen3_next, tied": ("qwen3_next", {**NEXT, "tie_word_embeddings": True}),
+    "qwen3_next, biases": ("qwen3_next", {**NEXT, "attention_bias": True, "rms_norm_eps": 1e-3}),
+    "qwen3_next, half of a head turns": (
+        "qwen3_next",
+        {**NEXT, "rope_parameters": {**TURNING, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_next, another order": (
+        "qwen3_next",
+        {**NEXT, "layer_types": ["full_attention", "linear_attention", "full_attention", "full_attention"]},
+    ),
+    "qwen3_next, one key head": ("qwen3_next", {**NEXT, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 3}),
+    "qwen3_5": ("qwen3_5", QWEN),
+    "qwen3_5, tied": ("qwen3_5", {**QWEN, "tie_word_embeddings": True}),
+    "qwen3_5, biases": ("qwen3_5", {**QWEN, "attention_bias": True, "num_key_value_heads": 1}),
+    "olmo_hybrid": ("olmo_hybrid", OLMO),
+    "olmo_hybrid, nothing turns": (
+        "olmo_hybrid",
+        {**OLMO, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "olmo_hybrid, all else": (
+        "olmo_hybrid",
+        {
+            **OLMO,
+            "rope_parameters": TURNING,
+            "attention_bias": True,
+            "linear_allow_neg_eigval": False,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-4,
+        },
+    ),
+}
+CLASSES = {
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
+}
+CONV = "model.layers.0.linear_attn."
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def theirs(oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
+    """Saves a small model of theirs, no parameter of which is a special value, and returns its folder."""
+    transformers = oracle("transformers")
+    # Wherever flash-linear-attention is installed, theirs would call its kernels: take the PyTorch functions behind.
+    # And of two the loop over time, because the chunked one sums decays in fp32 and loses digits.
+    for name in CLASSES:
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        for function in ("torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update"):
+            monkeypatch.setattr(module, function, inspect.unwrap(getattr(module, function)))
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule)
+
+    def save(name: str, config: Mapping[str, Any], dtype: torch.dtype = torch.float32, **how: Any) -> Path:
+        torch.manual_seed(0)
+        of_config, of_model = (getattr(transformers, kind) for kind in CLASSES[name])
+        model = of_model(of_config(**config))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        folder = tmp_path / "theirs"
+        model.to(dtype).save_pretrained(folder, **how)
+        return folder
+
+    return save
+
+
+def read(folder: Path) -> nn.Module:
+    """The model in a folder, as transformers reads it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    files = TensorFiles(folder)
+    return {name: files.tensor(name) for name in files.specs}
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    error = float((found - expected).norm() / expected.norm())
+    assert error < TOLERANCE, f"relative error {error:.2g}"
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_a_round_trip(theirs: Make, tmp_path: Path, case: str):
+    name, config = CASES[case]
+    folder = theirs(name, config)
+    zoo.convert(folder, tmp_path / "ours")
+    zoo.convert(tmp_path / "ours", tmp_path / "back", to=f"hf_{name}")
+    model, ours, back = read(folder), zoo.load(tmp_path / "ours"), read(tmp_path / "back")
+    for length in LENGTHS:
+        tokens = torch.randint(96, (2, length))
+        expected = model(tokens).logits
+        assert_close(ours(tokens)[0], expected)
+        assert torch.equal(back(tokens).logits, expected)
+    assert_same(back.state_dict(), model.state_dict())
+    if name != "olmo_hybrid":  # whose norms and convolutions transformers saves otherwise than they were released
+        assert_same(tensors(tmp_path / "back"), tensors(folder))
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
+def test_decoded_tokens(theirs: Make, case: str):
+    folder = theirs(*CASES[case])
+    model, ours, tokens = read(folder), zoo.load(folder), torch.randint(96, (2, 41))
+    logits, state = ours(tokens[:, :9], ours.init_state(2))
+    outputs = [logits]
+    for t in range(9, 41):
+        logits, state = ours(tokens[:, t : t + 1], state)
+        outputs.append(logits)
+    assert_close(torch.cat(outputs, 1), model(tokens).logits)
+    cuts = torch.tensor([0, 9, 41], dtype=torch.int32)
+    packed = ours(tokens[:1], cu_seqlens=cuts)[0]
+    assert_close(packed, torch.cat([model(tokens[:1, :9]).logits, model(tokens[:1, 9:]).logits], 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5, tied", "olmo_hybrid, all else"])
+def test_shards_in_bf16(theirs: Make, tmp_path: Path, case: str):
+    name, config = CASES[case]
+    folder = theirs(name, config, torch.bfloat16, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    zoo.convert(folder, tmp_path / "ours", max_shard_size=30_000)
+    zoo.convert(tmp_path / "ours", tmp_path / "back", to=f"hf_{name}", max_shard_size=50_000)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
+    found, expected = read(tmp_path / "back"), read(folder)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert_same(found.state_dict(), expected.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_gates_in_fp32_beside_bf16_stay(theirs: Make, tmp_path: Path):
+    folder = theirs("qwen3_next", NEXT, torch.bfloat16)
+    file = folder / "model.safetensors"
+    mixed = {name: x.float() + 1e-4 if "A_log" in name else x for name, x in load_file(file).items()}
+    save_file(mixed, file)
+    zoo.convert(folder, tmp_path / "ours")
+    zoo.convert(tmp_path / "ours", tmp_path / "back", to="hf_qwen3_next")
+    assert_same(tensors(tmp_path / "back"), mixed)
+
+
+def released(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """OLMo-Hybrid's weights under the names, and with the convolutions, of the published checkpoints."""
+    found = dict(saved)
+    for layer in range(4):
+        at = f"model.layers.{layer}."
+        if layer == 3:
+            found[f"{at}post_attention_layernorm.weight"] = found.pop(f"{at}feedforward_layer_norm.weight")
+        else:
+            names = [f"{at}linear_attn.{x}_conv1d.weight" for x in "qkv"]
+            whole = torch.cat([found[name] for name in names])
+            found |= {name: x.clone() for name, x in zip(names, whole.split([16, 16, 48]), strict=True)}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@torch.no_grad()
+@pytest.mark.parametrize("packed", [False, True])
+def test_olmo_hybrid_as_it_was_released(theirs: Make, tmp_path: Path, packed: bool):
+    folder = theirs("olmo_hybrid", OLMO)
+    model, file = read(folder), folder / "model.safetensors"
+    weights = released(load_file(file))
+    save_file(weights, file)
+    zoo.convert(folder, tmp_path / "ours")
+    zoo.convert(tmp_path / "ours", tmp_path / "back", to="huggingface")
+    assert_same(tensors(tmp_path / "back"), weights)
+    if packed:  # as transformers names and packs them in memory
+        save_file({name: x.contiguous() for name, x in model.state_dict().items()}, file)
+    assert_same(zoo.load(folder).state_dict(), zoo.load(tmp_path / "ours").state_dict())
+    tokens = torch.randint(96, (1, 33))
+    assert_close(zoo.load(folder)(tokens)[0], model(tokens).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {**w, f"{CONV}k_conv1d.weight": torch.ones(9, 1, 4)}, "other shapes .*k_conv1d.weight"),
+        (lambda w: {**w, f"{CONV}v_conv1d.weight": torch.ones(48, 1, 3)}, "other shapes .*v_conv1d.weight"),
+        (lambda w: {**w, f"{CONV}q_conv1d.weight": torch.tensor(1.0)}, "other shapes .*q_conv1d.weight"),
+        (lambda w: {**w, f"{CONV}conv1d.weight": torch.ones(80, 1, 4)}, "holds .*linear_attn.conv1d.weight"),
+        (lambda w: {k: x for k, x in w.items() if "0.linear_attn.q_conv" not in k}, "lacks .*q_conv1d.weight"),
+        (lambda w: {**w, "model.layers.0.input_layernorm.weight": torch.ones(48)}, "holds .*input_layernorm"),
+        (lambda w: {**w, "model.layers.3.input_layernorm.weight": torch.ones(48)}, "holds .*3.input_layernorm"),
+        (lambda w: {**w, "lm_head.bias": torch.ones(96)}, "holds lm_head.bias"),
+    ],
+    ids=["rows", "taps", "a number", "twice", "missing", "a norm twice", "of another kind of layer", "a bias"],
+)
+def test_weights_that_do_not_fit(theirs: Make, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str):
+    folder = theirs("olmo_hybrid", OLMO)
+    save_file(change(released(load_file(folder / "model.safetensors"))), folder / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        zoo.load(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_configs_leave_out_is_as_in_theirs(oracle: Callable[[str], Any], name: str):
+    transformers, family = oracle("transformers"), next(f for f in FAMILIES if f.name == f"hf_{name}")
+    of_config, of_model = (getattr(transformers, kind) for kind in CLASSES[name])
+    given = {"num_hidden_layers": 4, "vocab_size": 1000} | ({"num_experts": 0} if name == "qwen3_next" else {})
+    config = of_config(**given, **({"pad_token_id": None} if name == "olmo_hybrid" else {}))
+    with torch.device("meta"):
+        theirs = of_model(config)
+    ours = on_meta(family.read(given))
+    assert sum(parameter.numel() for parameter in theirs.parameters()) == ours.num_parameters()
+    assert difference(ours, on_meta(family.read(config.to_dict()))) is None
+
+
+@pytest.mark.parity
+@torch.no_grad()
+def test_the_text_of_qwen3_5_inside_a_model_that_sees(theirs: Make, caplog: pytest.LogCaptureFixture):
+    folder = theirs("qwen3_5", QWEN)
+    model, file, config = read(folder), folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    inside = {name.replace("model.", "model.language_model.", 1): x for name, x in load_file(file).items()}
+    others = {"mtp.fc.weight": torch.ones(3, 3), "model.visual.patch_embed.proj.weight": torch.ones(2, 2)}
+    save_file({**inside, **others}, file)
+    config["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    whole = {"model_type": "qwen3_5", "text_config": config, "vision_config": {"depth": 3}, "image_token_id": 5}
+    (folder / "config.json").write_text(json.dumps(whole))
+    tokens = torch.randint(96, (1, 33))
+    assert_close(zoo.load(folder)(tokens)[0], model(tokens).logits)
+    told = next(record.getMessage() for record in caplog.records if "has no use for" in record.getMessage())
+    assert all(name in told for name in others)  # nothing is lost in silence
+
+
+@pytest.mark.parametrize(("outer", "inner", "tied"), [(True, False, True), (False, True, False), (None, True, True)])
+def test_the_larger_model_says_whether_embeddings_are_tied(outer: bool | None, inner: bool, tied: bool):
+    layers = {"num_hidden_layers": 4, "hidden_size": 64, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+    whole = {"model_type": "qwen3_5", "text_config": {**layers, "tie_word_embeddings": inner}}
+    whole |= {} if outer is None else {"tie_word_embeddings": outer}
+    assert family_of(whole, Path()).read(whole)["tie_embeddings"] == tied
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
+def test_a_model_of_ours_as_theirs(theirs: Make, tmp_path: Path, name: str):
+    first = zoo.load(theirs(*CASES[name]))
+    first.reset_parameters()  # with our initial values
+    public = exported(first, TensorsInMemory(first.state_dict()), f"hf_{name}")
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    save_file(
+        {key: public.weights.tensor(key).contiguous() for key in public.weights.specs}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(public.config))
+    tokens = torch.randint(96, (2, 35))
+    assert_close(read(folder)(tokens).logits, first(tokens)[0])
+    assert_same(zoo.load(folder).state_dict(), first.state_dict())
+
+
+def folder_of(tmp_path: Path, **config: Any) -> Path:
+    """A folder whose config.json is all that matters."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_next", **NEXT, **config}))
+    save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_experts": 8}, "num_experts is 8; our mixers can do 0, as they have no experts"),
+        ({"hidden_act": "gelu"}, r'hidden_act is "gelu"; our mixers can do "silu"'),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_parameters is .*yarn.*; .* \"default\""),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is .*linear"),
+        ({"rope_theta": None}, "rope_theta is null; our mixers can do a number"),
+        ({"layer_types": ["linear_attention"] * 3}, r"layer_types is .*one of them for each of the 4 layers"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types is .*sliding.*linear_attention and full_attention"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0; our mixers can do 1 or more"),
+        ({"use_sliding_window": True}, "use_sliding_window is true"),
+        ({"model_type": "qwen3_5", "num_experts": None, "attn_output_gate": False}, "attn_output_gate is false"),
+        ({"model_type": "qwen3_5_moe"}, 'model_type "qwen3_5_moe", .*known: '),
+        (
+            {"model_type": "olmo_hybrid", "num_experts": None, "head_dim": None, "layer_types": ["full_attention"] * 4},
+            "layer_types is .*linear_attention and full_attention in one model",
+        ),
+    ],
+    ids=str,
+)
+def test_configs_that_we_cannot_follow(tmp_path: Path, config: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message) as raised:
+        zoo.convert(folder_of(tmp_path, **config), tmp_path / "ours")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "ours").exists()
+
+
+def test_layers_without_experts_among_those_that_could_have_them(tmp_path: Path):
+    with pytest.raises(UserError, match=r"theirs does not fit the model"):  # the config itself is fine
+        zoo.convert(folder_of(tmp_path, num_experts=8, mlp_only_layers=[0, 1, 2, 3]), tmp_path / "ours")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "to", "message"),
+    [
+        ((), "hf_qwen3_nxt", r"to: 'hf_qwen3_nxt' is not one of fla, huggingface, .*did you mean 'hf_qwen3_next'"),
+        ((), "hf_qwen3_5", r"hf_qwen3_5 cannot hold this model: .*RMSNorm"),
+        (("model.norm=ZeroCentredRMSNorm", "model.stack.mixer.gate=head"), "hf_qwen3_next", "cannot hold this model"),
+        (("model.norm=SimpleRMSNorm",), "hf_llama", "cannot hold this model: .*RMSNorm"),
+        (("model.norm=LayerNorm",), "hf_llama", r"cannot hold this model: .*LayerNorm"),
+        (("model.stack.mixer.bias=true",), "hf_olmo_hybrid", "linear_attention and full_attention in one model"),
+    ],
+    ids=str,
+)
+def test_models_that_a_family_cannot_hold(overrides: tuple[str, ...], to: str, message: str):
+    sizes = ("model.vocab_size=96", "model.hidden_size=48", "model.num_heads=4", "model.num_layers=2")
+    model = zoo.build("transformer.yaml", *sizes, *overrides, device="meta")
+    with pytest.raises(UserError, match=message):
+        exported(model, TensorsInMemory(model.state_dict()), to)

@@ -1,0 +1,44 @@
+"""An exported model is the model, in files that need no pickle."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zoo
+from kernels import UserError
+from tests.commands import Command
+from zoo.saved.export import export
+
+pytest_plugins = "tests.desk"
+
+
+@pytest.mark.slow
+def test_an_exported_run_is_the_run(command: Command, finished: Path, desk: Path):
+    run = finished / "runs" / "done"
+    done = command("export", "--checkpoint", str(run), "--output", "exported")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == ["exported", 'next: python cli.py generate --checkpoint exported --prompt "def "']
+    assert sorted(path.name for path in (desk / "exported").iterdir()) == [
+        "config.yaml",
+        "hashes.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    expected = zoo.load(run).state_dict()
+    for found in (load_file(desk / "exported" / "model.safetensors"), zoo.load(desk / "exported").state_dict()):
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert zoo.load_tokenizer(desk / "exported").to_json() == zoo.load_tokenizer(run).to_json()
+
+
+def test_a_folder_that_cannot_be_written(finished: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot be written"):
+        export(finished / "runs" / "done", tmp_path / "file" / "folder")
+
+
+def test_what_is_no_run(tmp_path: Path):
+    with pytest.raises(UserError, match="there is nothing at"):
+        export(tmp_path / "nowhere", tmp_path / "folder")

@@ -1,0 +1,115 @@
+"""What verbs write replaces nothing, or with --overwrite what such a verb wrote."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import zoo
+from tests.commands import Command
+from tests.zoo.saved.public.public_folder import write
+
+pytest_plugins = "tests.desk"
+VERBS = {
+    "export": ("--checkpoint=run",),
+    "convert": ("--checkpoint=theirs",),
+    "convert back": ("--checkpoint=ours", "--to=fla"),
+    "statex": ("--checkpoint=ours", "--layers=1"),
+    "report": ("run",),
+}
+MINE = {
+    "the folder of a run": "checkpoints/last.ckpt",
+    "a folder that holds config.yaml": "config.yaml",
+    "a folder that holds thesis.tex": "thesis.tex",
+}
+
+
+@pytest.fixture
+def sources(finished: Path, desk: Path) -> Path:
+    """A run, a public model and one of ours."""
+    shutil.copytree(finished / "runs" / "done", desk / "run")
+    zoo.convert(write(desk / "theirs"), desk / "ours")
+    return desk
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_there_is_replaced_only_by_request(command: Command, sources: Path, verb: str):
+    arguments = (verb.split()[0], *VERBS[verb], "--output=page.html" if verb == "report" else "--output=new")
+    assert command(*arguments).code == 0
+    before = files(sources)
+    done = command(*arguments)
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "exists already and is a" in done.err
+    assert "choose another, or replace it by --overwrite" in done.err
+    assert files(sources) == before
+    if verb != "report":
+        (sources / "new" / "notes.txt").write_text("mine")
+        (sources / "new" / "model-00001-of-00002.safetensors").write_text("of an earlier model, in two files")
+    assert command(*arguments, "--overwrite").code == 0
+    if verb == "report":
+        return
+    assert {path.name for path in (sources / "new").iterdir()} == {
+        *(name.removeprefix("new/") for name in before if name.startswith("new/")),
+        "notes.txt",
+    }
+    zoo.load(sources / "new")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("there", MINE)
+@pytest.mark.parametrize("verb", ["export", "convert", "convert back", "statex"])
+def test_nothing_else_is_replaced(command: Command, sources: Path, verb: str, there: str):
+    (sources / "new" / MINE[there]).parent.mkdir(parents=True)
+    (sources / "new" / MINE[there]).write_text("mine")
+    before = files(sources)
+    done = command(verb.split()[0], *VERBS[verb], "--output=new", "--overwrite")
+    assert done.code == 2
+    assert f"output: new exists already and is {there}, which is never replaced" in done.err
+    assert files(sources) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("export", "--checkpoint=run", "--output=run"), "run exists already and is the folder of a run"),
+        (("export", "--checkpoint=run", "--output=run/checkpoints"), "is the folder of a run"),
+        (("export", "--checkpoint=run", "--output=theirs"), "theirs exists already and is a public model"),
+        (("convert", "--checkpoint=ours", "--to=fla", "--output=ours"), "output: ours is the checkpoint that is read"),
+        (("convert", "--checkpoint=theirs", "--output=theirs"), "output: theirs is the checkpoint that is read"),
+        (("statex", "--checkpoint=ours", "--output=./ours"), "output: ours is the checkpoint that is read"),
+        (("export", "--checkpoint=run", "--output=link"), "link exists already and is a link"),
+        (("report", "run", "--output=link.html"), "link.html exists already and is a link"),
+    ],
+)
+def test_other_models_and_links(command: Command, sources: Path, arguments: tuple[str, ...], message: str):
+    (sources / "link").symlink_to(sources / "ours")
+    (sources / "link.html").symlink_to(sources / "tiny.yaml")
+    before = files(sources)
+    done = command(*arguments, "--overwrite")
+    assert done.code == 2
+    assert message in done.err
+    assert files(sources) == before
+
+
+@pytest.mark.slow
+def test_nothing_of_the_old_model_is_left(command: Command, sources: Path):
+    """A tokenizer next to weights that have none would be taken for theirs."""
+    arguments = ("export", "--checkpoint=run", "--output=new")
+    assert command(*arguments).code == 0
+    (sources / "new" / "generation_config.json").write_text("{}")
+    assert command(*arguments, "--overwrite").code == 0
+    assert not (sources / "new" / "generation_config.json").exists()
+
+
+def test_a_page_of_somebody_else_is_not_replaced(command: Command, sources: Path):
+    (sources / "page.html").write_text("<html>mine</html>")
+    done = command("report", "run", "--output=page.html", "--overwrite")
+    assert done.code == 2
+    assert "page.html exists already and is a file, which is never replaced" in done.err

@@ -1,1 +1,0 @@
-"""Public checkpoints: what other projects' layouts mean in our terms, and back."""

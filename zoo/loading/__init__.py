@@ -1,1 +1,0 @@
-"""Loading trained models from runs, checkpoints and exported folders."""

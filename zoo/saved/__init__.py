@@ -1,0 +1,1 @@
+"""Saved models: opening, exporting and converting them, and enlarging their state."""

@@ -1,0 +1,75 @@
+"""`convert`: public checkpoints to this project's format, and models of this project to public layouts."""
+
+import json
+import logging
+from pathlib import Path
+
+from kernels import UserError
+from zoo.checkpoints.signature import sign
+from zoo.checkpoints.tensor_files import SHARD_BYTES
+from zoo.files.output import check_output, check_shard_size
+from zoo.files.safe_yaml import dump_yaml
+from zoo.saved.exported_folder import CONFIG, TOKENIZER, write_folder
+from zoo.saved.model import SavedModel
+from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
+from zoo.saved.public.folder import is_public
+from zoo.saved.public.import_export import exported
+from zoo.saved.public.model_card import NAME as CARD
+from zoo.saved.public.model_card import model_card
+from zoo.saved.public.tokenizer import stop_config, tokenizer_files
+
+log = logging.getLogger(__name__)
+
+
+def convert(
+    checkpoint: str | Path,
+    output: str | Path,
+    to: str | None = None,
+    max_shard_size: int = SHARD_BYTES,
+    trust: bool = False,
+    overwrite: bool = False,
+) -> Path:
+    """Convert a public checkpoint into a model of this project, or, with `to`, a model into a public layout.
+
+    A public folder gets a model card, README.md. Fields that the run does not record are left to be filled in.
+    Weights keep their dtype and are converted a shard at a time. Nothing in the checkpoint is run.
+
+    Args:
+        checkpoint: A folder of Hugging Face or flash-linear-attention; with `to` also a run's folder, a .ckpt file or
+            an exported folder.
+        output: The folder to write.
+        to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
+            hold the model, such as `hf_qwen3_next`; None for the format that `export` writes.
+        max_shard_size: Bytes of a file with weights, at most; larger models are divided.
+        trust: Whether to import and call what the model's config names, even if someone else wrote it.
+        overwrite: Whether to replace a model of the same kind that was written there; other files in the folder stay.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: The checkpoint is unknown, incomplete, damaged or of a kind that cannot be converted, or the output
+            holds something else or cannot be written.
+    """
+    folder = Path(output)
+    check_output(folder, "an exported model" if to is None else "a public model", overwrite, checkpoint)
+    check_shard_size(max_shard_size)
+    saved = SavedModel.open(checkpoint, trust)
+    config = saved.config  # raises if there is nothing
+    if to is None and not is_public(checkpoint):
+        raise UserError(f"to: null reads public checkpoints, and {checkpoint} is not one; choose fla or huggingface.")
+    tokenizer = saved.tokenizer
+    if tokenizer is None:
+        log.warning("%s has no tokenizer.json, so the converted model has no tokenizer.", checkpoint)
+    if to is None:
+        texts = {CONFIG: dump_yaml(config)} | ({} if tokenizer is None else {TOKENIZER: tokenizer.to_json()})
+        write_folder(folder, texts, saved.weights, max_shard_size, hashed=True, signature=sign(config))
+        return folder
+    model, weights = saved.on_meta()
+    public = exported(model, weights, to)
+    ends = {} if tokenizer is None else stop_config(tokenizer)
+    texts = {PUBLIC_CONFIG: json.dumps({**public.config, **ends}, indent=2)}
+    texts |= {} if tokenizer is None else tokenizer_files(tokenizer)
+    texts[CARD] = model_card(folder.name, model, config, Path(checkpoint), public.family)
+    write_folder(folder, texts, public.weights, max_shard_size)
+    return folder

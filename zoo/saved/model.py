@@ -1,0 +1,369 @@
+"""`SavedModel`: one way to open what was saved; `load` and `load_tokenizer`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jsonargparse import Namespace
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo.checkpoints.format import KEY, check_weights, load_tensors, read_hashed_checkpoint, weights_in
+from zoo.checkpoints.signature import is_own
+from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory, Weights, has_tensor_files
+from zoo.checkpoints.zero_shards import SHARDS
+from zoo.config.build import from_config
+from zoo.config.moved import with_current_paths
+from zoo.config.parser import parse_model
+from zoo.config.serialise import to_dict
+from zoo.data.text.tokenizer import Tokenizer
+from zoo.files.hashing import combined, file_digest
+from zoo.files.links import check_inside
+from zoo.files.safe_yaml import decode_yaml
+from zoo.lm.model import LanguageModel
+from zoo.saved.exported_folder import CONFIG, TOKENIZER, ExportedFiles
+from zoo.saved.public.folder import PublicFolder, is_public
+from zoo.saved.public.import_export import Imported, imported
+from zoo.saved.public.tokenizer import read_tokenizer
+from zoo.saved.trust import check_sizes, vet_model
+
+
+class SavedModel(ABC):
+    """A model that was saved. Nothing is read before it is needed, and each file is read and hashed once.
+
+    `SavedModel.open(path)` takes a run's folder, a .ckpt file (also of a sharded checkpoint), an exported folder, or a
+    public folder in one of the layouts that `convert` reads. All properties raise a UserError if the model does not
+    exist, is damaged or is of another format.
+
+    Attributes:
+        path: Where the model was opened.
+        trust: Whether its config may name any class, and its tokenizer take any time, even if someone else saved it.
+    """
+
+    def __init__(self, path: str | Path, trust: bool = False):
+        self.path, self.trust = Path(path), trust
+
+    @staticmethod
+    def open(path: str | Path, trust: bool = False) -> "SavedModel":
+        """The saved model at a path, of the kind that is there."""
+        if is_public(path):
+            return _Public(path, trust)
+        return _Exported(path, trust) if has_tensor_files(Path(path)) else Checkpoint(path, trust)
+
+    @property
+    @abstractmethod
+    def source(self) -> Path:
+        """The file with the config, which error messages name."""
+
+    @property
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """The config of its run, with the entry `model`; not vetted yet."""
+
+    @property
+    def signature(self) -> Any:
+        """The signature of the config; None if it has none."""
+        return None
+
+    @property
+    @abstractmethod
+    def weights(self) -> Weights:
+        """The weights, in the dtypes that they were saved in; those of safetensors are read one at a time."""
+
+    @property
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """The files with the weights."""
+
+    @cached_property
+    def identity(self) -> str:
+        """The hash of `files`, for records of what was measured."""
+        return combined([self._digest(file) for file in self.files])
+
+    def _digest(self, file: Path) -> str:
+        return file_digest(file)
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer | None:
+        """Its tokenizer; None if it was saved without one."""
+
+    @property
+    def required_tokenizer(self) -> Tokenizer:
+        """Its tokenizer; a UserError if it was saved without one."""
+        if (tokenizer := self.tokenizer) is None:
+            raise UserError(
+                f"checkpoint: {self.path} was saved without a tokenizer, so it cannot process text; "
+                "zoo.load gives the model"
+            )
+        return tokenizer
+
+    @cached_property
+    def is_trusted(self) -> bool:
+        """Return whether the config may name any class: the user trusts or has signed it."""
+        return self.trust or is_own(self.config, self.signature)
+
+    @cached_property
+    def model_config(self) -> dict[str, Any]:
+        """The key `model` of the config with current class paths, vetted unless it is trusted."""
+        model = with_current_paths(self.config["model"])
+        if not self.is_trusted:
+            vet_model(model, self.source)
+        return model
+
+    def load(self, device: torch.device | str = "cpu") -> LanguageModel:
+        """The trained model, in evaluation mode; a UserError as for `on_meta`, or if the device is invalid."""
+        _check_device(device)
+        # the weights are compared with the config before memory is taken for it
+        config, _, weights = self._described(self.model_config)
+        model = self._built(config)
+        load_tensors(model, weights, self._weights_path)
+        return model.to(device).eval()
+
+    def on_meta(self) -> tuple[LanguageModel, Weights]:
+        """The model without memory for its weights, and its weights by the names of its state dict.
+
+        A UserError if it is not trusted, or the weights are damaged or of another model.
+        """
+        return self._described(self.model_config)[1:]
+
+    def check_sizes(self) -> None:
+        """Compare the weights with a config that is not trusted, but was vetted by other means."""
+        self._described(self.config["model"])
+
+    def _described(self, model_config: dict[str, Any]) -> tuple[Namespace, LanguageModel, Weights]:
+        """The parsed config, the model on the meta device, and its weights by the names of its state dict."""
+        weights = self.weights
+        with self._named():
+            config = parse_model({"model": model_config})
+        if not self.is_trusted:
+            check_sizes(to_dict(config)["model"], weights.specs, self._weights_path)
+        with self._named():
+            model = self._built(config, "meta")
+        check_weights(weights.specs, model, self._weights_path)
+        if weights.specs.keys() == model.state_dict().keys():
+            return config, model, weights
+        named = {name: weights.tensor(name) for name in weights.specs}  # by the names of fused parameters
+        filled = self._built(config, "meta")
+        filled.load_state_dict(named, assign=True)
+        return config, model, TensorsInMemory(filled.state_dict())
+
+    def _built(self, config: Namespace, device: str | None = None) -> LanguageModel:
+        """The model of the parsed config, with fresh weights, or without memory for them on the device meta."""
+        built = from_config(config, device)
+        built.config = {"model": with_current_paths(self.config["model"])}
+        return built
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Turn what a constructor raises for an impossible value in the config into a UserError."""
+        try:
+            yield
+        except UserError:  # which is a ValueError
+            raise
+        except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError) as error:
+            message = " ".join(str(error).split())
+            raise UserError(f"checkpoint: {self.source}: its model cannot be built: {message}") from error
+
+    @property
+    def _weights_path(self) -> Path:
+        """The place of the weights, for messages."""
+        return self.files[0] if len(self.files) == 1 else self.source.parent
+
+    def _check_config(self, config: Any) -> dict[str, Any]:
+        if not isinstance(config, dict) or "model" not in config:
+            raise UserError(f"checkpoint: {self.source} has no config of a model")
+        return config
+
+    def _tokenizer_file(self, files: ExportedFiles) -> Tokenizer:
+        file = self.path / TOKENIZER
+        try:
+            text = files.read(TOKENIZER).decode()
+        except (UnicodeDecodeError, OSError) as error:
+            raise UserError(f"checkpoint: {file} cannot be read as text: {error}") from None
+        return Tokenizer.from_json(text, f"checkpoint: the tokenizer of {file}", self.trust)
+
+
+class Checkpoint(SavedModel):
+    """A .ckpt file, or the last one of a run's folder."""
+
+    @cached_property
+    def source(self) -> Path:
+        return checkpoint_of(self.path)
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.source]
+
+    @cached_property
+    def _contents(self) -> tuple[dict[str, Any], str]:
+        """Parts of the checkpoint, without the states of optimisers; and the hash of the file."""
+        checkpoint, digest = read_hashed_checkpoint(self.source)
+        if checkpoint[KEY]["config"] is None:
+            raise UserError(
+                f"checkpoint: {self.source} holds no config to build its model from, as that was not made by "
+                "zoo.build or zoo.load"
+            )
+        return {key: checkpoint[key] for key in (KEY, SHARDS, "state_dict") if key in checkpoint}, digest
+
+    def _digest(self, file: Path) -> str:
+        return self._contents[1]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        config = self._contents[0][KEY]["config"]
+        if self.path.is_dir() and not is_own(config, self.signature):
+            check_inside(self.source, self.path)
+        return self._check_config(config)
+
+    @property
+    def signature(self) -> Any:
+        return self._contents[0][KEY].get("signature")
+
+    @cached_property
+    def weights(self) -> Weights:
+        return TensorsInMemory(weights_in(self._contents[0], self.source))
+
+    @property
+    def tokenizer_json(self) -> str | None:
+        """The tokenizer as it was saved; None without one."""
+        return self._contents[0][KEY]["tokenizer"]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        if (self.path / TOKENIZER).is_file():
+            return self._tokenizer_file(ExportedFiles(self.path))
+        if (text := self.tokenizer_json) is None:
+            return None
+        return Tokenizer.from_json(text, f"checkpoint: the tokenizer of {self.source}", self.trust)
+
+
+class _Exported(SavedModel):
+    """A folder that `export` or `convert` wrote."""
+
+    @cached_property
+    def _files(self) -> ExportedFiles:
+        return ExportedFiles(self.path)
+
+    def _digest(self, file: Path) -> str:
+        return self._files.digest(file)
+
+    @property
+    def source(self) -> Path:
+        return self.path / CONFIG
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        self._files.check()
+        if not self.source.is_file():
+            raise UserError(f"checkpoint: {self.source} is missing, or config.json if it is a public checkpoint")
+        try:
+            data = self._files.read(CONFIG)
+        except OSError as error:
+            raise UserError(f"checkpoint: {self.source} cannot be read as text: {error}") from None
+        return self._check_config(decode_yaml(data, f"checkpoint: {self.source}"))
+
+    @property
+    def signature(self) -> Any:
+        return self._files.signature
+
+    @cached_property
+    def weights(self) -> TensorFiles:
+        self._files.check()
+        return TensorFiles(self.path)
+
+    @property
+    def files(self) -> list[Path]:
+        return self.weights.files
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._tokenizer_file(self._files) if (self.path / TOKENIZER).is_file() else None
+
+
+class _Public(SavedModel):
+    """A folder of Hugging Face or flash-linear-attention."""
+
+    @cached_property
+    def _folder(self) -> PublicFolder:
+        return PublicFolder(self.path)
+
+    @cached_property
+    def _imported(self) -> Imported:
+        return imported(self._folder)
+
+    @property
+    def source(self) -> Path:
+        return self._folder.config_file
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return {"model": self._imported.model}
+
+    @property
+    def weights(self) -> Weights:
+        return self._imported.weights
+
+    @property
+    def files(self) -> list[Path]:
+        return self._imported.files
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        return read_tokenizer(self._folder, self.trust)
+
+
+def load(path: str | Path, device: torch.device | str | None = None, trust: bool = False) -> LanguageModel:
+    """Load the trained model of a checkpoint, a run's folder, an exported or a public folder, in evaluation mode.
+
+    Args:
+        path: A `.ckpt` file, a folder of a run, a folder that `export` or `convert` wrote, or a folder of Hugging Face
+            or flash-linear-attention in one of the layouts that `convert` reads.
+        device: Device of the model; None is the CPU.
+        trust: Whether to import and call whatever classes its config names. Otherwise a model that someone else saved
+            may only use components of this project, and mixers that you or an installed plug-in registered.
+
+    Raises:
+        UserError: The model does not exist, is damaged, not trusted, or of another format; or the device is invalid.
+    """
+    return SavedModel.open(path, trust).load(device or "cpu")
+
+
+def load_tokenizer(path: str | Path, trust: bool = False) -> Tokenizer:
+    """Load the tokenizer of a saved model.
+
+    Args:
+        path: As for `load`.
+        trust: Whether to use it even if it may take much time or memory.
+
+    Raises:
+        UserError: The tokenizer is missing or damaged.
+    """
+    return SavedModel.open(path, trust).required_tokenizer
+
+
+def checkpoint_of(path: str | Path) -> Path:
+    """The checkpoint file that `path` refers to: the file itself, or the last checkpoint of a run's folder."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        for file in (path / "checkpoints" / "last.ckpt", path / "last.ckpt"):
+            if file.is_file():
+                return file
+        raise UserError(f"checkpoint: the folder {path} holds no checkpoints/last.ckpt")
+    run = Path("runs") / path
+    neighbours = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    hint = f"; did you mean {run}?" if run.exists() else did_you_mean(path.name, neighbours)
+    raise UserError(f"checkpoint: there is nothing at {path}{hint}")
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # unknown, or not usable by this PyTorch
+        raise UserError(f"device: {device} cannot be used here: {str(error).splitlines()[0]}") from None

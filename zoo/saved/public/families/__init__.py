@@ -1,0 +1,9 @@
+"""The families of public checkpoints, one file for each layout."""
+
+from zoo.saved.public.families import fla, hybrids, llama, mamba
+from zoo.saved.public.family import Family
+
+# the first of a target that can hold a model is the one that it is converted to
+FAMILIES: tuple[Family, ...] = (*fla.FAMILIES, *mamba.FAMILIES, *llama.FAMILIES, *hybrids.FAMILIES)
+
+__all__ = ["FAMILIES"]

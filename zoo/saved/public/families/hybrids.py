@@ -1,0 +1,328 @@
+"""Qwen3.5, Qwen3-Next and OLMo-Hybrid of transformers: hybrids of Gated DeltaNet and attention, without experts."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from mixers import GatedDeltaNet, SoftmaxAttention
+from zoo.lm.model import LanguageModel
+from zoo.saved.public.families import llama
+from zoo.saved.public.family import TIED, Config, Family, component, keys_of, mlp_size, model_of, refusal, words
+from zoo.saved.public.tensors import Recut, Rows, Rule, rows
+
+_LINEAR, _FULL = "GatedDeltaNet", "SoftmaxAttention"
+_KINDS = {"linear_attention": "L", "full_attention": "A"}
+_COMMON: Any = {"target": "huggingface", "mixers": frozenset({_LINEAR, _FULL})}
+_OPTIONS = dict(rms_norm_eps=1e-6, attention_bias=False, layer_types=None, linear_conv_kernel_dim=4)
+_KEYS: dict[str, Any] = {**_OPTIONS, TIED: False, **llama.ROTARY_KEYS}
+
+
+def _in_layer(
+    theirs: str, *ours: str, per: str | None = None, of: str | None = None, aliases: Sequence[str] = ()
+) -> Rows:
+    """The rule of a tensor of a layer, without what comes before in the names."""
+    prefix, our_prefix = "model.layers.{layer}.", "layers.{layer}."
+    return rows(prefix + theirs, *(our_prefix + o for o in ours), per=per, of=of, aliases=[prefix + a for a in aliases])
+
+
+def _in_mixer(of: str, names: Mapping[str, str]) -> tuple[Rows, ...]:
+    """The rules of tensors of one kind of mixer (theirs → ours)."""
+    place = "self_attn" if of == _FULL else "linear_attn"
+    return tuple(_in_layer(f"{place}.{theirs}", f"mixer.{ours}", of=of) for theirs, ours in names.items())
+
+
+def _biased(theirs: str, ours: str) -> dict[str, str]:
+    return {f"{theirs}.{part}": f"{ours}.{part}" for part in ("weight", "bias")}
+
+
+_MLP = tuple(_in_layer(theirs, ours) for theirs, ours in llama.MLP.items())
+_ATTENTION = _in_mixer(
+    _FULL,
+    {
+        **_biased("k_proj", "in_proj.k"),
+        **_biased("v_proj", "in_proj.v"),
+        **_biased("o_proj", "o_proj"),
+        "q_norm.weight": "q_norm.weight",
+        "k_norm.weight": "k_norm.weight",
+    },
+)
+_GATES = _in_mixer(_LINEAR, {"A_log": "decay.A_log", "dt_bias": "decay.dt_bias"})
+
+
+def _model(config: Config, linear: dict[str, Any], full: dict[str, Any], post_norm: bool = False) -> dict[str, Any]:
+    """Our `model` config, for their keys and further arguments of both mixers."""
+    taps, bias = config["linear_conv_kernel_dim"], config["attention_bias"]
+    if taps < 1:
+        raise refusal("linear_conv_kernel_dim", taps, "1 or more")
+    letters = _letters(config)
+    mixers = {
+        "A": component(
+            _FULL,
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            qk={"map": llama.rotary_map(config)},
+            bias=bias,
+            output_bias=bias,
+            **full,
+        ),
+        "L": component(
+            _LINEAR,
+            num_heads=config["linear_num_value_heads"],
+            num_key_heads=config["linear_num_key_heads"],
+            head_dim=config["linear_key_head_dim"],
+            value_dim=config["linear_value_head_dim"],
+            qk={"conv": taps, "activation": "silu", "norm": "l2"},
+            v={"conv": taps, "activation": "silu"},
+            **linear,
+        ),
+    }
+    stack = component("Pattern", pattern=letters, mixers={letter: mixers[letter] for letter in sorted(set(letters))})
+    if post_norm and "A" in letters:
+        stack["init_args"]["post_norm"] = "A"
+    sizes = {"num_heads": config["num_attention_heads"], "intermediate_size": config["intermediate_size"]}
+    return model_of(config, config["rms_norm_eps"], stack, **sizes)
+
+
+def _kinds_of(config: Config) -> list[str]:
+    """The kind of each layer, by default full attention at every fourth."""
+    types, count = config["layer_types"], config["num_hidden_layers"]
+    if types is None:
+        every = config.get("full_attention_interval", 4)
+        types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    if len(types) != count or set(types) - set(_KINDS):
+        raise refusal("layer_types", types, f"{' and '.join(_KINDS)}, one of them for each of the {count} layers")
+    return types
+
+
+def _letters(config: Config) -> str:
+    """A letter for the kind of each layer, up to where they repeat."""
+    letters = "".join(_KINDS[kind] for kind in _kinds_of(config))
+    period = next(n for n in range(1, len(letters) + 1) if (letters[:n] * len(letters))[: len(letters)] == letters)
+    return letters[:period]
+
+
+def _keys_of(model: LanguageModel, of_attention: Callable[[SoftmaxAttention], dict[str, Any]]) -> dict[str, Any]:
+    """Their keys; `of_attention` has those for our attention in which they differ."""
+    full = next((mixer for mixer in model.mixers if isinstance(mixer, SoftmaxAttention)), None)
+    linear = next((mixer for mixer in model.mixers if isinstance(mixer, GatedDeltaNet)), None)
+    types = ["full_attention" if isinstance(mixer, SoftmaxAttention) else "linear_attention" for mixer in model.mixers]
+    keys = {**keys_of(model, "rms_norm_eps"), "intermediate_size": mlp_size(model), "layer_types": types}
+    if linear:
+        keys |= {
+            "linear_num_value_heads": linear.num_heads,
+            "linear_num_key_heads": linear.num_key_heads,
+            "linear_key_head_dim": linear.key_size,
+            "linear_value_head_dim": linear.value_size,
+            "linear_conv_kernel_dim": linear.q_features.spec.conv,
+        }
+    if full:
+        keys |= {
+            "num_attention_heads": full.num_heads,
+            "num_key_value_heads": full.num_kv_heads,
+            "attention_bias": full.o_proj.bias is not None,
+            **of_attention(full),
+        }
+    return keys
+
+
+# Qwen3.5 and Qwen3-Next
+
+_QWEN_KEYS: dict[str, Any] = (
+    dict(num_attention_heads=16, head_dim=256, partial_rotary_factor=0.25, full_attention_interval=4)
+    | dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
+    | _KEYS
+)
+_GATED_QUERIES = tuple(
+    _in_layer(f"self_attn.q_proj.{part}", *(f"mixer.in_proj.{x}.{part}" for x in "qg"), per="num_heads", of=_FULL)
+    for part in ("weight", "bias")
+)
+_QWEN_LAYER: tuple[Rows, ...] = (
+    _in_layer("input_layernorm.weight", "mixer_norm.weight"),
+    _in_layer("post_attention_layernorm.weight", "mlp_norm.weight"),
+    *_MLP,
+    *_GATED_QUERIES,
+    *_ATTENTION,
+    _in_layer("linear_attn.conv1d.weight", *(f"mixer.{x}_features.weight" for x in "qkv"), of=_LINEAR),
+    *_GATES,
+    *_in_mixer(_LINEAR, {"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"}),
+)
+
+
+def _projection(theirs: str, streams: str, per: str | None = None) -> Rows:
+    """One projection of the Gated DeltaNet that holds several of our streams."""
+    ours = (f"mixer.in_proj.{stream}.weight" for stream in streams)
+    return _in_layer(f"linear_attn.in_proj_{theirs}.weight", *ours, per=per, of=_LINEAR)
+
+
+def _with_prefix(prefix: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Rules that also know their tensors under `prefix` in place of `model.`, as in a model of more than text."""
+    return tuple(
+        dataclasses.replace(rule, aliases=(prefix + rule.theirs.removeprefix("model."),))
+        if isinstance(rule, Rows) and rule.theirs.startswith("model.")
+        else rule
+        for rule in rules
+    )
+
+
+def _qwen(config: Config) -> dict[str, Any]:
+    if llama.rotary_map(config) is None:
+        raise refusal("rope_theta", None, "a number")
+    eps = config["rms_norm_eps"]
+    norm = component("ZeroCentredRMSNorm", eps=eps)
+    model = _model(
+        config,
+        linear={"output": component("GatedRMSNorm", eps=eps)},
+        full={"head_dim": config["head_dim"], "qk_norm": norm, "gate": "channel"},
+    )
+    return {**model, "norm": "ZeroCentredRMSNorm"}
+
+
+def _qwen_keys(model: LanguageModel) -> dict[str, Any]:
+    def of_attention(full: SoftmaxAttention) -> dict[str, Any]:
+        return {"head_dim": full.head_dim, **llama.rotary_keys(full.q_features.map, partial=True)}
+
+    return _keys_of(model, of_attention)
+
+
+def _qwen3_next(config: Config) -> dict[str, Any]:
+    dense, every = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
+    sparse = {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % every == 0} - set(dense)
+    if config["num_experts"] != 0 and sparse:
+        raise refusal("num_experts", config["num_experts"], "0, as they have no experts")
+    return _qwen(config)
+
+
+# OLMo-Hybrid
+
+
+def _olmo(config: Config) -> dict[str, Any]:
+    kinds, heads = _kinds_of(config), config["num_attention_heads"]
+    if len(set(kinds)) < 2:  # transformers refuses it, too
+        raise refusal("layer_types", kinds, "linear_attention and full_attention in one model")
+    key_heads, value_heads = config["linear_num_key_heads"] or heads, config["linear_num_value_heads"] or heads
+    key_size = config["linear_key_head_dim"] or int(0.75 * config["hidden_size"] / key_heads)
+    sizes = {
+        "num_key_value_heads": config["num_key_value_heads"] or heads,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": key_size,
+        "linear_value_head_dim": config["linear_value_head_dim"] or 2 * key_size,
+    }
+    return _model(
+        {**config, **sizes},
+        linear={
+            "output": component("GatedRMSNorm", eps=1e-5),  # whatever rms_norm_eps is
+            "allow_neg_eigval": config["linear_allow_neg_eigval"],
+        },
+        full={"qk_norm": component("RMSNorm", eps=config["rms_norm_eps"]), "qk_norm_over": "width"},
+        post_norm=True,
+    )
+
+
+def _olmo_keys(model: LanguageModel) -> dict[str, Any]:
+    keys = _keys_of(model, lambda full: llama.rotary_keys(full.q_features.map))
+    betas = [mixer.beta.most for mixer in model.mixers if isinstance(mixer, GatedDeltaNet)]
+    # where these keys are missing, transformers takes default ids, which may be outside of our vocabulary
+    tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    return {**keys, **tokens, "linear_allow_neg_eigval": 2.0 in betas}
+
+
+def _olmo_norm(theirs: str, ours: str, of: str, *aliases: str) -> Rows:
+    """A norm of a layer, which some versions of transformers write under other names."""
+    return _in_layer(f"{theirs}.weight", f"{ours}.weight", of=of, aliases=[f"{alias}.weight" for alias in aliases])
+
+
+# keys whose values follow from others where config.json leaves them out
+_OLMO_DERIVED = words("""
+num_key_value_heads linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim
+""")
+_OLMO_CONVOLUTION = "model.layers.{layer}.linear_attn."
+
+FAMILIES = (
+    Family(
+        **_COMMON,
+        name="hf_qwen3_5",
+        model_types=("qwen3_5_text", "qwen3_5"),  # the second, also inside models that see images
+        architecture="Qwen3_5ForCausalLM",
+        keys=_QWEN_KEYS
+        | dict(
+            vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_key_value_heads=4
+        ),
+        fixed={**llama.FIXED, "attn_output_gate": (True,)},
+        harmless=llama.HARMLESS | words("mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings"),
+        to_ours=_qwen,
+        to_theirs=_qwen_keys,
+        tensors=_with_prefix("model.language_model.", llama.TENSORS),
+        layer_tensors=_with_prefix(
+            "model.language_model.",
+            (
+                *_QWEN_LAYER,
+                _projection("qkv", "qkv"),
+                *(_projection(theirs, ours) for theirs, ours in ("zg", "aa", "bb")),
+            ),
+        ),
+        ignored=(r"^mtp\.", r"^model\.visual\."),
+        part="text_config",
+    ),
+    Family(
+        **_COMMON,
+        name="hf_qwen3_next",
+        model_types=("qwen3_next",),
+        architecture="Qwen3NextForCausalLM",
+        keys=_QWEN_KEYS
+        | dict(vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_key_value_heads=2)
+        | dict(num_experts=None, mlp_only_layers=None, decoder_sparse_step=1),  # without num_experts there are 512
+        fixed={**llama.FIXED, "use_sliding_window": (False,)},
+        harmless=llama.HARMLESS
+        | words("""
+            moe_intermediate_size norm_topk_prob num_experts_per_tok output_router_logits router_aux_loss_coef
+            shared_expert_intermediate_size
+        """),
+        to_ours=_qwen3_next,
+        to_theirs=lambda model: {**_qwen_keys(model), "num_experts": 0},
+        tensors=llama.TENSORS,
+        layer_tensors=(
+            *_QWEN_LAYER,
+            _projection("qkvz", "qkvg", per="num_key_heads"),
+            _projection("ba", "ba", per="num_key_heads"),
+        ),
+        ignored=(r"^mtp\.",),
+    ),
+    Family(
+        **_COMMON,
+        name="hf_olmo_hybrid",
+        model_types=("olmo_hybrid",),
+        architecture="OlmoHybridForCausalLM",
+        keys={**_KEYS, **dict.fromkeys(sorted(_OLMO_DERIVED))}
+        | dict(vocab_size=100352, hidden_size=3840, intermediate_size=11008, num_hidden_layers=32)
+        | dict(num_attention_heads=30, linear_allow_neg_eigval=True),
+        fixed=llama.FIXED,
+        harmless=llama.HARMLESS
+        | words("linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min"),
+        to_ours=_olmo,
+        to_theirs=_olmo_keys,
+        tensors=llama.TENSORS,
+        layer_tensors=(
+            # the norms of linear layers come before, those of attention layers after
+            _olmo_norm("attention_layer_norm", "mixer_norm", _LINEAR, "input_layernorm"),
+            _olmo_norm("feedforward_layer_norm", "mlp_norm", _LINEAR, "post_attention_layernorm"),
+            _olmo_norm("post_attention_layernorm", "mixer_norm", _FULL, "feedforward_layer_norm"),
+            _olmo_norm("post_feedforward_layernorm", "mlp_norm", _FULL),
+            *_MLP,
+            *_in_mixer(_FULL, _biased("q_proj", "in_proj.q")),
+            *_ATTENTION,
+            *_in_mixer(
+                _LINEAR,
+                {
+                    **{f"{x}_proj.weight": f"in_proj.{x}.weight" for x in "qkvgab"},
+                    **{f"{x}_conv1d.weight": f"{x}_features.weight" for x in "qkv"},
+                    "o_norm.weight": "o_norm.weight",
+                    "o_proj.weight": "o_proj.weight",
+                },
+            ),
+            *_GATES,
+            # transformers holds one convolution, and saves its rows in three equal parts
+            Recut(tuple(f"{_OLMO_CONVOLUTION}{x}_conv1d.weight" for x in "qkv"), f"{_OLMO_CONVOLUTION}conv1d.weight"),
+        ),
+    ),
+)

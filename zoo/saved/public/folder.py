@@ -1,0 +1,75 @@
+"""A folder of Hugging Face's: config.json, weights as safetensors, tokenizer. Nothing in it is run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kernels import UserError
+from zoo.checkpoints.tensor_files import INDEX, TensorFiles, has_tensor_files
+from zoo.files.links import check_inside, open_to_read
+from zoo.files.safe_yaml import check_plain
+
+CONFIG = "config.json"
+_LARGEST = 4 << 20  # bytes of a config
+
+
+def is_public(path: str | Path) -> bool:
+    """Return whether a folder is one of Hugging Face's, and not one that this project exported."""
+    folder = Path(path)
+    return (folder / CONFIG).is_file() and not (folder / "config.yaml").exists()
+
+
+class PublicFolder:
+    """The files of a public folder, each read once and never through a link that leaves the folder."""
+
+    def __init__(self, path: Path):
+        self.path, self.config_file = path, path / CONFIG
+        self._configs: dict[str, dict[str, Any]] = {}
+
+    def config(self, name: str = CONFIG) -> dict[str, Any]:
+        """The contents of a JSON file; a UserError if it is missing, too large, or not a JSON object."""
+        if name not in self._configs:
+            self._configs[name] = _read_object(self.path / name, self.path)
+        return self._configs[name]
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a file of that name."""
+        return (self.path / name).is_file()
+
+    def tensors(self) -> TensorFiles:
+        """The weights; a UserError if they are missing, damaged or in pickles."""
+        if not has_tensor_files(self.path):
+            endings = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+            if pickles := sorted(file.name for ending in endings for file in self.path.glob(ending)):
+                raise UserError(
+                    f"checkpoint: {self.path} is refused: its weights are in {pickles[0]}, a pickle, which may run "
+                    "code; save them as safetensors first."
+                )
+            raise UserError(f"checkpoint: {self.path} has no weights: neither model.safetensors nor {INDEX} is in it.")
+        for file in [*self.path.glob("*.safetensors"), self.path / INDEX]:
+            check_inside(file, self.path)
+        return TensorFiles(self.path)
+
+    def text(self, name: str) -> str:
+        """The contents of a text file."""
+        file = self.path / name
+        check_inside(file, self.path)
+        try:
+            return file.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError) as error:
+            raise UserError(f"checkpoint: {file} cannot be read as text ({error}).") from None
+
+
+def _read_object(file: Path, folder: Path) -> dict[str, Any]:
+    check_inside(file, folder)
+    try:
+        with open_to_read(file) as opened:
+            contents = json.loads(opened.read(_LARGEST))
+    except UserError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"checkpoint: {file} cannot be read as JSON: {' '.join(str(error).split())}.") from None
+    if not isinstance(contents, dict):
+        raise UserError(f"checkpoint: {file} holds no JSON object.")
+    check_plain(contents, f"checkpoint: {file}")
+    return contents

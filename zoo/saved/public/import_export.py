@@ -1,0 +1,167 @@
+"""Conversion of a public folder into a model of this project, and of a model into a public folder."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo.checkpoints.tensor_files import Weights
+from zoo.config.build import from_config
+from zoo.config.parser import parse_model
+from zoo.lm.model import LanguageModel
+from zoo.saved.public.families import FAMILIES
+from zoo.saved.public.family import Family, Target, words
+from zoo.saved.public.folder import PublicFolder
+from zoo.saved.public.mapping import TensorMap
+from zoo.saved.trust import check_sizes
+
+_TARGETS: tuple[Target, ...] = ("fla", "huggingface")
+_MAX_LAYERS = 1000
+# attributes that only matter to a model that is not trained yet; a Features' map is a module, which is compared itself
+_INITIAL = words("training initializer_range linear_initializer scale_output_projections low high site map")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Imported(NamedTuple):
+    """A public folder in our terms: the `model` config, weights under our names, and the files that hold them."""
+
+    model: dict[str, Any]
+    weights: Weights
+    files: list[Path]
+
+
+def imported(folder: PublicFolder) -> Imported:
+    """Read a public folder.
+
+    A UserError if no family knows it, our mixers cannot do what its config says, or weights are missing, damaged,
+    left over or misshapen.
+    """
+    config, path = folder.config(), folder.path
+    family = family_of(config, path)
+    try:
+        model = family.read(config)
+        if not 1 <= model["num_layers"] <= _MAX_LAYERS:
+            raise UserError(f"config.json: {model['num_layers']} layers are not between 1 and {_MAX_LAYERS}.")
+    except UserError as error:
+        raise UserError(f"checkpoint: {path}, {error}") from None
+    except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError) as error:  # a value of another type
+        raise UserError(f"checkpoint: {folder.config_file} has a value that no {family.name} has: {error}.") from None
+    tensors = folder.tensors()
+    check_sizes(model, tensors.specs, f"checkpoint: {path}")
+    try:
+        ours = on_meta(model)
+    except UserError as error:
+        raise UserError(f"checkpoint: {path}, {error}") from None
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError, RuntimeError) as error:
+        raise UserError(f"checkpoint: {folder.config_file} describes no {family.name}: {error}.") from None
+    return Imported(model, TensorMap(family, ours).as_ours(tensors, path), tensors.files)
+
+
+def family_of(config: dict[str, Any], folder: Path) -> Family:
+    """The family that a config.json belongs to; a UserError if it belongs to none."""
+    kind = config.get("model_type")
+    for family in FAMILIES:
+        if kind in family.model_types and family.also(config):
+            return family
+    model_types = sorted({name for family in FAMILIES for name in family.model_types})
+    hint = did_you_mean(kind, model_types) if isinstance(kind, str) else ""
+    raise UserError(
+        f"checkpoint: {folder} has the model_type {json.dumps(kind, default=repr)[:80]}, which no family of "
+        f"this version has{hint} (known: {', '.join(model_types)})."
+    )
+
+
+class Exported(NamedTuple):
+    """Our model in the layout of a public family: the contents of config.json, and weights under their names."""
+
+    family: Family
+    config: dict[str, Any]
+    weights: Weights
+
+
+def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
+    """Write a model (on the meta device) in the terms of the first family of a target that can hold it.
+
+    The target is `fla` or `huggingface`, or the name of a family where several can hold the model.
+    """
+    names = [*_TARGETS, *(family.name for family in FAMILIES)]
+    if to not in names:
+        raise UserError(f"to: {to!r} is not one of {', '.join(names)}{did_you_mean(to, names)}")
+    kinds = {type(mixer).__name__ for mixer in model.mixers}
+    named = [family for family in FAMILIES if to in (family.target, family.name)]
+    families = [family for family in named if kinds <= family.mixers]
+    if not families:
+        layers = "layers of " + ", ".join(sorted(kinds)) + (" in one model" if len(kinds) > 1 else "")
+        held = sorted({name for family in named for name in family.mixers})
+        raise UserError(f"to: no family of {to} has {layers}; each has some of {', '.join(held)}.")
+    refused: UserError | None = None
+    for family in families:
+        try:
+            config = family.write(model)
+            table = TensorMap(family, _reread(model, family, config))
+        except UserError as error:
+            refused = refused or error
+            continue
+        dtype = str(weights.specs["embeddings.weight"].dtype).removeprefix("torch.")
+        return Exported(family, {**config, "dtype": dtype}, table.as_theirs(weights))
+    assert refused is not None
+    raise refused
+
+
+def _reread(model: LanguageModel, family: Family, config: dict[str, Any]) -> LanguageModel:
+    """The model that a public config describes; a UserError unless it is the one that the config was written for."""
+    try:
+        reread = on_meta(family.read(config))
+    except UserError as error:
+        raise UserError(f"to: {family.name} cannot hold this model: {error}") from None
+    if (mismatch := difference(model, reread)) is not None:
+        one_eps = " (it has one eps for all norms: train with --model.norm_eps equal to the mixers')"
+        advice = one_eps if ".eps is " in mismatch else ""
+        raise UserError(f"to: {family.name} cannot hold this model: {mismatch}{advice}.")
+    return reread
+
+
+def on_meta(model: dict[str, Any]) -> LanguageModel:
+    """The model of a `model` config, without memory for its weights."""
+    return from_config(parse_model({"model": model}), "meta")
+
+
+def difference(ours: nn.Module, other: nn.Module) -> str | None:
+    """The first difference in modules, settings or shapes, as `layers.0.mixer.o_norm.eps is 0.001 instead of 1e-06`.
+
+    Differences that only matter for initialisation do not count.
+    """
+    theirs = dict(other.named_modules(remove_duplicate=False))
+    for name, module in ours.named_modules(remove_duplicate=False):
+        where, counterpart = f"{name}: " if name else "", theirs.pop(name, None)
+        if counterpart is None or type(counterpart) is not type(module):
+            instead = "nothing" if counterpart is None else type(counterpart).__name__
+            return f"{where}{type(module).__name__} instead of {instead}"
+        settings, expected = _settings(module), _settings(counterpart)
+        for key in [*settings, *expected]:
+            if settings.get(key) != expected.get(key):
+                return f"{f'{name}.{key}'.lstrip('.')} is {settings.get(key)} instead of {expected.get(key)}"
+    return f"nothing instead of {next(iter(theirs))}" if theirs else None
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """The plain attributes of a module, and the shapes of its parameters."""
+    shapes = {name: list(tensor.shape) for name, tensor in module.named_parameters(recurse=False)}
+    return {**_plain(vars(module)), **shapes}
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for key, value in values.items():
+        if key.startswith("_") or key in _INITIAL:
+            continue
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            plain |= {f"{key}.{name}": part for name, part in _plain(fields).items()}
+        elif isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)):
+            plain[key] = value
+    return plain
