@@ -10,10 +10,11 @@ import kernels
 from kernels.delta_gates import strength
 
 from .arguments import check_numbers, check_sizes
+from .fusion import Fusable
 from .precision import KeepsFp32
 
 
-class Discretisation(KeepsFp32):
+class Discretisation(KeepsFp32, Fusable):
     """dt = softplus(a + dt_bias) and log_decay = −exp(A_log) · dt, in at least fp32.
 
     A starts uniform in [low, high]; dt starts log-uniform in [1e-3, 0.1] (Mamba2, arXiv 2405.21060).
@@ -49,11 +50,6 @@ class Discretisation(KeepsFp32):
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
         """a [...,size] → log_decay and dt, the same shape."""
         return kernels.discretise(a, self.A_log, self.dt_bias)
-
-    @property
-    def has_own_formula(self) -> bool:
-        """Return whether a subclass computes decays otherwise."""
-        return type(self).forward is not Discretisation.forward
 
 
 class Mamba2Discretisation(Discretisation):
