@@ -8,8 +8,8 @@ import lightning as L
 import torch.distributed
 
 from kernels.errors import UserError
+from zoo.data.gradient_accumulation import unfinished_batches
 from zoo.data.loader import OrderedSamples, SampleSet, TrainLoader, ValidationLoader
-from zoo.data.whole_steps import unfinished_batches
 
 log = logging.getLogger(__name__)
 

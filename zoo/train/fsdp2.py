@@ -22,6 +22,7 @@ from zoo.checkpoints.format import check_weights, read_checkpoint
 from zoo.checkpoints.fsdp_shards import named_tensors, read_tensors, with_tensors, without_tensors, write_tensors
 from zoo.checkpoints.zero_shards import SHARDS, TENSORS, new_shards, remove_unused_shards, sync
 from zoo.files.atomic import atomic_write
+from zoo.train.lightning_internals import share_data_only
 from zoo.train.shards import all_succeeded, check_together, hashes_of_all, noted
 
 
@@ -42,7 +43,7 @@ class FSDP2(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Let all processes share the data, and none a tensor."""
-        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        share_data_only(self, self.num_nodes * self.num_processes)
         super().setup_environment()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -54,7 +55,7 @@ class FSDP2(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on the CPU, in the first process; empty in the others. Sharded: that of this process."""
-        state = (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        state = (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
         return state if self.sharded_checkpoints else self._whole(state)
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, loa
 from zoo.checkpoints.signature import sign
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.contract import as_batch, check_tokens, tokenizer_of
+from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
-from zoo.data.whole_steps import forget_unfinished, unfinished_batches
 from zoo.lm.classifier import Classifier
 from zoo.train.clipping import clip, total_norm
+from zoo.train.lightning_internals import device_mesh, is_attached, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
 from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, freeze_others
 from zoo.train.trainer import write_whole
@@ -123,7 +124,7 @@ class Pretraining(L.LightningModule):
             self._check_context_parallel(stage)
             group, _ = dist.new_subgroups(self.context_parallel)
             self._part = ContextParallel(group)
-        if self._trainer is not None:
+        if is_attached(self):
             write_whole(self.trainer)  # also the checkpoints of a plain Trainer
             data = getattr(self.trainer, "datamodule", None)
             self.tokenizer = tokenizer_of(data) if self.tokenizer is None else self.tokenizer
@@ -134,7 +135,7 @@ class Pretraining(L.LightningModule):
 
     def configure_model(self) -> None:
         """Shard the parameters block by block if the strategy is Lightning's for FSDP2 (`zoo.train.fsdp2`)."""
-        if self._device_mesh is None or isinstance(self.model, FSDPModule):
+        if device_mesh(self) is None or isinstance(self.model, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
         for block in self.model.layers:  # type: ignore[union-attr]
@@ -210,12 +211,10 @@ class Pretraining(L.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note the token count at the start of a step."""
-        loop = self.trainer.fit_loop.epoch_loop
         if unfinished_batches(self.trainer) == 1:  # this one
             self._tokens_before_step = self.tokens_seen
-            # rows of metrics are numbered by this; after a resume Lightning may be off by one, depending on the hook
-            # that saved the checkpoint
-            loop._batches_that_stepped = self.trainer.global_step
+            # after a resume Lightning may be off by one, depending on the hook that saved the checkpoint
+            number_rows_from(self.trainer, self.trainer.global_step)
 
     def _log_loss(self, total: Tensor, count: Tensor, batch_idx: int) -> None:
         """Log the mean over all labelled tokens of the optimiser step: all its batches, all processes.
@@ -371,7 +370,7 @@ class Pretraining(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint that this project did not write, and restore the token count."""
         check_format(checkpoint)
-        if self._trainer is not None and self.trainer.state.fn == "fit":
+        if is_attached(self) and self.trainer.state.fn == "fit":
             self._check_data(checkpoint[KEY].get("config"))
             self._check_optimiser(checkpoint[KEY].get("config"))
         self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO as a strategy of this project, on GPUs and on CPUs.
 
-It overrides private parts of Lightning's strategy and of DeepSpeed's engine; tried with Lightning 2.6 and DeepSpeed
-0.19. `tests/test_deepspeed.py` fails if they change.
+It overrides private parts of DeepSpeed's engine (tried with DeepSpeed 0.19); `tests/test_deepspeed.py` fails if they
+change.
 """
 
 import argparse
@@ -12,11 +12,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
@@ -36,6 +34,7 @@ from zoo.checkpoints.zero_shards import (
 )
 from zoo.files.atomic import atomic_write
 from zoo.lm.block import Block
+from zoo.train.lightning_internals import DeepSpeedSteps, UnclippedPrecision
 from zoo.train.shards import all_succeeded, check_together, hashes_of_all, noted
 
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -43,7 +42,7 @@ BUCKET = 2 * 10**8  # numbers sent in one message
 PREFETCH = 5 * 10**7  # numbers to gather ahead of use, at least
 
 
-class Zero(DeepSpeedStrategy):
+class Zero(DeepSpeedSteps):
     """ZeRO: optimiser state, gradients and parameters are sharded across processes.
 
     Optimiser and clipping are those of `optim`, gradient accumulation is `trainer.accumulate_grad_batches`.
@@ -122,8 +121,7 @@ class Zero(DeepSpeedStrategy):
             return
         reset_seed()
         self.set_world_ranks()
-        self._process_group_backend = "gloo"
-        self._init_deepspeed_distributed()
+        self.connect_by("gloo")
 
     def init_deepspeed(self) -> None:
         """Set up the engine, without the warning that DeepSpeed's configuration sets the clipping, as it does here."""
@@ -131,19 +129,20 @@ class Zero(DeepSpeedStrategy):
             warnings.filterwarnings("ignore", message=".*DeepSpeed handles gradient clipping internally.*")
             super().init_deepspeed()
 
-    def _format_config(self) -> None:
+    def complete_config(self) -> None:
         """Complete DeepSpeed's configuration from `optim` and `trainer`."""
         assert isinstance(self.config, dict)
         assert self.lightning_module is not None
         self.config["gradient_clipping"] = self.lightning_module.optim.gradient_clip or 0.0
-        super()._format_config()
+        super().complete_config()
         if self.precision_plugin.precision == "bf16-mixed":
             del self.config["bf16"]  # it would cast all parameters, even those of gates
             # an empty list: sum no module's gradients in bf16
             autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
             self.config["torch_autocast"] = {**autocast, **self.config.get("torch_autocast", {})}
 
-    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
+    def build_engine(self, model: nn.Module, optimizer: Any, lr_scheduler: Any) -> tuple[Any, Any]:
+        """The engine and its optimiser, set up for this project."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.stage == 3:
             assert isinstance(self.config, dict)
@@ -167,7 +166,7 @@ class Zero(DeepSpeedStrategy):
         deepspeed = import_deepspeed("trainer.strategy is ZeRO")
         return deepspeed.initialize(args=rank, config=config, model=model, dist_init_required=False, **arguments)[:2]
 
-    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+    def set_up_evaluation(self, model: nn.Module) -> None:
         """Shard the parameters in stage 3; without an optimiser the other stages have nothing to shard."""
         self.model = model
         if self.stage != 3:
@@ -291,7 +290,7 @@ class Zero(DeepSpeedStrategy):
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
 
-class ZeroPrecision(DeepSpeedPrecision):
+class ZeroPrecision(UnclippedPrecision):
     """The precision of `Zero`: fp32, or bf16 by autocast also where the module is called without its engine.
 
     Args:
@@ -321,9 +320,6 @@ class ZeroPrecision(DeepSpeedPrecision):
     def backward(self, tensor: Any, model: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         """Compute gradients by the engine; the loss is already divided by the number of accumulated batches."""
         model.trainer.strategy.deepspeed_engine.backward(tensor, scale_wrt_gas=False)
-
-    def _clip_gradients(self, model: L.LightningModule | nn.Module, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Do nothing: the engine clips, and a parameter here holds the gradient of this process alone."""
 
 
 class _Norm:

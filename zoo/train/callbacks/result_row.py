@@ -27,6 +27,7 @@ from zoo.lm.size_table import mixer_names, parameters_without_embeddings
 from zoo.train.baseline import bigram_loss
 from zoo.train.callbacks.progress_bar import batches_of
 from zoo.train.callbacks.run_callback import RunCallback
+from zoo.train.lightning_internals import number_rows_from
 from zoo.train.metrics_file import finite
 from zoo.train.results import read_row, result_table
 
@@ -109,7 +110,7 @@ class ResultRow(RunCallback):
         if row is None or (row["status"], row.get("steps")) != ("complete", trainer.global_step):
             self._finishing = True
             # so that the metrics of the validation go into the row of the last step
-            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step - 1
+            number_rows_from(trainer, trainer.global_step - 1)
             trainer.validate(pl_module, datamodule=datamodule, verbose=False)
             for callback in trainer.callbacks:
                 if isinstance(callback, Completes):
