@@ -1,4 +1,4 @@
-"""Which classes of parts a fused kernel can stand in for."""
+"""Classes with a method that fused kernels compute as well."""
 
 from typing import Any, ClassVar
 

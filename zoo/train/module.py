@@ -22,10 +22,9 @@ from zoo.data.contract import as_batch, check_tokens, tokenizer_of
 from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
-from zoo.train.clipping import clip, total_norm
 from zoo.train.lightning_internals import device_mesh, is_attached, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
-from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, freeze_others
+from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, clip, freeze_others, total_norm
 from zoo.train.trainer import write_whole
 
 log = logging.getLogger(__name__)

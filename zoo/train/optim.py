@@ -1,4 +1,4 @@
-"""The optimiser and its learning-rate schedule: parameter groups, and the rate as a pure function of the step."""
+"""The optimiser, its learning-rate schedule as a pure function of the step, and the clipping of gradients."""
 
 import copy
 import inspect
@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
@@ -313,3 +314,24 @@ def _named_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) -
     if optim.warmup_steps or optim.warmup_fraction:
         log.warning("optim.schedule is %s, so the warm-up settings of optim are ignored", name)
     return optim.schedule(optimizer)
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Norm of all gradients as one vector, a scalar. That of gradients in bf16 has the digits of bf16."""
+    # several dtypes in one call would fall back from batched kernels to three launches for each tensor
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    norms = [nn.utils.get_total_norm(alike) for alike in by_dtype.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    if len(norms) < 2:
+        return norms[0] if norms else torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+
+
+def clip(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale all gradients, whose total norm is `norm`, so that it is at most `max_norm`."""
+    dtypes = dict.fromkeys(parameter.grad.dtype for parameter in parameters if parameter.grad is not None)
+    for dtype in dtypes:
+        alike = [p for p in parameters if p.grad is not None and p.grad.dtype == dtype]
+        nn.utils.clip_grads_with_norm_(alike, max_norm, norm.to(dtype))

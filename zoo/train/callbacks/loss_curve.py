@@ -14,7 +14,7 @@ from matplotlib.ticker import EngFormatter
 
 from kernels.errors import UserError
 from zoo.files.atomic import atomic_write
-from zoo.train.baseline import bigram_loss
+from zoo.train.callbacks.result_row import bigram_loss
 from zoo.train.callbacks.run_callback import RunCallback
 
 

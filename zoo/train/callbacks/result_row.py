@@ -1,5 +1,6 @@
 """The results of a run, written when it ends."""
 
+import functools
 import json
 import logging
 import os
@@ -24,7 +25,6 @@ from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.resumable import ResumableData
 from zoo.files.sealed_json import write_sealed
 from zoo.lm.size_table import mixer_names, parameters_without_embeddings
-from zoo.train.baseline import bigram_loss
 from zoo.train.callbacks.progress_bar import batches_of
 from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.lightning_internals import number_rows_from
@@ -253,3 +253,14 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return outputs[-1].stdout.decode().strip()
+
+
+def bigram_loss(trainer: L.Trainer) -> float | None:
+    """The data module's bigram baseline in nats per token; None without one."""
+    return _bigram_loss(trainer.datamodule)
+
+
+@functools.lru_cache(maxsize=1)  # computing it counts all training tokens
+def _bigram_loss(datamodule: L.LightningDataModule | None) -> float | None:
+    measure = getattr(datamodule, "bigram_loss", None)
+    return None if measure is None else float(measure())
