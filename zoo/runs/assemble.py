@@ -102,7 +102,7 @@ def parts(config: Namespace) -> Parts:
         getattr(datamodule, "sequence_length", None),
         getattr(datamodule, "validation_names", ()),
         size,
-        getattr(datamodule, "names_beside", ()),
+        getattr(datamodule, "extra_sets", ()),
     )
     return Parts(model, module, datamodule)
 

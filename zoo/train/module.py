@@ -23,7 +23,7 @@ from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
 from zoo.train.lightning_internals import device_mesh, is_attached, number_rows_from
-from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
+from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
 from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, clip, freeze_others, total_norm
 from zoo.train.trainer import write_whole
 
@@ -68,7 +68,7 @@ class Pretraining(L.LightningModule):
             first evaluated batch.
         tasks: Names of the evaluation data loaders, whose losses and accuracies are logged separately; empty for a
             single loader.
-        beside: Names of the loaders after those, whose losses are logged separately and are not part of the others.
+        extra_sets: Names of the loaders after those, whose losses are logged separately and are not part of the others.
         context_parallel: How many neighbouring processes share each sequence.
 
     Raises:
@@ -84,7 +84,7 @@ class Pretraining(L.LightningModule):
         context_length: int | None = None,
         tasks: Sequence[str] = (),
         context_parallel: int = 1,
-        beside: Sequence[str] = (),
+        extra_sets: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if context_parallel < 1:
@@ -100,10 +100,10 @@ class Pretraining(L.LightningModule):
         self.loss_by_position: list[float] = []
         self.context_loss = ContextLoss(context_length)
         self.tasks = list(tasks)
-        self.accuracy = TaskAccuracy(len(self.tasks) or 1)
-        self.task_loss = TaskLoss(len(self.tasks) or 1)
-        self.names_beside = list(beside)
-        self.loss_beside = TaskLoss(len(self.names_beside) or 1)
+        self.accuracy = TaskMeans(len(self.tasks) or 1, torch.int64)
+        self.task_loss = TaskMeans(len(self.tasks) or 1)
+        self.extra_sets = list(extra_sets)
+        self.extra_loss = TaskMeans(len(self.extra_sets) or 1)
         self.context_parallel = context_parallel
         self._part: ContextParallel | None = None  # this process's part of each sequence; None for whole sequences
         self._gradient_norm: Tensor | None = None  # of the step in progress
@@ -273,14 +273,14 @@ class Pretraining(L.LightningModule):
         self.context_loss.reset()
         self.accuracy.reset()
         self.task_loss.reset()
-        self.loss_beside.reset()
+        self.extra_loss.reset()
 
     def _evaluate(self, batch: Batch, loader: int) -> None:
         batch = self._local_part(batch)
         labels, task = batch.labels, loader if self.tasks else 0
         losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
-        if self.names_beside and (number := loader - (len(self.tasks) or 1)) >= 0:
-            self.loss_beside.update(losses, labels, number)
+        if self.extra_sets and (number := loader - (len(self.tasks) or 1)) >= 0:
+            self.extra_loss.update(losses, labels, number)
             return
         self.accuracy.update(correct, labels, task)
         self.task_loss.update(losses, labels, task)
@@ -295,10 +295,8 @@ class Pretraining(L.LightningModule):
 
     def _log_evaluation(self, prefix: str) -> None:
         losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
-        loss_by_task, losses_beside = (
-            self.task_loss.compute(),
-            self.loss_beside.compute() if self.names_beside else None,
-        )
+        _, loss_by_task = self.task_loss.compute()
+        extra_losses = self.extra_loss.compute()[1] if self.extra_sets else None
         self._reset_metrics()
         self.loss_by_position = losses.by_position.tolist()
         self.log(f"{prefix}_loss", losses.loss, prog_bar=True)
@@ -311,8 +309,8 @@ class Pretraining(L.LightningModule):
         for name, loss, value in zip(self.tasks, loss_by_task.view(-1), by_task.view(-1), strict=False):
             self.log(f"{prefix}_loss_{name}", loss)
             self.log(f"{prefix}_accuracy_{name}", value)
-        if losses_beside is not None:
-            for name, loss in zip(self.names_beside, losses_beside.view(-1), strict=True):
+        if extra_losses is not None:
+            for name, loss in zip(self.extra_sets, extra_losses.view(-1), strict=True):
                 self.log(f"{prefix}_loss_{name}", loss)
         self.log("tokens", self.tokens_seen)
 

@@ -62,7 +62,7 @@ class MixedText(TokenisedText):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_sources(self.sources)
-        if twice := sorted({*self.sources} & {*self.names_beside}):
+        if twice := sorted({*self.sources} & {*self.extra_sets}):
             raise UserError(f"data.validation_sets: {twice[0]!r} is also the name of a source; give it another.")
         self.sources = dict(self.sources)
         self._train: Blend | None = None
@@ -118,7 +118,7 @@ class MixedText(TokenisedText):
 
     def val_dataloader(self) -> list[ValidationLoader]:
         """Batches of this rank, each sample once: those of each source, and then those of each validation set."""
-        return [*self.predict_dataloader(), *self.loaders_beside()]
+        return [*self.predict_dataloader(), *self.extra_loaders()]
 
     def test_dataloader(self) -> list[ValidationLoader]:
         """Return the validation batches, which `test` uses as well."""

@@ -91,7 +91,7 @@ class TextData(TokenisedText):
     def val_dataloader(self) -> ValidationLoader | list[ValidationLoader]:
         """Batches of this rank, each sample once: those of the split, and then those of each validation set."""
         loader = self.predict_dataloader()
-        return [loader, *self.loaders_beside()] if self.validation_sets else loader
+        return [loader, *self.extra_loaders()] if self.validation_sets else loader
 
     def test_dataloader(self) -> ValidationLoader | list[ValidationLoader]:
         """Return the validation batches, which `test` uses as well."""

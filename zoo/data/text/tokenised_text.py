@@ -112,20 +112,20 @@ class TokenisedText(ResumableData):
         for corpus in self.corpora:
             corpus.warn_of_skipped()
             self._prepare(corpus, self.validation_fraction)
-        for key, corpus in self._corpora_beside():
+        for key, corpus in self._extra_corpora():
             corpus.warn_of_skipped()
             with errors_name(key):
                 self._prepare(corpus, None)
 
     @property
-    def names_beside(self) -> list[str]:
+    def extra_sets(self) -> list[str]:
         """The names of the validation sets, whose loaders come after those of the split."""
         return list(self.validation_sets or {})
 
-    def loaders_beside(self) -> list[ValidationLoader]:
+    def extra_loaders(self) -> list[ValidationLoader]:
         """A loader for each validation set: batches of this rank, each sample once."""
         opened = self._extra_windows
-        for key, corpus in [*self._corpora_beside()][len(opened) :]:
+        for key, corpus in [*self._extra_corpora()][len(opened) :]:
             with errors_name(key):
                 shards = Shards(self._prepare(corpus, None), "validation", self.verify)
                 opened.append(Windows(shards, self.sequence_length, self.packing))
@@ -138,7 +138,7 @@ class TokenisedText(ResumableData):
         settings = (self.sequence_length, self.packing)
         return Windows(train, *settings), Windows(validation, *settings)
 
-    def _corpora_beside(self) -> Iterator[tuple[str, Corpus]]:
+    def _extra_corpora(self) -> Iterator[tuple[str, Corpus]]:
         for name, text in (self.validation_sets or {}).items():
             key = f"data.validation_sets.{name}"
             yield key, Corpus(text.path, text.text_field, text.max_characters, key)

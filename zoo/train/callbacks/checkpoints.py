@@ -177,17 +177,13 @@ class Checkpoints(RunCallback, Checkpoint):
             self._signals = connector
             self._signals.noted = True
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """End the run here if it is to stop: the metrics of the last step are written by now."""
         self._end_if_stopping(trainer)
         self._between_steps = False
         self._started_step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Save if a checkpoint is due, if the run is complete, or if it is to stop."""
         self._between_steps = True
         step = trainer.global_step
@@ -209,15 +205,7 @@ class Checkpoints(RunCallback, Checkpoint):
         """Stop before the validation if the run is to stop; the resumed run starts with it."""
         self._end_if_stopping(trainer)
 
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Stop during a validation too, unless it is the final one."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return

@@ -58,9 +58,7 @@ class Profile(RunCallback):
         )
         self._profiler.start()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Advance the profiler, which writes when the last step is recorded."""
         if self._profiler is None or trainer.global_step == self._step:
             return

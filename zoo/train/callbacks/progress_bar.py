@@ -74,9 +74,7 @@ class Progress(ProgressBars):
     def on_train_epoch_end(self, *_: Any) -> None:
         """Go on."""
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Move the bar, and show the latest metrics; on a GPU only at logged steps, since reading them waits for it."""
         bar, interval, step = self.train_progress_bar, trainer.log_every_n_steps, trainer.global_step
         if bar.disable or step == bar.n:

@@ -184,7 +184,7 @@ class ResultRow(RunCallback):
             "val_perplexity": metrics.get("val_perplexity"),
             "val_loss_by_position": [finite(loss) for loss in pl_module.loss_by_position],
             "val_loss_by_task": {
-                name: finite(metrics.get(f"val_loss_{name}")) for name in (*pl_module.tasks, *pl_module.names_beside)
+                name: finite(metrics.get(f"val_loss_{name}")) for name in (*pl_module.tasks, *pl_module.extra_sets)
             },
             "val_accuracy": metrics.get("val_accuracy"),
             "val_accuracy_by_task": {name: finite(metrics.get(f"val_accuracy_{name}")) for name in pl_module.tasks},

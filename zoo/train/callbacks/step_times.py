@@ -182,9 +182,7 @@ class StepTimes(RunCallback):
         """The time until the next batch does not belong to a step."""
         self._before = None
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Mark the start of the forward pass."""
         self._marks, self._computed = [mark(pl_module.device)], None
 
@@ -202,9 +200,7 @@ class StepTimes(RunCallback):
         """Mark the end of the backward pass."""
         self._marks.append(mark(pl_module.device))
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Mark the end of the batch, and log if it is due."""
         end = mark(pl_module.device)
         waited = 0.0 if self._loader is None else self._loader.take()
