@@ -14,12 +14,7 @@ from zoo.lm.creation import created_on
 
 
 def catalogue(site: Site, length: int) -> Table:
-    """A table of the registered mixers.
-
-    Args:
-        site: The layer for which sizes are computed.
-        length: Tokens in a sequence.
-    """
+    """A table of the registered mixers, with the sizes of a layer at `site` for sequences of `length` tokens."""
     caption = f"one layer at hidden size {site.hidden_size}, {site.num_heads} heads, {length} tokens"
     table = Table(caption=caption, caption_justify="left", show_lines=True)
     table.add_column("mixer")
@@ -33,16 +28,7 @@ def catalogue(site: Site, length: int) -> Table:
 
 
 def page(name: str, site: Site, length: int) -> Group:
-    """A page about one mixer: recurrence, source, arguments, and its sizes with and without an expanded state.
-
-    Args:
-        name: Name of a registered mixer.
-        site: The layer for which sizes are computed.
-        length: Tokens in a sequence.
-
-    Raises:
-        UserError: The mixer is not registered.
-    """
+    """A page about one mixer: recurrence, source, arguments, and its sizes with and without an expanded state."""
     mixer = mixers.get(name)
     docstring = parse(inspect.getdoc(mixer) or "")
     meanings = {argument.arg_name: argument.description or "" for argument in docstring.params}

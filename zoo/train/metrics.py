@@ -13,15 +13,7 @@ from zoo.data.batch import NO_LOSS
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of each token in fp32.
-
-    Args:
-        logits: [B, T, vocab], any floating dtype.
-        labels: [B, T] int, already shifted; -100 has no loss.
-
-    Returns:
-        [B, T] fp32, in nats; 0 without a label.
-    """
+    """Cross entropy of each token in nats [B, T] fp32, from logits [B, T, vocab]; 0 where the label is -100."""
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=NO_LOSS, reduction="none")
     return losses.view_as(labels)
 
@@ -59,9 +51,10 @@ def label_scores(
     cu_seqlens: Tensor | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each label in nats [B, T] fp32, and whether it is the likeliest token [B, T]; 0 and false if unlabelled.
+    """The loss of each label in nats [B, T] fp32, and whether it is the likeliest token [B, T].
 
-    They are computed by the model's `token_losses` if it has that method; the arguments are those of `total_loss`.
+    Both are 0 without a label. They are computed by the model's `token_losses` if it has that method; the arguments are
+    those of `total_loss`.
     """
     shared = {} if context_parallel is None else {"context_parallel": context_parallel}
     if hasattr(model, "token_losses"):

@@ -42,14 +42,7 @@ class Tokenizer(Protocol):
 
 
 def best_precision(accelerator: str) -> str:
-    """The fastest precision that is safe on an accelerator.
-
-    Args:
-        accelerator: Lightning's name: `cpu`, `gpu`, `cuda`, `mps`, `auto` …
-
-    Returns:
-        `bf16-mixed` on a GPU that computes in bf16, else `32-true`; both are Lightning's names.
-    """
+    """The fastest precision that is safe on an accelerator, `bf16-mixed` or `32-true`; all names are Lightning's."""
     on_gpu = accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
     return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
 

@@ -124,15 +124,9 @@ class Optimisation:
         return max(self.warmup(total_steps), stable)
 
     def factor(self, step: int, total_steps: int) -> float:
-        """The factor by which the learning rate is multiplied.
+        """The factor, between 0 and 1, of the learning rate after `step` of `total_steps` optimiser steps.
 
-        Args:
-            step: Optimiser steps already done.
-            total_steps: Optimiser steps of the whole run; with `warmup_steps` neither `constant` nor `inverse_sqrt`
-                uses it.
-
-        Returns:
-            A number between 0 and 1.
+        With `warmup_steps` neither `constant` nor `inverse_sqrt` uses the total.
         """
         warmup = self.warmup(total_steps)
         if step < warmup:
@@ -213,12 +207,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, split: bool = False)
 
 
 def build_optimizer(model: nn.Module, optim: Optimisation, sharded: bool = False) -> Optimizer:
-    """The optimiser of `optim` over the parameter groups of `model`.
-
-    Args:
-        model: The model.
-        optim: The settings.
-        sharded: Whether the strategy gives each process a part of each tensor only.
+    """The optimiser of `optim`, for a strategy that may shard each tensor.
 
     Raises:
         UserError: The optimiser refuses the model or an argument, or cannot be used here.
@@ -267,12 +256,7 @@ def _one_line(error: Exception) -> str:
 
 
 def build_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) -> LRScheduler:
-    """The learning-rate schedule of `optim` for `optimizer`.
-
-    Args:
-        optimizer: Its learning rates are the peak of the schedule.
-        optim: The schedule.
-        max_steps: The length of the run in optimiser steps; -1 if unknown.
+    """The learning-rate schedule of a run of `max_steps` steps, -1 if unknown, up to the optimiser's rates.
 
     Raises:
         UserError: The schedule needs the length and it is unknown, refuses an argument, or fails at a step of the run.

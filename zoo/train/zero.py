@@ -19,23 +19,18 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from kernels.errors import UserError
-from zoo.checkpoints.archive import save_sealed
 from zoo.checkpoints.format import read_checkpoint, read_whole_checkpoint
 from zoo.checkpoints.zero_shards import (
     SHARDS,
     divided_alike,
     import_deepspeed,
-    new_shards,
-    remove_unused_shards,
-    sync,
     undivided,
     unreadable,
     without_code,
 )
-from zoo.files.atomic import atomic_write
 from zoo.lm.block import Block
 from zoo.train.lightning_internals import DeepSpeedSteps, UnclippedPrecision
-from zoo.train.shards import all_succeeded, check_together, hashes_of_all, noted
+from zoo.train.shards import all_succeeded, check_together, noted, save_with_shards
 
 PRECISIONS = ("32-true", "bf16-mixed")
 BUCKET = 2 * 10**8  # numbers sent in one message
@@ -207,34 +202,16 @@ class Zero(DeepSpeedSteps):
         """Write the ZeRO shards of all processes to a new folder, then the checkpoint that names it."""
         if storage_options is not None:
             raise TypeError("storage_options are not supported: checkpoints are written to local files")
-        path = Path(self.broadcast(str(filepath)))
-        name = self.broadcast(new_shards(path.parent, checkpoint["global_step"]))
-        shards = path.parent / name
-        failures: list[OSError] = []
+        save_with_shards(self, checkpoint, filepath, self._write_shards, ("state_dict", "optimizer_states"))
+
+    def _write_shards(self, path: Path, shards: Path, failures: list[OSError]) -> dict[str, Any]:
         with noted(failures):
             shards.mkdir(parents=True, exist_ok=True)
         all_succeeded(self, path, shards, failures)
         with _noted_saves(self.deepspeed_engine, failures):
-            self.deepspeed_engine.save_checkpoint(str(path.parent), tag=name, save_latest=False)
-        all_succeeded(self, path, shards, failures)
-        files = hashes_of_all(self, shards, failures)
-        all_succeeded(self, path, shards, failures)
-        if self.is_global_zero:
-            written = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
-            with noted(failures):
-                sync(shards)
-                entry = {
-                    "folder": name,
-                    "files": files,
-                    "stage": self.stage,
-                    "world_size": self.world_size,
-                    "parameters": _shapes(self.deepspeed_engine.module),
-                }
-                with atomic_write(path) as file:
-                    save_sealed({**written, SHARDS: entry}, file)
-        all_succeeded(self, path, shards, failures)
-        if self.is_global_zero:
-            remove_unused_shards(path.parent)
+            self.deepspeed_engine.save_checkpoint(str(shards.parent), tag=shards.name, save_latest=False)
+        parameters = _shapes(self.deepspeed_engine.module)
+        return {"stage": self.stage, "world_size": self.world_size, "parameters": parameters}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint: the ZeRO shards of this process to resume, otherwise its whole weights.
@@ -293,12 +270,8 @@ class Zero(DeepSpeedSteps):
 class ZeroPrecision(UnclippedPrecision):
     """The precision of `Zero`: fp32, or bf16 by autocast also where the module is called without its engine.
 
-    Args:
-        precision: `32-true` or `bf16-mixed`.
-        device: Device type, `cuda` or `cpu`.
-
     Raises:
-        UserError: The precision is not supported.
+        UserError: The precision is neither `32-true` nor `bf16-mixed`.
     """
 
     def __init__(self, precision: Any, device: str) -> None:
@@ -323,11 +296,7 @@ class ZeroPrecision(UnclippedPrecision):
 
 
 class _Norm:
-    """The norm of many gradients in a few calls; DeepSpeed makes three per gradient, while the GPU waits.
-
-    Args:
-        norm: DeepSpeed's function, which reduces over all processes.
-    """
+    """The norm of many gradients in a few calls; DeepSpeed's function makes three per gradient, while the GPU waits."""
 
     def __init__(self, norm: Callable[..., torch.Tensor]) -> None:
         self._norm = norm
@@ -339,11 +308,7 @@ class _Norm:
 
 
 class _PersistentBuffers:
-    """Replaces the state dict of a module whose parameters are sharded: it has the buffers only.
-
-    Args:
-        module: The module.
-    """
+    """Replaces the state dict of a module whose parameters are sharded: it has the buffers only."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -388,12 +353,9 @@ def _noted_saves(engine: Any, failures: list[OSError]) -> Iterator[None]:
 
 
 def _gather_by_block(model: nn.Module) -> int:
-    """Make ZeRO 3 gather all parameters of a block together, rather than layer by layer.
+    """Make ZeRO 3 gather all parameters of a block together; return the number of parameters of the largest block.
 
     Each gathering takes the host about as long as the GPU needs for a whole layer.
-
-    Returns:
-        Number of parameters of the largest block: at least that many must be prefetched for a block to be in time.
     """
     from deepspeed.utils import set_z3_leaf_module
 

@@ -41,16 +41,7 @@ class TokenTask(ABC):
 
     @abstractmethod
     def generate(self, numbers: np.ndarray, vocab_size: int, seeds: "Seeds") -> tuple[np.ndarray, np.ndarray]:
-        """The samples with these numbers.
-
-        Args:
-            numbers: `[B]` uint64.
-            vocab_size: Number of tokens.
-            seeds: Seeds of independent streams of draws.
-
-        Returns:
-            `[B, T]` int64 tokens and `[B, T]` int64 labels.
-        """
+        """The samples with these numbers, `[B]` uint64: `[B, T]` int64 tokens and `[B, T]` int64 labels."""
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -58,13 +49,7 @@ class TokenTask(ABC):
 
 
 class Seeds:
-    """Seeds of independent streams, by purpose; `shared` ones are equal in all splits.
-
-    Args:
-        task: The task.
-        seed: The seed of the data.
-        split: train, validation, test …
-    """
+    """Seeds of independent streams, by purpose, of a task in a split; `shared` ones are equal in all splits."""
 
     def __init__(self, task: TokenTask, seed: int, split: str) -> None:
         sizes = {name: value for name, value in task.arguments().items() if name != "weight"}

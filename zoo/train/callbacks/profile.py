@@ -81,13 +81,7 @@ class Profile(RunCallback):
 
 
 def write_profile(recording: profile, folder: Path, device: str) -> None:
-    """Write the time line and the table of a recording.
-
-    Args:
-        recording: The stopped profiler.
-        folder: Folder of `trace.json.gz` and `table.txt`; created if it does not exist.
-        device: Whose time sorts the table: `cpu` or `device`.
-    """
+    """Write the time line and the table, sorted by the time of `cpu` or `device`, of a stopped profiler to a folder."""
     if device == "device":
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as temporary:

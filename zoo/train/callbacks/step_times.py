@@ -67,12 +67,9 @@ def when_computed(loss: Tensor, do: Callable[[], None]) -> None:
 
 
 class LoaderClock(Profiler):
-    """Counts the seconds in which Lightning waits for the training loader, and passes everything to another profiler.
+    """Counts the seconds of waiting for the training loader, and passes everything to the trainer's profiler.
 
     (No callback hook comes before the loader is called.)
-
-    Args:
-        inner: The trainer's profiler.
     """
 
     def __init__(self, inner: Profiler) -> None:
