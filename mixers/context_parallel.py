@@ -157,56 +157,32 @@ def run_recurrence(
     k: Tensor,
     v: Tensor,
     *,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    subheads: int,
-    scale: float | None,
+    gates: dict[str, Any],
     initial_state: Tensor | None,
-    return_state: bool,
     cu_seqlens: Tensor | None,
-    consume_state: bool,
-    keep_states: bool | None,
     context_parallel: ContextParallel | None,
+    consume_state: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply `run`, a recurrence that is linear in its state, to whole sequences or to a part of each.
 
     A part needs the recurrence twice: once from a state of zero, and once from the state before this part.
 
     Args:
-        run: kernels.linear_recurrence, kernels.delta_rule, or another with their arguments, which follow.
-        q: [B,T,G·E,K].
-        k: [B,T,G·E,K].
-        v: [B,T,H,V].
-        log_decay: None, [H·E], [B,T,H·E] or [B,T,H·E,K].
-        beta: None or [B,T,H·E].
-        subheads: E.
-        scale: Factor of the output.
-        initial_state: [B,H·E,K,V] or None.
-        return_state: Whether to return the final states.
-        cu_seqlens: Boundaries of packed documents.
-        consume_state: Whether a step of a single token may overwrite `initial_state`.
-        keep_states: Whether kernels keep the states before all chunks for the backward pass; None for their choice.
+        run: kernels.linear_recurrence, kernels.delta_rule, or another with their arguments.
+        q, k, v, initial_state, cu_seqlens, consume_state, options: Arguments of `run`.
+        gates: Its arguments log_decay, beta, subheads and scale.
         context_parallel: Which part of each sequence this is; None for whole sequences.
 
     Returns:
         o [B,T,H,V], and the final states or None.
     """
-    gates: dict[str, Any] = dict(log_decay=log_decay, beta=beta, subheads=subheads, scale=scale)
     if context_parallel is not None:
         context_parallel.check(initial_state, cu_seqlens)
         transition, local = (_diagonal if run is kernels.linear_recurrence else _matrix)(run, q.detach(), k, v, gates)
         initial_state, consume_state = context_parallel.first_state(transition, local), False
-    return run(
-        q,
-        k,
-        v,
-        **gates,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        consume_state=consume_state,
-        keep_states=keep_states,
-    )
+    settings = dict(initial_state=initial_state, cu_seqlens=cu_seqlens, consume_state=consume_state, **options)
+    return run(q, k, v, **gates, **settings)
 
 
 def _diagonal(run: Recurrence, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Any]) -> tuple[Tensor, Tensor]:
