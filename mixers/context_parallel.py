@@ -36,15 +36,7 @@ class ContextParallel:
         self.group, self.rank, self.count = group, dist.get_rank(group), dist.get_world_size(group)
 
     def check(self, state: Any, cu_seqlens: Tensor | None) -> None:
-        """Raise if a mixer is given arguments that do not go with context parallelism.
-
-        Args:
-            state: The state to continue from, if any.
-            cu_seqlens: Boundaries of packed documents, if any.
-
-        Raises:
-            UserError: Either is not None.
-        """
+        """Raise a UserError if there is a state or packed documents, which only one process can have."""
         if state is not None:
             raise kernels.UserError("context_parallel: a state can be continued by one process only")
         if cu_seqlens is not None:
@@ -85,15 +77,12 @@ class ContextParallel:
         return F.pad(earlier, (0, 0, size - earlier.shape[1], 0))
 
     def first_state(self, transition: Tensor, local: Tensor) -> Tensor:
-        """The state before this part.
+        """The state before this part, [B,H,K,V].
 
         Args:
             transition: A of this part, which maps the state before it to the state after it: a factor for each row
                 [B,H,K,1], or a matrix [B,H,K,K].
             local: L, the state after this part when it starts from zero [B,H,K,V].
-
-        Returns:
-            [B,H,K,V].
         """
         columns = transition.shape[-1]
         with torch.autocast(local.device.type, enabled=False):  # states are fp32
@@ -105,15 +94,10 @@ class ContextParallel:
         return state
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        """The mean over all processes of the group, for training.
+        """The mean loss over all processes of the group, of which this one has `count` with the sum `total`.
 
-        Args:
-            total: Sum of this process's losses, a scalar.
-            count: How many losses that is, a scalar.
-
-        Returns:
-            The same number in all processes. Its gradient is that of this process's losses, times the number of
-            processes, because gradients are averaged over all processes afterwards.
+        It is the same in all processes. Its gradient is that of this process's losses, times the number of processes,
+        because gradients are averaged over all processes afterwards.
         """
         sums = torch.stack([total.detach(), count.to(total.dtype)])
         dist.all_reduce(sums, group=self.group)

@@ -66,12 +66,7 @@ class Mamba2Discretisation(Discretisation):
 
 
 class LowRankDecay(nn.Linear):
-    """log_decay = log σ(W x + b) / normalizer of a few numbers x (GLA, arXiv 2312.06635), as `low_rank_forget_gate`.
-
-    Args:
-        rank: Size of x.
-        size: Number of decays.
-    """
+    """log_decay = log σ(W x + b) / normalizer of a few numbers x (GLA, arXiv 2312.06635), as `low_rank_forget_gate`."""
 
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)
@@ -82,12 +77,10 @@ class LowRankDecay(nn.Linear):
 
 
 class Strength(KeepsFp32):
-    """β = σ(b + bias): how much of the old value the delta rule replaces; up to 2 with `allow_neg_eigval`.
+    """β = σ(b + bias): how much of the old value the delta rule replaces.
 
-    Args:
-        size: Number of recurrences.
-        bias: Whether to add a bias, initially 0.
-        allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
+    The optional bias is initially 0. With `allow_neg_eigval`, β may reach 2, so that a transition can also reflect
+    (arXiv 2411.12537).
     """
 
     keep_fp32 = ("bias",)

@@ -172,10 +172,6 @@ class SubheadGain(KeepsFp32):
     """Queries [B,T,heads·E,K] times one learned number per subhead, initially 0; subhead 0 is unchanged.
 
     It is applied after the features: a norm would cancel a gain before it, and magnify the gradient of one near 0.
-
-    Args:
-        heads: Number of key heads.
-        factor: Subheads E of a head.
     """
 
     no_weight_decay = keep_fp32 = ("weight",)

@@ -252,11 +252,7 @@ class LanguageModel(nn.Module):
     ) -> TokenLosses:
         """The loss of each label, for evaluation: without gradients, and without the logits of all tokens in memory.
 
-        Args:
-            tokens: [B,T].
-            labels: [B,T] int64, already shifted; -100 has no loss.
-            state: As in `forward`.
-            cu_seqlens, context_parallel: As in `forward`, which raises the same errors.
+        The arguments are those of `loss` and `forward`.
         """
         x, state = self.last_hidden(tokens, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
         self._check_labels(labels, x)

@@ -209,7 +209,7 @@ class Checkpoints(RunCallback, Checkpoint):
         """Stop during a validation too, unless it is the final one."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        self._stop_signal, _ = self._largest_over_processes(0)
+        self._stop_signal = self._largest_over_processes(0)[0]
         if trainer.global_step == trainer.max_steps:
             self._stop_signal = 0
         if self._stop_signal:
