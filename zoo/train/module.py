@@ -234,12 +234,10 @@ class Pretraining(L.LightningModule):
         return Batch(self._part.take(batch.tokens), self._part.take(batch.labels), None)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add a batch to the validation loss."""
+        """Add a batch to the metrics of a validation or test."""
         self._evaluate(batch, dataloader_idx)
 
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add a batch to the test loss."""
-        self._evaluate(batch, dataloader_idx)
+    test_step = validation_step
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Negative log-likelihood of each label in nats, fp32, in the shape of labels; nan without a label."""
@@ -248,11 +246,10 @@ class Pretraining(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Discard what an interrupted evaluation may have left."""
-        self._reset_metrics()
+        for metric in (self.context_loss, self.accuracy, self.task_loss, self.extra_loss):
+            metric.reset()
 
-    def on_test_epoch_start(self) -> None:
-        """Discard what an interrupted evaluation may have left."""
-        self._reset_metrics()
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation loss, its perplexity, the loss by position, and loss and accuracy by task."""
@@ -261,12 +258,6 @@ class Pretraining(L.LightningModule):
     def on_test_epoch_end(self) -> None:
         """Log the test loss, its perplexity, the loss by position, and loss and accuracy by task."""
         self._log_evaluation("test")
-
-    def _reset_metrics(self) -> None:
-        self.context_loss.reset()
-        self.accuracy.reset()
-        self.task_loss.reset()
-        self.extra_loss.reset()
 
     def _evaluate(self, batch: Batch, loader: int) -> None:
         batch = self._local_part(batch)
@@ -290,7 +281,7 @@ class Pretraining(L.LightningModule):
         losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
         _, loss_by_task = self.task_loss.compute()
         extra_losses = self.extra_loss.compute()[1] if self.extra_sets else None
-        self._reset_metrics()
+        self.on_validation_epoch_start()
         self.loss_by_position = losses.by_position.tolist()
         self.log(f"{prefix}_loss", losses.loss, prog_bar=True)
         self.log(f"{prefix}_perplexity", losses.perplexity)
