@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kernels.errors import UserError
@@ -65,8 +66,6 @@ class MixedText(TokenisedText):
         if twice := sorted({*self.sources} & {*self.extra_sets}):
             raise UserError(f"data.validation_sets: {twice[0]!r} is also the name of a source; give it another.")
         self.sources = dict(self.sources)
-        self._train: Blend | None = None
-        self._validation: list[Windows] = []
 
     @property
     def corpora(self) -> list[Corpus]:
@@ -89,32 +88,29 @@ class MixedText(TokenisedText):
     def setup(self, stage: str | None = None) -> None:
         """Open and check the token shards, and start training at the first sample until a checkpoint is loaded."""
         super().setup(stage)
-        if self._train is None:
-            opened = []
-            for name, corpus in zip(self.sources, self.corpora, strict=True):
-                with errors_name(f"data.sources.{name}"):
-                    opened.append(self.windows(corpus))
-            self._train = Blend([train for train, _ in opened], self._weights())
-            self._validation = [validation for _, validation in opened]
+        samples = len(self.train)
         if stage == "fit":
-            self.check_batch_size(len(self._train))
+            self.check_batch_size(samples)
         if stage == "fit" and self.trainer is not None and self.trainer.max_steps > 0 and self.ranks()[0] == 0:
             self._log_passes(self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size)
 
-    @property
+    @cached_property
+    def _splits(self) -> list[tuple[Windows, Windows]]:
+        opened = []
+        for name, corpus in zip(self.sources, self.corpora, strict=True):
+            with errors_name(f"data.sources.{name}"):
+                opened.append(self.windows(corpus))
+        return opened
+
+    @cached_property
     def train(self) -> Blend:
         """The training samples, in order."""
-        if self._train is None:
-            self.setup()
-        assert self._train is not None
-        return self._train
+        return Blend([train for train, _ in self._splits], self._weights())
 
     @property
     def validation(self) -> list[Windows]:
         """The validation samples of each source, in order."""
-        if not self._validation:
-            self.setup()
-        return self._validation
+        return [validation for _, validation in self._splits]
 
     def val_dataloader(self) -> list[ValidationLoader]:
         """Batches of this rank, each sample once: those of each source, and then those of each validation set."""

@@ -1,6 +1,7 @@
 """Text data, the default class of `data:` in a config."""
 
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any
 
 from zoo.data.loader import ValidationLoader
@@ -45,8 +46,6 @@ class TextData(TokenisedText):
         super().__post_init__()
         check_minimum(max_characters=(self.max_characters, 1))
         self.corpus = Corpus(self.path, self.text_field, self.max_characters)
-        self._train: Windows | None = None
-        self._validation: Windows | None = None
 
     @property
     def corpora(self) -> list[Corpus]:
@@ -61,26 +60,23 @@ class TextData(TokenisedText):
     def setup(self, stage: str | None = None) -> None:
         """Open and check the token shards, and start training at the first sample until a checkpoint is loaded."""
         super().setup(stage)
-        if self._validation is None:
-            self._train, self._validation = self.windows(self.corpus)
+        samples = len(self.train)
         if stage == "fit":
-            self.check_batch_size(len(self.train))
+            self.check_batch_size(samples)
+
+    @cached_property
+    def _splits(self) -> tuple[Windows, Windows]:
+        return self.windows(self.corpus)
 
     @property
     def train(self) -> Windows:
         """The training samples, in order."""
-        if self._train is None:
-            self.setup()
-        assert self._train is not None
-        return self._train
+        return self._splits[0]
 
     @property
     def validation(self) -> Windows:
         """The validation samples, in order."""
-        if self._validation is None:
-            self.setup()
-        assert self._validation is not None
-        return self._validation
+        return self._splits[1]
 
     def bigram_loss(self) -> float:
         """Loss in nats per token of an interpolated bigram model of the training tokens on the validation tokens."""
