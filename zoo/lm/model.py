@@ -163,11 +163,11 @@ class LanguageModel(nn.Module):
         Every other module, and every subclass with another `reset_parameters`, initialises itself by that method.
         """
         for module in self.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if getattr(reset, "__func__", None) in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
+            reset = getattr(type(module), "reset_parameters", None)
+            if reset in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
                 self._initialise(module)  # type: ignore[arg-type]
             elif module is not self and callable(reset):
-                reset()
+                reset(module)
         if self.scale_output_projections:
             projections = self._output_projections()
             for projection in projections:
