@@ -141,7 +141,7 @@ def run(arguments: list[str]) -> int:
 
         tune(**arguments_of(tune, rest, verb)[1])
     elif verb == "mixers":
-        from zoo.lm.catalogue import show_mixers
+        from zoo.lm.mixers_table import show_mixers
 
         show_mixers(**arguments_of(show_mixers, rest, verb, positional="name")[1])
     return 0

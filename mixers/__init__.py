@@ -3,7 +3,7 @@
 try:
     from kernels import UserError
 except ImportError:
-    from .namesake import another_is_first
+    from .package_conflict import another_is_first
 
     raise another_is_first() from None
 
@@ -15,7 +15,8 @@ from .contract import ContractError, check_mixer
 from .cosformer2 import CosFormer2
 from .decay import ConstantDecay, Discretisation, Mamba2Discretisation, alibi_slopes
 from .deltanet import DeltaNet
-from .expansion import DPFP, LFM, Expanded, Expansion, HeadWise, LowRank
+from .expanded import Expanded
+from .expansion import DPFP, LFM, Expansion, HeadWise, LowRank
 from .features import LRPE, FeatureMap, Features, Rotary
 from .gated_deltanet import GatedDeltaNet
 from .gla import GLA
@@ -25,7 +26,6 @@ from .hgrn2 import HGRN2, LowerBounds
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
-from .namesake import warn_of_hidden
 from .norm import (
     GatedRMSNorm,
     GateOnly,
@@ -37,6 +37,7 @@ from .norm import (
     SimpleRMSNorm,
     ZeroCentredRMSNorm,
 )
+from .package_conflict import warn_of_hidden
 from .per_document import per_document
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads

@@ -8,11 +8,7 @@ from kernels import UserError
 
 
 def check_sizes(sizes: Mapping[str, int | None], *, least: int = 1) -> None:
-    """Raise unless each size is a whole number that is not below `least`; None means the default.
-
-    Raises:
-        UserError: A size is something else. True and False are, too, although Python counts them as numbers.
-    """
+    """Raise a UserError unless each size is a whole number, not True or False, from `least`; None means the default."""
     for name, size in sizes.items():
         if size is None:
             continue
@@ -23,21 +19,13 @@ def check_sizes(sizes: Mapping[str, int | None], *, least: int = 1) -> None:
 
 
 def size_or(name: str, size: int | None, default: int) -> int:
-    """A size that is a whole number from 1, or the default for None.
-
-    Raises:
-        UserError: The size is something else.
-    """
+    """A size that is a whole number from 1, or the default for None; anything else raises a UserError."""
     check_sizes({name: size})
     return default if size is None else size
 
 
 def check_numbers(numbers: Mapping[str, float | None], *, positive: bool = True) -> None:
-    """Raise unless each number is finite and above 0, or with `positive=False` at least 0; None means the default.
-
-    Raises:
-        UserError: A number is something else.
-    """
+    """Raise a UserError unless each number is finite and above 0, or with `positive=False` at least 0, or None."""
     for name, x in numbers.items():
         if x is None:
             continue

@@ -7,7 +7,7 @@ streams are [B,T,heads,size]. Gates live in log space and are called `log_decay`
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,10 @@ from kernels.core.documents import places
 
 from .arguments import check_sizes
 from .context_parallel import ContextParallel, run_recurrence
+from .expansion import Expand, Expansion
 from .features import FeaturePath, Features, together
 from .precision import KeepsFp32
 from .state import History, Position
-
-if TYPE_CHECKING:
-    from .expansion import Expand, Expansion
 
 State = Any  # a pytree of tensors, usually a NamedTuple; `state.py` says how to type its fields
 
@@ -34,7 +32,7 @@ class Site(NamedTuple):
     num_heads: int
     layer: int = 0
     num_layers: int = 1
-    expand: "Expand | None" = None  # set by Expanded, read by LinearMixer
+    expand: Expand | None = None  # set by Expanded, read by LinearMixer
 
     def heads(self, num_heads: int | None = None, head_dim: int | None = None) -> tuple[int, int]:
         """num_heads and head_dim of a mixer, with the model's values where they are None.
@@ -249,10 +247,7 @@ class LinearMixer(TokenMixer):
             s.q,
             s.k,
             s.v,
-            log_decay=s.log_decay,
-            beta=s.beta,
-            subheads=self.subheads,
-            scale=self.scale,
+            gates=dict(log_decay=s.log_decay, beta=s.beta, subheads=self.subheads, scale=self.scale),
             initial_state=None if state is None else state.matrix,
             return_state=state is not None,
             cu_seqlens=cu_seqlens,
@@ -289,7 +284,7 @@ class LinearMixer(TokenMixer):
         s = self.gates(s) if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
         return s, histories, following
 
-    def _expand(self, expansion: "Expansion", stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _expand(self, expansion: Expansion, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The subheads of a stream; or a stream, and the matrices that make them of its heads."""
         y, product = expansion.factors(stream, x)
         if product is None:

@@ -5,7 +5,8 @@ from .bidirectional import Bidirectional
 from .cosformer2 import CosFormer2
 from .decay import ConstantDecay, Discretisation, Mamba2Discretisation
 from .deltanet import DeltaNet
-from .expansion import DPFP, LFM, Expanded, HeadWise, LowRank, Residual
+from .expanded import Expanded
+from .expansion import DPFP, LFM, HeadWise, LowRank, Residual
 from .features import LRPE, Rotary
 from .gated_deltanet import GatedDeltaNet
 from .gla import GLA

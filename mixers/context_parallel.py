@@ -36,15 +36,7 @@ class ContextParallel:
         self.group, self.rank, self.count = group, dist.get_rank(group), dist.get_world_size(group)
 
     def check(self, state: Any, cu_seqlens: Tensor | None) -> None:
-        """Raise if a mixer is given arguments that do not go with context parallelism.
-
-        Args:
-            state: The state to continue from, if any.
-            cu_seqlens: Boundaries of packed documents, if any.
-
-        Raises:
-            UserError: Either is not None.
-        """
+        """Raise a UserError if there is a state or packed documents, which only one process can have."""
         if state is not None:
             raise kernels.UserError("context_parallel: a state can be continued by one process only")
         if cu_seqlens is not None:
@@ -85,15 +77,12 @@ class ContextParallel:
         return F.pad(earlier, (0, 0, size - earlier.shape[1], 0))
 
     def first_state(self, transition: Tensor, local: Tensor) -> Tensor:
-        """The state before this part.
+        """The state before this part, [B,H,K,V].
 
         Args:
             transition: A of this part, which maps the state before it to the state after it: a factor for each row
                 [B,H,K,1], or a matrix [B,H,K,K].
             local: L, the state after this part when it starts from zero [B,H,K,V].
-
-        Returns:
-            [B,H,K,V].
         """
         columns = transition.shape[-1]
         with torch.autocast(local.device.type, enabled=False):  # states are fp32
@@ -105,15 +94,10 @@ class ContextParallel:
         return state
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
-        """The mean over all processes of the group, for training.
+        """The mean loss over all processes of the group, of which this one has `count` with the sum `total`.
 
-        Args:
-            total: Sum of this process's losses, a scalar.
-            count: How many losses that is, a scalar.
-
-        Returns:
-            The same number in all processes. Its gradient is that of this process's losses, times the number of
-            processes, because gradients are averaged over all processes afterwards.
+        It is the same in all processes. Its gradient is that of this process's losses, times the number of processes,
+        because gradients are averaged over all processes afterwards.
         """
         sums = torch.stack([total.detach(), count.to(total.dtype)])
         dist.all_reduce(sums, group=self.group)
@@ -157,56 +141,32 @@ def run_recurrence(
     k: Tensor,
     v: Tensor,
     *,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    subheads: int,
-    scale: float | None,
+    gates: dict[str, Any],
     initial_state: Tensor | None,
-    return_state: bool,
     cu_seqlens: Tensor | None,
-    consume_state: bool,
-    keep_states: bool | None,
     context_parallel: ContextParallel | None,
+    consume_state: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply `run`, a recurrence that is linear in its state, to whole sequences or to a part of each.
 
     A part needs the recurrence twice: once from a state of zero, and once from the state before this part.
 
     Args:
-        run: kernels.linear_recurrence, kernels.delta_rule, or another with their arguments, which follow.
-        q: [B,T,G·E,K].
-        k: [B,T,G·E,K].
-        v: [B,T,H,V].
-        log_decay: None, [H·E], [B,T,H·E] or [B,T,H·E,K].
-        beta: None or [B,T,H·E].
-        subheads: E.
-        scale: Factor of the output.
-        initial_state: [B,H·E,K,V] or None.
-        return_state: Whether to return the final states.
-        cu_seqlens: Boundaries of packed documents.
-        consume_state: Whether a step of a single token may overwrite `initial_state`.
-        keep_states: Whether kernels keep the states before all chunks for the backward pass; None for their choice.
+        run: kernels.linear_recurrence, kernels.delta_rule, or another with their arguments.
+        q, k, v, initial_state, cu_seqlens, consume_state, options: Arguments of `run`.
+        gates: Its arguments log_decay, beta, subheads and scale.
         context_parallel: Which part of each sequence this is; None for whole sequences.
 
     Returns:
         o [B,T,H,V], and the final states or None.
     """
-    gates: dict[str, Any] = dict(log_decay=log_decay, beta=beta, subheads=subheads, scale=scale)
     if context_parallel is not None:
         context_parallel.check(initial_state, cu_seqlens)
         transition, local = (_diagonal if run is kernels.linear_recurrence else _matrix)(run, q.detach(), k, v, gates)
         initial_state, consume_state = context_parallel.first_state(transition, local), False
-    return run(
-        q,
-        k,
-        v,
-        **gates,
-        initial_state=initial_state,
-        return_state=return_state,
-        cu_seqlens=cu_seqlens,
-        consume_state=consume_state,
-        keep_states=keep_states,
-    )
+    settings = dict(initial_state=initial_state, cu_seqlens=cu_seqlens, consume_state=consume_state, **options)
+    return run(q, k, v, **gates, **settings)
 
 
 def _diagonal(run: Recurrence, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Any]) -> tuple[Tensor, Tensor]:

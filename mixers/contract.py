@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import kernels
 
 from .base import LinearMixer, Site, TokenMixer
-from .expansion import Expanded
+from .expanded import Expanded
 from .state import remembered
 
 FLOPS_TOLERANCE = 0.05  # between flops() and the counter: padding and small vectors

@@ -10,10 +10,11 @@ import kernels
 from kernels.delta_gates import strength
 
 from .arguments import check_numbers, check_sizes
+from .fusion import Fusable
 from .precision import KeepsFp32
 
 
-class Discretisation(KeepsFp32):
+class Discretisation(KeepsFp32, Fusable):
     """dt = softplus(a + dt_bias) and log_decay = −exp(A_log) · dt, in at least fp32.
 
     A starts uniform in [low, high]; dt starts log-uniform in [1e-3, 0.1] (Mamba2, arXiv 2405.21060).
@@ -50,11 +51,6 @@ class Discretisation(KeepsFp32):
         """a [...,size] → log_decay and dt, the same shape."""
         return kernels.discretise(a, self.A_log, self.dt_bias)
 
-    @property
-    def has_own_formula(self) -> bool:
-        """Return whether a subclass computes decays otherwise."""
-        return type(self).forward is not Discretisation.forward
-
 
 class Mamba2Discretisation(Discretisation):
     """`Discretisation` with Mamba2's smallest initial A.
@@ -70,12 +66,7 @@ class Mamba2Discretisation(Discretisation):
 
 
 class LowRankDecay(nn.Linear):
-    """log_decay = log σ(W x + b) / normalizer of a few numbers x (GLA, arXiv 2312.06635), as `low_rank_forget_gate`.
-
-    Args:
-        rank: Size of x.
-        size: Number of decays.
-    """
+    """log_decay = log σ(W x + b) / normalizer of a few numbers x (GLA, arXiv 2312.06635), as `low_rank_forget_gate`."""
 
     def __init__(self, rank: int, size: int):
         super().__init__(rank, size)
@@ -86,12 +77,10 @@ class LowRankDecay(nn.Linear):
 
 
 class Strength(KeepsFp32):
-    """β = σ(b + bias): how much of the old value the delta rule replaces; up to 2 with `allow_neg_eigval`.
+    """β = σ(b + bias): how much of the old value the delta rule replaces.
 
-    Args:
-        size: Number of recurrences.
-        bias: Whether to add a bias, initially 0.
-        allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
+    The optional bias is initially 0. With `allow_neg_eigval`, β may reach 2, so that a transition can also reflect
+    (arXiv 2411.12537).
     """
 
     keep_fp32 = ("bias",)

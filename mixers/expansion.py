@@ -1,8 +1,8 @@
-"""State expansion (Liu et al., "Scaling up the State Size of RNN LLMs", section 4); no other file depends on it."""
+"""State expansion (Liu et al., "Scaling up the State Size of RNN LLMs", section 4): longer queries and keys."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import kernels
 
 from .arguments import check_sizes
-from .base import LinearMixer, Site
 from .features import Activation
+from .fusion import Fusable
 from .precision import KeepsFp32
 
 
@@ -48,7 +48,7 @@ def activated(stream: Tensor, activation: Activation) -> Tensor:
     return kernels.features(stream, activation=activation)[0]
 
 
-class HeadWise(Expansion):
+class HeadWise(Expansion, Fusable):
     """SiLU(q_i) W_i with W_i [K, E·K] for each head i (equation 8, with the activation of section 4.3).
 
     Args:
@@ -71,9 +71,7 @@ class HeadWise(Expansion):
         return kernels.head_linear(activated(stream, self.activation), self.weight)
 
     def factors(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if type(self).forward is not HeadWise.forward:  # of a subclass, which the factors know nothing of
-            return super().factors(stream, x)
-        return activated(stream, self.activation), self.weight
+        return (activated(stream, self.activation), self.weight) if self.fused else (self(stream, x), None)
 
 
 class LowRank(Expansion):
@@ -174,10 +172,6 @@ class SubheadGain(KeepsFp32):
     """Queries [B,T,heads·E,K] times one learned number per subhead, initially 0; subhead 0 is unchanged.
 
     It is applied after the features: a norm would cancel a gain before it, and magnify the gradient of one near 0.
-
-    Args:
-        heads: Number of key heads.
-        factor: Subheads E of a head.
     """
 
     no_weight_decay = keep_fp32 = ("weight",)
@@ -217,52 +211,3 @@ class Expand:
     def build_gain(self, heads: int) -> SubheadGain | None:
         """The gains of the subheads of `heads` query heads; None if there are none."""
         return SubheadGain(heads, self.factor) if self.residual else None
-
-
-class Expanded(LinearMixer):
-    """Any LinearMixer with a recurrent state `factor` times larger (Liu et al., section 4).
-
-    A factory that reads like a class: it builds the inner mixer at a site with `expand` set, without a wrapper at run
-    time. With `factor: 1` it builds the inner mixer unchanged.
-
-    Args:
-        site: Where the layer sits in the model.
-        mixer: The mixer to expand.
-        factor: E, how many times larger the state becomes.
-        subheads: Whether to split an expanded head into E subheads of the original key size, with shared values, wider
-            gates and summed outputs (equations 9 and 10); otherwise it is one head with key size E·K.
-        expansion: How queries and keys are expanded: HeadWise, LowRank, DPFP, LFM, or your own.
-        residual: Whether subhead 0 is the unchanged head, and the expansion makes the E − 1 others, whose outputs are
-            multiplied by learned gains that start at 0. The mixer then starts as the one that is not expanded.
-        recompute: What training on a GPU computes again in the backward pass, in place of keeping it: expanded queries
-            and keys, each a tensor [B,T,heads·E·K], and the states before all chunks, [B,T/64,heads·E,K,V] (with few
-            subheads, these are kept anyway). `true` is all of it, `queries` spares the keys, `states` the queries as
-            well, and `false` keeps everything.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls,
-        site: Site,
-        *,
-        mixer: Callable[[Site], LinearMixer],
-        factor: int = 1,
-        subheads: bool = True,
-        expansion: Callable[[int, int, int, int], Expansion] = HeadWise,
-        residual: bool = False,
-        recompute: bool | Recomputed = True,
-    ) -> LinearMixer:
-        check_sizes({"factor": factor})
-        if residual and not subheads:
-            raise kernels.UserError("residual: true needs subheads, one of which is the unchanged head")
-        if recompute not in (True, False, *get_args(Recomputed)):
-            raise kernels.UserError(f"recompute: {recompute!r} must be true, queries, states or false")
-        if site.expand is not None:
-            raise kernels.UserError("mixer: an Expanded inside an Expanded; multiply the factors instead")
-        if factor > 1:
-            site = site._replace(expand=Expand(factor, factor if subheads else 1, expansion, residual, recompute))
-        built = mixer(site)
-        if not isinstance(built, LinearMixer):
-            raise kernels.UserError(
-                f"mixer: {type(built).__name__} has no matrix state to expand; Expanded takes a LinearMixer"
-            )
-        return built

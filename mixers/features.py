@@ -63,11 +63,7 @@ class Features:
 class FeaturePath(nn.Module):
     """The modules behind one `Features`, for `heads` heads of `size`.
 
-    Args:
-        spec: The features.
-        heads: Number of heads.
-        size: Size of a head.
-        kept: Whether what an expansion makes is saved for the backward pass, and not computed again there.
+    With `kept`, what an expansion makes is saved for the backward pass, and not computed again there.
     """
 
     def __init__(self, spec: Features, heads: int, size: int, kept: bool = False):

@@ -10,6 +10,7 @@ from .arguments import size_or
 from .base import LinearMixer, Site, Streams
 from .decay import Discretisation, Strength
 from .features import Features
+from .fusion import Fusable
 from .norm import GatedRMSNorm, Output
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
@@ -19,7 +20,7 @@ from .registry import register
     recurrence="S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ",
     paper="Gated Delta Networks, arXiv 2412.06464",
 )
-class GatedDeltaNet(LinearMixer):
+class GatedDeltaNet(LinearMixer, Fusable):
     """S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ (arXiv 2412.06464).
 
     The state decays by exp(g_t), and the fraction β_t of its value for the key k_t is replaced. Queries, keys and
@@ -41,6 +42,7 @@ class GatedDeltaNet(LinearMixer):
     """
 
     recurrence = staticmethod(kernels.delta_rule)
+    fused_method = "gates"
 
     def __init__(
         self,
@@ -91,8 +93,7 @@ class GatedDeltaNet(LinearMixer):
         return Streams(q, k, v, parts.get("a"), parts["b"], gate)
 
     def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
-        # a subclass may override the gates, and a decay may have another formula
-        if type(self).gates is not GatedDeltaNet.gates or self.decay is None or self.decay.has_own_formula:
+        if not self.fused or self.decay is None or not self.decay.fused:
             return None
         assert s.log_decay is not None
         assert s.beta is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 import kernels
 
 from .base import LinearMixer, TokenMixer
-from .expansion import Expanded
+from .expanded import Expanded
 from .gated_deltanet import GatedDeltaNet
 from .gla import GLA
 from .hgrn2 import HGRN2

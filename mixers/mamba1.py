@@ -26,12 +26,7 @@ class MambaState(NamedTuple):
 
 
 class StepProjection(nn.Linear):
-    """dt [...,rank] → [...,width], initially U(±rank^-½) as published, whatever the model's initialisation.
-
-    Args:
-        rank: Size of the input.
-        width: Channels.
-    """
+    """dt [...,rank] → [...,width], initially U(±rank^-½) as published, whatever the model's initialisation."""
 
     def __init__(self, rank: int, width: int):
         super().__init__(rank, width, bias=False)

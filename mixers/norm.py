@@ -30,7 +30,16 @@ class Norm(KeepsFp32):
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """x [...,size] → its norm; x and y → x + y and its norm: the residual stream, and the input of a layer."""
+        return self.normed(x) if y is None else self.added(x, y)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """The norm of x."""
         raise NotImplementedError
+
+    def added(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm."""
+        total = x + y
+        return total, self.normed(total)
 
 
 class SimpleRMSNorm(Norm):
@@ -51,15 +60,10 @@ class SimpleRMSNorm(Norm):
         """Factor of each channel [size]; None for 1."""
         return None
 
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
+    def normed(self, x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, self.scale, self.eps)
 
-    @overload
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        if y is None:
-            return kernels.rms_norm(x, self.scale, self.eps)
+    def added(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return kernels.add_rms_norm(x, y, self.scale, self.eps)
 
 
@@ -122,17 +126,9 @@ class LayerNorm(Norm):
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 
-    @overload
-    def forward(self, x: Tensor) -> Tensor: ...
-
-    @overload
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        total = x if y is None else x + y
-        normed = F.layer_norm(kernels.at_least_fp32(total), self.weight.shape, self.weight, self.bias, self.eps)
-        normed = normed.to(total.dtype)
-        return normed if y is None else (total, normed)
+    def normed(self, x: Tensor) -> Tensor:
+        y = F.layer_norm(kernels.at_least_fp32(x), self.weight.shape, self.weight, self.bias, self.eps)
+        return y.to(x.dtype)
 
 
 class Output(KeepsFp32):

@@ -75,13 +75,7 @@ def _join(module: Projection, state: dict[str, Any], prefix: str, *_: object) ->
 
 
 class OutputProjection(nn.Linear):
-    """A linear map whose result is added to the residual stream; see `scale_output_projections`.
-
-    Args:
-        inputs: Size of the input.
-        outputs: Size of the output.
-        bias: Whether it has a bias.
-    """
+    """A linear map whose result is added to the residual stream; see `scale_output_projections`."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False):
         super().__init__(inputs, outputs, bias=bias)

@@ -39,16 +39,9 @@ Position = Annotated[Tensor, Count()]  # tokens seen [N], int64
 
 
 def remembered(state: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a state that `TokenMixer.state_size` counts: those in floating point, except bookkeeping.
+    """Yield the tensors of a state that `TokenMixer.state_size` counts: those in floating point, except bookkeeping.
 
-    Args:
-        state: The state of a mixer.
-
-    Yields:
-        Name and tensor. The name is a path, such as `_matrix` or `_caches_0`; it is empty if the state is one tensor.
-
-    Raises:
-        UserError: The annotations of a NamedTuple cannot be read.
+    Each comes with a path as its name, such as `_matrix` or `_caches_0`; it is empty if the state is one tensor.
     """
     yield from _remembered(state, None, "")
 

@@ -19,7 +19,7 @@ from zoo.config.overlays import load_config
 from zoo.evaluation.catalogue import tasks_of
 from zoo.evaluation.task import Options
 from zoo.files.safe_yaml import dump_yaml
-from zoo.lm.catalogue import show_mixers
+from zoo.lm.mixers_table import show_mixers
 from zoo.sweeps.comparison import whole_configs
 
 from .commands import ROOT, Command

@@ -3,6 +3,7 @@
 import ast
 import copy
 import functools
+import graphlib
 import importlib
 import inspect
 import os
@@ -104,6 +105,31 @@ def test_no_import_runs_back_up_between_rooms():
         above = [other for other in used if ROOMS.index(other) > ROOMS.index(own)]
         violations += [f"{name} imports from {other}, which comes after {own}" for other in above]
     assert not violations
+
+
+def imported_modules() -> dict[str, set[str]]:
+    """Module → modules of this project that it imports, anywhere in the file, also for type checkers alone."""
+    names = {name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): name for name in trees()}
+    graph: dict[str, set[str]] = {}
+    for module, name in names.items():
+        graph[module] = set()
+        package = name.removesuffix(".py").split("/")[:-1]
+        for node in ast.walk(trees()[name]):
+            if isinstance(node, ast.Import):
+                graph[module] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                above = package[: len(package) - node.level + 1] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                both = ((f"{base}.{alias.name}", base) for alias in node.names)
+                graph[module] |= {inner if inner in names else outer for inner, outer in both}
+        graph[module] = (graph[module] & names.keys()) - {module}
+    return graph
+
+
+@pytest.mark.slow
+def test_no_modules_import_each_other():
+    graph = imported_modules()
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which has the circle
 
 
 def test_kernels_know_no_module():

@@ -1,0 +1,1 @@
+"""What ops share: their choice of an implementation, autograd, arguments, chunks and documents."""

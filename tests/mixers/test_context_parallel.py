@@ -228,10 +228,9 @@ def test_a_part_with_a_reset_forgets_what_was_before(op: Callable, shape: tuple[
     leaves = [x.requires_grad_() for x in (q, k, v, decay, beta)]
     before = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     part, gates = Alone(before), {"log_decay": decay, "beta": beta}
-    options = {"subheads": 1, "scale": None, "initial_state": None, "cu_seqlens": None, "keep_states": None}
-    o, state = run_recurrence(
-        op, q, k, v, **gates, **options, return_state=True, consume_state=False, context_parallel=part
-    )
+    all_gates = {**gates, "subheads": 1, "scale": None}
+    options = {"initial_state": None, "cu_seqlens": None, "return_state": True}
+    o, state = run_recurrence(op, q, k, v, gates=all_gates, **options, context_parallel=part)
     expected, last = op(q, k, v, **gates, initial_state=before, return_state=True)
     torch.testing.assert_close((o, state), (expected, last))
     transition, local = part.summary

@@ -20,14 +20,13 @@ from zoo.benchmarks.device import described, pick_backend
 from zoo.benchmarks.report import PATH, Report, captioned, formatted, path_of, without
 from zoo.benchmarks.timing import Clock, process_age, synchronize
 from zoo.lm.model import LanguageModel
+from zoo.train.callbacks.compiled_ahead import compile_ahead
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
-from zoo.train.clipping import clip, total_norm
 from zoo.train.cpu import use_processor
 from zoo.train.devices import peak_flops, pick_device
-from zoo.train.first_step import compile_ahead
 from zoo.train.module import best_precision
-from zoo.train.optim import Optimisation, build_optimizer
+from zoo.train.optim import Optimisation, build_optimizer, clip, total_norm
 
 DOES_NOT_FIT = "does not fit into memory; fewer tokens in a step may"
 WARM_UP = 2  # steps after the first

@@ -23,6 +23,7 @@ MOVED = {
     "zoo.stack": "zoo.lm",
     "zoo.strategy": "zoo.train.zero",
 }
+MOVED_CLASSES = {"mixers.expansion.Expanded": "mixers.expanded.Expanded"}  # out of a module that stays
 
 
 def up_to_date(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,5 +52,6 @@ def with_current_paths(config: Any) -> Any:
 
 def moved(path: str) -> str:
     """The current dotted path of a class."""
+    path = MOVED_CLASSES.get(path, path)
     module, _, name = path.rpartition(".")
     return f"{MOVED[module]}.{name}" if module in MOVED else path

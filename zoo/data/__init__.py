@@ -1,6 +1,8 @@
 """The data of a run: `TextData` (corpus → tokenizer → token shards → windows → loaders), `MixedText` from several
 sources, synthetic `MQAR`, `TokenTasks` and `MarkovChain`; and to classify, `Images` and synthetic `ListOps`."""
 
+# ruff: noqa: F401 (type checkers see the imports, `__getattr__` makes them)
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -51,41 +53,7 @@ _LAZY = {
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names.split()}
 
-__all__ = [
-    "MQAR",
-    "NO_LOSS",
-    "Batch",
-    "CompositionalRecall",
-    "Compression",
-    "Corpus",
-    "Digits",
-    "ForgettingRecall",
-    "Images",
-    "InContextRecall",
-    "ListOps",
-    "MarkovChain",
-    "Memorization",
-    "MixedText",
-    "RecallTask",
-    "Seeds",
-    "SelectiveCopy",
-    "Shards",
-    "Source",
-    "StackedRecall",
-    "TextData",
-    "TokenSamples",
-    "TokenTask",
-    "TokenTasks",
-    "Tokenizer",
-    "TrainLoader",
-    "ValidationLoader",
-    "ValidationSet",
-    "Windows",
-    "as_batch",
-    "interpolated_bigram_loss",
-    "prepare",
-    "train_tokenizer",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,14 +16,11 @@ TOKENIZER = ("vocab_size", "eos_id", "encode", "decode", "to_json", "save")  # w
 
 
 def as_batch(batch: Any) -> Batch:
-    """A batch of any data module.
+    """A batch of any data module, from a `Batch` or a mapping.
 
     A mapping follows the convention of Hugging Face: `labels` [B,T] are aligned with `input_ids` [B,T], and are shifted
     here. Padding at the end, by `attention_mask`, has no loss; neither has the first token of a document packed by
     `cu_seqlens`.
-
-    Args:
-        batch: A `Batch`, or such a mapping.
 
     Raises:
         UserError: It is neither, a key is missing or unknown, or the shapes do not fit.

@@ -34,22 +34,13 @@ class OrderedSamples(SampleSet, Protocol):
 
 
 class TrainLoader:
-    """Batches of the shuffled, endless stream; each rank gets its share of a global batch.
+    """Batches of the shuffled, endless stream; each rank gets its share of a global batch of `batch_size` sequences.
 
     `position`, the number of samples that all ranks together have received, is the whole state: after setting it, the
     next batch is the one at that position, for any number of ranks and workers.
 
-    `for batch in loader` yields `len(loader)` batches, about one pass over the data in whole optimiser steps, and the
-    next `for` continues from there.
-
-    Args:
-        samples: The samples and their order.
-        batch_size: Sequences in a global batch; a multiple of `world_size`.
-        rank: The share of this process.
-        world_size: Number of shares.
-        seed: Seed of the order.
-        num_workers: Worker processes that prefetch batches.
-        batches_per_step: Batches whose gradients are accumulated in an optimiser step.
+    `for batch in loader` yields `len(loader)` batches, about one pass over the data in whole optimiser steps, each of
+    which accumulates the gradients of `batches_per_step` batches, and the next `for` continues from there.
     """
 
     def __init__(
@@ -124,13 +115,6 @@ class ValidationLoader:
 
     All ranks get equally many batches of equal shape, as collective operations require: a last batch that does not
     divide evenly is filled with samples whose labels are all −100. So weight a mean loss by labels, not by batches.
-
-    Args:
-        samples: The samples.
-        batch_size: Sequences in a global batch; a multiple of `world_size`.
-        rank: The share of this process.
-        world_size: Number of shares.
-        num_workers: Worker processes that prefetch batches.
     """
 
     def __init__(

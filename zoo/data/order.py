@@ -13,18 +13,10 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def shuffled(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """Sample indices at positions of an endless stream, which is a new permutation for each pass of `size` positions.
+    """Sample indices, [n] int64 below `size`, at positions [n] of an endless stream; each pass is a new permutation.
 
     A keyed Feistel network over the next power of four, iterated until the result is below `size`. It needs no memory,
     gives random access, and (unlike a library's shuffle) the same order in every version, so that old runs can resume.
-
-    Args:
-        positions: `[n]` integers ≥ 0.
-        size: Number of samples.
-        seed: Seed of the permutations.
-
-    Returns:
-        `[n]` int64 in [0, size).
     """
     epoch, index = np.divmod(np.asarray(positions, np.uint64), np.uint64(size))
     keys = _mix(_mix(np.full_like(epoch, seed & 0xFFFFFFFFFFFFFFFF)) + epoch * _GOLDEN)
@@ -55,21 +47,13 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def interleaved(positions: np.ndarray, weights: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The source at each position of an endless stream, and the number of its sample within that source.
+    """The source at each position of an endless stream, and the number of its sample there: [n] → twice [n] int64.
 
     The first source takes its share of the positions, spaced as evenly as possible, the second its share of those left,
     and so on. So among the first n positions a source with share p has p·n, to within 2; the count has a closed form,
     which gives random access. Within each 128 positions the order is then shuffled, because evenly spaced sources could
-    stay in phase with ranks and batches.
-
-    Args:
-        positions: `[n]` integers ≥ 0.
-        weights: integers ≥ 1, from `whole_weights`.
-        seed: Seed of the order within 128 positions.
-
-    Returns:
-        `[n]` int64 source and `[n]` int64 number. Each source's numbers are 0, 1, 2 … without gaps, except for numbers
-        at other positions of the same 128.
+    stay in phase with ranks and batches. Each source's numbers are 0, 1, 2 … without gaps, except for numbers at other
+    positions of the same 128. The weights are those of `whole_weights`.
     """
     stretch = np.asarray(positions, np.int64) // _STRETCH
     left = stretch * _STRETCH + shuffled(positions, _STRETCH, seed)

@@ -8,8 +8,8 @@ import lightning as L
 import torch.distributed
 
 from kernels.errors import UserError
+from zoo.data.gradient_accumulation import unfinished_batches
 from zoo.data.loader import OrderedSamples, SampleSet, TrainLoader, ValidationLoader
-from zoo.data.whole_steps import unfinished_batches
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +84,6 @@ class ResumableData(L.LightningDataModule):
         """The share of this process, and the number of shares, by which the batch size must be divisible.
 
         Each process has a separate share, unless neighbours share sequences (`context_parallel`).
-
-        Raises:
-            UserError: The batch size is not divisible.
         """
         sharing = 1
         if self.trainer is not None:

@@ -37,14 +37,9 @@ class Classifier(nn.Linear):
         return self.out_features
 
     def pool(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Outputs of the blocks x [B,T,hidden] → one vector per sequence.
+        """Outputs of the blocks x [B,T,hidden] → one vector per sequence, [B,1,hidden].
 
-        Args:
-            x: [B,T,hidden].
-            cu_seqlens: Boundaries [N+1] of sequences packed into one row (B = 1); none may be empty.
-
-        Returns:
-            [B,1,hidden], or [1,N,hidden] of packed sequences.
+        Of documents packed by `cu_seqlens` [N+1], none of them empty, they are [1,N,hidden].
         """
         if cu_seqlens is None:
             return x.mean(1, keepdim=True) if self.pooling == "mean" else x[:, -1:]

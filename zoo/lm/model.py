@@ -163,11 +163,11 @@ class LanguageModel(nn.Module):
         Every other module, and every subclass with another `reset_parameters`, initialises itself by that method.
         """
         for module in self.modules():
-            reset = getattr(module, "reset_parameters", None)
-            if getattr(reset, "__func__", None) in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
+            reset = getattr(type(module), "reset_parameters", None)
+            if reset in (nn.Linear.reset_parameters, nn.Embedding.reset_parameters):
                 self._initialise(module)  # type: ignore[arg-type]
             elif module is not self and callable(reset):
-                reset()
+                reset(module)
         if self.scale_output_projections:
             projections = self._output_projections()
             for projection in projections:
@@ -252,11 +252,7 @@ class LanguageModel(nn.Module):
     ) -> TokenLosses:
         """The loss of each label, for evaluation: without gradients, and without the logits of all tokens in memory.
 
-        Args:
-            tokens: [B,T].
-            labels: [B,T] int64, already shifted; -100 has no loss.
-            state: As in `forward`.
-            cu_seqlens, context_parallel: As in `forward`, which raises the same errors.
+        The arguments are those of `loss` and `forward`.
         """
         x, state = self.last_hidden(tokens, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
         self._check_labels(labels, x)

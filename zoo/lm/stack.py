@@ -5,64 +5,17 @@ from collections.abc import Callable
 from kernels import UserError
 from mixers import Site, TokenMixer
 
-MixerFactory = Callable[[Site], TokenMixer]
-
 
 class Stack:
-    """The mixers of all layers: layer i takes slot i mod (number of slots)."""
-
-    slots: list[MixerFactory]
+    """The mixers of all layers, by depth. Subclass it for an order that `Pattern` cannot spell."""
 
     def __call__(self, site: Site) -> TokenMixer:
         """The mixer of one layer."""
-        return self.slots[site.layer % len(self.slots)](site)
+        raise NotImplementedError
 
     def post_norm(self, layer: int) -> bool:
-        """Return whether the block of a layer has its norms after its mixer and MLP, x + norm(mixer(x)); by default
-        before.
-        """
+        """Return whether a block normalises after its mixer and MLP, x + norm(mixer(x)); by default before."""
         return False
-
-
-class Uniform(Stack):
-    """One mixer, in every layer.
-
-    Args:
-        mixer: The mixer of every layer.
-    """
-
-    def __init__(self, mixer: Callable[[Site], TokenMixer]):
-        self.slots = [mixer]
-
-
-class H1(Stack):
-    """Two alternating mixers; in arXiv 2412.06464 Gated DeltaNet and sliding-window attention.
-
-    Args:
-        first: The mixer of layers 0, 2, 4 …
-        second: The mixer of layers 1, 3, 5 …
-    """
-
-    def __init__(self, first: Callable[[Site], TokenMixer], second: Callable[[Site], TokenMixer]):
-        self.slots = [first, second]
-
-
-class H2(Stack):
-    """Three mixers, one after another; in arXiv 2412.06464 Mamba2, Gated DeltaNet and sliding-window attention.
-
-    Args:
-        first: The mixer of layers 0, 3, 6 …
-        second: The mixer of layers 1, 4, 7 …
-        third: The mixer of layers 2, 5, 8 …
-    """
-
-    def __init__(
-        self,
-        first: Callable[[Site], TokenMixer],
-        second: Callable[[Site], TokenMixer],
-        third: Callable[[Site], TokenMixer],
-    ):
-        self.slots = [first, second, third]
 
 
 class Pattern(Stack):
@@ -82,8 +35,54 @@ class Pattern(Stack):
             raise UserError(f"pattern: {pattern!r} {reason}; each letter names one of mixers ({', '.join(mixers)})")
         if unknown := sorted(set(post_norm) - set(pattern)):
             raise UserError(f"post_norm: {post_norm!r} has {unknown}; its letters are those of pattern {pattern!r}")
-        self.slots = [mixers[letter] for letter in pattern]
-        self._post_norm = [letter in post_norm for letter in pattern]
+        self._pattern, self._mixers, self._post_norm = pattern, mixers, post_norm
+
+    def __call__(self, site: Site) -> TokenMixer:
+        return self._mixers[self._letter(site.layer)](site)
 
     def post_norm(self, layer: int) -> bool:
-        return self._post_norm[layer % len(self._post_norm)]
+        return self._letter(layer) in self._post_norm
+
+    def _letter(self, layer: int) -> str:
+        return self._pattern[layer % len(self._pattern)]
+
+
+class Uniform(Pattern):
+    """One mixer, in every layer: the pattern A.
+
+    Args:
+        mixer: The mixer of every layer.
+    """
+
+    def __init__(self, mixer: Callable[[Site], TokenMixer]):
+        super().__init__("A", {"A": mixer})
+
+
+class H1(Pattern):
+    """Two alternating mixers, the pattern AB; in arXiv 2412.06464 Gated DeltaNet and sliding-window attention.
+
+    Args:
+        first: The mixer of layers 0, 2, 4 …
+        second: The mixer of layers 1, 3, 5 …
+    """
+
+    def __init__(self, first: Callable[[Site], TokenMixer], second: Callable[[Site], TokenMixer]):
+        super().__init__("AB", {"A": first, "B": second})
+
+
+class H2(Pattern):
+    """Three mixers in turn, the pattern ABC; in arXiv 2412.06464 Mamba2, Gated DeltaNet and sliding-window attention.
+
+    Args:
+        first: The mixer of layers 0, 3, 6 …
+        second: The mixer of layers 1, 4, 7 …
+        third: The mixer of layers 2, 5, 8 …
+    """
+
+    def __init__(
+        self,
+        first: Callable[[Site], TokenMixer],
+        second: Callable[[Site], TokenMixer],
+        third: Callable[[Site], TokenMixer],
+    ):
+        super().__init__("ABC", {"A": first, "B": second, "C": third})

@@ -30,6 +30,7 @@ from zoo.train.callbacks.model_summary import Summary
 from zoo.train.callbacks.progress_bar import Progress
 from zoo.train.callbacks.run_callback import run_callbacks
 from zoo.train.cpu import use_processor
+from zoo.train.lightning_internals import checkpoint_io
 from zoo.train.metrics_file import MetricsFile
 from zoo.train.module import Pretraining, best_precision
 from zoo.train.trainer import install
@@ -101,7 +102,7 @@ def parts(config: Namespace) -> Parts:
         getattr(datamodule, "sequence_length", None),
         getattr(datamodule, "validation_names", ()),
         size,
-        getattr(datamodule, "names_beside", ()),
+        getattr(datamodule, "extra_sets", ()),
     )
     return Parts(model, module, datamodule)
 
@@ -280,7 +281,7 @@ def _trainer(arguments: Mapping[str, Any]) -> L.Trainer:
         raise _explained(error) from None
     if (instead := REPLACED.get(type(trainer.strategy))) is not None:
         raise UserError(f"trainer.strategy: {type(trainer.strategy).__name__} is not possible here; use {instead}")
-    if isinstance(trainer.strategy._checkpoint_io, AsyncCheckpointIO):
+    if isinstance(checkpoint_io(trainer.strategy), AsyncCheckpointIO):
         raise UserError(
             "trainer.plugins: AsyncCheckpointIO is not possible here; set checkpoints.in_background to true instead"
         )

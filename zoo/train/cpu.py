@@ -17,13 +17,10 @@ def use_processor() -> None:
 
 
 def fast_products() -> bool:
-    """Use oneDNN for fp32 matrix products on the CPU, if it keeps full fp32 precision.
+    """Use oneDNN for fp32 matrix products on the CPU, if it keeps full fp32 precision; return whether it does.
 
     MKL does not use AVX-512 on some processors and takes twice as long. PyTorch calls oneDNN only if rounding to bf16
     is allowed, and oneDNN does round where the hardware has bf16 units (AMX); a trial product tells.
-
-    Returns:
-        Whether oneDNN is now used.
     """
     before = torch.get_float32_matmul_precision()
     generator = torch.Generator().manual_seed(0)
@@ -37,13 +34,10 @@ def fast_products() -> bool:
 
 
 def keep_memory() -> bool:
-    """Make the C library keep freed memory for the next step, in huge pages.
+    """Make the C library keep freed memory for the next step, in huge pages; return whether it does.
 
     By default glibc returns large blocks to the system, which zeroes them when they are allocated again: thousands of
     page faults per step. Other C libraries have no such setting.
-
-    Returns:
-        Whether freed memory is now kept.
     """
     if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "mallopt"):
         return False

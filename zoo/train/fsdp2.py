@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from kernels.errors import UserError
-from zoo.checkpoints.archive import save_sealed
 from zoo.checkpoints.format import check_weights, read_checkpoint
 from zoo.checkpoints.fsdp_shards import named_tensors, read_tensors, with_tensors, without_tensors, write_tensors
-from zoo.checkpoints.zero_shards import SHARDS, TENSORS, new_shards, remove_unused_shards, sync
-from zoo.files.atomic import atomic_write
-from zoo.train.shards import all_succeeded, check_together, hashes_of_all, noted
+from zoo.checkpoints.zero_shards import SHARDS, TENSORS
+from zoo.train.lightning_internals import share_data_only
+from zoo.train.shards import check_together, save_with_shards
 
 
 class FSDP2(ModelParallelStrategy):
@@ -42,7 +41,7 @@ class FSDP2(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Let all processes share the data, and none a tensor."""
-        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        share_data_only(self, self.num_nodes * self.num_processes)
         super().setup_environment()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -54,7 +53,7 @@ class FSDP2(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on the CPU, in the first process; empty in the others. Sharded: that of this process."""
-        state = (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        state = (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
         return state if self.sharded_checkpoints else self._whole(state)
 
     def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -78,26 +77,13 @@ class FSDP2(ModelParallelStrategy):
             return
         if storage_options is not None:
             raise TypeError("storage_options are not supported: checkpoints are written to local files")
-        path = Path(self.broadcast(str(filepath)))
-        name = self.broadcast(new_shards(path.parent, checkpoint["global_step"]))
-        shards, states = path.parent / name, checkpoint.get("optimizer_states", [])
-        failures: list[OSError] = []
-        tensors: dict[str, Any] = {}
-        with noted(failures):
-            tensors = write_tensors(shards, named_tensors(checkpoint["state_dict"], states))
-        all_succeeded(self, path, shards, failures)
-        files = hashes_of_all(self, shards, failures)
-        all_succeeded(self, path, shards, failures)
-        if self.is_global_zero:
-            written = {**checkpoint, "optimizer_states": without_tensors(states)}
-            del written["state_dict"]
-            with noted(failures):
-                sync(shards)
-                with atomic_write(path) as file:
-                    save_sealed({**written, SHARDS: {"folder": name, "files": files, TENSORS: tensors}}, file)
-        all_succeeded(self, path, shards, failures)
-        if self.is_global_zero:
-            remove_unused_shards(path.parent)
+        states = checkpoint.get("optimizer_states", [])
+
+        def write(path: Path, shards: Path, failures: list[OSError]) -> dict[str, Any]:
+            return {TENSORS: write_tensors(shards, named_tensors(checkpoint["state_dict"], states))}
+
+        whole = {**checkpoint, "optimizer_states": without_tensors(states)}
+        save_with_shards(self, whole, filepath, write, ("state_dict",))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read it, in each process; of a sharded one each reads its part, whichever processes wrote it.

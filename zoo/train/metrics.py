@@ -1,7 +1,7 @@
 """Evaluation metrics: the loss over all tokens and by position in the context, and loss and accuracy by task."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,36 +13,13 @@ from zoo.data.batch import NO_LOSS
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of each token in fp32.
-
-    Args:
-        logits: [B, T, vocab], any floating dtype.
-        labels: [B, T] int, already shifted; -100 has no loss.
-
-    Returns:
-        [B, T] fp32, in nats; 0 without a label.
-    """
+    """Cross entropy of each token in nats [B, T] fp32, from logits [B, T, vocab]; 0 where the label is -100."""
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=NO_LOSS, reduction="none")
     return losses.view_as(labels)
 
 
-@runtime_checkable
-class HasLoss(Protocol):
-    """A model that computes its loss more cheaply than from the logits of all tokens."""
-
-    def loss(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        cu_seqlens: Tensor | None = None,
-        context_parallel: ContextParallel | None = None,
-    ) -> Tensor:
-        """The sum of the losses of all labels."""
-        ...
-
-
 def total_loss(
-    model: Callable[..., Any],
+    model: Any,
     tokens: Tensor,
     labels: Tensor,
     cu_seqlens: Tensor | None = None,
@@ -62,45 +39,25 @@ def total_loss(
         A scalar in fp32.
     """
     shared = {} if context_parallel is None else {"context_parallel": context_parallel}
-    if isinstance(model, HasLoss):
+    if hasattr(model, "loss"):
         return model.loss(tokens, labels, cu_seqlens, **shared)
     return token_losses(model(tokens, cu_seqlens=cu_seqlens, **shared)[0], labels).sum()
 
 
-@runtime_checkable
-class HasTokenLosses(Protocol):
-    """A model that computes the losses of its labels more cheaply than from the logits of all tokens."""
-
-    def token_losses(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        state: Any = None,
-        *,
-        cu_seqlens: Tensor | None = None,
-        context_parallel: ContextParallel | None = None,
-    ) -> tuple[Tensor, Tensor, Any]:
-        """The loss of each label, whether it is the likeliest token, and the next state."""
-        ...
-
-
 def label_scores(
-    model: Callable[..., Any],
+    model: Any,
     tokens: Tensor,
     labels: Tensor,
     cu_seqlens: Tensor | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each label, and whether it is the likeliest token: by the model's `token_losses` if it has one.
+    """The loss of each label in nats [B, T] fp32, and whether it is the likeliest token [B, T].
 
-    Args:
-        model, tokens, labels, cu_seqlens, context_parallel: As for `total_loss`.
-
-    Returns:
-        Losses [B, T] fp32 in nats, and correct [B, T] bool; 0 and false without a label.
+    Both are 0 without a label. They are computed by the model's `token_losses` if it has that method; the arguments are
+    those of `total_loss`.
     """
     shared = {} if context_parallel is None else {"context_parallel": context_parallel}
-    if isinstance(model, HasTokenLosses):
+    if hasattr(model, "token_losses"):
         losses, correct, _ = model.token_losses(tokens, labels, cu_seqlens=cu_seqlens, **shared)
         return losses, correct
     logits = model(tokens, cu_seqlens=cu_seqlens, **shared)[0]
@@ -161,56 +118,30 @@ class ContextLoss(Sums):
         return Losses(loss, loss.exp(), self.total / self.count)
 
 
-class TaskAccuracy(Sums):
-    """The fraction of labels that are the likeliest token: over all labels, and by task.
+class TaskMeans(Sums):
+    """The mean of a number of each label, such as its loss: over all labels, and by task.
 
     Args:
         tasks: Number of tasks.
+        dtype: Of the sums.
     """
 
     full_state_update = False
 
-    def __init__(self, tasks: int = 1) -> None:
+    def __init__(self, tasks: int = 1, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.add_state("correct", torch.zeros(tasks, dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros(tasks, dtype=torch.int64), dist_reduce_fx="sum")
-
-    correct: Tensor
-    count: Tensor
-
-    def update(self, correct: Tensor, labels: Tensor, task: int = 0) -> None:
-        """Add a batch of a task: `correct` [B, T] bool of `label_scores`, and its `labels` [B, T]."""
-        self.correct[task] += correct.sum()
-        self.count[task] += (labels != NO_LOSS).sum()
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """The accuracy of all labels, and by task [tasks], over all processes; nan where there was no label."""
-        return self.correct.sum() / self.count.sum(), self.correct / self.count
-
-
-class TaskLoss(Sums):
-    """The mean loss of each task in nats per token.
-
-    Args:
-        tasks: Number of tasks.
-    """
-
-    full_state_update = False
-
-    def __init__(self, tasks: int = 1) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros(tasks), dist_reduce_fx="sum")
+        self.add_state("total", torch.zeros(tasks, dtype=dtype), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros(tasks, dtype=torch.int64), dist_reduce_fx="sum")
 
     total: Tensor
     count: Tensor
 
-    def update(self, losses: Tensor, labels: Tensor, task: int = 0) -> None:
-        """Add a batch of a task: `losses` [B, T] of `token_losses`, and its `labels` [B, T]."""
+    def update(self, values: Tensor, labels: Tensor, task: int = 0) -> None:
+        """Add a batch of a task: `values` [B, T], of which those without one of the `labels` [B, T] do not count."""
         counted = labels != NO_LOSS
-        self.total[task] += (losses.float() * counted).sum()
+        self.total[task] += (values.to(self.total.dtype) * counted).sum()
         self.count[task] += counted.sum()
 
-    def compute(self) -> Tensor:
-        """The losses by task [tasks], over all processes; nan where there was no label."""
-        return self.total / self.count
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """The mean of all labels, and by task [tasks], over all processes; nan where there was no label."""
+        return self.total.sum() / self.count.sum(), self.total / self.count

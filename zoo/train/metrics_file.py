@@ -22,13 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile(Logger):
-    """Appends each row of metrics to `metrics.jsonl` immediately; `step` is the index of the last finished step.
+    """Appends each row of metrics to `metrics.jsonl` in a folder; `step` is the index of the last finished step.
 
     A resumed run appends. (Lightning's CSVLogger deletes the file of the run being resumed.) `metrics.csv`, the same
     rows with a column for each metric, is written from it after each validation and at the end.
-
-    Args:
-        folder: The run's folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

@@ -19,12 +19,12 @@ from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, loa
 from zoo.checkpoints.signature import sign
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.contract import as_batch, check_tokens, tokenizer_of
+from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
-from zoo.data.whole_steps import forget_unfinished, unfinished_batches
 from zoo.lm.classifier import Classifier
-from zoo.train.clipping import clip, total_norm
-from zoo.train.metrics import ContextLoss, TaskAccuracy, TaskLoss, label_scores, total_loss
-from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, freeze_others
+from zoo.train.lightning_internals import device_mesh, is_attached, number_rows_from
+from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
+from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, clip, freeze_others, total_norm
 from zoo.train.trainer import write_whole
 
 log = logging.getLogger(__name__)
@@ -42,14 +42,7 @@ class Tokenizer(Protocol):
 
 
 def best_precision(accelerator: str) -> str:
-    """The fastest precision that is safe on an accelerator.
-
-    Args:
-        accelerator: Lightning's name: `cpu`, `gpu`, `cuda`, `mps`, `auto` …
-
-    Returns:
-        `bf16-mixed` on a GPU that computes in bf16, else `32-true`; both are Lightning's names.
-    """
+    """The fastest precision that is safe on an accelerator, `bf16-mixed` or `32-true`; all names are Lightning's."""
     on_gpu = accelerator in ("gpu", "cuda", "auto") and torch.cuda.is_available()
     return "bf16-mixed" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
 
@@ -68,7 +61,7 @@ class Pretraining(L.LightningModule):
             first evaluated batch.
         tasks: Names of the evaluation data loaders, whose losses and accuracies are logged separately; empty for a
             single loader.
-        beside: Names of the loaders after those, whose losses are logged separately and are not part of the others.
+        extra_sets: Names of the loaders after those, whose losses are logged separately and are not part of the others.
         context_parallel: How many neighbouring processes share each sequence.
 
     Raises:
@@ -84,7 +77,7 @@ class Pretraining(L.LightningModule):
         context_length: int | None = None,
         tasks: Sequence[str] = (),
         context_parallel: int = 1,
-        beside: Sequence[str] = (),
+        extra_sets: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if context_parallel < 1:
@@ -100,10 +93,10 @@ class Pretraining(L.LightningModule):
         self.loss_by_position: list[float] = []
         self.context_loss = ContextLoss(context_length)
         self.tasks = list(tasks)
-        self.accuracy = TaskAccuracy(len(self.tasks) or 1)
-        self.task_loss = TaskLoss(len(self.tasks) or 1)
-        self.names_beside = list(beside)
-        self.loss_beside = TaskLoss(len(self.names_beside) or 1)
+        self.accuracy = TaskMeans(len(self.tasks) or 1, torch.int64)
+        self.task_loss = TaskMeans(len(self.tasks) or 1)
+        self.extra_sets = list(extra_sets)
+        self.extra_loss = TaskMeans(len(self.extra_sets) or 1)
         self.context_parallel = context_parallel
         self._part: ContextParallel | None = None  # this process's part of each sequence; None for whole sequences
         self._gradient_norm: Tensor | None = None  # of the step in progress
@@ -123,7 +116,7 @@ class Pretraining(L.LightningModule):
             self._check_context_parallel(stage)
             group, _ = dist.new_subgroups(self.context_parallel)
             self._part = ContextParallel(group)
-        if self._trainer is not None:
+        if is_attached(self):
             write_whole(self.trainer)  # also the checkpoints of a plain Trainer
             data = getattr(self.trainer, "datamodule", None)
             self.tokenizer = tokenizer_of(data) if self.tokenizer is None else self.tokenizer
@@ -134,7 +127,7 @@ class Pretraining(L.LightningModule):
 
     def configure_model(self) -> None:
         """Shard the parameters block by block if the strategy is Lightning's for FSDP2 (`zoo.train.fsdp2`)."""
-        if self._device_mesh is None or isinstance(self.model, FSDPModule):
+        if device_mesh(self) is None or isinstance(self.model, FSDPModule):
             return
         mesh = self.device_mesh["data_parallel"]
         for block in self.model.layers:  # type: ignore[union-attr]
@@ -210,12 +203,10 @@ class Pretraining(L.LightningModule):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note the token count at the start of a step."""
-        loop = self.trainer.fit_loop.epoch_loop
         if unfinished_batches(self.trainer) == 1:  # this one
             self._tokens_before_step = self.tokens_seen
-            # rows of metrics are numbered by this; after a resume Lightning may be off by one, depending on the hook
-            # that saved the checkpoint
-            loop._batches_that_stepped = self.trainer.global_step
+            # after a resume Lightning may be off by one, depending on the hook that saved the checkpoint
+            number_rows_from(self.trainer, self.trainer.global_step)
 
     def _log_loss(self, total: Tensor, count: Tensor, batch_idx: int) -> None:
         """Log the mean over all labelled tokens of the optimiser step: all its batches, all processes.
@@ -243,12 +234,10 @@ class Pretraining(L.LightningModule):
         return Batch(self._part.take(batch.tokens), self._part.take(batch.labels), None)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add a batch to the validation loss."""
+        """Add a batch to the metrics of a validation or test."""
         self._evaluate(batch, dataloader_idx)
 
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add a batch to the test loss."""
-        self._evaluate(batch, dataloader_idx)
+    test_step = validation_step
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Negative log-likelihood of each label in nats, fp32, in the shape of labels; nan without a label."""
@@ -257,11 +246,10 @@ class Pretraining(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Discard what an interrupted evaluation may have left."""
-        self._reset_metrics()
+        for metric in (self.context_loss, self.accuracy, self.task_loss, self.extra_loss):
+            metric.reset()
 
-    def on_test_epoch_start(self) -> None:
-        """Discard what an interrupted evaluation may have left."""
-        self._reset_metrics()
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         """Log the validation loss, its perplexity, the loss by position, and loss and accuracy by task."""
@@ -271,18 +259,12 @@ class Pretraining(L.LightningModule):
         """Log the test loss, its perplexity, the loss by position, and loss and accuracy by task."""
         self._log_evaluation("test")
 
-    def _reset_metrics(self) -> None:
-        self.context_loss.reset()
-        self.accuracy.reset()
-        self.task_loss.reset()
-        self.loss_beside.reset()
-
     def _evaluate(self, batch: Batch, loader: int) -> None:
         batch = self._local_part(batch)
         labels, task = batch.labels, loader if self.tasks else 0
         losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
-        if self.names_beside and (number := loader - (len(self.tasks) or 1)) >= 0:
-            self.loss_beside.update(losses, labels, number)
+        if self.extra_sets and (number := loader - (len(self.tasks) or 1)) >= 0:
+            self.extra_loss.update(losses, labels, number)
             return
         self.accuracy.update(correct, labels, task)
         self.task_loss.update(losses, labels, task)
@@ -297,11 +279,9 @@ class Pretraining(L.LightningModule):
 
     def _log_evaluation(self, prefix: str) -> None:
         losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
-        loss_by_task, losses_beside = (
-            self.task_loss.compute(),
-            self.loss_beside.compute() if self.names_beside else None,
-        )
-        self._reset_metrics()
+        _, loss_by_task = self.task_loss.compute()
+        extra_losses = self.extra_loss.compute()[1] if self.extra_sets else None
+        self.on_validation_epoch_start()
         self.loss_by_position = losses.by_position.tolist()
         self.log(f"{prefix}_loss", losses.loss, prog_bar=True)
         self.log(f"{prefix}_perplexity", losses.perplexity)
@@ -313,8 +293,8 @@ class Pretraining(L.LightningModule):
         for name, loss, value in zip(self.tasks, loss_by_task.view(-1), by_task.view(-1), strict=False):
             self.log(f"{prefix}_loss_{name}", loss)
             self.log(f"{prefix}_accuracy_{name}", value)
-        if losses_beside is not None:
-            for name, loss in zip(self.names_beside, losses_beside.view(-1), strict=True):
+        if extra_losses is not None:
+            for name, loss in zip(self.extra_sets, extra_losses.view(-1), strict=True):
                 self.log(f"{prefix}_loss_{name}", loss)
         self.log("tokens", self.tokens_seen)
 
@@ -371,7 +351,7 @@ class Pretraining(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint that this project did not write, and restore the token count."""
         check_format(checkpoint)
-        if self._trainer is not None and self.trainer.state.fn == "fit":
+        if is_attached(self) and self.trainer.state.fn == "fit":
             self._check_data(checkpoint[KEY].get("config"))
             self._check_optimiser(checkpoint[KEY].get("config"))
         self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)

@@ -76,13 +76,7 @@ class Muon(Optimizer):
 
 
 class _MuonOfParts(torch.optim.Muon):
-    """PyTorch's Muon on parameters that hold several matrices, one below the other.
-
-    Args:
-        params: Parameter groups.
-        rows: Parameter → the number of rows of each of its matrices.
-        settings: The arguments of `torch.optim.Muon`.
-    """
+    """PyTorch's Muon on parameters that hold several matrices of some numbers of rows, one below the other."""
 
     def __init__(self, params: Iterable[dict[str, Any]], rows: Mapping[Tensor, Sequence[int]], **settings: Any) -> None:
         self._rows = rows

@@ -1,4 +1,4 @@
-"""The optimiser and its learning-rate schedule: parameter groups, and the rate as a pure function of the step."""
+"""The optimiser, its learning-rate schedule as a pure function of the step, and the clipping of gradients."""
 
 import copy
 import inspect
@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
@@ -123,15 +124,9 @@ class Optimisation:
         return max(self.warmup(total_steps), stable)
 
     def factor(self, step: int, total_steps: int) -> float:
-        """The factor by which the learning rate is multiplied.
+        """The factor, between 0 and 1, of the learning rate after `step` of `total_steps` optimiser steps.
 
-        Args:
-            step: Optimiser steps already done.
-            total_steps: Optimiser steps of the whole run; with `warmup_steps` neither `constant` nor `inverse_sqrt`
-                uses it.
-
-        Returns:
-            A number between 0 and 1.
+        With `warmup_steps` neither `constant` nor `inverse_sqrt` uses the total.
         """
         warmup = self.warmup(total_steps)
         if step < warmup:
@@ -212,12 +207,7 @@ def parameter_groups(model: nn.Module, weight_decay: float, split: bool = False)
 
 
 def build_optimizer(model: nn.Module, optim: Optimisation, sharded: bool = False) -> Optimizer:
-    """The optimiser of `optim` over the parameter groups of `model`.
-
-    Args:
-        model: The model.
-        optim: The settings.
-        sharded: Whether the strategy gives each process a part of each tensor only.
+    """The optimiser of `optim`, for a strategy that may shard each tensor.
 
     Raises:
         UserError: The optimiser refuses the model or an argument, or cannot be used here.
@@ -266,12 +256,7 @@ def _one_line(error: Exception) -> str:
 
 
 def build_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) -> LRScheduler:
-    """The learning-rate schedule of `optim` for `optimizer`.
-
-    Args:
-        optimizer: Its learning rates are the peak of the schedule.
-        optim: The schedule.
-        max_steps: The length of the run in optimiser steps; -1 if unknown.
+    """The learning-rate schedule of a run of `max_steps` steps, -1 if unknown, up to the optimiser's rates.
 
     Raises:
         UserError: The schedule needs the length and it is unknown, refuses an argument, or fails at a step of the run.
@@ -313,3 +298,24 @@ def _named_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) -
     if optim.warmup_steps or optim.warmup_fraction:
         log.warning("optim.schedule is %s, so the warm-up settings of optim are ignored", name)
     return optim.schedule(optimizer)
+
+
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Norm of all gradients as one vector, a scalar. That of gradients in bf16 has the digits of bf16."""
+    # several dtypes in one call would fall back from batched kernels to three launches for each tensor
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    norms = [nn.utils.get_total_norm(alike) for alike in by_dtype.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    if len(norms) < 2:
+        return norms[0] if norms else torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+
+
+def clip(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+    """Scale all gradients, whose total norm is `norm`, so that it is at most `max_norm`."""
+    dtypes = dict.fromkeys(parameter.grad.dtype for parameter in parameters if parameter.grad is not None)
+    for dtype in dtypes:
+        alike = [p for p in parameters if p.grad is not None and p.grad.dtype == dtype]
+        nn.utils.clip_grads_with_norm_(alike, max_norm, norm.to(dtype))

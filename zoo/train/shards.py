@@ -1,7 +1,7 @@
 """Processes that write and read the shards of a checkpoint together: what one of them finds, all of them learn."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,18 @@ import torch
 from lightning.pytorch.strategies import ParallelStrategy
 
 from kernels.errors import UserError
+from zoo.checkpoints.archive import save_sealed
 from zoo.checkpoints.format import not_written
-from zoo.checkpoints.zero_shards import check_shards, shard_hashes, shard_names
+from zoo.checkpoints.zero_shards import (
+    SHARDS,
+    check_shards,
+    new_shards,
+    remove_unused_shards,
+    shard_hashes,
+    shard_names,
+    sync,
+)
+from zoo.files.atomic import atomic_write
 
 
 @contextmanager
@@ -24,17 +34,7 @@ def noted(failures: list[OSError]) -> Iterator[None]:
 
 
 def all_succeeded(strategy: ParallelStrategy, path: Path, shards: Path, failures: list[OSError]) -> None:
-    """Raise in all processes if one could not write its shard, so that none is left waiting.
-
-    Args:
-        strategy: The strategy of these processes.
-        path: The checkpoint.
-        shards: The folder of its shards, which is removed then.
-        failures: What this process could not write.
-
-    Raises:
-        UserError: A process has failures.
-    """
+    """Raise a UserError in all processes, and remove the shards, if one has failures, so that none waits."""
     if strategy.reduce_boolean_decision(not failures, all=True):
         return
     if strategy.is_global_zero:
@@ -51,6 +51,42 @@ def hashes_of_all(strategy: ParallelStrategy, shards: Path, failures: list[OSErr
     parts: list[Any] = [None] * strategy.world_size
     torch.distributed.all_gather_object(parts, hashes)
     return {name: described for part in parts for name, described in part.items()}
+
+
+def save_with_shards(
+    strategy: ParallelStrategy,
+    checkpoint: dict[str, Any],
+    filepath: Any,
+    write: Callable[[Path, Path, list[OSError]], dict[str, Any]],
+    left_out: Collection[str],
+) -> None:
+    """Write the shards of all processes to a new folder, then the checkpoint, without `left_out`, that names it.
+
+    `write(path, folder, failures)` writes the shards of this process, appends what it cannot write, and returns what
+    the checkpoint says of the shards in addition to their hashes.
+
+    Raises:
+        UserError: A process could not write; in all processes.
+    """
+    path = Path(strategy.broadcast(str(filepath)))
+    name = strategy.broadcast(new_shards(path.parent, checkpoint["global_step"]))
+    shards = path.parent / name
+    failures: list[OSError] = []
+    described: dict[str, Any] = {}
+    with noted(failures):
+        described = write(path, shards, failures)
+    all_succeeded(strategy, path, shards, failures)
+    files = hashes_of_all(strategy, shards, failures)
+    all_succeeded(strategy, path, shards, failures)
+    if strategy.is_global_zero:
+        written = {key: checkpoint[key] for key in checkpoint if key not in left_out}
+        with noted(failures):
+            sync(shards)
+            with atomic_write(path) as file:
+                save_sealed({**written, SHARDS: {"folder": name, "files": files, **described}}, file)
+    all_succeeded(strategy, path, shards, failures)
+    if strategy.is_global_zero:
+        remove_unused_shards(path.parent)
 
 
 def check_together(strategy: ParallelStrategy, path: Path, shards: Mapping[str, Any], archives: bool = True) -> None:

@@ -10,13 +10,13 @@ from contextlib import suppress
 from types import FrameType
 
 import lightning as L
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from zoo.train.lightning_internals import SignalConnector
 from zoo.train.signals import STOP_SIGNALS
 
 
-class Signals(_SignalConnector):
+class Signals(SignalConnector):
     """Handlers of Ctrl-C, SIGTERM and SIGHUP while a trainer runs.
 
     While `noted` is set, a handler only stores the first signal in `wish`, which the `Checkpoints` callback reads
@@ -34,8 +34,8 @@ class Signals(_SignalConnector):
         super().register_signal_handlers()
         self.wish, self._process = None, os.getpid()
         for number in STOP_SIGNALS:
-            if number == signal.SIGINT or self._original_handlers.get(number) is not signal.SIG_IGN:
-                self._register_signal(number, self._note)
+            if number == signal.SIGINT or not self.was_ignored(number):
+                self.handle(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

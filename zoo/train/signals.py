@@ -55,9 +55,6 @@ class Agreement:
     """The maximum of some numbers over all processes, available one call later, so that no process waits.
 
     Each process must call `share` equally often.
-
-    Args:
-        device: The device whose tensors the collectives take.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,9 +2,9 @@
 
 import lightning as L
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 from zoo.checkpoints.format import AtomicCheckpointIO
+from zoo.train.lightning_internals import replace_signal_connector
 from zoo.train.signal_connector import Signals
 
 
@@ -14,8 +14,7 @@ def install(trainer: L.Trainer) -> None:
     A checkpoint IO or signal connector that was chosen explicitly stays.
     """
     write_whole(trainer)
-    if type(trainer._signal_connector) is _SignalConnector:
-        trainer._signal_connector = Signals(trainer)
+    replace_signal_connector(trainer, Signals)
 
 
 def write_whole(trainer: L.Trainer) -> None:

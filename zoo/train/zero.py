@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO as a strategy of this project, on GPUs and on CPUs.
 
-It overrides private parts of Lightning's strategy and of DeepSpeed's engine; tried with Lightning 2.6 and DeepSpeed
-0.19. `tests/test_deepspeed.py` fails if they change.
+It overrides private parts of DeepSpeed's engine (tried with DeepSpeed 0.19); `tests/test_deepspeed.py` fails if they
+change.
 """
 
 import argparse
@@ -12,38 +12,32 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from kernels.errors import UserError
-from zoo.checkpoints.archive import save_sealed
 from zoo.checkpoints.format import read_checkpoint, read_whole_checkpoint
 from zoo.checkpoints.zero_shards import (
     SHARDS,
     divided_alike,
     import_deepspeed,
-    new_shards,
-    remove_unused_shards,
-    sync,
     undivided,
     unreadable,
     without_code,
 )
-from zoo.files.atomic import atomic_write
 from zoo.lm.block import Block
-from zoo.train.shards import all_succeeded, check_together, hashes_of_all, noted
+from zoo.train.lightning_internals import DeepSpeedSteps, UnclippedPrecision
+from zoo.train.shards import all_succeeded, check_together, noted, save_with_shards
 
 PRECISIONS = ("32-true", "bf16-mixed")
 BUCKET = 2 * 10**8  # numbers sent in one message
 PREFETCH = 5 * 10**7  # numbers to gather ahead of use, at least
 
 
-class Zero(DeepSpeedStrategy):
+class Zero(DeepSpeedSteps):
     """ZeRO: optimiser state, gradients and parameters are sharded across processes.
 
     Optimiser and clipping are those of `optim`, gradient accumulation is `trainer.accumulate_grad_batches`.
@@ -122,8 +116,7 @@ class Zero(DeepSpeedStrategy):
             return
         reset_seed()
         self.set_world_ranks()
-        self._process_group_backend = "gloo"
-        self._init_deepspeed_distributed()
+        self.connect_by("gloo")
 
     def init_deepspeed(self) -> None:
         """Set up the engine, without the warning that DeepSpeed's configuration sets the clipping, as it does here."""
@@ -131,19 +124,20 @@ class Zero(DeepSpeedStrategy):
             warnings.filterwarnings("ignore", message=".*DeepSpeed handles gradient clipping internally.*")
             super().init_deepspeed()
 
-    def _format_config(self) -> None:
+    def complete_config(self) -> None:
         """Complete DeepSpeed's configuration from `optim` and `trainer`."""
         assert isinstance(self.config, dict)
         assert self.lightning_module is not None
         self.config["gradient_clipping"] = self.lightning_module.optim.gradient_clip or 0.0
-        super()._format_config()
+        super().complete_config()
         if self.precision_plugin.precision == "bf16-mixed":
             del self.config["bf16"]  # it would cast all parameters, even those of gates
             # an empty list: sum no module's gradients in bf16
             autocast = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
             self.config["torch_autocast"] = {**autocast, **self.config.get("torch_autocast", {})}
 
-    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
+    def build_engine(self, model: nn.Module, optimizer: Any, lr_scheduler: Any) -> tuple[Any, Any]:
+        """The engine and its optimiser, set up for this project."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.stage == 3:
             assert isinstance(self.config, dict)
@@ -167,7 +161,7 @@ class Zero(DeepSpeedStrategy):
         deepspeed = import_deepspeed("trainer.strategy is ZeRO")
         return deepspeed.initialize(args=rank, config=config, model=model, dist_init_required=False, **arguments)[:2]
 
-    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+    def set_up_evaluation(self, model: nn.Module) -> None:
         """Shard the parameters in stage 3; without an optimiser the other stages have nothing to shard."""
         self.model = model
         if self.stage != 3:
@@ -208,34 +202,16 @@ class Zero(DeepSpeedStrategy):
         """Write the ZeRO shards of all processes to a new folder, then the checkpoint that names it."""
         if storage_options is not None:
             raise TypeError("storage_options are not supported: checkpoints are written to local files")
-        path = Path(self.broadcast(str(filepath)))
-        name = self.broadcast(new_shards(path.parent, checkpoint["global_step"]))
-        shards = path.parent / name
-        failures: list[OSError] = []
+        save_with_shards(self, checkpoint, filepath, self._write_shards, ("state_dict", "optimizer_states"))
+
+    def _write_shards(self, path: Path, shards: Path, failures: list[OSError]) -> dict[str, Any]:
         with noted(failures):
             shards.mkdir(parents=True, exist_ok=True)
         all_succeeded(self, path, shards, failures)
         with _noted_saves(self.deepspeed_engine, failures):
-            self.deepspeed_engine.save_checkpoint(str(path.parent), tag=name, save_latest=False)
-        all_succeeded(self, path, shards, failures)
-        files = hashes_of_all(self, shards, failures)
-        all_succeeded(self, path, shards, failures)
-        if self.is_global_zero:
-            written = {key: checkpoint[key] for key in checkpoint if key not in ("state_dict", "optimizer_states")}
-            with noted(failures):
-                sync(shards)
-                entry = {
-                    "folder": name,
-                    "files": files,
-                    "stage": self.stage,
-                    "world_size": self.world_size,
-                    "parameters": _shapes(self.deepspeed_engine.module),
-                }
-                with atomic_write(path) as file:
-                    save_sealed({**written, SHARDS: entry}, file)
-        all_succeeded(self, path, shards, failures)
-        if self.is_global_zero:
-            remove_unused_shards(path.parent)
+            self.deepspeed_engine.save_checkpoint(str(shards.parent), tag=shards.name, save_latest=False)
+        parameters = _shapes(self.deepspeed_engine.module)
+        return {"stage": self.stage, "world_size": self.world_size, "parameters": parameters}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint: the ZeRO shards of this process to resume, otherwise its whole weights.
@@ -291,15 +267,11 @@ class Zero(DeepSpeedStrategy):
             self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
 
-class ZeroPrecision(DeepSpeedPrecision):
+class ZeroPrecision(UnclippedPrecision):
     """The precision of `Zero`: fp32, or bf16 by autocast also where the module is called without its engine.
 
-    Args:
-        precision: `32-true` or `bf16-mixed`.
-        device: Device type, `cuda` or `cpu`.
-
     Raises:
-        UserError: The precision is not supported.
+        UserError: The precision is neither `32-true` nor `bf16-mixed`.
     """
 
     def __init__(self, precision: Any, device: str) -> None:
@@ -322,16 +294,9 @@ class ZeroPrecision(DeepSpeedPrecision):
         """Compute gradients by the engine; the loss is already divided by the number of accumulated batches."""
         model.trainer.strategy.deepspeed_engine.backward(tensor, scale_wrt_gas=False)
 
-    def _clip_gradients(self, model: L.LightningModule | nn.Module, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Do nothing: the engine clips, and a parameter here holds the gradient of this process alone."""
-
 
 class _Norm:
-    """The norm of many gradients in a few calls; DeepSpeed makes three per gradient, while the GPU waits.
-
-    Args:
-        norm: DeepSpeed's function, which reduces over all processes.
-    """
+    """The norm of many gradients in a few calls; DeepSpeed's function makes three per gradient, while the GPU waits."""
 
     def __init__(self, norm: Callable[..., torch.Tensor]) -> None:
         self._norm = norm
@@ -343,11 +308,7 @@ class _Norm:
 
 
 class _PersistentBuffers:
-    """Replaces the state dict of a module whose parameters are sharded: it has the buffers only.
-
-    Args:
-        module: The module.
-    """
+    """Replaces the state dict of a module whose parameters are sharded: it has the buffers only."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -392,12 +353,9 @@ def _noted_saves(engine: Any, failures: list[OSError]) -> Iterator[None]:
 
 
 def _gather_by_block(model: nn.Module) -> int:
-    """Make ZeRO 3 gather all parameters of a block together, rather than layer by layer.
+    """Make ZeRO 3 gather all parameters of a block together; return the number of parameters of the largest block.
 
     Each gathering takes the host about as long as the GPU needs for a whole layer.
-
-    Returns:
-        Number of parameters of the largest block: at least that many must be prefetched for a block to be in time.
     """
     from deepspeed.utils import set_z3_leaf_module
 

@@ -1,0 +1,1 @@
+"""The implementation of `delta_gates` for GPUs."""

@@ -1,0 +1,1 @@
+"""The implementation of `delta_rule` for GPUs."""

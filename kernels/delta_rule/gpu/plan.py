@@ -103,7 +103,7 @@ class DeltaRule(Plan):
 
     @cached_property
     def case(self) -> Case:
-        """What the choice of kernels depends on."""
+        """The quantities that the choice of kernels depends on."""
         whole_rows = self.documents is None and self.most == 0
         halvable = whole_rows and -(-self.T // CHUNK) >= 2 * FEWEST_CHUNKS
         programs = (self.B if whole_rows else len(self.layout.segments)) * self.M
@@ -111,12 +111,12 @@ class DeltaRule(Plan):
 
     @cached_property
     def prepare_path(self) -> str:
-        """How the chunks are prepared."""
+        """Name of the path that prepares the chunks."""
         return select(PREPARE, self.case).name
 
     @cached_property
     def backward_path(self) -> str:
-        """How the gradients are computed."""
+        """Name of the path that computes the gradients."""
         return select(BACKWARD, self.case).name
 
     @property

@@ -1,0 +1,1 @@
+"""The implementation of `forget_gate` for GPUs."""

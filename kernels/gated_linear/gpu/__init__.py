@@ -1,0 +1,1 @@
+"""The implementation of `gated_linear` for GPUs."""

@@ -1,6 +1,6 @@
 """The tensors of one call of the linear recurrence, and what its kernel paths have in common."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +11,23 @@ from ...gpu.plan import prepared
 from .plan import LinearRecurrence
 from .sequential_pass import scan
 
-if TYPE_CHECKING:
-    from .op import Arguments
-
 FP32 = torch.float32
 SCAN_BLOCK = 1024
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op, which `linear_recurrence` explains; gates and states are contiguous."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None  # in fp32, or in bf16 where one pass does all
+    beta: Tensor | None  # in fp32
+    initial_state: Tensor | None  # in fp32
+    cu_seqlens: Tensor | None
+    scale: float
+    subheads: int
+    keep: bool  # whether the states before all chunks are saved for the backward pass
 
 
 class Wanted(NamedTuple):
@@ -36,7 +48,7 @@ class InputGradients(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs of the forward pass, where it exists."""
+    """Tensors that the forward pass saves for the backward pass, where they exist."""
 
     first: Tensor | None = None  # the states that segments start from
     states: Tensor | None = None  # the states before all chunks
@@ -52,7 +64,7 @@ class Call:
         grad: In the backward pass, the gradient of the output, contiguous.
     """
 
-    def __init__(self, plan: LinearRecurrence, args: "Arguments", grad: Tensor | None):
+    def __init__(self, plan: LinearRecurrence, args: Arguments, grad: Tensor | None):
         self.plan, self.log_decay, self.beta = plan, args.log_decay, args.beta
         q, k, v = (x.contiguous() if copy else x for x, copy in zip(args[:3], plan.copied, strict=True))
         if plan.gluon:

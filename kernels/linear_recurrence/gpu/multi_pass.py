@@ -1,6 +1,6 @@
 """The linear recurrence in several launches: gates and scores of all chunks, sequential passes, gradients of gates."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,15 +9,12 @@ from ...gpu import tiles
 from ...gpu.launch import LaunchSpec
 from ...gpu.layout import CHUNK
 from ...gpu.plan import prepared
-from .call import FP32, Call, InputGradients, Saved, Wanted, sum_over_tokens
+from .call import FP32, Arguments, Call, InputGradients, Saved, Wanted, sum_over_tokens
 from .one_pass import QKV_GRAD, in_gluon
 from .plan import BLOCK, LinearRecurrence, padded
 from .scalar_decay import head_gate_grads, head_gates, head_scores
 from .sequential_pass import carry
 from .vector_decay import channel_grads, channel_score_grads, channel_scores
-
-if TYPE_CHECKING:
-    from .op import Arguments
 
 LEAST, LOG2E = tiles.LEAST.value, tiles.LOG2E.value
 # x, y and z of the sequential passes (`sequential_pass.py`), and `other`, for the gradients of the gates
@@ -30,7 +27,7 @@ PASSES = {
 
 
 class ForGates(NamedTuple):
-    """What a pass stores for the gradients of the gates."""
+    """Tensors that a pass fills for the gradients of the gates."""
 
     products: Tensor | None = None  # Σ other · (the state's part of the output), per token
     checkpoints: Tensor | None = None  # states at the ends of blocks, or before all chunks
@@ -41,7 +38,7 @@ class ForGates(NamedTuple):
 class MultiPass(Call):
     """A call without a kernel that does everything."""
 
-    def __init__(self, plan: LinearRecurrence, args: "Arguments", grad: Tensor | None):
+    def __init__(self, plan: LinearRecurrence, args: Arguments, grad: Tensor | None):
         super().__init__(plan, args, grad)
         q, k, v, log_decay, beta, chunks = self.q, self.k, self.v, self.log_decay, self.beta, plan.layout.chunks
         self.streams = {"q": q, "k": k, "v": v, "queries": q, "keys": k}

@@ -24,26 +24,11 @@ from ...gpu.layout import most_chunks
 from ...gpu.paths import select, takes
 from ...gpu.reductions import add_heads, add_subheads
 from . import step
-from .call import Call, Saved, Wanted
+from .call import Arguments, Call, Saved, Wanted
 from .multi_pass import MultiPass
 from .one_pass import OnePass
 from .plan import LinearRecurrence, Shape, ends_of_chunks, filling, gate_of, segment_length, states_of_chunks
 from .select import ONE_TOKEN, PATHS, Case
-
-
-class Arguments(NamedTuple):
-    """Arguments of the op, which `linear_recurrence` explains; gates and states are contiguous."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_decay: Tensor | None  # in fp32, or in bf16 where one pass does all
-    beta: Tensor | None  # in fp32
-    initial_state: Tensor | None  # in fp32
-    cu_seqlens: Tensor | None
-    scale: float
-    subheads: int
-    keep: bool  # whether the states before all chunks are saved for the backward pass
 
 
 class Outputs(NamedTuple):

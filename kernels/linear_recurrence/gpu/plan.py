@@ -34,7 +34,7 @@ class Stream(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a plan depends on."""
+    """Arguments of a plan."""
 
     q_shape: torch.Size  # [B,T,G·E,K]
     q_stride: tuple[int, ...]

@@ -1,0 +1,1 @@
+"""The implementation of `selective_scan` for GPUs."""

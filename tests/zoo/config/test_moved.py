@@ -7,9 +7,15 @@ import pytest
 from zoo import config as configs
 from zoo.config.moved import MOVED
 
+OLD_PATHS = [
+    ("zoo.lm.H2", "zoo.stack.H2"),
+    ("zoo.lm.SwiGLU", "zoo.mlp.SwiGLU"),
+    ("mixers.Expanded", "mixers.expansion.Expanded"),
+]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("new", "old"), [("zoo.lm.H2", "zoo.stack.H2"), ("zoo.lm.SwiGLU", "zoo.mlp.SwiGLU")])
+@pytest.mark.parametrize(("new", "old"), OLD_PATHS)
 def test_a_class_is_found_where_it_was(new: str, old: str) -> None:
     now = configs.to_dict(configs.read("gdn_h2.yaml"))
     text = json.dumps(now)

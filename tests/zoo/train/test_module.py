@@ -24,7 +24,7 @@ from tests.zoo.tiny import (
 from zoo.checkpoints.signature import is_own
 from zoo.data.batch import Batch
 from zoo.train.callbacks.checkpoints import Checkpoints
-from zoo.train.metrics import ContextLoss, TaskAccuracy, label_scores, token_losses, total_loss
+from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, token_losses, total_loss
 from zoo.train.module import best_precision
 
 
@@ -76,7 +76,7 @@ class Choosing(torch.nn.Module):
 
 
 def test_accuracy_by_task():
-    metric = TaskAccuracy(3)
+    metric = TaskMeans(3, torch.int64)
     model = Choosing(torch.tensor([[1, 2, 0, 2]]))
     for labels, task in ((torch.tensor([[1, 0, -100, 2]]), 0), (torch.tensor([[-100, 2, -100, -100]]), 2)):
         _, correct = label_scores(model, model.likeliest, labels)

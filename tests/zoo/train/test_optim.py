@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 
 from kernels.errors import UserError
 from tests.zoo.tiny import ResumableLoader, TinyModel, pretraining, trainer, validation_loader
-from zoo.train.optim import Optimisation, build_schedule, freeze_others, parameter_groups
+from zoo.train.optim import Optimisation, build_schedule, clip, freeze_others, parameter_groups, total_norm
 
 
 def factors(optim: Optimisation, total: int) -> list[float]:
@@ -250,3 +250,48 @@ def test_warm_start_with_weights_that_do_not_fit(tmp_path):
 def test_warm_start_without_a_file(tmp_path):
     with pytest.raises(UserError, match="there is no checkpoint at"):
         pretraining(initial_weights=str(tmp_path / "none.ckpt")).setup("fit")
+
+
+def parameters(*dtypes: torch.dtype) -> list[nn.Parameter]:
+    """Matrices with gradients, and one without."""
+    made = [nn.Parameter(torch.randn(20, 30).to(dtype)) for dtype in dtypes]
+    for parameter in made:
+        parameter.grad = torch.randn(20, 30).to(parameter.dtype)
+    return [*made, nn.Parameter(torch.ones(3))]
+
+
+def gradients(of: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad for p in of if p.grad is not None]
+
+
+def exact_norm(of: list[nn.Parameter]) -> float:
+    return float(torch.cat([g.double().flatten() for g in gradients(of)]).norm())
+
+
+def test_one_dtype_is_what_pytorch_does():
+    ours, theirs = (parameters(torch.float32, torch.float32) for _ in range(2))
+    for one, other in zip(gradients(ours), gradients(theirs), strict=True):
+        other.copy_(one)
+    norm = total_norm(gradients(ours))
+    assert torch.equal(norm, nn.utils.clip_grad_norm_(theirs, 0.5))
+    clip(ours, 0.5, norm)
+    assert all(torch.equal(one, other) for one, other in zip(gradients(ours), gradients(theirs), strict=True))
+
+
+@pytest.mark.parametrize("most", [0.5, 1e3])
+def test_two_dtypes_have_one_norm_and_one_factor(most: float):
+    clipped = parameters(torch.bfloat16, torch.float32, torch.bfloat16)
+    before, norm = [g.double() for g in gradients(clipped)], exact_norm(clipped)
+    total = total_norm(gradients(clipped))
+    assert total.dtype == torch.float32
+    assert float(total) == pytest.approx(norm, rel=5e-3)
+    clip(clipped, most, total)
+    assert exact_norm(clipped) == pytest.approx(min(norm, most), rel=1e-2)
+    for one, other in zip(before, gradients(clipped), strict=True):
+        torch.testing.assert_close(other.double(), one * min(1, most / norm), rtol=2e-2, atol=0)
+
+
+def test_without_gradients_there_is_nothing_to_clip():
+    clipped = [nn.Parameter(torch.ones(3))]
+    assert total_norm(gradients(clipped)) == 0
+    clip(clipped, 1.0, torch.tensor(0.0))

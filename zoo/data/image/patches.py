@@ -33,14 +33,7 @@ def patches(image: Tensor, size: int) -> Tensor:
 
 
 class PatchedImages:
-    """Some of the images of a data set, as sequences of patches with one label each.
-
-    Args:
-        dataset: Gives (image, label) by index.
-        indices: Which images.
-        patch_size: Height and width of a patch.
-        shape: The shape of every image, [channels,height,width].
-    """
+    """Some of the images of a data set, all of one shape, as sequences of patches with one label each."""
 
     def __init__(self, dataset: Dataset, indices: np.ndarray, patch_size: int, shape: tuple[int, ...]) -> None:
         self.dataset, self.indices, self.patch_size, self.shape = dataset, indices, patch_size, shape

@@ -4,15 +4,18 @@ The original is `Recall`. Where a definition differs from zoology's code, its do
 """
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from kernels.errors import UserError
+from mixers.arguments import check_numbers, check_sizes
 from zoo.data.batch import NO_LOSS
 from zoo.data.synthetic.draws import distinct, slots, whole
 from zoo.data.synthetic.token_tasks import Seeds, TokenTask
 
 
+@dataclass(eq=False, repr=False)
 class StackedRecall(TokenTask):
     """Recall in which one token names both a key and its value, so that one layer can solve it.
 
@@ -31,12 +34,13 @@ class StackedRecall(TokenTask):
         UserError: An argument is out of range.
     """
 
-    def __init__(self, pairs: int = 16, passes: int = 1, weight: float = 1.0) -> None:
-        self.pairs, self.passes, self.weight = pairs, passes, weight
-        for name, number in {"pairs": pairs, "passes": passes}.items():
-            if number < 1:
-                raise UserError(f"{name}: {number} must be at least 1")
-        self.length = (passes + 1) * pairs
+    pairs: int = 16
+    passes: int = 1
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_sizes({"pairs": self.pairs, "passes": self.passes})
+        self.length = (self.passes + 1) * self.pairs
 
     @property
     def name(self) -> str:
@@ -68,23 +72,15 @@ def keys_of(vocab_size: int) -> int:
 
 
 class Associative(TokenTask):
-    """Base of the other variants: questions at random distances, among fillers.
+    """Base of the other variants: questions at random distances, among fillers."""
 
-    Args:
-        length: Tokens in a sequence.
-        pairs: Questions.
-        random_fillers: Whether the tokens between the questions are random; otherwise they are 0.
-        power: Exponent of the distances, above 0; small values favour early questions, 1 is neutral.
-        weight: Relative frequency of training batches of this task.
-    """
+    pairs: int
+    random_fillers: bool
+    power: float
 
-    def __init__(self, length: int, pairs: int, random_fillers: bool, power: float, weight: float) -> None:
-        self.length, self.pairs, self.power, self.weight = length, pairs, power, weight
-        self.random_fillers = random_fillers
-        if pairs < 1:
-            raise UserError(f"pairs: {pairs} must be at least 1")
-        if power <= 0:
-            raise UserError(f"power: {power} must be above 0")
+    def __post_init__(self) -> None:
+        check_sizes({"pairs": self.pairs})
+        check_numbers({"power": self.power})
 
     @property
     def name(self) -> str:
@@ -101,6 +97,7 @@ class Associative(TokenTask):
         return np.zeros((len(numbers), self.length), np.int64)
 
 
+@dataclass(eq=False, repr=False)
 class CompositionalRecall(Associative):
     """A value belongs to a pair of keys, and neither of the two says which.
 
@@ -120,18 +117,17 @@ class CompositionalRecall(Associative):
         UserError: The combinations do not fit the length, or an argument is out of range.
     """
 
-    def __init__(
-        self,
-        length: int = 64,
-        pairs: int = 4,
-        random_fillers: bool = True,
-        power: float = 0.01,
-        weight: float = 1.0,
-    ) -> None:
-        super().__init__(length, pairs, random_fillers, power, weight)
-        if math.isqrt(pairs) ** 2 != pairs:
-            raise UserError(f"pairs: {pairs} must be a square number, such as 4, 9 or 16")
-        self._needs(6 * pairs)
+    length: int = 64
+    pairs: int = 4
+    random_fillers: bool = True
+    power: float = 0.01
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if math.isqrt(self.pairs) ** 2 != self.pairs:
+            raise UserError(f"pairs: {self.pairs} must be a square number, such as 4, 9 or 16")
+        self._needs(6 * self.pairs)
 
     def misfit(self, vocab_size: int) -> str | None:
         """A third each for first keys, second keys and values."""
@@ -157,6 +153,7 @@ class CompositionalRecall(Associative):
         return tokens, labels
 
 
+@dataclass(eq=False, repr=False)
 class ForgettingRecall(Associative):
     """Some keys are written twice, and the second value counts.
 
@@ -176,20 +173,18 @@ class ForgettingRecall(Associative):
         UserError: The writings do not fit the length, or an argument is out of range.
     """
 
-    def __init__(
-        self,
-        length: int = 64,
-        pairs: int = 8,
-        updates: int = 4,
-        random_fillers: bool = True,
-        power: float = 0.01,
-        weight: float = 1.0,
-    ) -> None:
-        super().__init__(length, pairs, random_fillers, power, weight)
-        self.updates = updates
-        if not 0 <= updates <= pairs:
-            raise UserError(f"updates: {updates} must be from 0 to the number of pairs, {pairs}")
-        self._needs(2 * (2 * pairs + updates))
+    length: int = 64
+    pairs: int = 8
+    updates: int = 4
+    random_fillers: bool = True
+    power: float = 0.01
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.updates <= self.pairs:
+            raise UserError(f"updates: {self.updates} must be from 0 to the number of pairs, {self.pairs}")
+        self._needs(2 * (2 * self.pairs + self.updates))
 
     def misfit(self, vocab_size: int) -> str | None:
         """Half of the tokens are keys, half of them values."""

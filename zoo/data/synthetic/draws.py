@@ -24,10 +24,7 @@ def distinct(numbers: np.ndarray, count: int, size: int, seed: int) -> np.ndarra
 def slots(numbers: np.ndarray, count: int, size: int, power: float, seed: int) -> np.ndarray:
     """For each number, `count` of 0 … size − 1 without replacement, s with probability ∝ (s + 1)^(power − 1).
 
-    These are the first arrivals, at exponential times with the weights as rates.
-
-    Returns:
-        `[n, count]` int64, in the order of arrival.
+    These are the first arrivals, at exponential times with the weights as rates, `[n, count]` int64 in their order.
     """
     times = -np.log(real(numbers, size, seed)) * np.arange(1.0, size + 1) ** (1 - power)
     return np.argsort(times, axis=1)[:, :count]

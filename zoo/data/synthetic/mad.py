@@ -4,9 +4,12 @@ Sizes are those of the authors' code (16 tokens, sequences of 128, 256 for copyi
 memorisation; motifs of up to 3 tokens; 20 % of noise in 16 tokens). What a docstring calls inferred is our reading.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from kernels.errors import UserError
+from mixers.arguments import check_sizes
 from zoo.data.batch import NO_LOSS
 from zoo.data.synthetic.draws import distinct, real, whole
 from zoo.data.synthetic.token_tasks import Seeds, TokenTask
@@ -14,6 +17,7 @@ from zoo.data.synthetic.token_tasks import Seeds, TokenTask
 _ABSENT = -1  # in place of tokens that a shorter unit lacks
 
 
+@dataclass(eq=False, repr=False)
 class InContextRecall(TokenTask):
     """Keys and values in turn, keys drawn again and again; a key that came before is answered by the same value.
 
@@ -39,27 +43,21 @@ class InContextRecall(TokenTask):
         UserError: An argument is out of range.
     """
 
-    def __init__(
-        self,
-        length: int = 128,
-        pairs: int | None = None,
-        motif: int = 1,
-        noise: float = 0.0,
-        noise_tokens: int = 16,
-        weight: float = 1.0,
-    ) -> None:
-        self.length, self.pairs, self.motif, self.weight = length, pairs, motif, weight
-        self.noise, self.noise_tokens = noise, noise_tokens
-        if pairs is not None and pairs < 1:
-            raise UserError(f"pairs: {pairs} must be at least 1, or null")
-        if motif < 1:
-            raise UserError(f"motif: {motif} must be at least 1")
-        if not 0 <= noise < 1:
-            raise UserError(f"noise: {noise} must be from 0 to below 1")
-        if noise_tokens < 1:
-            raise UserError(f"noise_tokens: {noise_tokens} must be at least 1")
-        if length < 4 * motif:
-            raise UserError(f"length: {length} is too short, a key that comes twice needs {4 * motif} tokens")
+    length: int = 128
+    pairs: int | None = None
+    motif: int = 1
+    noise: float = 0.0
+    noise_tokens: int = 16
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.pairs is not None and self.pairs < 1:
+            raise UserError(f"pairs: {self.pairs} must be at least 1, or null")
+        check_sizes({"motif": self.motif, "noise_tokens": self.noise_tokens})
+        if not 0 <= self.noise < 1:
+            raise UserError(f"noise: {self.noise} must be from 0 to below 1")
+        if self.length < (least := 4 * self.motif):
+            raise UserError(f"length: {self.length} is too short, a key that comes twice needs {least} tokens")
 
     @property
     def name(self) -> str:
@@ -123,6 +121,7 @@ class InContextRecall(TokenTask):
         return motifs
 
 
+@dataclass(eq=False, repr=False)
 class SelectiveCopy(TokenTask):
     """A few tokens among blanks, to be said in their order at the end.
 
@@ -139,12 +138,14 @@ class SelectiveCopy(TokenTask):
         UserError: An argument is out of range.
     """
 
-    def __init__(self, length: int = 256, copied: int = 16, weight: float = 1.0) -> None:
-        self.length, self.copied, self.weight = length, copied, weight
-        if copied < 1:
-            raise UserError(f"copied: {copied} must be at least 1")
-        if length < 2 * copied:
-            raise UserError(f"length: {length} is too short, copying {copied} tokens needs at least {2 * copied}")
+    length: int = 256
+    copied: int = 16
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_sizes({"copied": self.copied})
+        if self.length < (least := 2 * self.copied):
+            raise UserError(f"length: {self.length} is too short, copying {self.copied} tokens needs at least {least}")
 
     @property
     def name(self) -> str:
@@ -168,6 +169,7 @@ class SelectiveCopy(TokenTask):
         return tokens, labels
 
 
+@dataclass(eq=False, repr=False)
 class Compression(TokenTask):
     """Random tokens, which are then queried by their places: the whole sequence must be in the state.
 
@@ -185,13 +187,14 @@ class Compression(TokenTask):
         UserError: An argument is out of range.
     """
 
-    def __init__(self, compressed: int = 32, content: int = 16, weight: float = 1.0) -> None:
-        self.compressed, self.content, self.weight = compressed, content, weight
-        self.length = 2 * compressed + 1
-        if compressed < 1:
-            raise UserError(f"compressed: {compressed} must be at least 1")
-        if content < 2:
-            raise UserError(f"content: {content} must be at least 2")
+    compressed: int = 32
+    content: int = 16
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_sizes({"compressed": self.compressed})
+        check_sizes({"content": self.content}, least=2)
+        self.length = 2 * self.compressed + 1
 
     @property
     def name(self) -> str:
@@ -212,6 +215,7 @@ class Compression(TokenTask):
         return tokens, np.concatenate([np.full((len(numbers), n + 1), NO_LOSS), content], axis=1)
 
 
+@dataclass(eq=False, repr=False)
 class Memorization(TokenTask):
     """Facts that stand in no prompt: each key has one value, the same in all samples, to be learned by heart.
 
@@ -227,10 +231,12 @@ class Memorization(TokenTask):
         UserError: An argument is out of range.
     """
 
-    def __init__(self, length: int = 32, weight: float = 1.0) -> None:
-        self.length, self.weight = length, weight
-        if length < 2 or length % 2:
-            raise UserError(f"length: {length} must be an even number, at least 2")
+    length: int = 32
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.length < 2 or self.length % 2:
+            raise UserError(f"length: {self.length} must be an even number, at least 2")
 
     @property
     def name(self) -> str:

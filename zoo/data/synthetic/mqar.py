@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kernels.errors import UserError
@@ -10,24 +10,18 @@ from zoo.data.synthetic.recall import Recall, RecallTask
 from zoo.data.synthetic.task_data import Split, TaskData
 
 
+@dataclass(eq=False, repr=False)
 class MQAR(TaskData[RecallTask]):
     """Multi-query associative recall, generated during training, with the accuracy of each validation task.
 
     It has no tokenizer and reads no files. Any batch can be generated directly, so a run can be resumed at any step
-    with any number of devices.
+    with any number of devices. The other arguments are those of `TaskData`.
 
     Args:
         vocab_size: Number of tokens, which must be even: 0, then keys, and in the upper half values.
         tasks: The training tasks: sizes and weights. Each batch is of one task.
-        validation_tasks: The validation tasks; null: the training tasks.
-        batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
-        train_samples: Number of distinct samples, divided among the tasks by weight and reshuffled for each pass.
-            Null: no sample is repeated.
-        validation_samples: Samples per validation task.
         random_fillers: Whether the tokens between the queries are random; otherwise they are 0.
         power: Exponent of the distances, above 0; small values favour queries soon after the pairs, 1 is neutral.
-        num_workers: Worker processes per device that prefetch batches; 0: none.
-        seed: Seed of all samples and their order.
 
     Raises:
         UserError: An argument is out of range, or a checkpoint is of other data.
@@ -35,36 +29,27 @@ class MQAR(TaskData[RecallTask]):
 
     example = "{length: 64, pairs: 8}"
 
-    def __init__(
-        self,
-        vocab_size: int = 512,
-        tasks: Sequence[RecallTask] = (RecallTask(),),
-        validation_tasks: Sequence[RecallTask] | None = None,
-        batch_size: int = 32,
-        train_samples: int | None = None,
-        validation_samples: int = 1000,
-        random_fillers: bool = True,
-        power: float = 0.01,
-        num_workers: int = 0,
-        seed: int = 0,
-    ) -> None:
-        if vocab_size % 2 or vocab_size < 4:
-            raise UserError(f"data.vocab_size is {vocab_size}; it must be an even number, at least 4.")
-        if power <= 0:
-            raise UserError(f"data.power is {power}; it must be above 0.")
-        self.random_fillers, self.power = random_fillers, power
-        super().__init__(
-            vocab_size, tasks, validation_tasks, batch_size, train_samples, validation_samples, num_workers, seed
-        )
+    tasks: Sequence[RecallTask] = (RecallTask(),)
+    vocab_size: int = 512
+    validation_tasks: Sequence[RecallTask] | None = None
+    random_fillers: bool = True
+    power: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.vocab_size % 2 or self.vocab_size < 4:
+            raise UserError(f"data.vocab_size is {self.vocab_size}; it must be an even number, at least 4.")
+        if self.power <= 0:
+            raise UserError(f"data.power is {self.power}; it must be above 0.")
+        super().__post_init__()
         _check_sizes("tasks", self.tasks)
-        _check_sizes("validation_tasks", self.validation_tasks)
+        _check_sizes("validation_tasks", self._validated)
 
     @property
     def validation_names(self) -> list[str]:
         """Names of the validation tasks, `pairs_8`, or `length_64_pairs_8` if the former is ambiguous."""
-        pairs = Counter(task.pairs for task in self.validation_tasks)
+        pairs = Counter(task.pairs for task in self._validated)
         clash = max(pairs.values()) > 1
-        return [(f"length_{task.length}_" if clash else "") + f"pairs_{task.pairs}" for task in self.validation_tasks]
+        return [(f"length_{task.length}_" if clash else "") + f"pairs_{task.pairs}" for task in self._validated]
 
     def check(self, key: str, task: RecallTask) -> None:
         """Refuse pairs that do not fit the length or the vocabulary."""

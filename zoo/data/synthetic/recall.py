@@ -71,14 +71,7 @@ class RecallStream:
     """The training samples by position in the stream: batches of one task each, mixed by weight.
 
     A round of batches is in shuffled order, with the number of batches of each task in proportion to its weight. Each
-    task counts its samples separately, so that all samples of a fixed set are used before any is repeated.
-
-    Args:
-        tasks: The samples of each task, all of a fixed set or any number of an endless stream.
-        weights: Relative frequency of each task.
-        batch_size: Samples in a global batch.
-        samples: Total number of samples in the fixed sets; None for an endless stream.
-        seed: Seed of the order.
+    task counts its samples separately, so that all of the `samples` of a fixed set are used before any is repeated.
     """
 
     def __init__(

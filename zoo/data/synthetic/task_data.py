@@ -2,7 +2,8 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from kernels.errors import UserError
 from zoo.data.loader import SampleSet, ValidationLoader
@@ -25,6 +26,7 @@ class Sized(Protocol):
 T = TypeVar("T", bound=Sized)
 
 
+@dataclass(eq=False, repr=False)
 class TaskData(ResumableData, Generic[T]):
     """Samples that are generated during training, each batch from one task.
 
@@ -32,8 +34,6 @@ class TaskData(ResumableData, Generic[T]):
     with any number of devices.
 
     Args:
-        vocab_size: Number of tokens.
-        tasks: The training tasks.
         validation_tasks: The validation tasks; null: the training tasks.
         batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
         train_samples: Number of distinct samples, divided among the tasks by weight and reshuffled for each pass.
@@ -48,32 +48,32 @@ class TaskData(ResumableData, Generic[T]):
 
     overfit_hint = "set data.train_samples to a small number"
 
-    def __init__(
-        self,
-        vocab_size: int,
-        tasks: Sequence[T],
-        validation_tasks: Sequence[T] | None,
-        batch_size: int,
-        train_samples: int | None,
-        validation_samples: int,
-        num_workers: int,
-        seed: int,
-    ) -> None:
-        super().__init__(batch_size, num_workers, seed)
-        self.tasks = list(tasks)
-        self.validation_tasks = self.tasks if validation_tasks is None else list(validation_tasks)
-        self.vocab_size, self.train_samples, self.validation_samples = vocab_size, train_samples, validation_samples
-        check_minimum(validation_samples=(validation_samples, 1), train_samples=(train_samples, batch_size))
-        for name, checked in (("tasks", self.tasks), ("validation_tasks", self.validation_tasks)):
+    tasks: Sequence[T]
+    vocab_size: int
+    validation_tasks: Sequence[T] | None = None
+    batch_size: int = 32
+    train_samples: int | None = None
+    validation_samples: int = 1000
+    num_workers: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(self.batch_size, self.num_workers, self.seed)
+        self.tasks = list(self.tasks)
+        self._validated = self.tasks if self.validation_tasks is None else list(self.validation_tasks)
+        self.validation_tasks = self._validated
+        samples, train_samples = (self.validation_samples, 1), (self.train_samples, self.batch_size)
+        check_minimum(validation_samples=samples, train_samples=train_samples)
+        for name, checked in (("tasks", self.tasks), ("validation_tasks", self._validated)):
             if not checked:
                 raise UserError(f"data.{name} is an empty list; give at least one, such as {self.example}.")
             for number, task in enumerate(checked):
                 self.check(f"data.{name}[{number}]", task)
                 if task.weight <= 0:
                     raise UserError(f"data.{name}[{number}].weight is {task.weight}; it must be above 0.")
-        self.sequence_length = max(task.length for task in self.tasks + self.validation_tasks)
+        self.sequence_length = max(task.length for task in (*self.tasks, *self._validated))
 
-    example: str  # a task in the notation of a config
+    example: ClassVar[str]  # a task in the notation of a config
 
     @abstractmethod
     def check(self, key: str, task: T) -> None:
@@ -107,7 +107,7 @@ class TaskData(ResumableData, Generic[T]):
         return self.val_dataloader()
 
     def _loaders(self, split: Split) -> list[ValidationLoader]:
-        samples = [self.samples(task, self.validation_samples, split) for task in self.validation_tasks]
+        samples = [self.samples(task, self.validation_samples, split) for task in self._validated]
         return [self.evaluation_loader(task_samples) for task_samples in samples]
 
     def identity(self) -> dict[str, Any]:

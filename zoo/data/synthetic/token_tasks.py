@@ -4,6 +4,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,16 +41,7 @@ class TokenTask(ABC):
 
     @abstractmethod
     def generate(self, numbers: np.ndarray, vocab_size: int, seeds: "Seeds") -> tuple[np.ndarray, np.ndarray]:
-        """The samples with these numbers.
-
-        Args:
-            numbers: `[B]` uint64.
-            vocab_size: Number of tokens.
-            seeds: Seeds of independent streams of draws.
-
-        Returns:
-            `[B, T]` int64 tokens and `[B, T]` int64 labels.
-        """
+        """The samples with these numbers, `[B]` uint64: `[B, T]` int64 tokens and `[B, T]` int64 labels."""
 
     def arguments(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -57,13 +49,7 @@ class TokenTask(ABC):
 
 
 class Seeds:
-    """Seeds of independent streams, by purpose; `shared` ones are equal in all splits.
-
-    Args:
-        task: The task.
-        seed: The seed of the data.
-        split: train, validation, test …
-    """
+    """Seeds of independent streams, by purpose, of a task in a split; `shared` ones are equal in all splits."""
 
     def __init__(self, task: TokenTask, seed: int, split: str) -> None:
         sizes = {name: value for name, value in task.arguments().items() if name != "weight"}
@@ -93,22 +79,18 @@ class TokenSamples:
         return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
 
+@dataclass(eq=False, repr=False)
 class TokenTasks(TaskData[TokenTask]):
     """One or more tasks made of tokens, generated during training, with the accuracy of each validation task.
 
     `tasks: [{class_path: SelectiveCopy, init_args: {length: 256}}]`, with any `TokenTask` of this package or your own.
     Any batch can be generated directly, so a run can be resumed at any step with any number of devices.
 
+    The other arguments are those of `TaskData`.
+
     Args:
         tasks: The training tasks. Each batch is of one task.
         vocab_size: Number of tokens; what they mean is said by each task.
-        validation_tasks: The validation tasks; null: the training tasks.
-        batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
-        train_samples: Number of distinct samples, divided among the tasks by weight and reshuffled for each pass.
-            Null: no sample is repeated.
-        validation_samples: Samples per validation task.
-        num_workers: Worker processes per device that prefetch batches; 0: none.
-        seed: Seed of all samples and their order.
 
     Raises:
         UserError: An argument is out of range, or a checkpoint is of other data.
@@ -116,28 +98,20 @@ class TokenTasks(TaskData[TokenTask]):
 
     example = "{class_path: InContextRecall}"
 
-    def __init__(
-        self,
-        tasks: Sequence[TokenTask],
-        vocab_size: int = 16,
-        validation_tasks: Sequence[TokenTask] | None = None,
-        batch_size: int = 32,
-        train_samples: int | None = None,
-        validation_samples: int = 1000,
-        num_workers: int = 0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            vocab_size, tasks, validation_tasks, batch_size, train_samples, validation_samples, num_workers, seed
-        )
+    tasks: Sequence[TokenTask]
+    vocab_size: int = 16
+    validation_tasks: Sequence[TokenTask] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if twice := [name for name, number in Counter(self.validation_names).items() if number > 1]:
             raise UserError(f"data.validation_tasks lists {twice[0]} twice; give each size of a task once.")
 
     @property
     def validation_names(self) -> list[str]:
         """Names of the validation tasks, `pairs_8`, or `ForgettingRecall_pairs_8` with tasks of several classes."""
-        several = len({type(task) for task in self.validation_tasks}) > 1
-        return [(f"{type(task).__name__}_" if several else "") + task.name for task in self.validation_tasks]
+        several = len({type(task) for task in self._validated}) > 1
+        return [(f"{type(task).__name__}_" if several else "") + task.name for task in self._validated]
 
     def check(self, key: str, task: TokenTask) -> None:
         """Refuse a vocabulary that does not fit the task."""

@@ -19,11 +19,6 @@ def interpolated_bigram_loss(train_tokens: np.ndarray, validation_tokens: np.nda
 
     λ, μ, k, δ and θ are fitted to the validation tokens themselves, so the baseline is as strong as possible.
 
-    Args:
-        train_tokens: `[n]` integers to count.
-        validation_tokens: `[m]` integers to predict, m ≥ 2.
-        vocab_size: Tokens are in [0, vocab_size).
-
     Raises:
         UserError: There are too few tokens, or a token is out of range.
     """

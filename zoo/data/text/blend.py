@@ -17,10 +17,6 @@ class BlendedText:
     """Pieces of the documents of several corpora; at any point, each corpus has contributed its share of characters.
 
     Each corpus is read at least once; one that ends early is repeated, as in training.
-
-    Args:
-        corpora: The documents.
-        weights: Their relative shares of the characters, above 0.
     """
 
     def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float]) -> None:
@@ -53,10 +49,6 @@ class Blend:
     """The training samples of several sources, mixed by weight into one endless stream.
 
     Each source is reshuffled for each of its passes, and repeated as often as its weight requires.
-
-    Args:
-        sources: Their windows, with the same length and packing.
-        weights: Their relative shares of the samples, above 0.
     """
 
     def __init__(self, sources: Sequence[Windows], weights: Sequence[float]) -> None:

@@ -33,8 +33,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool =
     Args:
         folder: The folder to build.
         build: Fills the folder it is given.
-        resumable: Whether `build` can continue from a partly filled folder after an interruption; otherwise that is
-            discarded.
+        resumable: Whether `build` can continue from a folder that an interruption left partly filled.
         key: The config key or environment variable that sets the location, for messages.
 
     Raises:

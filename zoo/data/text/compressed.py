@@ -24,11 +24,7 @@ _BLOCK = 1 << 17  # bytes
 
 
 def decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
-    """A file object that decompresses another one during reading.
-
-    Args:
-        raw: The compressed file; it is closed together with the result.
-        compression: One of `COMPRESSIONS`.
+    """A file object that decompresses `raw` during reading, and closes it when it is closed.
 
     Raises (when read):
         OSError, or one of `DAMAGED`: The file is empty, damaged or truncated.

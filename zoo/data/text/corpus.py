@@ -84,9 +84,6 @@ class Corpus:
         """A hash of file names and contents, which changes when a file does.
 
         Of files at URLs and of the embedded corpus it has sizes, times and tags instead: none of them is read.
-
-        Raises:
-            UserError: There are no files, or one cannot be read.
         """
         options: list[Any] = [self.max_characters if self.built_in else self.text_field]
         if self.built_in:

@@ -75,16 +75,7 @@ Encoded = tuple[list[Piece], list[np.ndarray]]
 
 
 def encode_all(bundles: Iterator[list[Piece]], tokenizer: Tokenizer, workers: int) -> Iterator[Encoded]:
-    """Encode bundles in order, with few of them in memory at a time.
-
-    Args:
-        bundles: Bundles of pieces.
-        tokenizer: The tokenizer.
-        workers: Number of processes.
-
-    Yields:
-        Each bundle with the token ids of its pieces, `[n]` uint32.
-    """
+    """Yield each bundle, in order, with the token ids of its pieces, `[n]` uint32; few are in memory at a time."""
     # On other systems a new process would import everything again, and the tokenizer's threads are nearly as fast.
     if workers == 1 or sys.platform != "linux":
         for bundle in bundles:

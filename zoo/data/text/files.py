@@ -100,11 +100,7 @@ class Listing:
 
 
 def find_files(path: str, key: str) -> Listing:
-    """The file at a path or URL, or all files in a folder, sorted by name.
-
-    Args:
-        path: A file or folder, or its URL, such as `s3://bucket/texts/`.
-        key: The config key of the path, for messages.
+    """The file at a path or URL, or all files in a folder, sorted by name; messages name the config key of the path.
 
     Raises:
         UserError: There are no files, a file is empty or of an unsupported type, or the URL's protocol needs a package.
@@ -227,11 +223,7 @@ def _remote(url: str, key: str) -> Listing:
 
 
 def filesystem(url: str, key: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The fsspec file system of a URL or path, and its path there.
-
-    Args:
-        url: The URL or path.
-        key: The config key it comes from, for messages.
+    """The fsspec file system of a URL or path, and its path there; messages name the config key.
 
     Raises:
         UserError: The URL cannot be opened, or its protocol needs a package that is not installed.

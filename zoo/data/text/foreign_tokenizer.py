@@ -53,11 +53,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def vet_tokenizer(text: str, name: str) -> None:
-    """Refuse a `tokenizer.json` that may take much time or memory to use.
-
-    Args:
-        text: Its content.
-        name: Its name in error messages.
+    """Refuse the content of a `tokenizer.json` that may take much time or memory to use.
 
     Raises:
         UserError: It is not JSON, or a part of it is refused; the message names the part.
@@ -100,15 +96,7 @@ def vet_tokenizer(text: str, name: str) -> None:
 
 
 def time_tokenizer(tokenizer: tokenizers.Tokenizer, name: str) -> None:
-    """Refuse a tokenizer whose regular expressions take long on long runs of characters.
-
-    Args:
-        tokenizer: The tokenizer.
-        name: Its name in error messages.
-
-    Raises:
-        UserError: It takes more than `MAX_SECONDS`.
-    """
+    """Refuse a tokenizer whose regular expressions take more than `MAX_SECONDS` on long runs of characters."""
     patterns = [*_patterns(json.loads(tokenizer.to_str()))]
     if not patterns:
         return

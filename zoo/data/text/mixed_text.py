@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kernels.errors import UserError
@@ -11,8 +12,8 @@ from zoo.data.loader import ValidationLoader
 from zoo.data.resumable import check_minimum
 from zoo.data.text.blend import Blend, BlendedText
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.packing import Packing, Windows
-from zoo.data.text.tokenised_text import TokenisedText, ValidationSet, check_names, errors_name
+from zoo.data.text.packing import Windows
+from zoo.data.text.tokenised_text import TokenisedText, check_names, errors_name
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Source:
     max_characters: int | None = 5_000_000
 
 
+@dataclass(eq=False, repr=False)
 class MixedText(TokenisedText):
     """Text from several sources, mixed by weight, that can be resumed at any step with any number of devices.
 
@@ -45,29 +47,10 @@ class MixedText(TokenisedText):
     source is repeated more often, reshuffled for each pass. The order is a function of the seed and of one integer, the
     number of samples seen, which checkpoints hold. Validation covers each source separately, and all of them together.
 
+    The other arguments are those of `TokenisedText`.
+
     Args:
         sources: Name → path and weight. Metrics are named after the names.
-        tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the sources' text, mixed
-            by weight.
-        eos_token: The token that ends every document. Null: the one recorded in a tokenizer saved by a run or export,
-            or else the first that it has of `<eos>`, `</s>`, `<|endoftext|>` and `<|end_of_text|>`.
-        bos_token: The token at the start of every document, also when generating text. Null: the one recorded in a
-            tokenizer saved by a run or export, or else none.
-        vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
-        sequence_length: Tokens in a sequence.
-        batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
-        packing: "windows": sequences continue across document boundaries. "documents": each batch is one row, in which
-            windows and documents are separate sequences (`cu_seqlens`), with no loss from one to the next.
-        validation_fraction: Expected fraction of each source's documents kept for validation, between 0 and 1.
-        validation_sets: Name → path of text that is validated on as well, such as {wikitext: {path: wiki.txt}}. Its
-            loss is `val_loss_wikitext`; `val_loss`, by which checkpoints are chosen, stays that of the sources.
-        num_workers: Worker processes per device that prefetch batches; 0: none.
-        preprocessing_workers: Number of processes for tokenising. Null: one per CPU.
-        shards: A folder or URL (`s3://bucket/tokens/`) for the token shards, which all machines may share. From a URL
-            they are read in place, one request per window, so prefetch with `num_workers`. Null: this machine's cache.
-        verify: Whether to verify the checksums of all token shards before training, at a second per GB. Null: if a
-            split has less than 1 GB and is local. Sizes are always compared.
-        seed: Seed of the order of the training sequences.
 
     Raises:
         UserError: An argument is out of range, a file cannot be used, or a checkpoint is of other data.
@@ -75,46 +58,14 @@ class MixedText(TokenisedText):
 
     overfit_hint = "set data.sources to small files"
 
-    def __init__(
-        self,
-        sources: dict[str, Source],
-        tokenizer: str | None = None,
-        eos_token: str | None = None,
-        bos_token: str | None = None,
-        vocab_size: int = 1024,
-        sequence_length: int = 256,
-        batch_size: int = 8,
-        packing: Packing = "windows",
-        validation_fraction: float = 0.05,
-        validation_sets: dict[str, ValidationSet] | None = None,
-        num_workers: int = 0,
-        preprocessing_workers: int | None = None,
-        shards: str | None = None,
-        verify: bool | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            tokenizer=tokenizer,
-            eos_token=eos_token,
-            bos_token=bos_token,
-            vocab_size=vocab_size,
-            sequence_length=sequence_length,
-            batch_size=batch_size,
-            packing=packing,
-            validation_fraction=validation_fraction,
-            validation_sets=validation_sets,
-            num_workers=num_workers,
-            preprocessing_workers=preprocessing_workers,
-            shards=shards,
-            verify=verify,
-            seed=seed,
-        )
-        _check_sources(sources)
-        if twice := sorted({*sources} & {*self.validation_sets}):
+    sources: dict[str, Source]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_sources(self.sources)
+        if twice := sorted({*self.sources} & {*self.extra_sets}):
             raise UserError(f"data.validation_sets: {twice[0]!r} is also the name of a source; give it another.")
-        self.sources = dict(sources)
-        self._train: Blend | None = None
-        self._validation: list[Windows] = []
+        self.sources = dict(self.sources)
 
     @property
     def corpora(self) -> list[Corpus]:
@@ -137,36 +88,33 @@ class MixedText(TokenisedText):
     def setup(self, stage: str | None = None) -> None:
         """Open and check the token shards, and start training at the first sample until a checkpoint is loaded."""
         super().setup(stage)
-        if self._train is None:
-            opened = []
-            for name, corpus in zip(self.sources, self.corpora, strict=True):
-                with errors_name(f"data.sources.{name}"):
-                    opened.append(self.windows(corpus))
-            self._train = Blend([train for train, _ in opened], self._weights())
-            self._validation = [validation for _, validation in opened]
+        samples = len(self.train)
         if stage == "fit":
-            self.check_batch_size(len(self._train))
+            self.check_batch_size(samples)
         if stage == "fit" and self.trainer is not None and self.trainer.max_steps > 0 and self.ranks()[0] == 0:
             self._log_passes(self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size)
 
-    @property
+    @cached_property
+    def _splits(self) -> list[tuple[Windows, Windows]]:
+        opened = []
+        for name, corpus in zip(self.sources, self.corpora, strict=True):
+            with errors_name(f"data.sources.{name}"):
+                opened.append(self.windows(corpus))
+        return opened
+
+    @cached_property
     def train(self) -> Blend:
         """The training samples, in order."""
-        if self._train is None:
-            self.setup()
-        assert self._train is not None
-        return self._train
+        return Blend([train for train, _ in self._splits], self._weights())
 
     @property
     def validation(self) -> list[Windows]:
         """The validation samples of each source, in order."""
-        if not self._validation:
-            self.setup()
-        return self._validation
+        return [validation for _, validation in self._splits]
 
     def val_dataloader(self) -> list[ValidationLoader]:
         """Batches of this rank, each sample once: those of each source, and then those of each validation set."""
-        return [*self.predict_dataloader(), *self.loaders_beside()]
+        return [*self.predict_dataloader(), *self.extra_loaders()]
 
     def test_dataloader(self) -> list[ValidationLoader]:
         """Return the validation batches, which `test` uses as well."""

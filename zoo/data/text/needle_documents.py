@@ -33,10 +33,6 @@ def needle_documents(sentences: Sequence[str], longest: int = LONGEST) -> Iterat
     A document states needles in a haystack of text, noise or other needles, or as a list of records, then asks for up
     to four of them and answers. Its haystack has 200 … `longest` characters, equally likely on a logarithmic scale. An
     answer occurs only in its needle and after its question, and is never a value that evaluation uses.
-
-    Args:
-        sentences: Sentences of text for the haystack.
-        longest: Characters of the longest haystack, at least 200.
     """
     for number in itertools.count():
         yield _document(random.Random(number_of("needle documents", number)), sentences, longest)

@@ -31,15 +31,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Wording:
-    """Text of a prompt; `{key}` and `{value}` are replaced by those of the needle.
-
-    Args:
-        kind: The kind of the values.
-        head: What comes before the haystack.
-        fact: The sentence in the haystack.
-        question: What comes after the haystack.
-        answer: The continuation of the question.
-    """
+    """Text before, in and after the haystack; `{key}` and `{value}` are replaced by those of the needle."""
 
     kind: Kind
     head: str
@@ -92,12 +84,9 @@ RECORDS = Wording("number", "", "{key}: {value}", "\nWhat is the value of {key}?
 
 
 def draw_needles(rng: random.Random, kind: Kind, stream: Stream) -> Iterator[Needle]:
-    """Yield needles with different keys and values, `KEYS` in all.
+    """Yield needles with different keys and values, `KEYS` in all: numbers of 7 digits, passkeys of 5, or UUIDs.
 
-    Args:
-        rng: The generator to draw from.
-        kind: "number": 7 digits, "passkey": 5, "uuid": version 4.
-        stream: A hash divides all values between training and evaluation, so no value of the one is in the other.
+    A hash divides all values between the streams of training and evaluation, so that they share none.
     """
     keys: set[str] = set()
     values: set[str] = set()

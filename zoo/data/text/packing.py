@@ -29,11 +29,6 @@ class Windows(Dataset):
     With "windows", sequences continue across document boundaries. With "documents", a document's last token has no
     loss, and documents within a window are separate sequences. The last, incomplete window is not used.
 
-    Args:
-        shards: The token shards of the split.
-        sequence_length: T, in tokens.
-        packing: "windows" or "documents".
-
     Raises:
         UserError: The split is shorter than one window and its last label, or an argument is out of range.
     """

@@ -37,11 +37,7 @@ def hash_of(content: Any, size: int | None = None) -> Any:
 
 
 class AppendedFile:
-    """A file to append to, with a running hash.
-
-    Args:
-        path: The file.
-        record: An earlier result of `record`, to continue from that point; None: a new file.
+    """A file to append to, with a running hash; with an earlier `record` it continues from there.
 
     Raises:
         UserError: The file has changed since.
@@ -80,16 +76,7 @@ class AppendedFile:
 
 
 def check(path: Path, record: Record, full: bool) -> None:
-    """Check a file against its record.
-
-    Args:
-        path: The file.
-        record: Its record.
-        full: Whether the record covers the whole file, or else its beginning.
-
-    Raises:
-        UserError: The file is missing or differs.
-    """
+    """Raise a UserError if a file is missing or differs from its record, of the full file or else of its beginning."""
     try:
         with path.open("rb") as content:
             actual = hash_of(content, None if full else record["bytes"])
@@ -106,9 +93,8 @@ class Writer:
         folder: The folder of the files.
         split: The split.
         dtype: The dtype of the tokens.
-        state: An earlier result of `state`, to continue from that point; None: a new split.
-        records: The records of the files at that point.
-        full: The names of the files that were full at that point.
+        state, records, full: An earlier result of `state`, with the records of the files at that point and the names of
+            those that were full, to continue from there.
     """
 
     def __init__(

@@ -17,9 +17,7 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 class SplitByContent:
     """Splits documents by a threshold on the hash of their text, moved if a split would be empty.
 
-    Args:
-        corpus: The documents, which are read once.
-        fraction: The expected fraction of documents for validation; None: all are, and the other split is empty.
+    The expected fraction of them is for validation; None: all are. The corpus is read once.
     """
 
     def __init__(self, corpus: Corpus, fraction: float | None) -> None:

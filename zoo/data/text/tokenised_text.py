@@ -1,7 +1,7 @@
 """The base class of text data: one tokenizer, documents tokenised once into token shards, windows as samples."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,62 +30,61 @@ class ValidationSet:
     max_characters: int | None = 5_000_000
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TokenisedText(ResumableData):
     """Windows of one or several corpora that share a tokenizer.
 
     Args:
-        tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on `training_text`.
-        eos_token: The token that ends every document. Null: the first of `END_TOKENS` in the tokenizer.
-        bos_token: The token at the start of every document. Null: none.
+        tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the training text.
+        eos_token: The token that ends every document. Null: the one recorded in a tokenizer saved by a run or export,
+            or else the first that it has of `<eos>`, `</s>`, `<|endoftext|>` and `<|end_of_text|>`.
+        bos_token: The token at the start of every document, also when generating text. Null: the one recorded in a
+            tokenizer saved by a run or export, or else none.
         vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
         sequence_length: Tokens in a sequence.
         batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
-        packing: "windows" or "documents", as in `Windows`.
-        validation_fraction: Expected fraction of the documents kept for validation, between 0 and 1.
-        validation_sets: Name → text that is validated on as well, whose loss is `val_loss_NAME` and no part of
-            `val_loss`.
+        packing: "windows": sequences continue across document boundaries. "documents": each batch is one row, in which
+            windows and documents are separate sequences (`cu_seqlens`), with no loss from one to the next.
+        validation_fraction: Expected fraction of the documents (of each source) kept for validation, between 0 and 1.
+        validation_sets: Name → path of text that is validated on as well, such as {wikitext: {path: wiki.txt}}. Its
+            loss is `val_loss_wikitext`; `val_loss`, by which checkpoints are chosen, stays that of the split.
         num_workers: Worker processes per device that prefetch batches; 0: none.
         preprocessing_workers: Number of processes for tokenising. Null: one per CPU.
-        shards: A folder or URL for the token shards. Null: the cache.
-        verify: Whether to verify the checksums of all token shards before training. Null: those of less than 1 GB.
+        shards: A folder or URL (`s3://bucket/tokens/`) for the token shards, which all machines may share. From a URL
+            they are read in place, one request per window, so prefetch with `num_workers`. Null: this machine's cache.
+        verify: Whether to verify the checksums of all token shards before training, at a second per GB. Null: if a
+            split has less than 1 GB and is local. Sizes are always compared.
         seed: Seed of the order of the training sequences.
 
     Raises:
         UserError: An argument is out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        tokenizer: str | None,
-        eos_token: str | None,
-        bos_token: str | None,
-        vocab_size: int,
-        sequence_length: int,
-        batch_size: int,
-        packing: Packing,
-        validation_fraction: float,
-        validation_sets: Mapping[str, ValidationSet] | None,
-        num_workers: int,
-        preprocessing_workers: int | None,
-        shards: str | None,
-        verify: bool | None,
-        seed: int,
-    ) -> None:
-        super().__init__(batch_size, num_workers, seed)
-        check_minimum(sequence_length=(sequence_length, 1), preprocessing_workers=(preprocessing_workers, 1))
-        if not 0 < validation_fraction < 1:
-            raise UserError(f"data.validation_fraction is {validation_fraction}; it must lie between 0 and 1.")
-        if packing not in ("windows", "documents"):
-            raise UserError(f"data.packing is {packing!r}; it must be 'windows' or 'documents'.")
-        check_names("validation_sets", validation_sets or {})
-        self.validation_sets = dict(validation_sets or {})
-        self._validated_beside: list[Windows] = []
-        self.vocab_size, self.sequence_length = vocab_size, sequence_length
-        self.packing: Packing = packing
-        self.validation_fraction, self.preprocessing_workers = validation_fraction, preprocessing_workers
-        self.verify, self.shards = verify, shards
-        self._tokenizer_path, self._special = tokenizer, (eos_token, bos_token)
+    tokenizer: str | None = None
+    eos_token: str | None = None
+    bos_token: str | None = None
+    vocab_size: int = 1024
+    sequence_length: int = 256
+    batch_size: int = 8
+    packing: Packing = "windows"
+    validation_fraction: float = 0.05
+    validation_sets: dict[str, ValidationSet] | None = None
+    num_workers: int = 0
+    preprocessing_workers: int | None = None
+    shards: str | None = None
+    verify: bool | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(self.batch_size, self.num_workers, self.seed)
+        check_minimum(sequence_length=(self.sequence_length, 1), preprocessing_workers=(self.preprocessing_workers, 1))
+        if not 0 < self.validation_fraction < 1:
+            raise UserError(f"data.validation_fraction is {self.validation_fraction}; it must lie between 0 and 1.")
+        if self.packing not in ("windows", "documents"):
+            raise UserError(f"data.packing is {self.packing!r}; it must be 'windows' or 'documents'.")
+        self.validation_sets = dict(self.validation_sets or {})
+        check_names("validation_sets", self.validation_sets)
+        self._extra_windows: list[Windows] = []  # of the validation sets
         self._tokenizer: Tokenizer | None = None
 
     @property
@@ -101,10 +100,11 @@ class TokenisedText(ResumableData):
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, loaded or trained at the first call; it does not need `setup`."""
         if self._tokenizer is None:
-            if self._tokenizer_path is None:
-                self._tokenizer = train_tokenizer(self.training_text, self.vocab_size, *self._special)
+            special = self.eos_token, self.bos_token
+            if self.tokenizer is None:
+                self._tokenizer = train_tokenizer(self.training_text, self.vocab_size, *special)
             else:
-                self._tokenizer = Tokenizer.from_file(self._tokenizer_path, *self._special)
+                self._tokenizer = Tokenizer.from_file(self.tokenizer, *special)
         return self._tokenizer
 
     def prepare_data(self) -> None:
@@ -112,20 +112,20 @@ class TokenisedText(ResumableData):
         for corpus in self.corpora:
             corpus.warn_of_skipped()
             self._prepare(corpus, self.validation_fraction)
-        for key, corpus in self._corpora_beside():
+        for key, corpus in self._extra_corpora():
             corpus.warn_of_skipped()
             with errors_name(key):
                 self._prepare(corpus, None)
 
     @property
-    def names_beside(self) -> list[str]:
+    def extra_sets(self) -> list[str]:
         """The names of the validation sets, whose loaders come after those of the split."""
-        return list(self.validation_sets)
+        return list(self.validation_sets or {})
 
-    def loaders_beside(self) -> list[ValidationLoader]:
+    def extra_loaders(self) -> list[ValidationLoader]:
         """A loader for each validation set: batches of this rank, each sample once."""
-        opened = self._validated_beside
-        for key, corpus in [*self._corpora_beside()][len(opened) :]:
+        opened = self._extra_windows
+        for key, corpus in [*self._extra_corpora()][len(opened) :]:
             with errors_name(key):
                 shards = Shards(self._prepare(corpus, None), "validation", self.verify)
                 opened.append(Windows(shards, self.sequence_length, self.packing))
@@ -138,8 +138,8 @@ class TokenisedText(ResumableData):
         settings = (self.sequence_length, self.packing)
         return Windows(train, *settings), Windows(validation, *settings)
 
-    def _corpora_beside(self) -> Iterator[tuple[str, Corpus]]:
-        for name, text in self.validation_sets.items():
+    def _extra_corpora(self) -> Iterator[tuple[str, Corpus]]:
+        for name, text in (self.validation_sets or {}).items():
             key = f"data.validation_sets.{name}"
             yield key, Corpus(text.path, text.text_field, text.max_characters, key)
 

@@ -204,15 +204,10 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, text: str, name: str = "tokenizer", trust: bool = True) -> "Tokenizer":
-        """The tokenizer of a `to_json`.
-
-        Args:
-            text: The JSON.
-            name: Its name in error messages.
-            trust: Whether to use it without looking at what it may take time and memory for.
+        """The tokenizer of a `to_json`; messages begin with `name`.
 
         Raises:
-            UserError: It is not a tokenizer, does not have its tokens, or is not trusted and refused.
+            UserError: It is not a tokenizer, lacks its tokens, or is not trusted and may take much time or memory.
         """
         library, roles = foreign(text, name, trust), _roles(text)
         eos, bos = (next(iter(roles.get(role, ())), None) for role in ("eos", "bos"))
@@ -223,12 +218,7 @@ class Tokenizer:
 
 
 def foreign(text: str, name: str, trust: bool = False) -> tokenizers.Tokenizer:
-    """The library's tokenizer of a `tokenizer.json` that someone else may have written.
-
-    Args:
-        text: The content of the file.
-        name: Its name in error messages.
-        trust: Whether to use it whatever time and memory it may take.
+    """The library's tokenizer of a `tokenizer.json` that someone else may have written; messages begin with `name`.
 
     Raises:
         UserError: It is not a tokenizer, or is not trusted and may take much time or memory to use.

@@ -23,6 +23,7 @@ from zoo.checkpoints.zero_shards import SHARDS
 from zoo.files.atomic import atomic_link
 from zoo.train.callbacks.loss_guard import Diverged
 from zoo.train.callbacks.run_callback import RunCallback
+from zoo.train.lightning_internals import row_to_log, signal_connector
 from zoo.train.metrics_file import MetricsFile
 from zoo.train.results import rank
 from zoo.train.signal_connector import Signals
@@ -171,21 +172,18 @@ class Checkpoints(RunCallback, Checkpoint):
         self._saved_at = time.monotonic()
 
     def _note_signals(self, trainer: L.Trainer) -> None:
-        if isinstance(trainer._signal_connector, Signals):
-            self._signals = trainer._signal_connector
+        connector = signal_connector(trainer)
+        if isinstance(connector, Signals):
+            self._signals = connector
             self._signals.noted = True
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """End the run here if it is to stop: the metrics of the last step are written by now."""
         self._end_if_stopping(trainer)
         self._between_steps = False
         self._started_step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Save if a checkpoint is due, if the run is complete, or if it is to stop."""
         self._between_steps = True
         step = trainer.global_step
@@ -197,9 +195,7 @@ class Checkpoints(RunCallback, Checkpoint):
         self._stop_signal = 0 if complete else stop_signal
         keep = self.keep_every_n_steps is not None and step % self.keep_every_n_steps == 0
         if self._stop_signal or complete or keep or due or step % self.every_n_steps == 0:
-            logs = trainer._logger_connector.should_update_logs
-            row = trainer._results.metrics(on_step=True)["log"] if logs and trainer._results is not None else {}
-            self._row, self._row_step = {name: float(value) for name, value in row.items()}, step
+            self._row, self._row_step = row_to_log(trainer), step
             self._save(trainer)
         if keep:
             self._copy(trainer, f"step-{step:08d}.ckpt")
@@ -209,19 +205,11 @@ class Checkpoints(RunCallback, Checkpoint):
         """Stop before the validation if the run is to stop; the resumed run starts with it."""
         self._end_if_stopping(trainer)
 
-    def on_validation_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Stop during a validation too, unless it is the final one."""
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
-        self._stop_signal, _ = self._largest_over_processes(0)
+        self._stop_signal = self._largest_over_processes(0)[0]
         if trainer.global_step == trainer.max_steps:
             self._stop_signal = 0
         if self._stop_signal:

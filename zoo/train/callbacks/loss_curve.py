@@ -14,7 +14,7 @@ from matplotlib.ticker import EngFormatter
 
 from kernels.errors import UserError
 from zoo.files.atomic import atomic_write
-from zoo.train.baseline import bigram_loss
+from zoo.train.callbacks.result_row import bigram_loss
 from zoo.train.callbacks.run_callback import RunCallback
 
 
@@ -52,9 +52,7 @@ class LossCurve(RunCallback):
         for name, points in state_dict.items():
             setattr(self, name, [(int(tokens), loss) for tokens, loss in points.tolist()])
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Record the training loss as last logged, which covers all processes."""
         tokens, loss = pl_module.tokens_seen, trainer.callback_metrics.get("train_loss")
         recorded = bool(self.training) and self.training[-1][0] == tokens

@@ -123,9 +123,7 @@ class LossGuard(RunCallback):
             for parameter in pl_module.parameters():
                 parameter.grad = None
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Count the step, and end the run after too many skipped ones."""
         if trainer.global_step == self._step:
             return  # gradients are still being accumulated

@@ -12,9 +12,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import lightning as L
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 from zoo.train.callbacks.run_callback import RunCallback
+from zoo.train.lightning_internals import stop_child_process_observer
 
 WORKER = re.compile(r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (?:is killed by signal: (.+?)\.|exited unexpectedly)")
 CONNECTION = re.compile(
@@ -47,9 +47,7 @@ class LostProcesses(RunCallback):
         self._stop.clear()
         self._advice = f"; fit --resume {trainer.default_root_dir} continues from the last checkpoint"
         if others := _others(trainer):
-            for thread in threading.enumerate():
-                if isinstance(thread, _ChildProcessObserver):
-                    thread._child_processes = []  # it ends when it next looks and has none to watch
+            stop_child_process_observer()
             threading.Thread(target=self._watch, args=(others,), name="lost-processes", daemon=True).start()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

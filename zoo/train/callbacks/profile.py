@@ -58,9 +58,7 @@ class Profile(RunCallback):
         )
         self._profiler.start()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Advance the profiler, which writes when the last step is recorded."""
         if self._profiler is None or trainer.global_step == self._step:
             return
@@ -83,13 +81,7 @@ class Profile(RunCallback):
 
 
 def write_profile(recording: profile, folder: Path, device: str) -> None:
-    """Write the time line and the table of a recording.
-
-    Args:
-        recording: The stopped profiler.
-        folder: Folder of `trace.json.gz` and `table.txt`; created if it does not exist.
-        device: Whose time sorts the table: `cpu` or `device`.
-    """
+    """Write the time line and the table, sorted by the time of `cpu` or `device`, of a stopped profiler to a folder."""
     if device == "device":
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as temporary:

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from tqdm import tqdm
+
+from zoo.train.lightning_internals import ProgressBars
 
 SHOWN = {  # metric → how it is shown
     "train_loss": "loss {:.3f}",
@@ -18,7 +19,7 @@ SHOWN = {  # metric → how it is shown
 }
 
 
-class Progress(TQDMProgressBar):
+class Progress(ProgressBars):
     """Lightning's bars, but with one over all steps of a run, and only on a terminal those of evaluations.
 
     (Lightning's first bar restarts with each epoch; runs here are counted in steps.)
@@ -42,7 +43,7 @@ class Progress(TQDMProgressBar):
 
     def init_validation_tqdm(self) -> Tqdm:
         """A bar that disappears; below that of the training, unless that is done and text follows it."""
-        training = self._train_progress_bar
+        training = self.training_bar
         return self._bar("validation", 0 if training is None or training.disable else 1)
 
     def init_test_tqdm(self) -> Tqdm:
@@ -73,9 +74,7 @@ class Progress(TQDMProgressBar):
     def on_train_epoch_end(self, *_: Any) -> None:
         """Go on."""
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Move the bar, and show the latest metrics; on a GPU only at logged steps, since reading them waits for it."""
         bar, interval, step = self.train_progress_bar, trainer.log_every_n_steps, trainer.global_step
         if bar.disable or step == bar.n:
@@ -111,10 +110,7 @@ class Progress(TQDMProgressBar):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Close all bars, to leave the terminal usable."""
-        bars = (self._val_progress_bar, self._train_progress_bar, self._test_progress_bar, self._predict_progress_bar)
-        for bar in bars:
-            if bar is not None:
-                bar.close()
+        self.close_all()
 
 
 def batches_of(trainer: L.Trainer, testing: bool = False) -> tuple[int, int]:

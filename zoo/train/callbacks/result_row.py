@@ -1,5 +1,6 @@
 """The results of a run, written when it ends."""
 
+import functools
 import json
 import logging
 import os
@@ -24,9 +25,9 @@ from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.resumable import ResumableData
 from zoo.files.sealed_json import write_sealed
 from zoo.lm.size_table import mixer_names, parameters_without_embeddings
-from zoo.train.baseline import bigram_loss
 from zoo.train.callbacks.progress_bar import batches_of
 from zoo.train.callbacks.run_callback import RunCallback
+from zoo.train.lightning_internals import number_rows_from
 from zoo.train.metrics_file import finite
 from zoo.train.results import read_row, result_table
 
@@ -109,7 +110,7 @@ class ResultRow(RunCallback):
         if row is None or (row["status"], row.get("steps")) != ("complete", trainer.global_step):
             self._finishing = True
             # so that the metrics of the validation go into the row of the last step
-            trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step - 1
+            number_rows_from(trainer, trainer.global_step - 1)
             trainer.validate(pl_module, datamodule=datamodule, verbose=False)
             for callback in trainer.callbacks:
                 if isinstance(callback, Completes):
@@ -183,7 +184,7 @@ class ResultRow(RunCallback):
             "val_perplexity": metrics.get("val_perplexity"),
             "val_loss_by_position": [finite(loss) for loss in pl_module.loss_by_position],
             "val_loss_by_task": {
-                name: finite(metrics.get(f"val_loss_{name}")) for name in (*pl_module.tasks, *pl_module.names_beside)
+                name: finite(metrics.get(f"val_loss_{name}")) for name in (*pl_module.tasks, *pl_module.extra_sets)
             },
             "val_accuracy": metrics.get("val_accuracy"),
             "val_accuracy_by_task": {name: finite(metrics.get(f"val_accuracy_{name}")) for name in pl_module.tasks},
@@ -252,3 +253,14 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return outputs[-1].stdout.decode().strip()
+
+
+def bigram_loss(trainer: L.Trainer) -> float | None:
+    """The data module's bigram baseline in nats per token; None without one."""
+    return _bigram_loss(trainer.datamodule)
+
+
+@functools.lru_cache(maxsize=1)  # computing it counts all training tokens
+def _bigram_loss(datamodule: L.LightningDataModule | None) -> float | None:
+    measure = getattr(datamodule, "bigram_loss", None)
+    return None if measure is None else float(measure())

@@ -61,13 +61,9 @@ class StateNorms(RunCallback):
 
 
 def state_norms(state: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Frobenius norms of a model's state.
+    """Frobenius norms of a model's state: `LAYER_PART` → the norm over all sequences and heads, a scalar in fp32.
 
-    Args:
-        state: The states of all stateful layers, bottom-up, as the model returns them.
-
-    Returns:
-        `LAYER_PART` → the norm over all sequences and heads, a scalar in fp32; LAYER alone if the state is one tensor.
+    The key is LAYER alone if the state of a layer is one tensor.
     """
     return {
         f"{layer}{name}": leaf.float().norm()

@@ -36,9 +36,7 @@ class StepSeeds(RunCallback):
         if self.seed is None:
             self.seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Seed Python, NumPy and PyTorch, on all devices."""
         numbers = (self.seed or 0, trainer.global_rank, trainer.fit_loop.total_batch_idx)
         seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])

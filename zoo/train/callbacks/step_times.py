@@ -66,53 +66,35 @@ def when_computed(loss: Tensor, do: Callable[[], None]) -> None:
     loss.register_hook(queue)
 
 
-class LoaderClock(Profiler):
-    """Counts the seconds in which Lightning waits for the training loader, and passes everything to another profiler.
+class LoaderClock:
+    """Counts the seconds of waiting for the training loader, by what Lightning tells the trainer's profiler.
 
     (No callback hook comes before the loader is called.)
-
-    Args:
-        inner: The trainer's profiler.
     """
 
-    def __init__(self, inner: Profiler) -> None:
-        super().__init__()
-        self.inner = inner
-        self.seconds = 0.0
-        self._start = 0.0
+    def __init__(self, profiler: Profiler) -> None:
+        self.seconds = self._began = 0.0
+        self._profiler, self._methods = profiler, (profiler.start, profiler.stop)
+        profiler.start, profiler.stop = self._start, self._stop
 
-    def start(self, action_name: str) -> None:
-        """Note when the loader is called."""
-        self.inner.start(action_name)
+    def _start(self, action_name: str) -> None:
+        self._methods[0](action_name)
         if action_name.endswith("train_dataloader_next"):
-            self._start = time.perf_counter()
+            self._began = time.perf_counter()
 
-    def stop(self, action_name: str) -> None:
-        """Note when the loader returns."""
+    def _stop(self, action_name: str) -> None:
         if action_name.endswith("train_dataloader_next"):
-            self.seconds += time.perf_counter() - self._start
-        self.inner.stop(action_name)
+            self.seconds += time.perf_counter() - self._began
+        self._methods[1](action_name)
 
     def take(self) -> float:
         """The seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
-    def summary(self) -> str:
-        """Call the inner profiler."""
-        return self.inner.summary()
-
-    def describe(self) -> None:
-        """Call the inner profiler."""
-        self.inner.describe()
-
-    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Call the inner profiler."""
-        self.inner.setup(stage, local_rank, log_dir)
-
-    def teardown(self, stage: str | None) -> None:
-        """Call the inner profiler."""
-        self.inner.teardown(stage)
+    def detach(self) -> None:
+        """Leave the profiler as it was."""
+        self._profiler.start, self._profiler.stop = self._methods
 
 
 class _Batch(NamedTuple):
@@ -158,15 +140,14 @@ class StepTimes(RunCallback):
         self._sums, self._steps = dict.fromkeys(parts, 0.0), 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Wrap the trainer's profiler in the clock of the loader."""
+        """Attach the clock of the loader to the trainer's profiler."""
         if stage == "fit":
             self._loader = LoaderClock(trainer.profiler)
-            trainer.profiler = self._loader
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Restore the trainer's profiler."""
-        if self._loader is not None and trainer.profiler is self._loader:
-            trainer.profiler = self._loader.inner
+        """Detach the clock."""
+        if self._loader is not None:
+            self._loader.detach()
         self._loader = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -182,9 +163,7 @@ class StepTimes(RunCallback):
         """The time until the next batch does not belong to a step."""
         self._before = None
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Mark the start of the forward pass."""
         self._marks, self._computed = [mark(pl_module.device)], None
 
@@ -202,9 +181,7 @@ class StepTimes(RunCallback):
         """Mark the end of the backward pass."""
         self._marks.append(mark(pl_module.device))
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Mark the end of the batch, and log if it is due."""
         end = mark(pl_module.device)
         waited = 0.0 if self._loader is None else self._loader.take()

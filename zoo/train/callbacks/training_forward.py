@@ -26,16 +26,12 @@ class TrainingForward(Callback):
         """Blocks of the language model, each with the function that replaces its `forward`."""
         raise NotImplementedError
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Install the replacements."""
         for block, forward in self.replaced(pl_module.model):
             block.forward = forward
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Restore the original functions."""
         _restore(pl_module.model)
 

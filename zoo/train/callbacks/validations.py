@@ -5,6 +5,7 @@ from typing import Any
 import lightning as L
 
 from zoo.train.callbacks.run_callback import RunCallback
+from zoo.train.lightning_internals import logged_with_last_step, validates_this_epoch
 
 
 class Validations(RunCallback):
@@ -30,7 +31,7 @@ class Validations(RunCallback):
         batches, every = loop.batch_progress, trainer.val_check_batch
         by_epoch = trainer.check_val_every_n_epoch is not None
         read = batches.current.ready if by_epoch else batches.total.ready
-        due = bool(read and every) and read % every == 0 and loop._should_check_val_epoch()
+        due = bool(read and every) and read % every == 0 and validates_this_epoch(trainer)
         if due and self._batch != batches.total.ready:
             loop.val_loop.restarting = False
             self._run(trainer)
@@ -44,12 +45,8 @@ class Validations(RunCallback):
         """Run the final validation, with Lightning's validation loop as between steps."""
         stopped = trainer.interrupted or trainer.received_sigterm
         if self._step != trainer.global_step and not trainer.fast_dev_run and not stopped:
-            loop = trainer.fit_loop.epoch_loop
-            loop._batches_that_stepped -= (
-                1  # its metrics belong in the row of the last step, like those of other validations
-            )
-            self._run(trainer)
-            loop._batches_that_stepped += 1
+            with logged_with_last_step(trainer):  # like the metrics of other validations
+                self._run(trainer)
 
     def _run(self, trainer: L.Trainer) -> None:
         loop = trainer.fit_loop.epoch_loop.val_loop

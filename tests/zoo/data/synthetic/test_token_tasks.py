@@ -171,7 +171,7 @@ def test_several_tasks_are_mixed_resumed_and_named():
         (lambda: ForgettingRecall(39, 8, 4), "length: 39 is too short, 8 pairs need at least 40 tokens"),
         (lambda: ForgettingRecall(updates=9), "updates: 9 must be from 0 to the number of pairs, 8"),
         (lambda: ForgettingRecall(pairs=0), "pairs: 0 must be at least 1"),
-        (lambda: CompositionalRecall(power=0.0), r"power: 0\.0 must be above 0"),
+        (lambda: CompositionalRecall(power=0.0), r"power: 0\.0 must be a finite number above 0"),
         (lambda: InContextRecall(11, motif=3), "length: 11 is too short, a key that comes twice needs 12 tokens"),
         (lambda: InContextRecall(noise=1.0), r"noise: 1\.0 must be from 0 to below 1"),
         (lambda: InContextRecall(pairs=0), "pairs: 0 must be at least 1, or null"),

@@ -80,7 +80,9 @@ def test_ids_are_kept_and_text_comes_back(kind: str, tmp_path: Path):
     assert tokenizer.encode("hello") == library.encode("hello", add_special_tokens=False).ids
     end = "</s>" if kind == "sentencepiece" else "<|endoftext|>"
     assert tokenizer.eos_id == library.token_to_id(end) not in [id for text in TEXTS for id in tokenizer.encode(text)]
-    data = TextData(str(tmp_path / "texts"), str(tmp_path / "tokenizer.json"), sequence_length=4, batch_size=2)
+    data = TextData(
+        str(tmp_path / "texts"), tokenizer=str(tmp_path / "tokenizer.json"), sequence_length=4, batch_size=2
+    )
     shards = data.train.shards
     assert end in tokenizer.decode(shards.read(0, len(shards)).tolist())
     assert tokenizer.vocab_size == library.get_vocab_size()

@@ -1,3 +1,4 @@
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,7 +8,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from kernels.errors import UserError
-from zoo.data import Batch, TextData
+from zoo.data import Batch, MixedText, TextData
+from zoo.data.text.tokenised_text import TokenisedText
 
 
 class Recorder(L.LightningModule):
@@ -216,3 +218,14 @@ def test_ranks_must_divide_the_batch(arguments: dict):
     data.trainer = SimpleNamespace(overfit_batches=1)
     with pytest.raises(UserError, match=r"trainer\.overfit_batches is 1"):
         data.train_dataloader()
+
+
+@pytest.mark.parametrize("cls", [TextData, MixedText])
+def test_text_data_shares_its_settings(cls: type[TokenisedText]):
+    """With the same defaults, and by name only."""
+    shared = inspect.signature(TokenisedText).parameters
+    own = inspect.signature(cls).parameters
+    assert {name: own[name] for name in shared} == dict(shared)
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in shared.values())
+    by_position = [name for name, parameter in own.items() if parameter.kind is not parameter.KEYWORD_ONLY]
+    assert by_position == [{TextData: "path", MixedText: "sources"}[cls]]

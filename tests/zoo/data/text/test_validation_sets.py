@@ -44,7 +44,7 @@ def test_all_of_a_set_is_used_and_the_split_stays_what_it_is(arguments: dict, pl
     found = tokens(beside)[: len(beside.samples) * 16]
     assert found == text[: len(found)]
     assert len(text) - len(found) <= 16
-    assert data.names_beside == ["plays"]
+    assert data.extra_sets == ["plays"]
 
 
 def test_a_mixture_has_them_after_its_sources(arguments: dict, plays: str):

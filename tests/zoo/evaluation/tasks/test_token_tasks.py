@@ -132,7 +132,7 @@ def test_samples_are_functions_of_the_seed(name: str):
 def test_samples_are_none_that_were_trained_on():
     task = made("mqar", lengths=(16,), samples=50)
     assert isinstance(task, TASKS["mqar"])
-    data = MQAR(64, [RecallTask(16, 4)])
+    data = MQAR([RecallTask(16, 4)], 64)
     rows = {
         tuple(row)
         for split in ("train", "validation", "test")

@@ -1,9 +1,11 @@
 """The pass that finds the kernels of the first step: once, as the step itself will be, and without a trace."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mixers import GatedDeltaNet
 from tests.zoo.tiny import VOCAB, ResumableLoader, trainer, validation_loader
@@ -13,6 +15,7 @@ from zoo.train.callbacks import compiled_ahead
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.compiled_ahead import CompiledAhead
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
+from zoo.train.metrics import total_loss
 from zoo.train.module import Pretraining
 from zoo.train.optim import Optimisation
 
@@ -61,3 +64,38 @@ def test_it_runs_in_the_precision_of_the_step(precision: str, monkeypatch: pytes
 def test_it_leaves_compiled_blocks_alone(losses, tmp_path):
     fitted(tmp_path, CompiledBlocks(backend="eager"), CompiledAhead())
     assert losses == []
+
+
+def test_on_a_cpu_there_is_nothing_to_compile():
+    def never() -> Tensor:
+        raise AssertionError
+
+    compiled_ahead.compile_ahead(torch.nn.Linear(2, 2), never)
+    compiled_ahead.compile_ahead(torch.nn.Identity(), never)
+
+
+@pytest.mark.gpu
+def test_the_first_step_compiles_nothing_and_computes_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    model = LanguageModel(Uniform(GatedDeltaNet), vocab_size=50, hidden_size=160, num_heads=5, num_layers=2).cuda()
+    tokens = torch.randint(50, (2, 301), device="cuda")
+
+    def loss() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return total_loss(model, tokens[:, :-1], tokens[:, 1:])
+
+    state = torch.cuda.get_rng_state()
+    compiled_ahead.compile_ahead(model, loss)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **told: compiled.append(str(told["src"].name)))
+    loss().backward()
+    assert compiled == []
+    first = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    loss().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), first, strict=True) if p.grad is not None)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from zoo.data.whole_steps import forget_unfinished, unfinished_batches
+from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 
 
 def trainer_at(ready: int, processed: int, last: bool, accumulated: int) -> SimpleNamespace:

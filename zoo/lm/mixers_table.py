@@ -13,13 +13,8 @@ from mixers import Expanded, LinearMixer, Site
 from zoo.lm.creation import created_on
 
 
-def catalogue(site: Site, length: int) -> Table:
-    """A table of the registered mixers.
-
-    Args:
-        site: The layer for which sizes are computed.
-        length: Tokens in a sequence.
-    """
+def mixers_table(site: Site, length: int) -> Table:
+    """A table of the registered mixers, with the sizes of a layer at `site` for sequences of `length` tokens."""
     caption = f"one layer at hidden size {site.hidden_size}, {site.num_heads} heads, {length} tokens"
     table = Table(caption=caption, caption_justify="left", show_lines=True)
     table.add_column("mixer")
@@ -33,16 +28,7 @@ def catalogue(site: Site, length: int) -> Table:
 
 
 def page(name: str, site: Site, length: int) -> Group:
-    """A page about one mixer: recurrence, source, arguments, and its sizes with and without an expanded state.
-
-    Args:
-        name: Name of a registered mixer.
-        site: The layer for which sizes are computed.
-        length: Tokens in a sequence.
-
-    Raises:
-        UserError: The mixer is not registered.
-    """
+    """A page about one mixer: recurrence, source, arguments, and its sizes with and without an expanded state."""
     mixer = mixers.get(name)
     docstring = parse(inspect.getdoc(mixer) or "")
     meanings = {argument.arg_name: argument.description or "" for argument in docstring.params}
@@ -84,4 +70,4 @@ def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int
         length: Tokens in a sequence, for FLOPs and growing states.
     """
     site = mixers.Site(hidden_size, num_heads)
-    Console().print(catalogue(site, length) if name is None else page(name, site, length))
+    Console().print(mixers_table(site, length) if name is None else page(name, site, length))

@@ -22,13 +22,9 @@ def unfinished_batches(trainer: L.Trainer) -> int:
 
 
 def forget_unfinished(trainer: L.Trainer, loops: dict[str, Any]) -> None:
-    """Reset the counters of Lightning's loops in a checkpoint to the last whole step.
+    """Reset the counters in `loops`, an entry of the checkpoint being saved, to the last whole step, in place.
 
     A validation in progress is reset, too: it would otherwise resume without the batches it has seen.
-
-    Args:
-        trainer: The trainer that saves the checkpoint.
-        loops: The entry `loops` of the checkpoint, changed in place.
     """
     progress = loops["fit_loop"]
     if ahead := unfinished_batches(trainer):

@@ -1,0 +1,66 @@
+"""Fused kernels stand in for a method only where a class says so."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mixers import Discretisation, GatedDeltaNet, HeadWise, Mamba2Discretisation, Site
+from mixers.base import Streams
+from mixers.fusion import Fusable
+
+
+class Doubled(HeadWise):
+    def forward(self, stream: Tensor, x: Tensor) -> Tensor:
+        return 2 * super().forward(stream, x)
+
+
+class DoubledAgain(Doubled):
+    """Overrides nothing itself."""
+
+
+class Renamed(HeadWise):
+    """Computes what its base class does."""
+
+    fused = True
+
+    def forward(self, stream: Tensor, x: Tensor) -> Tensor:
+        return super().forward(stream, x)
+
+
+class OwnGates(GatedDeltaNet):
+    def gates(self, s: Streams) -> Streams:
+        return super().gates(s)
+
+
+class OwnReadout(GatedDeltaNet):
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        return super().readout(o, s)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fused"),
+    [
+        *((cls, True) for cls in (HeadWise, Discretisation, Mamba2Discretisation, GatedDeltaNet, Renamed, OwnReadout)),
+        *((cls, False) for cls in (Doubled, DoubledAgain, OwnGates)),
+    ],
+)
+def test_a_class_that_overrides_the_method_is_not_fused(cls: type[Fusable], fused: bool):
+    assert cls.fused is fused
+
+
+def test_factors_are_the_expansion():
+    """With a product where it is fused, and without one where a subclass computes something else."""
+    stream, x = torch.randn(2, 5, 3, 4), torch.randn(2, 5, 12)
+    plain, doubled = HeadWise(3, 4, 2, 12), Doubled(3, 4, 2, 12)
+    doubled.load_state_dict(plain.state_dict())
+    assert plain.factors(stream, x)[1] is plain.weight
+    y, product = doubled.factors(stream, x)
+    assert product is None
+    torch.testing.assert_close(y, 2 * plain(stream, x))
+
+
+def test_own_gates_are_called():
+    site = Site(hidden_size=32, num_heads=2)
+    s = GatedDeltaNet(site).project(torch.randn(1, 3, 32))
+    assert GatedDeltaNet(site).gate_inputs(s) is not None
+    assert OwnGates(site).gate_inputs(s) is None
