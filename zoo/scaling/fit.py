@@ -34,11 +34,11 @@ def fit(
     ``zoo.scaling.fit("ladder/", method="envelope")``
 
     Args:
-        runs: Folders of runs, or folders that hold runs, such as those of a sweep; on the command line as plain
-            arguments.
+        runs: Folders of runs, folders that hold runs, such as those of a sweep, or tables of runs (CSV files, see
+            docs/scaling.md); on the command line as plain arguments.
         method: `envelope`: the lowest loss at each amount of compute; `isoflop`: parabolas over size at equal compute;
             `parametric`: E + A/N^α + B/D^β.
-        output: The folder for laws.json and pictures; null: `law` in the first of the folders.
+        output: The folder for laws.json and pictures; null: `law` in the first folder, or next to the first table.
         flops: `model` counts the FLOPs that a model executes, `6n` six per token and parameter without embeddings.
         draws: Draws of the bootstrap over runs; 0: no intervals.
         seed: Seed of the draws.
@@ -48,7 +48,8 @@ def fit(
         A row for each mixer that could be fitted.
 
     Raises:
-        UserError: A folder does not exist, nothing can be fitted (the message says why), or scipy is not installed.
+        UserError: A folder does not exist, a table is damaged, nothing can be fitted (the message says why), or scipy
+            is not installed.
     """
     if importlib.util.find_spec("scipy") is None:
         raise UserError("scaling fit: needs scipy; pip install 'token-mixer-zoo[scaling]'")
@@ -61,7 +62,7 @@ def fit(
         raise UserError(f"draws: {draws} must be at least 0")
     if seed < 0:
         raise UserError(f"seed: {seed} must be at least 0")
-    selection = select(find_runs(places), untrained(places))
+    selection = select(find_runs(places), untrained(places), single_losses=method == "parametric")
     console = Console(quiet=not verbose)
     if not console.is_terminal:  # in a log file, wide enough for all columns
         console = Console(quiet=not verbose, width=max(console.width, 120))
@@ -81,7 +82,8 @@ def fit(
             failures.append(str(error))
     if not laws:
         raise UserError("; ".join(failures))
-    folder = Path(places[0]) / "law" if output is None else Path(output)
+    first = Path(places[0])
+    folder = (first.parent if first.is_file() else first) / "law" if output is None else Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         rows = [as_row(law) | {"counting": flops} for law in laws]

@@ -95,7 +95,7 @@ def redrawn(curves: Sequence[Curve], form: Parametric, generator: np.random.Gene
     """
     from scipy.stats import t as student
 
-    places = [np.log(c.tokens / c.tokens[0]) / np.log(c.tokens[-1] / c.tokens[0]) for c in curves]
+    places = [_places(curve.tokens) for curve in curves]
     models = [form(np.full_like(c.tokens, c.size), c.tokens) for c in curves]
     off = [np.log(c.losses / model) for c, model in zip(curves, models, strict=True)]
     freedom = len(curves) - FITTED
@@ -106,6 +106,11 @@ def redrawn(curves: Sequence[Curve], form: Parametric, generator: np.random.Gene
         factor = np.exp(sign * scale * np.interp(place, places[other], off[other]))
         drawn.append(replace(curve, losses=model * factor))
     return drawn
+
+
+def _places(tokens: Numbers) -> Numbers:
+    """The places of a curve's points along it, from 0 to 1, over log tokens."""
+    return np.log(tokens / tokens[0]) / (np.log(tokens[-1] / tokens[0]) or 1.0)
 
 
 def _fit(curves: list[Curve], method: Method, start: Parametric | None = None) -> Law:

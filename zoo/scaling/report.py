@@ -135,7 +135,7 @@ def picture(laws: Sequence[Law]) -> Figure:
         colour = COLOURS[index % len(COLOURS)]
         row = panels[index + (len(laws) > 1)]
         for curve in law.curves:
-            row[0].plot(curve.flops, curve.losses, color="0.7", linewidth=0.8)
+            row[0].plot(curve.flops, curve.losses, "." if len(curve.losses) == 1 else "-", color="0.7", linewidth=0.8)
         for panel, part in zip(row, Laws._fields, strict=True):
             if law.optima is not None:
                 points = {"loss": law.optima.losses, "size": law.optima.sizes, "tokens": law.optima.tokens}[part]
