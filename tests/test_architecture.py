@@ -42,11 +42,10 @@ ROOMS = (
     "zoo.loading",
     "zoo.statex",
     "zoo.runs",
-    "zoo.sweeps",
-    "zoo.benchmarks",
+    "zoo.experiments",
+    "zoo.performance",
     "zoo.evaluation",
     "zoo.scaling",
-    "zoo.doctor",
     "zoo.report",
     "zoo.reproductions",
 )
@@ -81,7 +80,7 @@ def within(name: str, package: str) -> bool:
 def test_imports_point_one_way():
     violations = []
     for name in trees():
-        allowed = name.startswith(("zoo/evaluation", "zoo/benchmarks/peers"))
+        allowed = name.startswith(("zoo/evaluation", "zoo/performance/peers"))
         bad = FORBIDDEN[name.partition("/")[0]] | (set() if allowed else OUTSIDE)
         violations += [f"{name} imports {used}" for used in imports(name) if any(within(used, other) for other in bad)]
     assert not violations

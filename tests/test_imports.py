@@ -54,8 +54,8 @@ try:
 except zoo.UserError as error:
     print(error)
 light("a wrong key")
-import zoo.doctor, zoo.report, zoo.statex  # packages and functions of the same name
-assert all(map(callable, (zoo.doctor, zoo.report, zoo.statex)))
+import zoo.report, zoo.statex  # packages and functions of the same name
+assert all(map(callable, (zoo.report, zoo.statex)))
 for name in zoo.__all__:
     assert getattr(zoo, name).__name__ == name, name
 assert "lightning" in sys.modules

@@ -11,12 +11,12 @@ import pytest
 from zoo import config as configs
 from zoo.config import Parser
 from zoo.config.overlays import load_config
+from zoo.experiments import Sweep
+from zoo.experiments.commands import FIELDS
+from zoo.experiments.definition import Run
 from zoo.lm.size_table import parameters_without_embeddings
 from zoo.scaling.run_table import read_run_table
 from zoo.scaling.runs import find_runs, select
-from zoo.sweeps import Sweep
-from zoo.sweeps.ablation import FIELDS
-from zoo.sweeps.plan import Run
 
 from .command_lines import check_parses, with_tokenizer
 from .commands import ROOT, Command

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from kernels import UserError
 from zoo.config import build
-from zoo.doctor import doctor
 from zoo.lm import LanguageModel, join_states, load_state, save_state, take_states
 from zoo.report import report
 from zoo.runs.fit import Result, fit, predict, test, validate
@@ -13,27 +12,29 @@ from zoo.statex import statex
 
 if TYPE_CHECKING:
     from zoo import scaling as scaling
-    from zoo.benchmarks import bench
     from zoo.evaluation import evaluate
+    from zoo.experiments import compare, sweep
     from zoo.loading.convert import convert
     from zoo.loading.export import export
     from zoo.loading.load import load, load_tokenizer
+    from zoo.performance import bench
+    from zoo.performance.doctor import doctor
     from zoo.runs.generate import generate
-    from zoo.sweeps import compare, sweep
 
 __version__ = "0.1.0"
 
 # module → names that are imported from it when they are first used, since these modules import Lightning, which takes
-# three times as long as PyTorch. (`doctor`, `report` and `statex` cannot be among them: they are modules, too, and
-# whoever imports one of these would set the name.)
+# three times as long as PyTorch. (`report` and `statex` cannot be among them: they are modules, too, and whoever
+# imports one of these would set the name.)
 _LAZY = {
-    "benchmarks": "bench",
     "evaluation": "evaluate",
     "loading.convert": "convert",
     "loading.export": "export",
     "loading.load": "load load_tokenizer",
+    "experiments": "compare sweep",
+    "performance": "bench",
+    "performance.doctor": "doctor",
     "runs.generate": "generate",
-    "sweeps": "compare sweep",
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names.split()}
 

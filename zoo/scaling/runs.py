@@ -202,8 +202,9 @@ def _kind(folder: Path) -> str:
 def mixed_kinds(runs: Iterable[Trained]) -> list[str]:
     """A sentence for each mixer whose runs are of models that differ in more than their size."""
     kinds: dict[str, dict[str, str]] = {}  # mixer → kind → its first run
-    for run in (run for run in runs if run.kind is not None):
-        kinds.setdefault(run.curve.mixer, {}).setdefault(run.kind, run.name)
+    for run in runs:
+        if run.kind is not None:
+            kinds.setdefault(run.curve.mixer, {}).setdefault(run.kind, run.name)
     return [
         f"{mixer}: models that differ in more than their size are in one law, such as {' and '.join(first)}; "
         "fit their runs apart"
