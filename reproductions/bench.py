@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from rich.table import Table
@@ -23,7 +22,9 @@ from tqdm import tqdm
 
 from kernels import UserError
 from zoo import config as configs
+from zoo.arguments import check_names
 from zoo.config.command_line import Keys, arguments_of
+from zoo.display import new_figure
 from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
 from zoo.performance.device import described, pick_backend
@@ -205,8 +206,7 @@ class ExpansionReport(Report):
         panels = {"of_one": "tokens/s relative to E = 1"}
         panels |= {"gib_of_one": "memory relative to E = 1"} if any("gib_of_one" in row for row in rows) else {}
         panels |= {"tflops": "TFLOP/s of training"}
-        picture = Figure(figsize=(1.5 + 4.2 * len(panels), 4.2), dpi=110, layout="constrained")
-        FigureCanvasAgg(picture)
+        picture = new_figure(1.5 + 4.2 * len(panels), 4.2)
         for place, (key, label) in enumerate(panels.items(), start=1):
             axes = picture.add_subplot(1, len(panels), place, xlabel="E", ylabel=label, xscale="log")
             for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
@@ -277,8 +277,7 @@ def bench_expansion(
         use_processor()
     precision = precision or ("bf16-true" if where.type == "cuda" else best_precision("cpu"))
     backend = pick_backend(backend)
-    models.check_precision(precision)
-    models.check_sizes(batch_size=batch_size, length=length, steps=steps)
+    models.check_options(precision, batch_size=batch_size, length=length, steps=steps)
     if config and (mixers is not None or sizes is not None):
         raise UserError("mixers, sizes: choose between them and --config, which names one model")
     items_by_name = {models.name(config): list[str](config)} if config else dict(_expanded(mixers, sizes))
@@ -308,8 +307,8 @@ def bench_expansion(
 def _expanded(mixers: list[str] | None, sizes: list[str] | None) -> Iterator[tuple[str, list[str]]]:
     """The configs of each model of each size, by name."""
     sizes = ["400m"] if sizes is None else sizes
-    models.check_names("mixers", mixers or [], EXPANDED)
-    models.check_names("sizes", sizes, EXPANDED_SIZES)
+    check_names("mixers", mixers or [], EXPANDED)
+    check_names("sizes", sizes, EXPANDED_SIZES)
     for size in dict.fromkeys(sizes):
         for mixer in dict.fromkeys(EXPANDED if mixers is None else mixers):
             base, overlay = EXPANDED[mixer]
@@ -408,8 +407,7 @@ class LengthReport(Report):
         if len(lengths) < 2:
             return None
         about = self.about
-        picture = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
-        FigureCanvasAgg(picture)
+        picture = new_figure(8, 4.5)
         axes = picture.add_subplot(xlabel="tokens in a sequence", ylabel="tokens/s in training", xscale="log")
         axes.set_title(f"{about['device']}, {about['precision']}, {about['tokens']} tokens in a step", fontsize=10)
         for number, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
@@ -461,8 +459,7 @@ def bench_length(
         use_processor()
     precision = precision or ("bf16-true" if where.type == "cuda" else best_precision("cpu"))
     backend = pick_backend(backend)
-    models.check_precision(precision)
-    models.check_sizes(tokens=tokens, steps=steps)
+    models.check_options(precision, tokens=tokens, steps=steps)
     lengths = LENGTHS if lengths is None else sorted(set(lengths))
     if wrong := [length for length in lengths if length < 1 or tokens % length]:
         raise UserError(f"lengths: {wrong[0]} does not divide the {tokens} tokens of a step (--tokens)")
@@ -493,8 +490,8 @@ def bench_length(
 
 def _over_length(mixers: list[str] | None, size: str) -> Iterator[tuple[str, list[str]]]:
     """The configs of each model, by name."""
-    models.check_names("mixers", mixers or [], OVER_LENGTH)
-    models.check_names("size", [size], OVER_LENGTH_SIZES)
+    check_names("mixers", mixers or [], OVER_LENGTH)
+    check_names("size", [size], OVER_LENGTH_SIZES)
     for mixer in dict.fromkeys(OVER_LENGTH if mixers is None else mixers):
         base, overlay = OVER_LENGTH[mixer]
         yield mixer, [*base, f"{_PAPER}/{overlay}-{size}.yaml"]
@@ -506,7 +503,7 @@ KINDS = {"expansion": bench_expansion, "length": bench_length}
 def main(arguments: list[str]) -> int:
     """Run the benchmark named by the first argument; return 1 if a result was wrong."""
     kind, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
-    models.check_names("kind", [kind], KINDS)
+    check_names("kind", [kind], KINDS)
     items, options = arguments_of(KINDS[kind], rest, f"bench {kind}", Keys(configs.KEYS, lambda parser: None))
     return int(show(KINDS[kind](items, **options)).failed)
 

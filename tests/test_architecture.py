@@ -31,6 +31,8 @@ FORBIDDEN = {
 # the rooms of zoo: each imports only from those before it
 ROOMS = (
     "zoo.files",
+    "zoo.arguments",
+    "zoo.display",
     "zoo.lm",
     "zoo.data",
     "zoo.generation",

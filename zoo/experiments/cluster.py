@@ -18,7 +18,7 @@ POLL_SECONDS = 2.0
 
 
 def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: dict[str, Any]) -> list[Failure]:
-    """Submit each incomplete run to a cluster, and wait for all of them.
+    """Submit each incomplete run to a cluster, wait for all of them, and return those that failed.
 
     If the wait is interrupted (Ctrl-C), jobs stay in the queue, and the next call waits for them instead of submitting
     them again.
@@ -28,9 +28,6 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
         runs: The runs of the sweep.
         cluster: submitit's name of the executor: `slurm`, or `local` for processes on this machine.
         options: submitit's parameters, such as `{"slurm_partition": "gpu", "gpus_per_node": 1, "timeout_min": 120}`.
-
-    Returns:
-        The runs that failed.
 
     Raises:
         UserError: submitit is not installed, or does not know the cluster or an option.

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +18,7 @@ from kernels import UserError
 from zoo.config import ConfigFile, Parser, explained
 from zoo.config.find import CONFIGS, find_config
 from zoo.config.overlays import Item, as_arguments, first_name, is_override, load_config, load_items
+from zoo.display import new_figure, new_table, short_list, write_figure
 from zoo.experiments import results
 from zoo.experiments.cluster import run_on_cluster
 from zoo.experiments.definition import Run, Sweep
@@ -87,9 +86,8 @@ def sweep(
     outcomes = results.outcomes(runs, target)
     console.print(results.write(plan, outcomes, target, console.width))
     if problems := [problem for _, problem in results.failures(plan, outcomes)]:
-        listed, more = "; ".join(problems[:5]), f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         many = "1 run fails" if len(problems) == 1 else f"{len(problems)} runs fail"
-        console.print(f"{many} a gate, so read the rest with care: {listed}{more}", style="yellow")
+        console.print(f"{many} a gate, so read the rest with care: {short_list(problems)}", style="yellow")
     if failures:
         raise failed(failures, len(runs))
     console.print(f"{target}/sweep.csv · {target}/sweep.png", style="dim")
@@ -113,9 +111,7 @@ def whole_configs() -> list[str]:
 def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
     """A table of sizes, losses and speed, one row per run, best first."""
     caption = "losses in nats per token; late: in the last eighth of the context"
-    table = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    for column in ("config", "params", "state", "tokens", "loss", "late", "tok/s", "min"):
-        table.add_column(column, justify="left" if column == "config" else "right", no_wrap=True)
+    table = new_table(["config", "params", "state", "tokens", "loss", "late", "tok/s", "min"], caption=caption)
     rows = sorted(rows, key=lambda row: rank(row["val_loss"]))
     for row in rows:
         table.add_row(
@@ -135,15 +131,9 @@ def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
 
 
 def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
-    """A plot of validation loss over tokens for all runs, best first in the legend.
-
-    Args:
-        rows: The results rows.
-        folder: The folder of the runs.
-    """
+    """A plot of validation loss over tokens for all runs in a folder, best first in the legend."""
     rows = sorted(rows, key=lambda row: rank(row["val_loss"]))
-    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 5)
     axes = figure.add_subplot(xlabel="tokens", ylabel="validation loss (nats per token)")
     styles = ("-", "--", ":")
     for number, row in enumerate(rows):
@@ -195,8 +185,7 @@ def compare(*configs_and_overrides: Item, folder: str | Path = "runs/compare", j
     failures = Runner(COMMAND, folder, jobs).run(runs)
     rows = [row for run in runs if (row := result(folder / run.name))]
     if rows:
-        with atomic_write(folder / "comparison.png") as file:
-            comparison_figure(rows, folder).savefig(file, format="png")
+        write_figure(comparison_figure(rows, folder), folder / "comparison.png")
         with atomic_write(folder / "comparison.json") as file:
             file.write(json.dumps(rows, indent=1).encode())
         Console().print(comparison_table(rows))

@@ -26,14 +26,9 @@ LEVELS = {"pairs_at_50": 0.5, "pairs_at_90": 0.9}  # columns, and the accuracies
 
 
 def pairs_at(accuracies: Mapping[int, float], level: float) -> float:
-    """The number of pairs at which the accuracy falls below a level, interpolated linearly in log(pairs).
+    """Return the number of pairs at which the accuracy first falls below a level, interpolated linearly in log(pairs).
 
-    Args:
-        accuracies: Number of pairs → accuracy; at least one.
-        level: An accuracy.
-
-    Returns:
-        The first crossing: infinity if no accuracy is below the level, 0 if that of the fewest pairs is.
+    It is infinity if no accuracy is below the level, and 0 if that of the fewest pairs is.
     """
     points = sorted(accuracies.items())
     if points[0][1] < level:
@@ -114,11 +109,7 @@ class Run(NamedTuple):
     parsed: Namespace | None = None  # the config of its cell, whose runs differ in seed and learning rate
 
     def read(self) -> Namespace:
-        """The parsed config.
-
-        Raises:
-            UserError: A file is missing, or a key or value is wrong.
-        """
+        """The parsed config; a UserError if a file is missing, or a key or value is wrong."""
         return read(*self.sources)
 
     def check(self) -> Namespace:

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
-from rich import box
 from rich.table import Table
 
 from kernels import UserError
 from mixers import did_you_mean
 from zoo.config.build import from_config, instantiate, vocabulary
+from zoo.display import new_figure, new_table, write_figure
 from zoo.experiments.definition import CONTROL, Run, Sweep, with_capacity
 from zoo.experiments.runner import result
 from zoo.files.atomic import atomic_write
@@ -98,7 +97,7 @@ def table(sweep: Sweep, results: Sequence[Outcome], width: int = WIDE) -> Table:
     if len(sweep.learning_rates) > 1:
         caption += f"; lr: the best of {', '.join(f'{rate:g}' for rate in sweep.learning_rates)} by the median"
         caption += " among those that pass the gates" if sweep.gates else ""
-    shown = Table(caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    shown = new_table([], caption=caption)
     columns = [*sweep.axes, *([CONTROL] if sweep.controls else [])]
     rows = cells(sweep, results)
     for column in columns:  # in narrow terminals, labels wrap between words and are never cut
@@ -202,8 +201,7 @@ def figure(sweep: Sweep, results: Sequence[Outcome]) -> Figure:
     """
     complete = [cell for cell in cells(sweep, results) if cell.values]
     numbers = [sweep.metric, *sweep.also]
-    picture = Figure(figsize=(3 + 5 * len(numbers), 4.5), dpi=110, layout="constrained")
-    FigureCanvasAgg(picture)
+    picture = new_figure(3 + 5 * len(numbers), 4.5)
     for axes, number in zip(picture.subplots(1, len(numbers), squeeze=False)[0], numbers, strict=True):
         _panel(axes, sweep, complete, number)
     handles, labels = picture.axes[0].get_legend_handles_labels()
@@ -260,18 +258,17 @@ def write(sweep: Sweep, results: Sequence[Outcome], folder: Path, width: int = W
     """Write `sweep.csv` and `sweep.png` to the folder, and return the table, made for a terminal of `width` columns."""
     shown = table(sweep, results, width)
     write_csv(sweep, results, folder / "sweep.csv")
-    with atomic_write(folder / "sweep.png") as file:
-        figure(sweep, results).savefig(file, format="png")
+    write_figure(figure(sweep, results), folder / "sweep.png")
     return shown
 
 
 def preview(runs: Sequence[Run], folder: Path) -> Table:
     """A table of a sweep's runs with their sizes, computed without allocating memory, and whether they are complete."""
-    shown = Table(caption=f"FLOPs are forward, per token; runs go to {folder}/NAME", caption_justify="left")
+    caption = f"FLOPs are forward, per token; runs go to {folder}/NAME"
+    shown = Table(caption=caption, caption_justify="left")
     for column in ("run", "parameters", "state", "MFLOP", "status"):
-        shown.add_column(
-            column, justify="left" if column == "run" else "right", no_wrap=column != "run", overflow="fold"
-        )
+        is_run = column == "run"
+        shown.add_column(column, justify="left" if is_run else "right", no_wrap=not is_run, overflow="fold")
     sizes: dict[Any, tuple[str, str, str]] = {}
     vocabularies: dict[str, int | None] = {}  # of data, for which all its files are looked at
     for run in runs:

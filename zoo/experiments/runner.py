@@ -20,8 +20,9 @@ from tqdm import tqdm
 from kernels import UserError
 from zoo.config.moved import up_to_date
 from zoo.config.serialise import differences, verified
+from zoo.display import short_list
 from zoo.experiments.definition import Run
-from zoo.files.links import lock_of, open_in_place
+from zoo.files.links import held_lock, lock_of, open_in_place
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.runs.folder import LOCK, has_checkpoint
 from zoo.train.results import read_row
@@ -155,18 +156,10 @@ class Runner:
     def claimed(self, runs: Sequence[Run]) -> Iterator[None]:
         """Lock the folder, after checking that it has no other runs with the same names."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        lock = lock_of(self.folder / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(
-                f"folder: {self.folder} is in use by another sweep; wait for it or choose another"
-            ) from None
-        try:
+        busy = f"folder: {self.folder} is in use by another sweep; wait for it or choose another"
+        with held_lock(self.folder / ".lock", busy):
             self._check(runs)
             yield
-        finally:
-            lock.release()
 
     def _check(self, runs: Sequence[Run]) -> None:
         file = self.folder / "runs.json"
@@ -201,11 +194,9 @@ def result(run: Path) -> dict[str, Any] | None:
 
 def failed(failures: Sequence[Failure], total: int) -> UserError:
     """The error for failed runs, after all others have completed."""
-    listed = "; ".join(f"{failure.run} ({failure.reason})" for failure in failures[:5])
-    more = f" and {len(failures) - 5} more" if len(failures) > 5 else ""
+    listed = short_list(f"{failure.run} ({failure.reason})" for failure in failures)
     return UserError(
-        f"{len(failures)} of {total} runs failed: {listed}{more}; the others are kept, and the same command tries "
-        "these again"
+        f"{len(failures)} of {total} runs failed: {listed}; the others are kept, and the same command tries these again"
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kernels import UserError
 from mixers import did_you_mean
+from zoo.arguments import check_names
 from zoo.config import KEYS
 from zoo.config.command_line import Keys, arguments_of
 from zoo.config.overlays import Item
@@ -41,8 +42,7 @@ def bench(kind: str, *configs_and_overrides: Item, **options: Any) -> Report:
     """
     if kind in SCRIPTS:
         raise UserError(f"bench: {kind} is now python reproductions/bench.py {kind}, with the same options")
-    if kind not in KINDS:
-        raise UserError(f"bench: {kind!r} is not one of {', '.join(KINDS)}{did_you_mean(kind, list(KINDS))}")
+    check_names("bench", [kind], KINDS)
     benchmark = KINDS[kind]
     allowed = [name for name in inspect.signature(benchmark).parameters if name != "config"]
     if wrong := next((name for name in options if name not in allowed), None):

@@ -1,5 +1,6 @@
 """`bench decode`: time per token at a given position, eager and as a captured CUDA graph."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -81,10 +82,8 @@ def bench_decode(
     positions = [1024, 65536] if positions is None else positions
     precision = precision or ("bf16-true" if where.type == "cuda" else "32-true")
     backend = pick_backend(backend)
-    models.check_precision(precision)
-    for argument, sizes in (("batch_sizes", batch_sizes), ("positions", positions)):
-        for size in sizes:
-            models.check_sizes(**{argument: size})
+    for batch_size, position in itertools.product(batch_sizes, positions):
+        models.check_options(precision, batch_sizes=batch_size, positions=position)
     parsed = models.read(config)
     name = models.name(config)
     about = {

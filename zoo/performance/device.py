@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from kernels import BACKENDS, UserError
-from mixers import did_you_mean
+from kernels import BACKENDS
+from zoo.arguments import check_names
 from zoo.train.devices import peak_flops
 
 # Bytes per second, from the data sheets; the first key contained in the device's name applies.
@@ -31,18 +31,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def pick_dtype(name: str | None, device: torch.device) -> str:
     """The named dtype, by default bf16 on a GPU and fp32 on a CPU."""
-    if name is None:
-        return "bf16" if device.type == "cuda" else "fp32"
-    if name not in DTYPES:
-        raise UserError(f"dtype: {name!r} is not one of {', '.join(DTYPES)}{did_you_mean(name, list(DTYPES))}")
+    name = name or ("bf16" if device.type == "cuda" else "fp32")
+    check_names("dtype", [name], DTYPES)
     return name
 
 
 def pick_backend(name: str | None) -> str:
     """The named backend, by default that of `ZOO_BACKEND`, or auto."""
     name = name or os.environ.get("ZOO_BACKEND", "auto")
-    if name not in BACKENDS:
-        raise UserError(f"backend: {name!r} is not one of {', '.join(BACKENDS)}{did_you_mean(name, list(BACKENDS))}")
+    check_names("backend", [name], BACKENDS)
     return name
 
 

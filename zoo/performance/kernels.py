@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
-from mixers import did_you_mean
+from zoo.arguments import check_names, names_in
+from zoo.display import new_figure
 from zoo.performance import peers as others
 from zoo.performance.accuracy import relative_error
 from zoo.performance.device import described, pick_backend, pick_dtype, roofline_ms
@@ -78,8 +78,7 @@ class KernelReport(Report):
         rows = [row for row in self.rows if row.get("in_curve") and "fwd_bwd_ms" in row]
         if not rows:
             return None
-        picture = Figure(figsize=(7, 4.5), dpi=110, layout="constrained")
-        FigureCanvasAgg(picture)
+        picture = new_figure(7, 4.5)
         B, H, _, D = rows[0]["shape"].values()
         axes = picture.add_subplot(
             xlabel="tokens",
@@ -140,7 +139,8 @@ def bench_kernels(
     """
     where = pick_device(device)
     on_gpu = where.type == "cuda"
-    names = _ops(ops)
+    names = list(OPS) if ops is None else list(dict.fromkeys(names_in(ops)))
+    check_names("ops", names, OPS)
     precision = pick_dtype(dtype, where)
     backend = pick_backend(backend)
     window = window_size or (2048 if on_gpu else 256)
@@ -177,16 +177,6 @@ def bench_kernels(
             torch.cuda.empty_cache()
         report.rows.append(row)
     return report
-
-
-def _ops(ops: list[str] | str | None) -> list[str]:
-    if ops is None:
-        return list(OPS)
-    names = [name.strip() for name in (ops.strip("[]").split(",") if isinstance(ops, str) else ops)]
-    for name in names:
-        if name not in OPS:
-            raise UserError(f"ops: {name!r} is not one of {', '.join(OPS)}{did_you_mean(name, list(OPS))}")
-    return list(dict.fromkeys(names))
 
 
 def measured(case: BenchCall, seconds: float, peers: bool) -> dict[str, Any]:

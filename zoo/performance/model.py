@@ -1,7 +1,7 @@
 """The model of a benchmark: building it from configs, and checking it against an fp32 reference."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from torch import Tensor
 
 import kernels
 from kernels import UserError
-from mixers import GatedRMSNorm, Norm, did_you_mean
+from mixers import GatedRMSNorm, Norm
+from mixers.arguments import check_sizes
 from zoo import config as configs
+from zoo.arguments import check_names
 from zoo.lm.model import LanguageModel
 from zoo.performance.accuracy import Gate
 from zoo.train.metrics import total_loss
@@ -44,23 +46,10 @@ def name(config: Sequence[str]) -> str:
     return Path(str(next((item for item in config if "=" not in item), "model"))).stem
 
 
-def check_names(argument: str, values: Iterable[str], names: Iterable[str]) -> None:
-    """Raise a UserError for the first value that is not an allowed name."""
-    names = list(names)
-    if wrong := [value for value in values if value not in names]:
-        raise UserError(f"{argument}: {wrong[0]!r} is not one of {', '.join(names)}{did_you_mean(wrong[0], names)}")
-
-
-def check_precision(precision: str) -> None:
-    """Raise a UserError for an unknown precision."""
+def check_options(precision: str, **sizes: int) -> None:
+    """Raise a UserError for an unknown precision, or a size below 1."""
     check_names("precision", [precision], PRECISIONS)
-
-
-def check_sizes(**sizes: int) -> None:
-    """Raise a UserError for a size below 1."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise UserError(f"{name}: {size} must be at least 1")
+    check_sizes(sizes)
 
 
 def build(config: Any, precision: str, device: torch.device) -> LanguageModel:

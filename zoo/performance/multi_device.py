@@ -17,7 +17,6 @@ import lightning as L
 import torch
 import yaml
 from lightning.pytorch.callbacks import Callback
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from rich.table import Table
@@ -25,7 +24,10 @@ from tqdm import tqdm
 
 from kernels import UserError
 from mixers import did_you_mean
+from mixers.arguments import check_sizes
 from zoo import config as configs
+from zoo.arguments import check_names
+from zoo.display import new_figure
 from zoo.experiments.runner import COMMAND
 from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
@@ -50,28 +52,17 @@ class Unsaved(Callback):
 
 
 class Outcome(NamedTuple):
-    """The results of a run.
+    """The results of a run."""
 
-    Attributes:
-        losses: `train_loss` of the logged steps, in nats; nan where it is not finite.
-        numbers: Speed and memory; empty for a failed run.
-        note: Why the run failed.
-    """
-
-    losses: list[float]
-    numbers: dict[str, Any]
-    note: str | None = None
+    losses: list[float]  # `train_loss` of the logged steps, in nats; nan where it is not finite
+    numbers: dict[str, Any]  # speed and memory; empty for a failed run
+    note: str | None = None  # why the run failed
 
 
 def run(folder: Path, arguments: Sequence[str], threads: str) -> int:
-    """Train in `folder`, with the output in `folder.log`, and return the exit code.
+    """Train in `folder`, with the output in `folder.log` and `threads` for each process, and return the exit code.
 
     No process of the run outlives the call, however that ends.
-
-    Args:
-        folder: The run's folder.
-        arguments: The command line, starting with the verb.
-        threads: `OMP_NUM_THREADS` of each process.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
     environment.pop("ZOO_RUN", None)
@@ -92,15 +83,7 @@ def run(folder: Path, arguments: Sequence[str], threads: str) -> int:
 
 
 def outcome(folder: Path, code: int, warm_up: int, interval: int, on_gpu: bool) -> Outcome:
-    """Read the results of a run.
-
-    Args:
-        folder: The run's folder.
-        code: Its exit code.
-        warm_up: Steps that do not count.
-        interval: Steps between two rows of metrics.
-        on_gpu: Whether the memory in the metrics is GPU memory.
-    """
+    """Read the results of a run whose metrics have a row each `interval` steps, without its first `warm_up` steps."""
     if code:
         return Outcome([], {}, reason(folder.with_name(f"{folder.name}.log"), code))
     rows = read_metrics(folder / "metrics.jsonl")
@@ -150,11 +133,6 @@ class Way(NamedTuple):
     name: str
     shares_sequences: bool  # otherwise each device has separate sequences
 
-    @property
-    def overlay(self) -> str:
-        """The name of the overlay."""
-        return f"train/{self.name}.yaml"
-
 
 class Fit(NamedTuple):
     """A run to measure."""
@@ -175,11 +153,9 @@ class ScalingReport(Report):
         """A row for each strategy and number of devices."""
         about = self.about
         parts = list(next((row["parts_ms"] for row in self.rows if "parts_ms" in row), ()))
-        optional = {"communication_ms": ("waits", "{:.1f}"), "peak_gib": ("GiB", "{:.1f}")}  # not measured everywhere
-        optional = {
-            key: column for key, column in optional.items() if any(row.get(key) is not None for row in self.rows)
-        }
-        names = [name for name, _ in optional.values()]
+        optional = {"communication_ms": "waits", "peak_gib": "GiB"}  # not measured everywhere
+        optional = {key: name for key, name in optional.items() if any(row.get(key) is not None for row in self.rows)}
+        names = [*optional.values()]
         table = self.new_table(["way", "devices", "tok/s", "efficiency", "step ms", *parts, *names, "loss differs"])
         remarks = [
             f"batch {about['batch_size']} × {about['length']} tokens per device, or per group that shares sequences",
@@ -198,7 +174,7 @@ class ScalingReport(Report):
                 f"{row['tokens_per_second']:,.0f}",
                 formatted(row["efficiency"], "{:.0%}"),
                 *(f"{value:.1f}" for value in (row["step_ms"], *row["parts_ms"].values())),
-                *(formatted(row[key], form) for key, (_, form) in optional.items()),
+                *(formatted(row[key], "{:.1f}") for key in optional),
                 formatted(row["loss_difference"], "{:.0e}"),
             )
             remarks += [f"{' '.join(head)}: {row['note']}"] if "note" in row else []
@@ -212,8 +188,7 @@ class ScalingReport(Report):
         if len(devices) < 2:
             return None
         with_memory = any(row["peak_gib"] is not None for row in rows)
-        picture = Figure(figsize=(10 if with_memory else 6, 4.2), dpi=110, layout="constrained")
-        FigureCanvasAgg(picture)
+        picture = new_figure(10 if with_memory else 6, 4.2)
         panels = {"tokens_per_second": "tokens/s, all devices together"}
         panels |= {"peak_gib": "GiB of the first device"} if with_memory else {}
         for place, (key, label) in enumerate(panels.items(), start=1):
@@ -282,8 +257,7 @@ def bench_scaling(
     batch_size = batch_size if batch_size is not None else data.get("batch_size", 8)
     length = length if length is not None else data.get("sequence_length", 1024)
     precision = precision or parsed.trainer.precision or best_precision(accelerator)
-    models.check_precision(precision)
-    models.check_sizes(batch_size=batch_size, length=length, steps=steps)
+    models.check_options(precision, batch_size=batch_size, length=length, steps=steps)
     interval = max(steps // WINDOWS, 1)
     settings = {
         "data": "MarkovChain",
@@ -332,8 +306,7 @@ def _accelerator(name: str | None) -> str:
     available = torch.cuda.is_available()
     if name is None:
         return "gpu" if available else "cpu"
-    if name not in ("cpu", "gpu"):
-        raise UserError(f"accelerator: {name!r} is not one of cpu, gpu{did_you_mean(name, ['cpu', 'gpu'])}")
+    check_names("accelerator", [name], ["cpu", "gpu"])
     if name == "gpu" and not available:
         raise UserError("accelerator: PyTorch finds no GPU on this machine; leave --accelerator out for the CPU")
     return name
@@ -345,7 +318,7 @@ def _devices(numbers: list[int] | None, accelerator: str) -> list[int]:
     if numbers is None:
         numbers = [2**i for i in range((available or 2).bit_length())]
     for number in numbers:
-        models.check_sizes(devices=number)
+        check_sizes({"devices": number})
         if available is not None and number > available:
             raise UserError(f"devices: {number} is more than the GPUs of this machine, {available}")
     return sorted({1, *numbers})
@@ -367,7 +340,7 @@ def _plan(
     """
 
     def arguments(number: int, sequences: int, way: Way | None, *more: str) -> list[str]:
-        items = [*config, way.overlay if way else "trainer.strategy=auto"]
+        items = [*config, f"train/{way.name}.yaml" if way else "trainer.strategy=auto"]
         items += [f"{key}={value}" for key, value in settings.items()]
         items += [f"data.batch_size={sequences}", f"trainer.devices={number}", *more]
         configs.read(*items)  # reports mistakes before any run starts

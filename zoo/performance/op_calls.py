@@ -58,15 +58,7 @@ OPS = {
 
 
 class BenchCall:
-    """One op at one shape with random inputs.
-
-    Args:
-        name: Name of the op in `OPS`.
-        shape: B, H, T, D.
-        dtype: dtype of queries, keys and values: bf16, fp16 or fp32; decays are fp32.
-        device: Device of the inputs.
-        backend: Backend of the kernels.
-        window: Number of keys that a query of the attention sees.
+    """One op of `OPS` at one shape with random inputs: queries, keys and values in a dtype of `DTYPES`, decays in fp32.
 
     Raises:
         UserError: The op does not have the backend on this device.

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from matplotlib.figure import Figure
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from zoo.display import new_console, new_table, write_figure
 from zoo.files.atomic import atomic_write
 
 PATH = "path: the implementations that ran, triton, torch, reference or flashqla"
@@ -42,10 +41,8 @@ class Report:
         record = {"kind": self.benchmark, **self.about, "rows": self.rows}
         with atomic_write(self.folder / "bench.json") as file:
             file.write(json.dumps(record, indent=1, allow_nan=False).encode())
-        picture = self.picture()
-        if picture is not None:
-            with atomic_write(self.folder / "bench.png") as file:
-                picture.savefig(file, format="png")
+        if (picture := self.picture()) is not None:
+            write_figure(picture, self.folder / "bench.png")
 
     def table(self) -> Table:
         """The table for the terminal."""
@@ -60,11 +57,7 @@ class Report:
         about = self.about
         triton = f", triton {about['triton']}" if about["triton"] else ""
         title = f"{about['device']}, torch {about['torch']}{triton}, {about.get('dtype') or about['precision']}"
-        table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-        table.collapse_padding, table.pad_edge = True, False  # 100 columns hold the widest
-        for number, column in enumerate(columns):
-            table.add_column(column, justify="right" if number else "left", no_wrap=True)
-        return table
+        return new_table(columns, title=title, collapse_padding=True, pad_edge=False)  # 100 columns hold the widest
 
 
 def captioned(table: Table, remarks: Iterable[str]) -> Table:
@@ -108,9 +101,7 @@ def pair(first: float | None, second: float | None, form: str) -> str:
 def show(report: Report) -> Report:
     """Write a report, and print its table."""
     report.write()
-    console = Console()
-    if not console.is_terminal:  # in a log file, wide enough for all columns
-        console = Console(width=max(console.width, 160))
+    console = new_console(width=160)
     console.print(report.table())
     console.out(f"written to {report.folder}", highlight=False)
     return report

@@ -12,7 +12,7 @@ import torch
 
 from zoo.generation.decoder import capture
 
-TimedCall = Callable[[], object]
+TimedCall = Callable[[], Any]
 CACHE = 256 << 20  # bytes to overwrite between calls on a GPU: more than any L2 cache
 TURN = 10  # calls in a row
 _IMPORTED = time.perf_counter()
@@ -56,14 +56,7 @@ def medians(
 
     The calls alternate, so that disturbances of the machine affect all of them. Each turn has several calls in a row,
     so that caches and threads are as in a loop of that call alone. Each call first runs twice, to compile and to decide
-    how often to repeat it.
-
-    Args:
-        calls: Name → call.
-        device: The device of the calls.
-        seconds: Total time to spend.
-        least: Smallest number of repetitions.
-        most: Largest number of repetitions.
+    how often to repeat it: `least` to `most` times, within `seconds` for all calls.
     """
     clock = Clock(device)
     flush = torch.empty(CACHE, dtype=torch.int8, device=device) if device.type == "cuda" else None
@@ -98,10 +91,7 @@ def as_graph(call: TimedCall, device: torch.device) -> TimedCall:
         for _ in range(2):
             call()
 
-    def step() -> Any:
-        return call()
-
-    return capture(rehearse, step, device)
+    return capture(rehearse, call, device)
 
 
 def process_age() -> float:

@@ -108,8 +108,7 @@ def bench_training(
     length = length if length is not None else data.get("sequence_length", 1024)
     precision = precision or parsed.trainer.precision or best_precision("gpu" if where.type == "cuda" else "cpu")
     backend = pick_backend(backend)
-    models.check_precision(precision)
-    models.check_sizes(batch_size=batch_size, length=length, steps=steps)
+    models.check_options(precision, batch_size=batch_size, length=length, steps=steps)
     name = models.name(config)
     about = {
         **described(where),

@@ -1,26 +1,213 @@
-"""The verb `tune`: measure the launch configurations of the Triton kernels on this GPU."""
+"""The verb `tune`: measure the launch configurations of the Triton kernels on this GPU.
+
+Each candidate is checked in a separate process, as a wrong one may crash the GPU context: `python -m
+zoo.performance.tune JSON` checks one candidate or times several, and prints one line of JSON.
+"""
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
+from kernels.delta_rule import WHOLE
+from kernels.triton import launches
 from kernels.triton.launch_file import KERNELS, NAMES, launch_file
+from kernels.triton.miscompilations import miscompiled
 from mixers import did_you_mean
+from zoo.arguments import check_names, names_in
+from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
-from zoo.performance import launch_candidates as candidate
+from zoo.performance.accuracy import Gate
 from zoo.performance.device import DTYPES, described
-from zoo.performance.launch_candidates import ALONE, Entry, Target
+from zoo.performance.op_calls import BenchCall, Shape, Tensors
+from zoo.performance.timing import as_graph, medians
+
+Entry = dict[str, int]
+ROOT = Path(__file__).parents[2]
+REPEATS = 20
+BLOCKS, WARPS, STAGES = (16, 32, 64, 128), (2, 4, 8), (1, 2, 3, 4)
+TIMEOUT = 900  # seconds; also a limit on the time to compile
+ALONE = "built-in"  # without a launch file
+
+
+class Target(NamedTuple):
+    """A kernel, a head size, and the bytes per element."""
+
+    kernel: str
+    size: int
+    itemsize: int
+
+    @property
+    def dtype(self) -> str:
+        return "bf16" if self.itemsize == 2 else "fp32"
+
+    @property
+    def says(self) -> str:
+        return f"{self.kernel} {self.size} {self.dtype}"
+
+
+def present(target: Target, device: torch.device) -> Entry | None:
+    """The entry in use for a target or, if its heads are cut into pieces, for the pieces; None without one."""
+    if target.kernel == "delta_rule.long" and target.size <= WHOLE:
+        return None  # such heads do not run on it
+    dtype, op = DTYPES[target.dtype], target.kernel.partition(".")[0]
+    size = target.size if op == "delta_rule" else min(target.size, launches.largest(op, dtype, device))
+    entry = launches.optional(target.kernel, size, dtype, device)
+    return None if entry is None else {number: getattr(entry, number) for number in KERNELS[target.kernel]}
+
+
+def is_cut(target: Target, device: torch.device) -> bool:
+    """Return whether heads of this size are cut into pieces."""
+    op, dtype = target.kernel.partition(".")[0], DTYPES[target.dtype]
+    return op == "linear_recurrence" and target.size > launches.largest(op, dtype, device)
+
+
+def around(entry: Entry) -> list[Entry]:
+    """An entry and its neighbours, which differ in one number: an adjacent block size, or any other warps or stages."""
+    entries = [entry]
+    for name, value in entry.items():
+        others: tuple[int, ...] = {"warps": WARPS, "stages": STAGES}.get(name, ())
+        if name in ("block", "keys", "values"):
+            others = tuple(block for block in (value // 2, value * 2) if block in BLOCKS)
+        entries += [{**entry, name: other} for other in others if other != value]
+    return entries
+
+
+def candidates(target: Target, entry: Entry, shared: int, capability: int) -> list[Entry]:
+    """An entry and those of its neighbours that fit into `shared` bytes, and that no compiler is known to get wrong."""
+    near = [each for each in around(entry) if fits(target, each, shared)]
+    return [each for each in near if miscompiled(target.kernel, each, capability) is None]
+
+
+def fits(target: Target, entry: Entry, shared: int) -> bool:
+    """Return whether the tiles of 64 tokens that a pipelined loop holds fit into `shared` bytes of shared memory.
+
+    This is a lower bound, which saves trying hopeless candidates; the compiler decides.
+    """
+    name = target.kernel.partition(".")[2]
+    blocks = sum(entry[axis] for axis in ("block", "keys", "values") if axis in entry)
+    if name in ("carry", "local", "forward", "backward", "narrow"):  # these also hold whole keys
+        blocks += 2 * target.size
+    return name == "step" or (entry["stages"] - 1) * 64 * blocks * target.itemsize <= shared
+
+
+def cases(target: Target, *, timed: bool) -> Iterator[tuple[str, Shape]]:
+    """The calls that run a target's kernel, by op and shape, for timing or else for checking."""
+    op, _, name = target.kernel.partition(".")
+    D = target.size
+    wide = 64 * 128 // D
+    if name == "step":
+        shapes = [Shape(64, 16, 1, D)]
+    elif name == "narrow":  # few recurrences, too short to be cut into segments
+        shapes = [Shape(1, 8, 4096 if timed else 1000, D)]
+    elif name == "local":  # runs only if sequences are cut into segments
+        shapes = [Shape(1, 2, 65536 if timed else 8192, D)]
+    elif timed:
+        shapes = [Shape(2, wide, 2048, D)]  # fills a device, with memory left for a graph of each candidate
+    else:
+        shapes = [Shape(4, 64, 200, D), Shape(2, 4, 1000, D)]
+        shapes += [Shape(1, 2, 8192, D)] if name in ("carry", "forward", "backward") else []
+    ops = {
+        "carry": ("head", "channel"),
+        "local": ("head", "channel"),
+        "step": ("head", "channel"),
+        "head_scores": ("head",),
+    }
+    decays = ops.get(name, ("channel",))
+    for case in ["delta_rule"] if op == "delta_rule" else [f"linear_{decay}" for decay in decays]:
+        for shape in shapes:
+            yield case, shape
+
+
+def _case(name: str, shape: Shape, target: Target, device: torch.device) -> BenchCall:
+    case = BenchCall(name, shape, target.dtype, device, "triton", window=1)
+    if shape.T == 1:  # a single step starts from a state
+        generator = torch.Generator(device).manual_seed(1)
+        size = (shape.B, shape.H, shape.D, shape.D)
+        case.inputs["initial_state"] = torch.randn(size, device=device, generator=generator)
+    return case
+
+
+def _results(case: BenchCall, inputs: Tensors, do: torch.Tensor, backend: str | None = None) -> Tensors:
+    """The output and, if there is more than one token, the gradients."""
+    if case.shape.T > 1:
+        return case.differentiated(lambda x: case.call(x, backend), inputs, do)
+    with torch.no_grad():
+        return {"o": case.call(inputs, backend)}
+
+
+def check(target: Target, entry: Entry, file: str, device: torch.device) -> str | None:
+    """Why a candidate fails: it differs from the chunkwise form in fp32, or does not repeat; None if it passes."""
+    with launch_file(file):
+        if is_cut(target, device) or present(target, device) != entry:
+            return "does not take effect"
+        for name, shape in cases(target, timed=False):
+            case = _case(name, shape, target, device)
+            results = _results(case, case.inputs, case.do)
+            exact = {n: x.float() for n, x in case.inputs.items()}
+            gate = Gate()
+            for key, y in _results(case, exact, case.do.float(), "torch").items():
+                gate.check(key, results[key], y, 1e-4 if target.itemsize == 4 else 5e-3 if key == "o" else 1e-2)
+            if not gate.passed:
+                return f"{name}: {gate.says}"
+            for _ in range(REPEATS):
+                repeated = _results(case, case.inputs, case.do)
+                if not all(torch.equal(repeated[key], x) for key, x in results.items()):
+                    return f"{name}: results do not repeat"
+    return None
+
+
+def times(target: Target, files: Mapping[str, str | None], seconds: float, device: torch.device) -> dict[str, float]:
+    """Milliseconds of whole calls, forward and backward, with each launch file."""
+    total = dict.fromkeys(files, 0.0)
+    for name, shape in cases(target, timed=True):
+        case = _case(name, shape, target, device)
+        graphs = {}
+        for key, file in files.items():
+            with launch_file(file):
+                graphs[key] = as_graph(partial(_results, case, case.inputs, case.do), device)
+        for key, ms in medians(graphs, device, seconds).items():
+            total[key] += ms
+    return total
+
+
+def in_process(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Perform a task in a separate process: `{"wrong": …}` or `{"ms": …}`, and `{"wrong": …}` if the process died."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "zoo.performance.tune", json.dumps(task)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, "PYTHONPATH": path}
+        )
+    except subprocess.TimeoutExpired:
+        return {"wrong": f"took longer than {TIMEOUT} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return {"wrong": last[:200]}
+
+
+def perform(task: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Perform a task of `in_process`, in the separate process."""
+    target = Target(*task["target"])
+    assert target.kernel in KERNELS
+    if "entry" in task:
+        return {"wrong": check(target, task["entry"], task["file"], device)}
+    return {"ms": times(target, task["files"], task["seconds"], device)}
+
 
 GAIN = 0.97  # a candidate replaces the present entry if its time is at most this fraction
 TaskRunner = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -90,12 +277,10 @@ def tune(
     if not torch.cuda.is_available():
         raise UserError("tune: PyTorch finds no CUDA device on this machine, and tuning needs one")
     device = torch.device("cuda")
-    tuner = Tuner(device, jobs, seconds, candidate.run)
+    tuner = Tuner(device, jobs, seconds, in_process)
     with launch_file(None):  # start from the built-in configurations
         tuner.run(targets, Path(folder) / "launch.json")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, 120))
+    console = new_console()
     console.print(table(tuner.trials, torch.cuda.get_device_name(device)))
     file = Path(folder) / "launch.json"
     console.out(f"written to {file}; to use it: {launch_variable(file)} python cli.py …", highlight=False)
@@ -107,14 +292,7 @@ def launch_variable(file: Path) -> str:
 
 
 class Tuner:
-    """Tunes the kernels of an op one after another, each with the best entries of those before it.
-
-    Args:
-        device: The GPU.
-        jobs: Number of candidates checked at a time.
-        seconds: Time to spend on each measurement.
-        process: Runs a task in another process.
-    """
+    """Tunes the kernels of an op one after another, each with the best entries of those before it."""
 
     def __init__(self, device: torch.device, jobs: int, seconds: float, process: TaskRunner):
         self.device, self.jobs, self.seconds, self.process = device, jobs, seconds, process
@@ -131,7 +309,7 @@ class Tuner:
         bar = tqdm(total=len(targets), desc="tune", unit=" kernels", dynamic_ncols=True)
         for op, size, itemsize in groups:
             of_op = [Target(f"{op}.{name}", size, itemsize) for name in NAMES[op]]
-            chosen = {t: entry for t in of_op if (entry := candidate.present(t, self.device)) is not None}
+            chosen = {t: entry for t in of_op if (entry := present(t, self.device)) is not None}
             for target in of_op:
                 if target not in targets:
                     continue
@@ -147,7 +325,7 @@ class Tuner:
 
     def try_all(self, target: Target, chosen: Mapping[Target, Entry]) -> Trial:
         """Check all candidates of a target, then time those that passed, with `chosen` for the other kernels."""
-        trial = Trial(target, candidate.candidates(target, chosen[target], self.shared, self.capability[0]))
+        trial = Trial(target, candidates(target, chosen[target], self.shared, self.capability[0]))
         with tempfile.TemporaryDirectory() as folder:
             files = []
             for number, entry in enumerate(trial.entries):
@@ -176,7 +354,7 @@ class Tuner:
         best = {}
         for trial in self.trials:
             group = [t for t in self.trials if _group(t.target) == _group(trial.target)]
-            cut = candidate.is_cut(trial.target, self.device)
+            cut = is_cut(trial.target, self.device)
             whole = {t.target.kernel.partition(".")[2] for t in group} == {
                 *NAMES[trial.target.kernel.partition(".")[0]]
             }
@@ -208,9 +386,8 @@ def rows(trial: Trial) -> list[dict[str, Any]]:
 
 def table(trials: Iterable[Trial], device: str) -> Table:
     """A table of all candidates for the terminal."""
-    shown = Table(title=device, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    for column in ("kernel", "candidate", "ms", "", "remark"):
-        shown.add_column(column, justify="right" if column == "ms" else "left", no_wrap=column != "remark")
+    left = ["kernel", "candidate", "", "remark"]
+    shown = new_table(["kernel", "candidate", "ms", "", "remark"], left, wrapped=["remark"], title=device)
     for trial in trials:
         for number, row in enumerate(rows(trial)):
             entry = " ".join(f"{name} {value}" for name, value in trial.entries[number].items() if value)
@@ -235,23 +412,19 @@ def _targets(kernels: list[str] | str | None, sizes: list[int] | None, dtypes: l
         for alias in (op, name, kernel):
             by_name.setdefault(alias, []).append(kernel)
     chosen = []
-    for name in _listed(kernels, list(NAMES)):
+    for name in list(NAMES) if kernels is None else names_in(kernels):
         if name not in by_name:
             allowed = ", ".join(each for each in by_name if each not in KERNELS)
             raise UserError(f"kernels: {name!r} is not one of {allowed}{did_you_mean(name, list(by_name))}")
         chosen += by_name[name]
-    precisions = _listed(dtypes, ["bf16", "fp32"])
-    for dtype in precisions:
-        if dtype not in ("bf16", "fp32"):
-            raise UserError(f"dtypes: {dtype!r} is not one of bf16, fp32")
-    lengths = [64, 128, 256] if sizes is None else sizes
-    for size in lengths:
+    precisions = ["bf16", "fp32"] if dtypes is None else names_in(dtypes)
+    check_names("dtypes", precisions, ["bf16", "fp32"])
+    head_sizes = [64, 128, 256] if sizes is None else sizes
+    for size in head_sizes:
         if size not in (16, 32, 64, 128, 256):
             raise UserError(f"sizes: {size} is not one of 16, 32, 64, 128, 256")
-    return [Target(k, s, DTYPES[d].itemsize) for d in precisions for s in lengths for k in dict.fromkeys(chosen)]
+    return [Target(k, s, DTYPES[d].itemsize) for d in precisions for s in head_sizes for k in dict.fromkeys(chosen)]
 
 
-def _listed(names: list[str] | str | None, default: list[str]) -> list[str]:
-    if names is None:
-        return default
-    return [name.strip() for name in (names.strip("[]").split(",") if isinstance(names, str) else names)]
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(perform(json.loads(sys.argv[1]), torch.device("cuda"))) + "\n")

@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rich.console import Console
 from tqdm import tqdm
 
 from kernels import UserError
-from mixers import did_you_mean
+from mixers.arguments import check_sizes
+from zoo.arguments import check_names
+from zoo.display import new_console
 from zoo.files.sealed_json import write_sealed
 from zoo.scaling.curves import Curve
 from zoo.scaling.law import Law, as_row, crossings, fit_law
@@ -54,18 +55,11 @@ def fit(
     if importlib.util.find_spec("scipy") is None:
         raise UserError("scaling fit: needs scipy; pip install 'token-mixer-zoo[scaling]'")
     places = [runs] if isinstance(runs, str | Path) else list(runs)
-    if method not in METHODS:
-        raise UserError(f"method: {method!r} is not one of {', '.join(METHODS)}{did_you_mean(method, list(METHODS))}")
-    if flops not in get_args(Counting):
-        raise UserError(f"flops: {flops!r} is not one of {', '.join(get_args(Counting))}")
-    if draws < 0:
-        raise UserError(f"draws: {draws} must be at least 0")
-    if seed < 0:
-        raise UserError(f"seed: {seed} must be at least 0")
+    check_names("method", [method], METHODS)
+    check_names("flops", [flops], get_args(Counting))
+    check_sizes({"draws": draws, "seed": seed}, least=0)
     selection = select(find_runs(places), untrained(places), single_losses=method == "parametric")
-    console = Console(quiet=not verbose)
-    if not console.is_terminal:  # in a log file, wide enough for all columns
-        console = Console(quiet=not verbose, width=max(console.width, 120))
+    console = new_console(verbose)
     for name, reason in selection.left_out.items():
         console.print(f"left out {name}: {reason}", style="dim", highlight=False)
     curves: dict[str, list[Curve]] = {}

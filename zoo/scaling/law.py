@@ -60,12 +60,6 @@ def fit_law(curves: Sequence[Curve], method: Method, draws: int = 200, seed: int
     Each draw of the bootstrap refits runs that were made anew (`redrawn`); whole runs, since points of one curve are
     not independent of each other.
 
-    Args:
-        curves: Its runs.
-        method: `envelope`, `isoflop` or `parametric`.
-        draws: Draws of the bootstrap; 0: no intervals.
-        seed: Seed of the draws.
-
     Raises:
         UserError: The runs do not determine a law; the message begins with the mixer.
     """

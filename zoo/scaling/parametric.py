@@ -71,11 +71,7 @@ def points_of(curves: Sequence[Curve], count: int = 40) -> Points:
 
 
 def fit_parametric(points: Points, start: Parametric | None = None) -> Parametric:
-    """Fit the constants to points.
-
-    Args:
-        points: The points.
-        start: Where the optimiser starts; by default at the best of a grid of exponents.
+    """Fit the constants to points, from a start or else from the best of a grid of exponents.
 
     Raises:
         UserError: There are fewer than three sizes or numbers of tokens, or the loss does not fall with both.

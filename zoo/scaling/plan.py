@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from kernels import UserError
+from zoo.arguments import names_in
 from zoo.config.build import from_config, instantiate
 from zoo.config.find import find_config
 from zoo.config.parser import read
+from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.size_table import parameters_without_embeddings
@@ -136,7 +135,7 @@ def plan(
         UserError: A config does not exist, the budget is given twice, not at all, or pays for too little, or the folder
             exists.
     """
-    names, added = _listed(mixers), _listed(overlays or [])
+    names, added = names_in(mixers), names_in(overlays)
     for name in names:
         find_config(name)
     stems = {Path(name).stem for name in names}  # the names in the sweep
@@ -197,10 +196,6 @@ def plan(
     if verbose:
         _show(made, flops, law, None if hours is None else hours / spent)
     return made
-
-
-def _listed(value: list[str] | str) -> list[str]:
-    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else list(value)
 
 
 def _shapes(flops: float, count: int, laws: Laws) -> list[Shape]:
@@ -299,28 +294,14 @@ def _write_yaml(path: Path, header: str, content: dict[str, Any]) -> None:
 
 
 def _show(made: Plan, budget: float, law: str, hours_per_flop: float | None) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
-    for column in (
-        "mixer",
-        "hidden",
-        "layers",
-        "parameters",
-        "non-emb.",
-        "rate",
-        "FLOPs",
-        "6·N·D",
-        "hours",
-    ):
-        table.add_column(column, justify="left" if column == "mixer" else "right", no_wrap=True)
+    table = new_table(["mixer", "hidden", "layers", "parameters", "non-emb.", "rate", "FLOPs", "6·N·D", "hours"])
     for rung in made.rungs:
         hours = "?" if hours_per_flop is None else f"{rung.flops * hours_per_flop:.2f}"
         shape = rung.shape
         counts = (f"{rung.parameters:,}", f"{rung.without_embeddings:,}", f"{shape.learning_rate:g}")
         flops = (f"{rung.flops:.1e}", f"{6 * rung.without_embeddings * made.tokens:.1e}")
         table.add_row(rung.mixer, str(shape.hidden_size), str(shape.num_layers), *counts, *flops, hours)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, 120))
+    console = new_console()
     console.print(table)
     unknown = "an unknown time (give peak=989e12, for an H200)"
     hours = unknown if made.hours is None else f"{made.hours:.2f} hours of one device"

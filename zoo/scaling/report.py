@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich import box
 from rich.table import Table
 
-from zoo.evaluation.report import COLOURS, MARKERS, blank
-from zoo.files.atomic import atomic_write
+from zoo.display import new_figure, new_table, write_figure
+from zoo.evaluation.report import COLOURS, MARKERS
 from zoo.scaling.curves import PF_DAY, sizes
 from zoo.scaling.law import Crossing, Law, span
 from zoo.scaling.optima import Laws
@@ -22,19 +21,14 @@ FEW_SIZES = 8  # for an envelope
 
 def table(laws: Sequence[Law]) -> Table:
     """Laws in the form of Table 3 of arXiv 2406.16690, with C in PF-days, exponents with their intervals."""
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    shown.add_column("mixer", no_wrap=True)
-    for column in ("L(C)", "N_opt(C)", "D_opt(C)"):
-        shown.add_column(column, justify="right")
-    for name in ("runs", "a + b"):
-        shown.add_column(name, justify="right")
+    columns = ("mixer", "L(C)", "N_opt(C)", "D_opt(C)", "runs", "a + b")
+    shown = new_table(columns, wrapped=columns[1:])
     for law in laws:
         cells = [_cell(law, attrgetter(part)) for part in Laws._fields]
         shown.add_row(law.mixer, *cells, str(len(law.curves)), f"{law.laws.balance:.2f}")
     shown.caption = (
         "C in PF-days (8.64e19 FLOPs); N without embeddings; in brackets the middle 95 % of a bootstrap over runs"
     )
-    shown.caption_justify = "left"
     return shown
 
 
@@ -52,11 +46,8 @@ def crossing_table(crossings: Sequence[Crossing]) -> Table:
 
     Of two that do not cross, the better one is named in the first column, the other as `never …` in the second.
     """
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
-    for column in ("better below", "better above"):
-        shown.add_column(column, no_wrap=True)
-    for column in ("FLOPs", "95 %", "loss", "draws that cross"):
-        shown.add_column(column, justify="right")
+    columns = ("better below", "better above", "FLOPs", "95 %", "loss", "draws that cross")
+    shown = new_table(columns, left=2, wrapped=columns[2:])
     for pair in crossings:
         flops = "do not cross" if pair.flops is None else f"{pair.flops:.2g}"
         ends = "?" if pair.flops_interval is None else "{:.2g} to {:.2g}".format(*pair.flops_interval)
@@ -113,17 +104,15 @@ def alike(crossings: Sequence[Crossing]) -> list[str]:
 
 def write_pictures(laws: Sequence[Law], folder: Path) -> list[Path]:
     """Write `laws.png` and `.svg`: L(C), N_opt(C) and D_opt(C) of all mixers together, and a row for each."""
-    files = []
-    for form in ("png", "svg"):
-        with atomic_write(folder / f"laws.{form}") as file:
-            picture(laws).savefig(file, format=form)
-        files.append(folder / f"laws.{form}")
+    files = [folder / "laws.png", folder / "laws.svg"]
+    for file in files:
+        write_figure(picture(laws), file)
     return files
 
 
 def picture(laws: Sequence[Law]) -> Figure:
     """Curves, optima and laws, after Figure 1 of arXiv 2406.16690."""
-    drawn = blank(12, 3.3 * (len(laws) + (len(laws) > 1)))
+    drawn = new_figure(12, 3.3 * (len(laws) + (len(laws) > 1)), dpi=150)
     panels = drawn.subplots(len(laws) + (len(laws) > 1), 3, squeeze=False)
     if len(laws) > 1:
         for panel, part in zip(panels[0], Laws._fields, strict=True):

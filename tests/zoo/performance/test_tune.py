@@ -18,10 +18,9 @@ from kernels.delta_rule import triton_plan
 from kernels.triton import launch_file, launches
 from kernels.triton.launches import TABLE, Launch, launch, optional
 from kernels.triton.miscompilations import miscompiled
-from zoo.performance import launch_candidates as candidate
-from zoo.performance.launch_candidates import ALONE, Target, around, cases, fits
+from zoo.performance import tune
 from zoo.performance.op_calls import BenchCall, Shape
-from zoo.performance.tune import Trial, Tuner, _targets, table
+from zoo.performance.tune import ALONE, Target, Trial, Tuner, _targets, around, cases, fits, table
 
 pytest_plugins = "tests.desk"
 
@@ -130,7 +129,7 @@ def test_the_environment_names_the_file(tmp_path: Path):
     for value, expected in (("here.json", "'here.json'"), ("", "None")):
         environment = {**os.environ, "ZOO_LAUNCH": value}
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=candidate.ROOT, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=tune.ROOT, env=environment, capture_output=True, text=True)
         assert done.stdout == expected
 
 
@@ -193,7 +192,7 @@ def test_what_cannot_fit_is_not_tried():
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_present_entries_fit(size: int, itemsize: int, hopper: None):
     for kernel in launch_file.KERNELS:
-        entry = candidate.present(target := Target(kernel, size, itemsize), GPU)
+        entry = tune.present(target := Target(kernel, size, itemsize), GPU)
         if entry is None:
             assert kernel in ("delta_rule.narrow", "delta_rule.long")
             continue
@@ -231,15 +230,15 @@ class Processes:
         target = Target(*task["target"])
         if "entry" in task:
             with launch_file.launch_file(task["file"]):
-                in_force = candidate.present(target, GPU) == task["entry"]
+                in_force = tune.present(target, GPU) == task["entry"]
             assert in_force
-            assert not candidate.is_cut(target, GPU) or target.kernel.startswith("linear")
+            assert not tune.is_cut(target, GPU) or target.kernel.startswith("linear")
             self.files.append(json.loads(Path(task["file"]).read_text())["entries"])
             return {"wrong": "illegal memory access" if task["entry"]["warps"] == 8 else None}
         found = {}
         for key, file in task["files"].items():
             with launch_file.launch_file(file):
-                found[key] = self.time(candidate.present(target, GPU) if file else None)
+                found[key] = self.time(tune.present(target, GPU) if file else None)
         return {"ms": found}
 
 
@@ -323,7 +322,7 @@ def test_where_nothing_is_right_nothing_is_proposed(hopper: None, tmp_path: Path
 def test_a_timing_that_dies_leaves_no_proposal(hopper: None):
     tuner = Tuner(GPU, 1, 0.1, lambda task: {"wrong": None if "entry" in task else "died"})
     target = Target("delta_rule.dq", 64, 2)
-    trial = tuner.try_all(target, {target: candidate.present(target, GPU)})
+    trial = tuner.try_all(target, {target: tune.present(target, GPU)})
     assert trial.best is None
     assert set(trial.wrong.values()) == {"timing: died"}
 
@@ -339,16 +338,16 @@ def test_the_present_entry_can_be_the_wrong_one():
 def checked(hopper: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Checks a candidate on the CPU: the chunkwise form takes the part of Triton."""
     monkeypatch.setattr(
-        candidate,
+        tune,
         "BenchCall",
         lambda name, shape, dtype, device, backend, window: BenchCall(
             name, shape, dtype, torch.device("cpu"), "torch", window
         ),
     )
-    monkeypatch.setattr(candidate, "cases", lambda target, timed: [("delta_rule", Shape(1, 2, 70, 16))])
+    monkeypatch.setattr(tune, "cases", lambda target, timed: [("delta_rule", Shape(1, 2, 70, 16))])
     target, entry = Target("delta_rule.dq", 64, 4), {name: DQ[name] for name in launch_file.NUMBERS["delta_rule"]}
     file = written(tmp_path, {**target._asdict(), **entry})
-    return lambda **other: candidate.check(target, {**entry, **other}, file, GPU)
+    return lambda **other: tune.check(target, {**entry, **other}, file, GPU)
 
 
 def test_what_is_right_passes(checked):
@@ -380,10 +379,10 @@ def test_every_file_is_in_force_when_its_graph_is_recorded(checked, monkeypatch:
         recorded.append(launch_file.current())
         return call
 
-    monkeypatch.setattr(candidate, "as_graph", as_graph)
+    monkeypatch.setattr(tune, "as_graph", as_graph)
     files = {"0": "first.json", "3": "second.json", ALONE: None}
     with launch_file.launch_file("another.json"):
-        found = candidate.times(Target("delta_rule.dq", 64, 4), files, 0.001, torch.device("cpu"))
+        found = tune.times(Target("delta_rule.dq", 64, 4), files, 0.001, torch.device("cpu"))
     assert recorded == ["first.json", "second.json", None]
     assert found.keys() == files.keys()
     assert all(ms > 0 for ms in found.values())
@@ -392,10 +391,10 @@ def test_every_file_is_in_force_when_its_graph_is_recorded(checked, monkeypatch:
 def test_a_process_that_dies_is_a_remark(monkeypatch: pytest.MonkeyPatch):
     task = {"target": ["delta_rule.dq", 64, 2], "entry": DQ, "file": "nowhere.json"}
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert candidate.run(task) == {"wrong": "exit code 1"}
+    assert tune.in_process(task) == {"wrong": "exit code 1"}
     monkeypatch.undo()
     monkeypatch.setattr(subprocess, "run", lambda *given, timeout, **_: expire(timeout))
-    assert "longer than" in candidate.run(task)["wrong"]
+    assert "longer than" in tune.in_process(task)["wrong"]
 
 
 def expire(timeout: float) -> None:
@@ -433,11 +432,11 @@ def test_wrong_arguments(arguments: list[str], words: str, command):
 def test_present_entries_pass_their_check_on_device(kernel: str, tmp_path: Path):
     device = torch.device("cuda")
     target = Target(kernel, 64, 2)
-    entry = candidate.present(target, device)
+    entry = tune.present(target, device)
     assert entry is not None
     file = written(tmp_path, {**target._asdict(), **entry}, capability=torch.cuda.get_device_capability())
-    assert candidate.run({"target": target, "entry": entry, "file": file}) == {"wrong": None}
-    found = candidate.run({"target": target, "files": {"0": file, ALONE: None}, "seconds": 0.2})
+    assert tune.in_process({"target": target, "entry": entry, "file": file}) == {"wrong": None}
+    found = tune.in_process({"target": target, "files": {"0": file, ALONE: None}, "seconds": 0.2})
     assert set(found["ms"]) == {"0", ALONE}
     assert all(0 < ms < 1000 for ms in found["ms"].values())
 
@@ -450,14 +449,14 @@ def test_no_candidate_is_known_to_be_compiled_wrongly(kernel: str, itemsize: int
     for entry in entries:
         present = {name: getattr(entry, name) for name in launch_file.KERNELS[kernel]}
         target = Target(kernel, size, itemsize)
-        offered = candidate.candidates(target, present, 227 << 10, 9)
+        offered = tune.candidates(target, present, 227 << 10, 9)
         assert all(miscompiled(kernel, each, 9) is None for each in offered)
-        assert len(offered) <= len(candidate.candidates(target, present, 227 << 10, 8))
+        assert len(offered) <= len(tune.candidates(target, present, 227 << 10, 8))
 
 
 def test_tune_leaves_out_what_is_compiled_wrongly():
     present = {"keys": 64, "values": 64, "warps": 4, "stages": 2}
     target = Target("delta_rule.dq", 128, 2)
     halved = {**present, "keys": 32}
-    assert halved in candidate.candidates(target, present, 227 << 10, 8)
-    assert halved not in candidate.candidates(target, present, 227 << 10, 9)
+    assert halved in tune.candidates(target, present, 227 << 10, 8)
+    assert halved not in tune.candidates(target, present, 227 << 10, 9)

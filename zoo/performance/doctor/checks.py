@@ -60,12 +60,7 @@ DOCUMENTS = (0, 41, 97, LENGTH)  # one with neighbours on both sides
 
 
 def examine_ops(device: torch.device, seen: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
-    """Findings about all ops.
-
-    Args:
-        device: Where they run.
-        seen: Called with the name of each case before it is examined.
-    """
+    """Findings about all ops on a device; `seen` is called with the name of each case before it is examined."""
     cases = known_cases(device)
     for case in cases:
         seen(case.name)
@@ -183,12 +178,7 @@ CHANGE = 1e-4  # relative: norms magnify what sums of another order round
 
 
 def examine_layers(device: torch.device, seen: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
-    """Findings about all registered mixers.
-
-    Args:
-        device: Where they run.
-        seen: Called with the name of each mixer before it is examined.
-    """
+    """Findings about all registered mixers; `seen` is called with the name of each before it is examined."""
     for name in mixers.names():
         seen(name)
         yield from examine_layer(name, device)
@@ -238,11 +228,7 @@ MOST = 8  # processes; each needs half a GiB of the GPU's memory
 
 
 def compile_ahead(device: torch.device, seen: Callable[[str], None] = lambda name: None) -> int:
-    """Examine everything once for what that leaves in the compiler's cache; what is found is not looked at.
-
-    Args:
-        device: Where kernels run; anything but a GPU compiles nothing, and is left alone.
-        seen: Called with what is done.
+    """Fill the compiler's cache for a GPU, several processes side by side: one alone takes minutes on a new machine.
 
     Returns:
         How many ops and mixers were examined. Fewer than there are if a process died: the doctor then finds out why.

@@ -6,12 +6,12 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kernels import UserError
+from zoo.display import new_table
 from zoo.files.atomic import atomic_write
 from zoo.performance.doctor.checks import Finding, compile_ahead, examine_layers, examine_ops
 from zoo.performance.doctor.machine import machine
@@ -95,9 +95,7 @@ def doctor(device: str | None = None, output: str | None = None, verbose: bool =
 
 
 def _list(findings: Sequence[Finding]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("machine", no_wrap=True)
-    table.add_column("")
+    table = new_table(["machine", ""], left=2, wrapped=[""])
     for each in findings:
         says = f"[{STYLES[each.status]}]{escape(each.says)}[/]"
         table.add_row(
@@ -108,10 +106,8 @@ def _list(findings: Sequence[Finding]) -> Table:
 
 def _matrix(what: str, findings: Sequence[Finding]) -> Table:
     """A row for each subject, a column for each check."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     checks = [*dict.fromkeys(each.check for each in findings)]
-    for column in (what, *checks):
-        table.add_column(column, no_wrap=column != what)  # in narrow terminals names wrap, and no number is cut
+    table = new_table([what, *checks], left=1 + len(checks), wrapped=[what])  # names wrap, and no number is cut
     rows: dict[str, dict[str, str]] = {}
     for each in findings:
         says = "failed" if each.status == "failed" else each.says  # the sentence comes below the table
