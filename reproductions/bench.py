@@ -27,8 +27,8 @@ from zoo.config.command_line import Keys, arguments_of
 from zoo.display import new_figure
 from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
+from zoo.performance.bench_report import PATH, Report, captioned, formatted, path_of, show, without
 from zoo.performance.device import described, pick_backend
-from zoo.performance.results import PATH, Report, captioned, formatted, path_of, show, without
 from zoo.performance.training import DOES_NOT_FIT, WARM_UP, Learner, timed, warmed
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.cpu import use_processor

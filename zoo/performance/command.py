@@ -11,10 +11,10 @@ from zoo.arguments import check_names
 from zoo.config import KEYS
 from zoo.config.command_line import Keys, arguments_of
 from zoo.config.overlays import Item
+from zoo.performance.bench_report import Report, show
 from zoo.performance.decoding import bench_decode
 from zoo.performance.kernels import bench_kernels
 from zoo.performance.multi_device import bench_scaling
-from zoo.performance.results import Report, show
 from zoo.performance.training import bench_training
 
 KINDS: dict[str, Callable[..., Report]] = {

@@ -17,8 +17,8 @@ from zoo.generation.decoder import Decoder
 from zoo.lm.model import LanguageModel
 from zoo.performance import model as models
 from zoo.performance import peers as others
+from zoo.performance.bench_report import Report, captioned, formatted, without
 from zoo.performance.device import described, pick_backend
-from zoo.performance.results import Report, captioned, formatted, without
 from zoo.performance.timing import medians
 from zoo.train.devices import pick_device
 

@@ -15,9 +15,9 @@ from zoo.arguments import check_names, names_in
 from zoo.display import new_figure
 from zoo.performance import peers as others
 from zoo.performance.accuracy import relative_error
+from zoo.performance.bench_report import PATH, Report, captioned, pair, without
 from zoo.performance.device import described, pick_backend, pick_dtype, roofline_ms
 from zoo.performance.op_calls import OPS, BenchCall, Shape, Tensors
-from zoo.performance.results import PATH, Report, captioned, pair, without
 from zoo.performance.timing import TimedCall, as_graph, medians
 from zoo.train.devices import pick_device
 

@@ -31,8 +31,8 @@ from zoo.display import new_figure
 from zoo.experiments.runner import COMMAND
 from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
+from zoo.performance.bench_report import Report, captioned, formatted, is_wrong, without
 from zoo.performance.device import described
-from zoo.performance.results import Report, captioned, formatted, is_wrong, without
 from zoo.train.callbacks.step_times import PARTS
 from zoo.train.metrics_file import read_metrics
 from zoo.train.module import best_precision

@@ -17,8 +17,8 @@ from zoo import config as configs
 from zoo.lm.model import LanguageModel
 from zoo.performance import model as models
 from zoo.performance import peers as others
+from zoo.performance.bench_report import PATH, Report, captioned, formatted, path_of, without
 from zoo.performance.device import described, pick_backend
-from zoo.performance.results import PATH, Report, captioned, formatted, path_of, without
 from zoo.performance.timing import Clock, process_age, synchronize
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS

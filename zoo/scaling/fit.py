@@ -13,9 +13,9 @@ from zoo.arguments import check_names
 from zoo.display import new_console
 from zoo.files.sealed_json import write_sealed
 from zoo.scaling.curves import Curve
+from zoo.scaling.figures import alike, crossing_table, remarks, table, write_pictures
 from zoo.scaling.law import Law, as_row, crossings, fit_law
 from zoo.scaling.optima import METHODS, Method
-from zoo.scaling.report import alike, crossing_table, remarks, table, write_pictures
 from zoo.scaling.runs import find_runs, mixed_kinds, one_rate, select, untrained
 
 Counting = Literal["model", "6n"]

@@ -113,14 +113,8 @@ def fit_parametric(points: Points, start: Parametric | None = None) -> Parametri
     for name, exponent, height in (("size", alpha, a), ("number of tokens", beta, b)):
         if exponent <= 0 or height < np.log(LEAST):
             raise UserError(f"it cannot be fitted, because the loss does not fall with the {name} as a power of it")
-    return Parametric(
-        float(np.exp(e)),
-        float(np.exp(a + alpha * mean_n)),
-        float(np.exp(b + beta * mean_d)),
-        float(alpha),
-        float(beta),
-        float(best.fun),
-    )
+    E, A, B = np.exp(e), np.exp(a + alpha * mean_n), np.exp(b + beta * mean_d)
+    return Parametric(*map(float, (E, A, B, alpha, beta, best.fun)))
 
 
 def _starts(n: Numbers, d: Numbers, losses: Numbers) -> list[list[float]]:

@@ -55,20 +55,13 @@ class Shape(NamedTuple):
 
 
 class Rung(NamedTuple):
-    """A run of the ladder.
-
-    Attributes:
-        mixer: Its config.
-        shape: Its size.
-        parameters, without_embeddings: Its true numbers.
-        flops: Training FLOPs of the whole run, by the model's own count.
-    """
+    """A run of the ladder, with its true numbers of parameters."""
 
     mixer: str
     shape: Shape
     parameters: int
     without_embeddings: int
-    flops: float
+    flops: float  # training FLOPs of the whole run, by the model's own count
 
 
 class Plan(NamedTuple):

@@ -3,7 +3,8 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +120,12 @@ def select(places: Sequence[Path], untrained: Mapping[str, str], single_losses: 
     count = len(runs) + len(left_out) - len(untrained)
     rates: dict[tuple[str, float], set[float]] = {}
     # one rule after the other, so that what one of them leaves out does not count in the next
-    for rule in (_of_other_lengths, _of_other_data, _repeated):
+    rules: tuple[Callable[[Sequence[Trained]], Iterable[tuple[str, str]]], ...] = (
+        partial(_minority, name="context_length", what="sequences of another length"),
+        partial(_minority, name="data_hash", what="other data"),
+        _repeated,
+    )
+    for rule in rules:
         rates = {}  # at last, of the runs that none but the rule about repetitions has left out
         for run in runs:
             rates.setdefault((run.curve.mixer, run.curve.size), set()).add(run.row["learning_rate"])
@@ -226,14 +232,6 @@ def one_rate(selection: Selection) -> list[str]:
         "ladder's check_learning_rate.yaml tries others)"
         for at, mixers in alone.items()
     ]
-
-
-def _of_other_lengths(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
-    return _minority(runs, "context_length", "sequences of another length")
-
-
-def _of_other_data(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
-    return _minority(runs, "data_hash", "other data")
 
 
 def _minority(runs: Sequence[Trained], name: str, what: str) -> Iterable[tuple[str, str]]:

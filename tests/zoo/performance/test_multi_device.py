@@ -14,8 +14,8 @@ import torch
 from tests.commands import CLI, Command, sitting_at
 from tests.forked_python import forked_python
 from zoo.performance import multi_device as fits
+from zoo.performance.bench_report import Report
 from zoo.performance.multi_device import ScalingReport, bench_scaling, largest_difference
-from zoo.performance.results import Report
 from zoo.train.callbacks.step_times import PARTS
 
 pytest_plugins = "tests.desk"

@@ -1,4 +1,4 @@
-"""Results for people: a table of laws, and pictures fit for a paper."""
+"""Tables of laws and remarks on them for the terminal, and figures fit for a paper."""
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
