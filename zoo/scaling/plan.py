@@ -138,9 +138,9 @@ def plan(
         raise UserError(
             f"sizes: {sizes} must be at least {LEAST_SIZES}, so that a law can be fitted, and at most {MOST_SIZES}"
         )
+    if bench is not None and peak is not None:
+        raise UserError("bench: says what the device's peak is; leave out peak")
     if bench is not None:
-        if peak is not None:
-            raise UserError("bench: says what the device's peak is; leave out peak")
         mfu, peak = measured(Path(bench))
     elif peak is None:
         peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -155,10 +155,35 @@ def plan(
         "optim": {"schedule": "constant", "warmup_steps": None, "warmup_fraction": WARMUP},
     }
     shapes = _shapes(flops / len(names), sizes, laws)
-    costs = [[_count(name, shape, [training, *added]) for shape in shapes] for name in names]
+    per_step = _tokens_per_step(names[0], [training, *added])
+    rungs, steps, spent = _ladder(names, shapes, [training, *added], flops, per_step)
+    training["trainer"] = {
+        "max_steps": steps,
+        "val_check_interval": max(steps // 10, 1),
+        "log_every_n_steps": max(steps // 500, 1),
+    }
+    try:
+        _write(folder, names, added, shapes, training)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
+    hours = None if peak is None else spent / (mfu * peak) / 3600
+    made = Plan(folder, rungs, steps * per_step, spent, hours, float(laws.size(flops)), float(laws.tokens(flops)))
+    if verbose:
+        _show(made, flops, law, None if hours is None else hours / spent)
+    return made
+
+
+def _ladder(
+    names: Sequence[str],
+    shapes: Sequence[Shape],
+    settings: Sequence[str | dict[str, Any]],
+    flops: float,
+    per_step: int,
+) -> tuple[list[Rung], int, float]:
+    """The runs that a budget pays for, the steps of each, and the FLOPs of all, with those that check the rate."""
+    costs = [[_count(name, shape, settings) for shape in shapes] for name in names]
     checks = len(RATES) * sum(row[0].flops + row[-1].flops for row in costs)
     per_token = sum(rung.flops for row in costs for rung in row) + checks
-    per_step = _tokens_per_step(names[0], [training, *added])
     steps = int(flops / per_token / per_step)
     if steps < LEAST_STEPS:
         raise UserError(
@@ -173,22 +198,7 @@ def plan(
             f"sizes: the largest model would have {max(counts) / min(counts):.1f} times the parameters of the "
             f"smallest, and {LEAST_SPAN:g} times are needed; give a larger budget"
         )
-    interval = max(steps // 10, 1)
-    training["trainer"] = {
-        "max_steps": steps,
-        "val_check_interval": interval,
-        "log_every_n_steps": max(steps // 500, 1),
-    }
-    try:
-        _write(folder, names, added, shapes, training)
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
-    spent = per_token * tokens
-    hours = None if peak is None else spent / (mfu * peak) / 3600
-    made = Plan(folder, rungs, tokens, spent, hours, float(laws.size(flops)), float(laws.tokens(flops)))
-    if verbose:
-        _show(made, flops, law, None if hours is None else hours / spent)
-    return made
+    return rungs, steps, per_token * tokens
 
 
 def _shapes(flops: float, count: int, laws: Laws) -> list[Shape]:

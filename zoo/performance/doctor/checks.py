@@ -45,7 +45,7 @@ class Finding(NamedTuple):
         return f"{self.subject}, {self.check}: {self.says}"
 
 
-def found(subject: str, check: str, passed: bool, says: str, **numbers: Any) -> Finding:
+def as_finding(subject: str, check: str, passed: bool, says: str, **numbers: Any) -> Finding:
     """A finding that passed or failed; numbers that are not finite are null, for JSON."""
     finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in numbers.items()}
     return Finding(subject, check, "passed" if passed else "failed", says, finite)
@@ -114,7 +114,7 @@ def accuracy(case: OpCall, device: torch.device, check: str) -> Finding:
         gate.check(name, actual[name], y, LIMITS[dtype]["gradient" in name])
     worst = max(gate.errors.values())
     says = f"{worst:.0e}" if gate.passed else gate.says
-    return found(case.name, check, gate.passed, says, errors=gate.record()["errors"], limits=gate.limits)
+    return as_finding(case.name, check, gate.passed, says, errors=gate.record()["errors"], limits=gate.limits)
 
 
 def repeats(case: OpCall, device: torch.device) -> Finding:
@@ -125,7 +125,7 @@ def repeats(case: OpCall, device: torch.device) -> Finding:
         repeated = here.results()
         changed |= {name for name, y in first.items() if not torch.equal(y, repeated[name])}
     says = "same" if not changed else f"{', '.join(sorted(changed))} changed from one call to the next"
-    return found(case.name, "repeats", not changed, says, times=REPEATS, changed=sorted(changed))
+    return as_finding(case.name, "repeats", not changed, says, times=REPEATS, changed=sorted(changed))
 
 
 def isolation(case: OpCall, device: torch.device) -> Finding:
@@ -139,7 +139,7 @@ def isolation(case: OpCall, device: torch.device) -> Finding:
         wrong += [f"outputs change by {changed:.1e} with the neighbours"] if not changed <= limit else []
         wrong += [f"{leaked:.1e} of a gradient goes to the neighbours"] if not leaked <= limit else []
     says = ", and ".join(wrong) or ("alone" if change == leaks == 0 else f"alone but for {max(change, leaks):.0e}")
-    return found(case.name, "packed", not wrong, says, change=change, leaks=leaks)
+    return as_finding(case.name, "packed", not wrong, says, change=change, leaks=leaks)
 
 
 def _influence(inputs: Tensors, case: OpCall) -> tuple[float, float]:
@@ -208,7 +208,7 @@ def layer_isolation(name: str, device: torch.device) -> Finding:
     one, other = (mixer(batch, cu_seqlens=cu_seqlens)[0][:, start:stop] for batch in (x, others))
     change = relative_error(other, one)
     says = "alone" if change <= CHANGE else f"outputs of a document change by {change:.1e} with its neighbours"
-    return found(name, "packed", change <= CHANGE, says, change=change, limit=CHANGE)
+    return as_finding(name, "packed", change <= CHANGE, says, change=change, limit=CHANGE)
 
 
 @torch.no_grad()
@@ -221,7 +221,7 @@ def in_bf16(name: str, device: torch.device) -> Finding:
     error = relative_error(rounded, exact)
     passed = error <= BF16_TOLERANCE
     says = f"{error:.0e}" if passed else f"off by {error:.1e}, allowed {BF16_TOLERANCE:.0e}"
-    return found(name, "bf16", passed, says, error=error, limit=BF16_TOLERANCE)
+    return as_finding(name, "bf16", passed, says, error=error, limit=BF16_TOLERANCE)
 
 
 MOST = 8  # processes; each needs half a GiB of the GPU's memory

@@ -13,7 +13,7 @@ from kernels.triton.launches import TABLE
 from kernels.triton.miscompilations import known_of, miscompiled
 from zoo.config.find import CONFIGS
 from zoo.data.text.cache import cache_folder
-from zoo.performance.doctor.checks import Finding, found
+from zoo.performance.doctor.checks import Finding, as_finding
 
 GIB = 2**30
 LEAST = {"memory": 2 * GIB, "GPU memory": 2 * GIB, "disk": GIB}  # bytes, for the smallest runs and their checkpoints
@@ -127,7 +127,7 @@ def space(device: torch.device) -> Iterator[Finding]:
 def _enough(subject: str, check: str, free: int, least: int) -> Finding:
     enough = free >= least
     says = f"{free / GIB:,.1f} GiB" + ("" if enough else f" is less than {least / GIB:g} GiB")
-    return found(subject, check, enough, says, bytes=free)
+    return as_finding(subject, check, enough, says, bytes=free)
 
 
 def _available() -> int | None:
