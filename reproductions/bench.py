@@ -502,7 +502,10 @@ KINDS = {"expansion": bench_expansion, "length": bench_length}
 
 def main(arguments: list[str]) -> int:
     """Run the benchmark named by the first argument; return 1 if a result was wrong."""
-    kind, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    kind, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if kind in ("-h", "--help"):
+        sys.stdout.write(str(__doc__))
+        return 0
     check_names("kind", [kind], KINDS)
     items, options = arguments_of(KINDS[kind], rest, f"bench {kind}", Keys(configs.KEYS, lambda parser: None))
     return int(show(KINDS[kind](items, **options)).failed)

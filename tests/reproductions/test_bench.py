@@ -120,7 +120,6 @@ def test_what_length_refuses(given, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "kind: '' is not one of expansion, length"),
         (["lenght"], "kind: 'lenght' is not one of expansion, length; did you mean 'length'"),
         (["length", "--sise=1.3b"], "did you mean 'size'"),
     ],

@@ -41,7 +41,8 @@ def bench(kind: str, *configs_and_overrides: Item, **options: Any) -> Report:
         UserError: An argument is invalid.
     """
     if kind in SCRIPTS:
-        raise UserError(f"bench: {kind} is now python reproductions/bench.py {kind}, with the same options")
+        command = f"python reproductions/bench.py {kind}"
+        raise UserError(f"bench: {kind} is now {command}, with the same options, in a checkout of the repository")
     check_names("bench", [kind], KINDS)
     benchmark = KINDS[kind]
     allowed = [name for name in inspect.signature(benchmark).parameters if name != "config"]
