@@ -8,8 +8,12 @@ from mixers import did_you_mean
 
 def names_in(value: list[str] | str | None) -> list[str]:
     """Return the names in a list, or in text that separates them by commas, perhaps in brackets."""
-    names = value.strip("[]").split(",") if isinstance(value, str) else value or []
-    return [name.strip() for name in names if name.strip()]
+    if not isinstance(value, str):
+        return list(value or [])
+    inside = value.strip()
+    if inside.startswith("[") and inside.endswith("]"):
+        inside = inside[1:-1]
+    return [name.strip() for name in inside.split(",") if name.strip()]
 
 
 def check_names(argument: str, values: Iterable[str], names: Iterable[str]) -> None:

@@ -43,7 +43,8 @@ def test_a_list_in_a_line():
 
 
 def test_names():
-    assert names_in("[a, b,]") == names_in(["a", " b"]) == ["a", "b"]
+    assert names_in("[a, b,]") == names_in(" a,b") == names_in(["a", "b"]) == ["a", "b"]
+    assert names_in("gla.yaml, data.path=[x]") == ["gla.yaml", "data.path=[x]"]
     assert names_in(None) == []
     check_names("ops", ["a"], ["a", "b"])
     with pytest.raises(UserError, match=r"ops: 'alpa' is not one of alpha, beta; did you mean 'alpha'\?"):

@@ -140,7 +140,7 @@ def bench_kernels(
     where = pick_device(device)
     on_gpu = where.type == "cuda"
     names = list(OPS) if ops is None else list(dict.fromkeys(names_in(ops)))
-    check_names("ops", names, OPS)
+    check_names("ops", names or [""], OPS)
     precision = pick_dtype(dtype, where)
     backend = pick_backend(backend)
     window = window_size or (2048 if on_gpu else 256)

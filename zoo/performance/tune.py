@@ -412,13 +412,13 @@ def _targets(kernels: list[str] | str | None, sizes: list[int] | None, dtypes: l
         for alias in (op, name, kernel):
             by_name.setdefault(alias, []).append(kernel)
     chosen = []
-    for name in list(NAMES) if kernels is None else names_in(kernels):
+    for name in list(NAMES) if kernels is None else names_in(kernels) or [""]:
         if name not in by_name:
             allowed = ", ".join(each for each in by_name if each not in KERNELS)
             raise UserError(f"kernels: {name!r} is not one of {allowed}{did_you_mean(name, list(by_name))}")
         chosen += by_name[name]
     precisions = ["bf16", "fp32"] if dtypes is None else names_in(dtypes)
-    check_names("dtypes", precisions, ["bf16", "fp32"])
+    check_names("dtypes", precisions or [""], ["bf16", "fp32"])
     head_sizes = [64, 128, 256] if sizes is None else sizes
     for size in head_sizes:
         if size not in (16, 32, 64, 128, 256):

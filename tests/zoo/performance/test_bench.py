@@ -285,6 +285,7 @@ def test_a_process_has_an_age():
         ([], "is not one of kernels, training, decode"),
         (["kernel"], "did you mean 'kernels'"),
         (["kernels", "--ops=delta_rul"], "did you mean 'delta_rule'"),
+        (["kernels", "--ops="], "ops: '' is not one of delta_rule"),
         (["kernels", "--shapes=[[1,2,3]]"], "shapes"),
         (["kernels", "--shapes=[[1,2,0,4]]"], "shapes: all sizes must be at least 1"),
         (["kernels", "--dtype=bf61"], "did you mean 'bf16'"),
