@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -30,6 +30,30 @@ def implementation(op: str, tensor: Tensor, without: Collection[str] = ()) -> st
     functions = {name: f for name, f in _module(op).IMPLEMENTATIONS.items() if name not in without}
     chosen = choose(op, functions, tensor)
     return next(name for name, function in functions.items() if function is chosen)
+
+
+def learned_inputs(inputs: Tensors) -> list[str]:
+    """Return the names of the inputs that get gradients: all floating tensors but a constant decay [heads]."""
+    return [n for n, x in inputs.items() if x.is_floating_point() and (n != "log_decay" or x.dim() > 1)]
+
+
+def differentiated(
+    call: Callable[[Tensors], Tensors],
+    inputs: Tensors,
+    learned: Sequence[str],
+    arriving: Callable[[Tensors], Sequence[Tensor]],
+) -> tuple[Tensors, Tensors]:
+    """Return the outputs of a call, and the gradients of its learned inputs for those that arrive at the outputs.
+
+    There are no gradients if an output has none.
+    """
+    leaves = {name: x.detach().requires_grad_(name in learned) for name, x in inputs.items()}
+    outputs = call(leaves)
+    detached = {name: y.detach() for name, y in outputs.items()}
+    if not all(y.requires_grad for y in outputs.values()):
+        return detached, {}
+    of_inputs = torch.autograd.grad([*outputs.values()], [leaves[name] for name in learned], arriving(outputs))
+    return detached, dict(zip(learned, of_inputs, strict=True))
 
 
 class Shape(NamedTuple):
@@ -70,15 +94,11 @@ class BenchCall:
         generator = torch.Generator(device).manual_seed(0)
         self.inputs = _inputs(self.op, shape, DTYPES[dtype], device, generator)
         self.do = torch.randn(self.inputs["v"].shape, device=device, generator=generator).to(DTYPES[dtype])
-        self.implementation = self._implementation()
-        # a constant decay is not a parameter
-        self.learned = [n for n in self.inputs if not (n == "log_decay" and self.op.decay == "constant")]
-
-    def _implementation(self) -> str:
-        """The name of the implementation that runs."""
-        too_large = getattr(_module(self.op.function), "LARGEST", self.shape.D) < self.shape.D
-        with kernels.backend(self.backend):
-            return implementation(self.op.function, self.inputs["v"], without=("triton",) if too_large else ())
+        self.learned = learned_inputs(self.inputs)
+        too_large = getattr(_module(self.op.function), "LARGEST", shape.D) < shape.D
+        with kernels.backend(backend):
+            without = ("triton",) if too_large else ()
+            self.implementation = implementation(self.op.function, self.inputs["v"], without)
 
     def call(self, inputs: Tensors, backend: str | None = None) -> Tensor:
         """The outputs [B,T,H,D]."""
@@ -90,10 +110,8 @@ class BenchCall:
 
     def differentiated(self, call: Callable[[Tensors], Tensor], inputs: Tensors, do: Tensor) -> Tensors:
         """The output `o` of a call, and the gradients `dNAME` of its learned inputs."""
-        leaves = {n: x.detach().requires_grad_(n in self.learned) for n, x in inputs.items()}
-        o = call(leaves)
-        gradients = torch.autograd.grad(o, [leaves[n] for n in self.learned], do)
-        return {"o": o.detach(), **{f"d{n}": x for n, x in zip(self.learned, gradients, strict=True)}}
+        output, gradients = differentiated(lambda x: {"o": call(x)}, inputs, self.learned, lambda outputs: [do])
+        return output | {f"d{name}": gradient for name, gradient in gradients.items()}
 
     def check(self) -> Gate:
         """Compare outputs and gradients with an fp32 reference.
@@ -219,18 +237,17 @@ class OpCall:
 
     def results(self, backend: str | None = None) -> Tensors:
         """The outputs, and the gradients of the floating inputs."""
-        # a constant decay [heads] is not learned
-        learned = [n for n, x in self.inputs.items() if x.is_floating_point() and (n != "log_decay" or x.dim() > 1)]
-        leaves = {name: x.detach().requires_grad_(name in learned) for name, x in self.inputs.items()}
-        outputs = replace(self, inputs=leaves).outputs(backend)
-        tensors = {name: y.detach() for name, y in outputs.items()}
-        if all(y.requires_grad for y in outputs.values()):
-            generator = torch.Generator().manual_seed(1)
-            # the same numbers whatever the dtype: rounding them would add an error
-            arriving = [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in outputs.values()]
-            gradients = torch.autograd.grad([*outputs.values()], [leaves[name] for name in learned], arriving)
-            tensors |= {f"the gradient of {name}": g for name, g in zip(learned, gradients, strict=True)}
-        return tensors
+        generator = torch.Generator().manual_seed(1)
+
+        def arriving(outputs: Tensors) -> list[Tensor]:
+            """The same numbers whatever the dtype: rounding them would add an error."""
+            return [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in outputs.values()]
+
+        def call(leaves: Tensors) -> Tensors:
+            return replace(self, inputs=leaves).outputs(backend)
+
+        outputs, gradients = differentiated(call, self.inputs, learned_inputs(self.inputs), arriving)
+        return outputs | {f"the gradient of {name}": gradient for name, gradient in gradients.items()}
 
 
 def ops() -> list[str]:
