@@ -20,14 +20,14 @@ Tensors = dict[str, Tensor]
 SLICE = 331  # number of tokens to compare with the loop; not a whole number of chunks
 
 
-def _module(op: str) -> Any:
+def module_of(op: str) -> Any:
     """The module of an op, which lists its implementations."""
     return sys.modules[getattr(kernels, op).__module__]
 
 
 def implementation(op: str, tensor: Tensor, without: Collection[str] = ()) -> str:
     """Return the name of the implementation of an op that runs for a tensor, out of all but those `without`."""
-    functions = {name: f for name, f in _module(op).IMPLEMENTATIONS.items() if name not in without}
+    functions = {name: f for name, f in module_of(op).IMPLEMENTATIONS.items() if name not in without}
     chosen = choose(op, functions, tensor)
     return next(name for name, function in functions.items() if function is chosen)
 
@@ -95,7 +95,7 @@ class BenchCall:
         self.inputs = _inputs(self.op, shape, DTYPES[dtype], device, generator)
         self.do = torch.randn(self.inputs["v"].shape, device=device, generator=generator).to(DTYPES[dtype])
         self.learned = learned_inputs(self.inputs)
-        too_large = getattr(_module(self.op.function), "LARGEST", shape.D) < shape.D
+        too_large = getattr(module_of(self.op.function), "LARGEST", shape.D) < shape.D
         with kernels.backend(backend):
             without = ("triton",) if too_large else ()
             self.implementation = implementation(self.op.function, self.inputs["v"], without)
@@ -253,7 +253,7 @@ class OpCall:
 def ops() -> list[str]:
     """The ops of `kernels`: its functions whose module lists implementations to choose from."""
     functions = [name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))]
-    return [name for name in functions if hasattr(_module(name), "IMPLEMENTATIONS")]
+    return [name for name in functions if hasattr(module_of(name), "IMPLEMENTATIONS")]
 
 
 def cases(size: int) -> list[OpCall]:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -14,12 +13,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-import kernels
 import mixers
 from mixers import Site, TokenMixer
 from mixers.contract import BF16_TOLERANCE
 from zoo.performance.accuracy import Gate, relative_error
-from zoo.performance.op_calls import LENGTH, OpCall, Tensors, cases, implementation, ops
+from zoo.performance.op_calls import LENGTH, OpCall, Tensors, cases, implementation, module_of, ops
 
 Status = Literal["passed", "noted", "failed"]
 
@@ -99,8 +97,8 @@ def path(case: OpCall, device: torch.device) -> Finding:
     tensor = next(iter(case.on(device, torch.float32).inputs.values()))
     name = implementation(case.op, tensor)
     # an op without Triton kernels may use those of PyTorch
-    with_kernels = "triton" in sys.modules[getattr(kernels, case.op).__module__].IMPLEMENTATIONS
-    expected = "triton" if device.type == "cuda" and with_kernels else "torch"
+    with_kernels = device.type == "cuda" and "triton" in module_of(case.op).IMPLEMENTATIONS
+    expected = "triton" if with_kernels else "torch"
     return Finding(case.name, "path", "passed" if name == expected else "noted", name, {"implementation": name})
 
 
