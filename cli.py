@@ -102,8 +102,8 @@ def run(arguments: list[str]) -> int:
         items, options = arguments_of(zoo.compare, rest, verb, of_runs, positional="configs")
         zoo.compare(*items, **options)
     elif verb == "sweep":
-        from zoo.sweeps import Sweep
-        from zoo.sweeps.ablation import FIELDS
+        from zoo.experiments import Sweep
+        from zoo.experiments.commands import FIELDS
 
         of_sweeps = Keys((*FIELDS, *KEYS), lambda parser: parser.add_class_arguments(Sweep))
         items, options = arguments_of(zoo.sweep, rest, verb, of_sweeps)
@@ -125,7 +125,7 @@ def run(arguments: list[str]) -> int:
             further += f" --data.tokenizer={folder}/tokenizer.json"
         Console().print(f"{grown.folder}\nnext: {further}", style="dim", soft_wrap=True)
     elif verb == "bench":
-        from zoo.benchmarks.command_line import run_bench
+        from zoo.performance.command import run_bench
 
         return run_bench(rest)
     elif verb == "scaling":
@@ -137,7 +137,7 @@ def run(arguments: list[str]) -> int:
     elif verb == "doctor":
         return int(zoo.doctor(**arguments_of(zoo.doctor, rest, verb)[1]).failed)
     elif verb == "tune":
-        from zoo.benchmarks.tune import tune
+        from zoo.performance.tune import tune
 
         tune(**arguments_of(tune, rest, verb)[1])
     elif verb == "mixers":

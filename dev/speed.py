@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zoo
-from zoo.benchmarks.timing import as_graph, medians
+from zoo.performance.timing import as_graph, medians
 
 FILE = Path(__file__).with_suffix(".json")  # name of a GPU → name of a case → its time over that of the product
 TOLERANCE = 0.05

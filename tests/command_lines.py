@@ -12,15 +12,16 @@ from typing import Any
 from jsonargparse import Namespace
 
 import zoo
-from zoo.benchmarks.tune import tune
+from reproductions import bench
 from zoo.config import CONFIGS, KEYS, add_arguments, find_config, read
 from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
 from zoo.evaluation.catalogue import tasks_of
 from zoo.evaluation.task import Options
+from zoo.experiments.commands import whole_configs
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.mixers_table import show_mixers
-from zoo.sweeps.comparison import whole_configs
+from zoo.performance.tune import tune
 
 from .commands import ROOT, Command
 from .shipped_configs import parsed
@@ -29,7 +30,7 @@ SHELLS = ("bash", "sh", "shell", "console")
 FENCED = re.compile(r"^[ ]*```(\w*).*?\n(.*?)^[ ]*```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = ("python", "python3", "pytest", "pip")
 INLINE = re.compile(r"(?<!`)`([^`]+)`")
-ON_GPUS = tuple(["bench", kind] for kind in ("training", "scaling", "expansion", "length"))  # for minutes, as peers do
+ON_GPUS = tuple(["bench", kind] for kind in ("training", "scaling"))  # for minutes, as peers do
 OF_CONFIGS = ("fit", "validate", "test", "predict")  # verbs that take the config of a run
 # verbs that take no config: their functions, and the option that plain arguments set
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
@@ -200,11 +201,15 @@ def check_tool(arguments: list[str]) -> None:
             assert {*extra.split(",")} <= PYPROJECT["project"]["optional-dependencies"].keys(), extra
     elif given[:1] == ["-m"]:
         assert importlib.util.find_spec(given[1]) is not None, given[1]
+    elif given[:1] == ["reproductions/bench.py"]:
+        items, _ = arguments_of(bench.KINDS[given[1]], given[2:], given[1], Keys(KEYS, lambda parser: None))
+        for item in items:
+            assert "=" in item or find_config(item)
     elif given and given[0].endswith(".py"):
         source = (ROOT / given[0]).read_text()  # raises if there is no such file
         for option in (argument.partition("=")[0] for argument in given[1:] if argument.startswith("--")):
             assert f'"{option}"' in source, f"{given[0]} has no {option}"
-        for path in (argument for argument in given[1:] if not argument.startswith("--")):
+        for path in (argument for argument in given[1:] if not argument.startswith(("--", "runs/"))):  # runs of readers
             assert (ROOT / path).exists(), path
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cli
-from zoo.sweeps import ablation, comparison
+from zoo.experiments import commands
 
 from .commands import CLI, FIT, Command, Finished, sitting_at
 from .forked_python import forked_python
@@ -40,8 +40,7 @@ def desk(tmp_path: Path, shared_cache: Path) -> Iterator[Path]:
 @pytest.fixture
 def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs of sweeps and comparisons are forked from a process that has imported the project."""
-    for module in (ablation, comparison):
-        monkeypatch.setattr(module, "COMMAND", (forked_python(), str(CLI)))
+    monkeypatch.setattr(commands, "COMMAND", (forked_python(), str(CLI)))
 
 
 @pytest.fixture

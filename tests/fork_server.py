@@ -158,10 +158,6 @@ def import_everything() -> None:
     import torchmetrics  # noqa: F401
 
     import mixers
-    import zoo.benchmarks.command_line
-    import zoo.runs.fit
-    import zoo.scaling.command_line
-    import zoo.sweeps.ablation  # noqa: F401
     from zoo.config.parser import read, run_parser
 
     with contextlib.suppress(ImportError):  # of an extra

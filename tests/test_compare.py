@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zoo.sweeps import comparison
-from zoo.sweeps.comparison import whole_configs
+from zoo.experiments import commands
+from zoo.experiments.commands import whole_configs
 
 pytest_plugins = "tests.desk"
 
@@ -118,7 +118,7 @@ def test_a_loss_that_is_not_finite_comes_last(command, desk) -> None:
 @pytest.mark.slow
 def test_a_run_that_fails_is_named_below_the_table_of_the_others(command, desk, monkeypatch) -> None:
     finished_run(desk / "out" / "gla")
-    monkeypatch.setattr(comparison, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(commands, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
     done = command("compare", "gla.yaml", "gdn_h2.yaml", "--config=tiny.yaml", "--folder=out")
     assert done.code == 2
     assert "2.500" in done.out
@@ -130,7 +130,7 @@ def test_configs_of_runs_whose_names_have_equals_signs(command, desk, monkeypatc
     names = ["num_heads=1,seed=0", "num_heads=2,seed=0"]
     for name in names:
         (desk / name).mkdir()
-        (desk / name / "config.yaml").write_text((comparison.CONFIGS / "gla.yaml").read_text())
+        (desk / name / "config.yaml").write_text((commands.CONFIGS / "gla.yaml").read_text())
         finished_run(desk / "out" / name)
     configs = [f"{name}/config.yaml" for name in names]
     done = command("compare", *configs, "--config=tiny.yaml", "--folder=out")

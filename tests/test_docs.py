@@ -15,7 +15,7 @@ from .commands import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]  # what is true now
 PACKAGES = "kernels|mixers|zoo"
-FOLDERS = f"{PACKAGES}|configs|dev|docs|tests|tutorials"
+FOLDERS = f"{PACKAGES}|configs|dev|docs|reproductions/measured|tests|tutorials"
 WORDS = 1200  # about two pages
 RENDERED = {"reproductions"}  # written by a program, as long as its data
 

@@ -11,11 +11,12 @@ import pytest
 from zoo import config as configs
 from zoo.config import Parser
 from zoo.config.overlays import load_config
+from zoo.experiments import Sweep
+from zoo.experiments.commands import FIELDS
+from zoo.experiments.definition import Run
 from zoo.lm.size_table import parameters_without_embeddings
+from zoo.scaling.run_table import read_run_table
 from zoo.scaling.runs import find_runs, select
-from zoo.sweeps import Sweep
-from zoo.sweeps.ablation import FIELDS
-from zoo.sweeps.plan import Run
 
 from .command_lines import check_parses, with_tokenizer
 from .commands import ROOT, Command
@@ -127,8 +128,10 @@ def test_the_miniature_of_scaling_laws(runs_of: Callable[[str], list[Run]]):
     for of_mixer in sizes.values():
         assert 36e6 < max(of_mixer) < 44e6
         assert len(of_mixer) == 1 or 0.9e6 < min(of_mixer) < 1.2e6
-    measured = select(find_runs([ROOT / "tutorials" / "measured" / "miniature"]), {})
-    assert {run.folder.name for run in measured.runs} <= {run.name for run in unchecked_runs("scaling/miniature.yaml")}
+    measured = select(find_runs([ROOT / "reproductions" / "measured" / "miniature.csv"]), {})
+    assert {run.name.rpartition(": ")[2] for run in measured.runs} <= {
+        run.name for run in unchecked_runs("scaling/miniature.yaml")
+    }
     assert not measured.left_out
     checks: dict[tuple[str, int], list[float]] = {}
     for run in runs_of("scaling/miniature_rates.yaml"):
@@ -142,7 +145,8 @@ def test_the_miniature_of_scaling_laws(runs_of: Callable[[str], list[Run]]):
     assert max(len(ratios) for ratios in checks.values()) == 3
     assert all(ratios == pytest.approx([0.5, 2, 4][: len(ratios)]) for ratios in checks.values())
     names = {run.name for run in unchecked_runs("scaling/miniature_rates.yaml")}
-    assert {run.name for run in find_runs([ROOT / "tutorials" / "measured" / "miniature_rates"])} <= names
+    rates_measured = read_run_table(ROOT / "reproductions" / "measured" / "miniature_rates.csv")
+    assert {curve.run.rpartition(": ")[2] for _, curve in rates_measured} <= names
     halves: dict[int, float] = {}
     for run in runs_of("scaling/miniature_twice.yaml"):
         assert run.parsed is not None

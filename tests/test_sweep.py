@@ -18,7 +18,9 @@ metric: val_loss
 
 @pytest.fixture
 def small(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("zoo.sweeps.plan.SOON", 600)  # seconds until a bar is shown, above what a busy machine takes
+    monkeypatch.setattr(
+        "zoo.experiments.definition.SOON", 600
+    )  # seconds until a bar is shown, above what a busy machine takes
     (desk / "small.yaml").write_text(SWEEP)
     return desk
 

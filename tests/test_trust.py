@@ -41,7 +41,7 @@ CALLS: dict[str, Any] = {
     "function here": "evil.run",
     "shorthand": "os.abort",
     "our own, but no component": {
-        "class_path": "zoo.sweeps.runner.Runner",
+        "class_path": "zoo.experiments.runner.Runner",
         "init_args": {"command": ["touch", "canary"]},
     },
     "through our own module": {"class_path": "zoo.runs.folder.os.system", "init_args": {"command": "touch canary"}},

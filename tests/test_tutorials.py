@@ -107,7 +107,8 @@ def _parameters(called: Any) -> dict[str, inspect.Parameter]:
 )
 def test_it_runs_and_makes_its_pictures(file: Path, tmp_path: Path, shared_cache: Path):
     (tmp_path / "tutorials" / "pictures").mkdir(parents=True)
-    shutil.copytree(TUTORIALS / "measured", tmp_path / "tutorials" / "measured")  # on machines that few have
+    measured = Path("reproductions", "measured")  # on machines that few have
+    shutil.copytree(TUTORIALS.parent / measured, tmp_path / measured)
     interpreted = "TRITON_INTERPRET" in file.read_text(encoding="utf-8")  # Triton reads it when it is imported
     run(tmp_path, shared_cache, "run.py", str(file), "--small", python=sys.executable if interpreted else None)
     for is_picture, target in links(file):
@@ -164,7 +165,7 @@ def test_the_steps_of_statex_end_to_end(tmp_path: Path, capsys: pytest.CaptureFi
         whole = [first, "recall/text.yaml", *overlays]
         for later in ([], [statex_end_to_end.TINY, before], [statex_end_to_end.LONG], [statex_end_to_end.LONG, after]):
             assert configs.read(*whole, *later).model.num_layers
-    statex_end_to_end.draw(TUTORIALS / "measured" / "statex_h200.csv", tmp_path)
+    statex_end_to_end.draw(TUTORIALS.parent / "reproductions" / "measured" / "statex_h200.csv", tmp_path)
     printed = capsys.readouterr().out
     for form in ("original", "LPT", *statex_end_to_end.FORMS):
         assert len(re.findall(rf"│ {form} +│", printed)) == 2 * len(statex_end_to_end.MIXERS)  # two tasks

@@ -2,7 +2,7 @@
 
     python tutorials/statex_end_to_end.py --jobs=12     30 models of 36M parameters: 22 minutes of two H200s
     python tutorials/statex_end_to_end.py --small       on a processor, in minutes: the same steps, and no result
-    python tutorials/statex_end_to_end.py --rows=tutorials/measured/statex_h200.csv     table and picture of these rows
+    python tutorials/statex_end_to_end.py --rows=reproductions/measured/statex_h200.csv     table, picture of these rows
 
 It trains GLA and Mamba2 on text with needles, makes the state of half of their layers larger in three ways, trains
 these and the unchanged model (LPT, long-context post-training) on the same batches of longer documents, and asks all of

@@ -5,36 +5,37 @@ from typing import TYPE_CHECKING, Any
 
 from kernels import UserError
 from zoo.config import build
-from zoo.doctor import doctor
 from zoo.lm import LanguageModel, join_states, load_state, save_state, take_states
 from zoo.report import report
 from zoo.runs.fit import Result, fit, predict, test, validate
 
 if TYPE_CHECKING:
     from zoo import scaling as scaling
-    from zoo.benchmarks import bench
     from zoo.evaluation import evaluate
+    from zoo.experiments import compare, sweep
+    from zoo.performance import bench
+    from zoo.performance.doctor import doctor
     from zoo.runs.generate import generate
     from zoo.saved.convert import convert
     from zoo.saved.export import export
     from zoo.saved.grow import statex
     from zoo.saved.model import load, load_tokenizer
-    from zoo.sweeps import compare, sweep
 
 __version__ = "0.1.0"
 
 # module → names that are imported from it when they are first used, since these modules import Lightning, which takes
-# three times as long as PyTorch. (`doctor` and `report` cannot be among them: they are modules, too, and whoever
-# imports one of these would set the name.)
+# three times as long as PyTorch. (`report` cannot be among them: it is a package, too, and whoever imports it would set
+# the name.)
 _LAZY = {
-    "benchmarks": "bench",
     "evaluation": "evaluate",
+    "experiments": "compare sweep",
+    "performance": "bench",
+    "performance.doctor": "doctor",
     "runs.generate": "generate",
     "saved.convert": "convert",
     "saved.export": "export",
     "saved.grow": "statex",
     "saved.model": "load load_tokenizer",
-    "sweeps": "compare sweep",
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names.split()}
 

@@ -1,1 +1,1 @@
-"""What ops share: their choice of an implementation, autograd, arguments, chunks and documents."""
+"""Shared parts of all ops: the choice of an implementation, autograd, arguments, chunks and documents."""

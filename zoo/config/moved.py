@@ -10,7 +10,8 @@ RENAMED = {"sequence_parallel": "context_parallel"}  # old key → new key
 # old module → new module
 MOVED = {
     "zoo.activations": "zoo.train.callbacks.activation_checkpointing",
-    "zoo.bench.fits": "zoo.benchmarks.fits",
+    "zoo.bench.fits": "zoo.performance.multi_device",
+    "zoo.benchmarks.fits": "zoo.performance.multi_device",
     "zoo.checkpoints.io": "zoo.checkpoints.format",
     "zoo.compilation": "zoo.train.callbacks.compiled_blocks",
     "zoo.data.markov": "zoo.data",

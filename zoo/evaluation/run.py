@@ -13,12 +13,12 @@ from rich.console import Console
 from tqdm import tqdm
 
 from kernels import UserError
-from zoo.benchmarks.device import described, version
 from zoo.evaluation.catalogue import task_table, tasks_of
 from zoo.evaluation.loaded import LoadedModel, load_subject
 from zoo.evaluation.record import Records, key_of, locked
 from zoo.evaluation.report import table, write_pictures
 from zoo.evaluation.task import Cell, Options, Row, Task
+from zoo.performance.device import described, version
 from zoo.train.devices import pick_device
 
 PRECISIONS = ("32-true", "bf16-mixed")

@@ -5,15 +5,20 @@ or locked is opened here.
 """
 
 import errno
+import logging
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from kernels.errors import UserError
+
+log = logging.getLogger(__name__)
 
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither, and no links without special rights
 _NO_WAITING = getattr(os, "O_NONBLOCK", 0)  # a pipe would otherwise wait for its reader
@@ -86,6 +91,26 @@ def lock_of(path: str | os.PathLike[str]) -> FileLock:
     """A lock in the file `path`, which is created; a UserError if it is a link, a pipe or a device."""
     check_in_place(path)
     return FileLock(path)
+
+
+@contextmanager
+def held_lock(path: str | os.PathLike[str], busy: str) -> Iterator[None]:
+    """Hold the lock in the file `path` during the block; a file system without locks is only warned about.
+
+    Raises:
+        UserError: `busy`: another process holds it; or `path` is a link, a pipe or a device.
+    """
+    lock = lock_of(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise UserError(busy) from None
+    except (OSError, NotImplementedError) as error:  # some network file systems have no locks
+        log.warning("%s cannot be locked (%s); start only one process for its folder at a time", path, error)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def check_plain_folder(folder: Path) -> None:

@@ -14,14 +14,7 @@ VERSIONS = ("commit", "zoo", "torch", "triton", "python", "device", "devices", "
 
 
 class Recipe(NamedTuple):
-    """Instructions to repeat a run or an evaluation.
-
-    Attributes:
-        name: Of what.
-        command: The command.
-        versions: What it ran with.
-        config: The whole config of a run; empty for an evaluation.
-    """
+    """The command that repeats a run or an evaluation, what it ran with, and the whole config of a run."""
 
     name: str
     command: str
@@ -31,15 +24,8 @@ class Recipe(NamedTuple):
 
 def of_run(run: Run, with_config: bool = True) -> Recipe:
     """Train it again from its config."""
-    command = [
-        "python",
-        "cli.py",
-        "fit",
-        "--config",
-        str(run.folder / "config.yaml"),
-        "--run",
-        f"{run.folder.name}-again",
-    ]
+    config, repeated = str(run.folder / "config.yaml"), f"{run.folder.name}-again"
+    command = ["python", "cli.py", "fit", "--config", config, "--run", repeated]
     return Recipe(run.name, shlex.join(command), _versions(run.row), run.config_text if with_config else "")
 
 

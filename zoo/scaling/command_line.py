@@ -1,9 +1,10 @@
 """The verb `scaling` of the command line."""
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
-from kernels import UserError
-from mixers import did_you_mean
+from zoo.arguments import check_names
 from zoo.config.command_line import arguments_of
 from zoo.scaling.count import count
 from zoo.scaling.fit import fit
@@ -21,7 +22,12 @@ usage: python cli.py scaling plan|fit|count …
 
 python cli.py scaling PART --help lists the options of each.
 """
-PARTS = ["plan", "fit", "count"]
+# part → its function, and the option that plain arguments set
+PARTS: dict[str, tuple[Callable[..., Any], str | None]] = {
+    "plan": (plan, None),
+    "fit": (fit, "runs"),
+    "count": (count, "models"),
+}
 
 
 def run_scaling(arguments: list[str]) -> None:
@@ -33,11 +39,7 @@ def run_scaling(arguments: list[str]) -> None:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
         sys.stdout.write(HELP)
-    elif name == "plan":
-        plan(**arguments_of(plan, rest, "scaling plan")[1])
-    elif name == "fit":
-        fit(**arguments_of(fit, rest, "scaling fit", positional="runs")[1])
-    elif name == "count":
-        count(**arguments_of(count, rest, "scaling count", positional="models")[1])
-    else:
-        raise UserError(f"scaling: {name!r} is not one of {', '.join(PARTS)}{did_you_mean(name, PARTS)}")
+        return
+    check_names("scaling", [name], PARTS)
+    function, positional = PARTS[name]
+    function(**arguments_of(function, rest, f"scaling {name}", positional=positional)[1])

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -10,6 +9,7 @@ import mixers
 from kernels import UserError
 from zoo.config.build import from_config
 from zoo.config.parser import read
+from zoo.display import new_table
 from zoo.lm.size_table import parameters_without_embeddings
 
 TRAINING = 3  # forward and backward pass, in forward passes
@@ -84,10 +84,8 @@ def _counted(name: str, config: list[Any], length: int) -> Count:
 
 
 def _table(rows: list[Count], length: int) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
     columns = ("model", "parameters", "non-emb.", "as executed", "causal", "no head", "6N", "6N, all")
-    for column in columns:
-        shown.add_column(column, justify="left" if column == "model" else "right", no_wrap=column != "model")
+    shown = new_table(columns, wrapped=["model"])
     for row in rows:
         _, *numbers = row
         shown.add_row(row.model, *(f"{number / 1e6:,.1f}" for number in numbers))

@@ -5,16 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from rich.console import Console
 from tqdm import tqdm
 
 from kernels import UserError
-from mixers import did_you_mean
+from mixers.arguments import check_sizes
+from zoo.arguments import check_names
+from zoo.display import new_console
 from zoo.files.sealed_json import write_sealed
 from zoo.scaling.curves import Curve
+from zoo.scaling.figures import alike, crossing_table, remarks, table, write_pictures
 from zoo.scaling.law import Law, as_row, crossings, fit_law
 from zoo.scaling.optima import METHODS, Method
-from zoo.scaling.report import alike, crossing_table, remarks, table, write_pictures
 from zoo.scaling.runs import find_runs, mixed_kinds, one_rate, select, untrained
 
 Counting = Literal["model", "6n"]
@@ -34,11 +35,11 @@ def fit(
     ``zoo.scaling.fit("ladder/", method="envelope")``
 
     Args:
-        runs: Folders of runs, or folders that hold runs, such as those of a sweep; on the command line as plain
-            arguments.
+        runs: Folders of runs, folders that hold runs, such as those of a sweep, or tables of runs (CSV files, see
+            docs/scaling.md); on the command line as plain arguments.
         method: `envelope`: the lowest loss at each amount of compute; `isoflop`: parabolas over size at equal compute;
             `parametric`: E + A/N^α + B/D^β.
-        output: The folder for laws.json and pictures; null: `law` in the first of the folders.
+        output: The folder for laws.json and pictures; null: `law` in the first folder, or next to the first table.
         flops: `model` counts the FLOPs that a model executes, `6n` six per token and parameter without embeddings.
         draws: Draws of the bootstrap over runs; 0: no intervals.
         seed: Seed of the draws.
@@ -48,23 +49,17 @@ def fit(
         A row for each mixer that could be fitted.
 
     Raises:
-        UserError: A folder does not exist, nothing can be fitted (the message says why), or scipy is not installed.
+        UserError: A folder does not exist, a table is damaged, nothing can be fitted (the message says why), or scipy
+            is not installed.
     """
     if importlib.util.find_spec("scipy") is None:
         raise UserError("scaling fit: needs scipy; pip install 'token-mixer-zoo[scaling]'")
     places = [runs] if isinstance(runs, str | Path) else list(runs)
-    if method not in METHODS:
-        raise UserError(f"method: {method!r} is not one of {', '.join(METHODS)}{did_you_mean(method, list(METHODS))}")
-    if flops not in get_args(Counting):
-        raise UserError(f"flops: {flops!r} is not one of {', '.join(get_args(Counting))}")
-    if draws < 0:
-        raise UserError(f"draws: {draws} must be at least 0")
-    if seed < 0:
-        raise UserError(f"seed: {seed} must be at least 0")
-    selection = select(find_runs(places), untrained(places))
-    console = Console(quiet=not verbose)
-    if not console.is_terminal:  # in a log file, wide enough for all columns
-        console = Console(quiet=not verbose, width=max(console.width, 120))
+    check_names("method", [method], METHODS)
+    check_names("flops", [flops], get_args(Counting))
+    check_sizes({"draws": draws, "seed": seed}, least=0)
+    selection = select(find_runs(places), untrained(places), single_losses=method == "parametric")
+    console = new_console(verbose)
     for name, reason in selection.left_out.items():
         console.print(f"left out {name}: {reason}", style="dim", highlight=False)
     curves: dict[str, list[Curve]] = {}
@@ -81,7 +76,8 @@ def fit(
             failures.append(str(error))
     if not laws:
         raise UserError("; ".join(failures))
-    folder = Path(places[0]) / "law" if output is None else Path(output)
+    first = Path(places[0])
+    folder = (first.parent if first.is_file() else first) / "law" if output is None else Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         rows = [as_row(law) | {"counting": flops} for law in laws]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from kernels import UserError
 from zoo.scaling.curves import Curve, sizes
 from zoo.scaling.optima import Laws, Method, Offset, Optima, check_ladder, envelope, isoflop, laws, offset
 from zoo.scaling.parametric import Parametric, fit_parametric, points_of
-from zoo.scaling.power import Numbers
+from zoo.scaling.power import Numbers, PowerLaw
 
 BEYOND = 10.0  # how far laws are drawn and crossings looked for, beyond the compute that was spent
 LEAST_DRAWS = 0.5  # of the draws of a bootstrap, for an interval
@@ -50,8 +51,7 @@ class Law:
         count = len(self.draws) + self.failed_draws
         if not count or len(self.draws) < LEAST_DRAWS * count:
             return None
-        low, high = np.percentile([number(drawn) for drawn in self.draws], [2.5, 97.5])
-        return float(low), float(high)
+        return _middle([number(drawn) for drawn in self.draws])
 
 
 def fit_law(curves: Sequence[Curve], method: Method, draws: int = 200, seed: int = 0) -> Law:
@@ -59,12 +59,6 @@ def fit_law(curves: Sequence[Curve], method: Method, draws: int = 200, seed: int
 
     Each draw of the bootstrap refits runs that were made anew (`redrawn`); whole runs, since points of one curve are
     not independent of each other.
-
-    Args:
-        curves: Its runs.
-        method: `envelope`, `isoflop` or `parametric`.
-        draws: Draws of the bootstrap; 0: no intervals.
-        seed: Seed of the draws.
 
     Raises:
         UserError: The runs do not determine a law; the message begins with the mixer.
@@ -95,7 +89,7 @@ def redrawn(curves: Sequence[Curve], form: Parametric, generator: np.random.Gene
     """
     from scipy.stats import t as student
 
-    places = [np.log(c.tokens / c.tokens[0]) / np.log(c.tokens[-1] / c.tokens[0]) for c in curves]
+    places = [_places(curve.tokens) for curve in curves]
     models = [form(np.full_like(c.tokens, c.size), c.tokens) for c in curves]
     off = [np.log(c.losses / model) for c, model in zip(curves, models, strict=True)]
     freedom = len(curves) - FITTED
@@ -106,6 +100,11 @@ def redrawn(curves: Sequence[Curve], form: Parametric, generator: np.random.Gene
         factor = np.exp(sign * scale * np.interp(place, places[other], off[other]))
         drawn.append(replace(curve, losses=model * factor))
     return drawn
+
+
+def _places(tokens: Numbers) -> Numbers:
+    """The places of a curve's points along it, from 0 to 1, over log tokens."""
+    return np.log(tokens / tokens[0]) / (np.log(tokens[-1] / tokens[0]) or 1.0)
 
 
 def _fit(curves: list[Curve], method: Method, start: Parametric | None = None) -> Law:
@@ -188,41 +187,30 @@ def span(laws: Sequence[Law]) -> tuple[float, float]:
 def _crossing(one: Law, other: Law, between: tuple[float, float]) -> Crossing:
     at = crossing(one.laws, other.laws, between)
     first, second = sorted((one, other), key=lambda law: float(law.laws.loss(between[0])))
-    pairs = list(zip(one.draws, other.draws, strict=False))
+    pairs = list(zip(first.draws, second.draws, strict=False))
     points = [point for a, b in pairs if (point := crossing(a, b, between)) is not None]
-    interval = None
-    if at is not None and pairs and len(points) >= LEAST_DRAWS * len(pairs):
-        low, high = np.percentile(points, [2.5, 97.5])
-        interval = float(low), float(high)
+    enough = at is not None and pairs and len(points) >= LEAST_DRAWS * len(pairs)
     spent = min(max(float(curve.flops[-1]) for curve in law.curves) for law in (one, other))
-    difference = None
-    if pairs:
-        apart = [float(b.loss(spent) - a.loss(spent)) for a, b in zip(first.draws, second.draws, strict=False)]
-        low, high = np.percentile(apart, [2.5, 97.5])
-        difference = float(low), float(high)
     return Crossing(
-        (first.mixer, second.mixer),
-        at,
-        interval,
-        None if at is None else float(one.laws.loss(at)),
-        len(points) / len(pairs) if pairs else None,
-        between,
-        spent,
-        difference,
+        mixers=(first.mixer, second.mixer),
+        flops=at,
+        flops_interval=_middle(points) if enough else None,
+        loss=None if at is None else float(one.laws.loss(at)),
+        crossed=len(points) / len(pairs) if pairs else None,
+        between=between,
+        spent=spent,
+        difference=_middle([float(b.loss(spent) - a.loss(spent)) for a, b in pairs]) if pairs else None,
     )
+
+
+def _middle(values: Sequence[float]) -> tuple[float, float]:
+    """The middle 95 % of values."""
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def as_row(law: Law) -> dict[str, Any]:
     """A law as plain values, for JSON."""
-    numbers = {
-        "loss_coefficient": lambda laws: laws.loss.coefficient,
-        "loss_exponent": lambda laws: laws.loss.exponent,
-        "loss_offset": lambda laws: laws.loss.offset,
-        "size_coefficient": lambda laws: laws.size.coefficient,
-        "size_exponent": lambda laws: laws.size.exponent,
-        "tokens_coefficient": lambda laws: laws.tokens.coefficient,
-        "tokens_exponent": lambda laws: laws.tokens.exponent,
-    }
     row: dict[str, Any] = {
         "mixer": law.mixer,
         "method": law.method,
@@ -231,9 +219,11 @@ def as_row(law: Law) -> dict[str, Any]:
         "draws": len(law.draws),
         "failed_draws": law.failed_draws,
     }
-    for name, number in numbers.items():
-        row[name] = number(law.laws)
-        row[f"{name}_interval"] = law.interval(number)
+    for part in Laws._fields:
+        for constant in PowerLaw._fields if part == "loss" else ("coefficient", "exponent"):
+            number = attrgetter(f"{part}.{constant}")
+            row[f"{part}_{constant}"] = number(law.laws)
+            row[f"{part}_{constant}_interval"] = law.interval(number)
     if law.parametric is not None:
         row["parametric"] = law.parametric._asdict()
     if law.offset is not None:

@@ -73,10 +73,6 @@ def envelope(curves: Sequence[Curve], bins: int = BINS) -> Optima:
     Where the smallest or the largest model that was trained with that compute is the best, a still smaller or larger
     one might be better: left out.
 
-    Args:
-        curves: Runs of one mixer.
-        bins: Amounts of compute, evenly over its log.
-
     Raises:
         UserError: Fewer than two sizes are best anywhere between the others.
     """
@@ -106,9 +102,7 @@ def envelope(curves: Sequence[Curve], bins: int = BINS) -> Optima:
 def isoflop(curves: Sequence[Curve], budgets: int = BUDGETS) -> Optima:
     """The lowest point of a parabola over log size at each of a few amounts of compute.
 
-    Args:
-        curves: Runs of one mixer.
-        budgets: Amounts of compute, evenly over its log, from the first to the last that four sizes have got to.
+    These are spread evenly over log compute, from the first to the last that four sizes have got to.
 
     Raises:
         UserError: No amount of compute has four sizes, or fewer than three parabolas have their lowest point between

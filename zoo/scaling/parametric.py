@@ -71,11 +71,7 @@ def points_of(curves: Sequence[Curve], count: int = 40) -> Points:
 
 
 def fit_parametric(points: Points, start: Parametric | None = None) -> Parametric:
-    """Fit the constants to points.
-
-    Args:
-        points: The points.
-        start: Where the optimiser starts; by default at the best of a grid of exponents.
+    """Fit the constants to points, from a start or else from the best of a grid of exponents.
 
     Raises:
         UserError: There are fewer than three sizes or numbers of tokens, or the loss does not fall with both.
@@ -117,14 +113,8 @@ def fit_parametric(points: Points, start: Parametric | None = None) -> Parametri
     for name, exponent, height in (("size", alpha, a), ("number of tokens", beta, b)):
         if exponent <= 0 or height < np.log(LEAST):
             raise UserError(f"it cannot be fitted, because the loss does not fall with the {name} as a power of it")
-    return Parametric(
-        float(np.exp(e)),
-        float(np.exp(a + alpha * mean_n)),
-        float(np.exp(b + beta * mean_d)),
-        float(alpha),
-        float(beta),
-        float(best.fun),
-    )
+    E, A, B = np.exp(e), np.exp(a + alpha * mean_n), np.exp(b + beta * mean_d)
+    return Parametric(*map(float, (E, A, B, alpha, beta, best.fun)))
 
 
 def _starts(n: Numbers, d: Numbers, losses: Numbers) -> list[list[float]]:

@@ -7,21 +7,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from kernels import UserError
+from zoo.arguments import names_in
 from zoo.config.build import from_config, instantiate
 from zoo.config.find import find_config
 from zoo.config.parser import read
+from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.size_table import parameters_without_embeddings
-from zoo.scaling.budget import budget_of, measured
+from zoo.scaling.curves import PF_DAY
 from zoo.scaling.optima import LEAST_SIZES, Laws
 from zoo.scaling.published import law_named
-from zoo.train.devices import peak_flops
+from zoo.train.devices import peak_flops, peak_flops_named
 
 HEAD_SIZE = 64  # of all mixers, so that a size has hidden_size/64 heads
 WIDTHS = range(64, 8193, 64)
@@ -56,20 +55,13 @@ class Shape(NamedTuple):
 
 
 class Rung(NamedTuple):
-    """A run of the ladder.
-
-    Attributes:
-        mixer: Its config.
-        shape: Its size.
-        parameters, without_embeddings: Its true numbers.
-        flops: Training FLOPs of the whole run, by the model's own count.
-    """
+    """A run of the ladder, with its true numbers of parameters."""
 
     mixer: str
     shape: Shape
     parameters: int
     without_embeddings: int
-    flops: float
+    flops: float  # training FLOPs of the whole run, by the model's own count
 
 
 class Plan(NamedTuple):
@@ -91,6 +83,60 @@ class Plan(NamedTuple):
     hours: float | None
     best_size: float
     best_tokens: float
+
+
+def measured(bench: Path) -> tuple[float, float]:
+    """The fraction of its peak that a GPU reached in training, and the peak in FLOP/s.
+
+    Args:
+        bench: A bench.json of `bench training`.
+
+    Raises:
+        UserError: The file does not exist, or lacks these numbers.
+    """
+    try:
+        record = json.loads(bench.read_text())
+        device, kind = record["device"], record["kind"]
+        mfus = [row["mfu"] for row in record["rows"] if kind == "training" and row.get("mfu")]
+    except FileNotFoundError:
+        raise UserError(f"bench: the file {bench} does not exist") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"bench: {bench} is not a bench.json of bench training") from None
+    peak = peak_flops_named(str(device))
+    if kind != "training":
+        raise UserError(f"bench: {bench} is of bench {kind}; bench training measures what is needed here")
+    if not mfus or peak is None:
+        raise UserError(
+            f"bench: {bench} has no mfu, as the peak of its device ({device}) is not known; give mfu and peak"
+        )
+    return float(mfus[0]), peak
+
+
+def budget_of(
+    budget: float | None, gpu_hours: float | None, mfu: float, peak: float | None, pf_days: float | None
+) -> float:
+    """The budget in FLOPs, of which one form is given, with the fraction of a peak in FLOP/s that hours are worth.
+
+    Raises:
+        UserError: None or several are given, a number is out of range, or the peak is not known.
+    """
+    forms = {"budget": budget, "gpu_hours": gpu_hours, "pf_days": pf_days}
+    named = [name for name, value in forms.items() if value is not None]
+    if len(named) != 1:
+        problem = f"{' and '.join(named)} are given" if named else "none is given"
+        raise UserError(f"budget: give one of budget, gpu_hours and pf_days; {problem}")
+    if not 0 < mfu <= 1:
+        raise UserError(f"mfu: {mfu} must be above 0 and at most 1")
+    for name, value in {**forms, "peak": peak}.items():
+        if value is not None and not 0 < value < np.inf:
+            raise UserError(f"{name}: {value} must be above 0 and finite")
+    if budget is not None:
+        return budget
+    if pf_days is not None:
+        return pf_days * PF_DAY
+    if peak is None or gpu_hours is None:
+        raise UserError("gpu_hours: needs the device's peak, which is not known here; give peak=989e12 (FLOP/s, H200)")
+    return gpu_hours * 3600 * mfu * peak
 
 
 def plan(
@@ -136,7 +182,7 @@ def plan(
         UserError: A config does not exist, the budget is given twice, not at all, or pays for too little, or the folder
             exists.
     """
-    names, added = _listed(mixers), _listed(overlays or [])
+    names, added = names_in(mixers), names_in(overlays)
     for name in names:
         find_config(name)
     stems = {Path(name).stem for name in names}  # the names in the sweep
@@ -146,9 +192,9 @@ def plan(
         raise UserError(
             f"sizes: {sizes} must be at least {LEAST_SIZES}, so that a law can be fitted, and at most {MOST_SIZES}"
         )
+    if bench is not None and peak is not None:
+        raise UserError("bench: says what the device's peak is; leave out peak")
     if bench is not None:
-        if peak is not None:
-            raise UserError("bench: says what the device's peak is; leave out peak")
         mfu, peak = measured(Path(bench))
     elif peak is None:
         peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -163,10 +209,35 @@ def plan(
         "optim": {"schedule": "constant", "warmup_steps": None, "warmup_fraction": WARMUP},
     }
     shapes = _shapes(flops / len(names), sizes, laws)
-    costs = [[_count(name, shape, [training, *added]) for shape in shapes] for name in names]
+    per_step = _tokens_per_step(names[0], [training, *added])
+    rungs, steps, spent = _ladder(names, shapes, [training, *added], flops, per_step)
+    training["trainer"] = {
+        "max_steps": steps,
+        "val_check_interval": max(steps // 10, 1),
+        "log_every_n_steps": max(steps // 500, 1),
+    }
+    try:
+        _write(folder, names, added, shapes, training)
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
+    hours = None if peak is None else spent / (mfu * peak) / 3600
+    made = Plan(folder, rungs, steps * per_step, spent, hours, float(laws.size(flops)), float(laws.tokens(flops)))
+    if verbose:
+        _show(made, flops, law, None if hours is None else hours / spent)
+    return made
+
+
+def _ladder(
+    names: Sequence[str],
+    shapes: Sequence[Shape],
+    settings: Sequence[str | dict[str, Any]],
+    flops: float,
+    per_step: int,
+) -> tuple[list[Rung], int, float]:
+    """The runs that a budget pays for, the steps of each, and the FLOPs of all, with those that check the rate."""
+    costs = [[_count(name, shape, settings) for shape in shapes] for name in names]
     checks = len(RATES) * sum(row[0].flops + row[-1].flops for row in costs)
     per_token = sum(rung.flops for row in costs for rung in row) + checks
-    per_step = _tokens_per_step(names[0], [training, *added])
     steps = int(flops / per_token / per_step)
     if steps < LEAST_STEPS:
         raise UserError(
@@ -181,26 +252,7 @@ def plan(
             f"sizes: the largest model would have {max(counts) / min(counts):.1f} times the parameters of the "
             f"smallest, and {LEAST_SPAN:g} times are needed; give a larger budget"
         )
-    interval = max(steps // 10, 1)
-    training["trainer"] = {
-        "max_steps": steps,
-        "val_check_interval": interval,
-        "log_every_n_steps": max(steps // 500, 1),
-    }
-    try:
-        _write(folder, names, added, shapes, training)
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
-    spent = per_token * tokens
-    hours = None if peak is None else spent / (mfu * peak) / 3600
-    made = Plan(folder, rungs, tokens, spent, hours, float(laws.size(flops)), float(laws.tokens(flops)))
-    if verbose:
-        _show(made, flops, law, None if hours is None else hours / spent)
-    return made
-
-
-def _listed(value: list[str] | str) -> list[str]:
-    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else list(value)
+    return rungs, steps, per_token * tokens
 
 
 def _shapes(flops: float, count: int, laws: Laws) -> list[Shape]:
@@ -299,28 +351,14 @@ def _write_yaml(path: Path, header: str, content: dict[str, Any]) -> None:
 
 
 def _show(made: Plan, budget: float, law: str, hours_per_flop: float | None) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), caption_justify="left")
-    for column in (
-        "mixer",
-        "hidden",
-        "layers",
-        "parameters",
-        "non-emb.",
-        "rate",
-        "FLOPs",
-        "6·N·D",
-        "hours",
-    ):
-        table.add_column(column, justify="left" if column == "mixer" else "right", no_wrap=True)
+    table = new_table(["mixer", "hidden", "layers", "parameters", "non-emb.", "rate", "FLOPs", "6·N·D", "hours"])
     for rung in made.rungs:
         hours = "?" if hours_per_flop is None else f"{rung.flops * hours_per_flop:.2f}"
         shape = rung.shape
         counts = (f"{rung.parameters:,}", f"{rung.without_embeddings:,}", f"{shape.learning_rate:g}")
         flops = (f"{rung.flops:.1e}", f"{6 * rung.without_embeddings * made.tokens:.1e}")
         table.add_row(rung.mixer, str(shape.hidden_size), str(shape.num_layers), *counts, *flops, hours)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, 120))
+    console = new_console()
     console.print(table)
     unknown = "an unknown time (give peak=989e12, for an H200)"
     hours = unknown if made.hours is None else f"{made.hours:.2f} hours of one device"

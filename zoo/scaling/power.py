@@ -25,9 +25,6 @@ class PowerLaw(NamedTuple):
 def fit_power(x: ArrayLike, y: ArrayLike) -> PowerLaw:
     """Least squares of log y over log x: the form of arXiv 2406.16690, without an offset.
 
-    Args:
-        x, y: Positive numbers, at least two different x.
-
     Raises:
         UserError: There are fewer than two different x.
     """
@@ -43,9 +40,6 @@ def fit_falling_power_with_offset(x: ArrayLike, y: ArrayLike) -> PowerLaw:
     """Least squares of the relative error of ε + β·x^−α, with ε ≥ 0 and β ≥ 0, such as a loss over compute.
 
     Variable projection: for each α the best ε and β are a linear problem, so only α is searched.
-
-    Args:
-        x, y: Positive numbers, at least three different x.
 
     Raises:
         UserError: There are fewer than three different x.

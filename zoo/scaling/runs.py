@@ -3,7 +3,8 @@
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from kernels import UserError
 from zoo.files.safe_yaml import read_yaml
 from zoo.files.sealed_json import read_sealed
 from zoo.scaling.curves import Curve
+from zoo.scaling.run_table import read_run_table
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
 
@@ -39,16 +41,16 @@ class Trained(NamedTuple):
     """A run that a law can be fitted to.
 
     Attributes:
-        folder: Its folder.
+        name: Its folder, or its file and its name there.
         row: Its results.
         curve: Its losses.
-        kind: Its config's `model` without the sizes, as text.
+        kind: Its config's `model` without the sizes, as text; None for a run in a table.
     """
 
-    folder: Path
+    name: str
     row: dict[str, Any]
     curve: Curve
-    kind: str
+    kind: str | None
 
 
 class Selection(NamedTuple):
@@ -66,22 +68,24 @@ class Selection(NamedTuple):
 
 
 def find_runs(places: Iterable[str | Path]) -> list[Path]:
-    """The folders of runs: the places themselves, or the runs in them.
+    """Return the folders of runs, which are the places or are in them, and the places that are tables of runs.
 
     Raises:
         UserError: A place does not exist, or holds no runs.
     """
-    folders: list[Path] = []
+    runs: list[Path] = []
     for place in map(Path, places):
-        if not place.is_dir():
+        if place.is_file() and place.suffix != ".csv":
+            raise UserError(f"runs: {place} is neither a folder nor a table of runs, which ends in .csv")
+        if not place.exists():
             raise UserError(f"runs: there is no folder {place}")
-        inside = (
-            [place] if (place / "metrics.jsonl").is_file() else sorted(f.parent for f in place.glob("*/metrics.jsonl"))
-        )
+        inside = sorted(run.parent for run in place.glob("*/metrics.jsonl"))
+        if place.is_file() or (place / "metrics.jsonl").is_file():
+            inside = [place]
         if not inside:
             raise UserError(f"runs: {place} is not a run and holds none (a run has a metrics.jsonl)")
-        folders += [folder for folder in inside if folder not in folders]
-    return folders
+        runs += [run for run in inside if run not in runs]
+    return runs
 
 
 def untrained(places: Iterable[str | Path]) -> dict[str, str]:
@@ -94,36 +98,43 @@ def untrained(places: Iterable[str | Path]) -> dict[str, str]:
     return {str(run): "its sweep has not begun it" for run in planned if not (run / "metrics.jsonl").is_file()}
 
 
-def select(folders: Sequence[Path], untrained: Mapping[str, str]) -> Selection:
+def select(places: Sequence[Path], untrained: Mapping[str, str], single_losses: bool = False) -> Selection:
     """Read runs, and leave out by rule what does not belong to one law.
 
     Args:
-        folders: Of the runs.
+        places: Folders of runs, and tables of runs.
         untrained: Other runs, with the reason why they are left out.
+        single_losses: Whether a run in a table may have a single loss instead of a curve.
 
     Raises:
-        UserError: No run is left.
+        UserError: A table is damaged, or no run is left.
     """
     left_out = dict(untrained)
     runs: list[Trained] = []
-    for folder in folders:
-        trained = _read(folder)
-        if isinstance(trained, str):
-            left_out[str(folder)] = trained
-        else:
-            runs.append(trained)
+    for place in places:
+        for name, trained in _read_table(place, single_losses) if place.is_file() else [(str(place), _read(place))]:
+            if isinstance(trained, str):
+                left_out[name] = trained
+            else:
+                runs.append(trained)
+    count = len(runs) + len(left_out) - len(untrained)
     rates: dict[tuple[str, float], set[float]] = {}
     # one rule after the other, so that what one of them leaves out does not count in the next
-    for rule in (_of_other_lengths, _of_other_data, _repeated):
+    rules: tuple[Callable[[Sequence[Trained]], Iterable[tuple[str, str]]], ...] = (
+        partial(_minority, name="context_length", what="sequences of another length"),
+        partial(_minority, name="data_hash", what="other data"),
+        _repeated,
+    )
+    for rule in rules:
         rates = {}  # at last, of the runs that none but the rule about repetitions has left out
         for run in runs:
             rates.setdefault((run.curve.mixer, run.curve.size), set()).add(run.row["learning_rate"])
         named = dict(rule(runs))
         left_out |= named
-        runs = [run for run in runs if str(run.folder) not in named]
+        runs = [run for run in runs if run.name not in named]
     if not runs:
         listed = "; ".join(f"{name}: {reason}" for name, reason in itertools.islice(left_out.items(), 3))
-        raise UserError(f"runs: none of {len(folders)} can be used ({listed})")
+        raise UserError(f"runs: none of {count} can be used ({listed})")
     return Selection(runs, left_out, rates)
 
 
@@ -157,9 +168,29 @@ def _read(folder: Path) -> Trained | str:
     tokens, losses = np.array(points, np.float64).T
     size, flops = row["parameters_without_embeddings"], row["training_flops_per_token"]
     curve = Curve(str(folder), row["mixers"], size, flops, tokens, losses).smoothed(WIDTH)
-    if curve.losses[-1] > curve.losses.min() + DIVERGED:
-        return f"it has diverged: its loss ends at {curve.losses[-1]:.2f} and had been {curve.losses.min():.2f}"
-    return Trained(folder, row, curve, _kind(folder))
+    return _diverged(curve) or Trained(str(folder), row, curve, _kind(folder))
+
+
+def _read_table(file: Path, single_losses: bool) -> Iterable[tuple[str, Trained | str]]:
+    """Yield each run of a table, or why it cannot be used, with its name."""
+    for row, curve in read_run_table(file):
+        count = len(curve.losses)
+        if np.isnan(curve.losses).any():
+            at = curve.tokens[np.isnan(curve.losses)][0]
+            yield curve.run, f"it has diverged: its loss at {at:.3g} tokens is not a number"
+        elif count < LEAST_POINTS and not (single_losses and count == 1):
+            losses = f"{count} training loss{'es' * (count > 1)}"
+            yield curve.run, f"it has {losses}, fewer than {LEAST_POINTS}; method=parametric can also use a single one"
+        else:
+            smooth = curve.smoothed(WIDTH)
+            yield curve.run, _diverged(smooth) or Trained(curve.run, row, smooth, None)
+
+
+def _diverged(curve: Curve) -> str | None:
+    """Describe how the loss of a run rose; None if it did not."""
+    if curve.losses[-1] <= curve.losses.min() + DIVERGED:
+        return None
+    return f"it has diverged: its loss ends at {curve.losses[-1]:.2f} and had been {curve.losses.min():.2f}"
 
 
 def _kind(folder: Path) -> str:
@@ -176,11 +207,12 @@ def _kind(folder: Path) -> str:
 
 def mixed_kinds(runs: Iterable[Trained]) -> list[str]:
     """A sentence for each mixer whose runs are of models that differ in more than their size."""
-    kinds: dict[str, dict[str, Path]] = {}  # mixer → kind → its first run
+    kinds: dict[str, dict[str, str]] = {}  # mixer → kind → its first run
     for run in runs:
-        kinds.setdefault(run.curve.mixer, {}).setdefault(run.kind, run.folder)
+        if run.kind is not None:
+            kinds.setdefault(run.curve.mixer, {}).setdefault(run.kind, run.name)
     return [
-        f"{mixer}: models that differ in more than their size are in one law, such as {' and '.join(map(str, first))}; "
+        f"{mixer}: models that differ in more than their size are in one law, such as {' and '.join(first)}; "
         "fit their runs apart"
         for mixer, first_runs in kinds.items()
         if len(first := [*first_runs.values()][:2]) > 1
@@ -202,34 +234,31 @@ def one_rate(selection: Selection) -> list[str]:
     ]
 
 
-def _of_other_lengths(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
-    return _minority(runs, "context_length", "sequences of another length")
-
-
-def _of_other_data(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
-    return _minority(runs, "data_hash", "other data")
-
-
 def _minority(runs: Sequence[Trained], name: str, what: str) -> Iterable[tuple[str, str]]:
     """Runs whose rows have another value than most."""
-    for most, count in Counter(run.row[name] for run in runs).most_common(1):
-        for run in runs:
+    stated = [run for run in runs if run.row[name] is not None]
+    for most, count in Counter(run.row[name] for run in stated).most_common(1):
+        for run in stated:
             if run.row[name] != most:
-                yield str(run.folder), f"it was trained on {what} ({run.row[name]}) than {count} others ({most})"
+                yield run.name, f"it was trained on {what} ({run.row[name]}) than {count} others ({most})"
 
 
 def _repeated(runs: Sequence[Trained]) -> Iterable[tuple[str, str]]:
-    """Yield the folder of each repeated run and the reason to leave it out: all but the longest at the best rate."""
+    """Yield each repeated run and the reason to leave it out: all but the longest at the best rate.
+
+    Runs with a single loss do not repeat each other: they are points of a grid over sizes and tokens.
+    """
     groups: dict[tuple[Any, ...], list[Trained]] = {}
-    for run in runs:
+    for run in (run for run in runs if len(run.curve.losses) > 1):
         groups.setdefault((run.curve.mixer, run.kind, run.curve.size, run.row.get("seed")), []).append(run)
     for group in groups.values():
         common = min(run.curve.flops[-1] for run in group)
         at_common = [np.nan_to_num(run.curve.at(common), nan=np.inf) for run in group]
         rate = group[int(np.argmin(at_common))].row["learning_rate"]
-        kept = max((run for run in group if run.row["learning_rate"] == rate), key=lambda run: run.curve.tokens[-1])
+        best = max((run for run in group if run.row["learning_rate"] == rate), key=lambda run: run.curve.tokens[-1])
         for run in group:
-            if run is not kept and run.row["learning_rate"] == rate:
-                yield str(run.folder), f"it repeats {kept.folder}: the same mixer, size, seed and learning rate"
-            elif run is not kept:
-                yield str(run.folder), f"{kept.folder}, with the learning rate {rate:g}, has a lower loss"
+            if run is not best and run.row["learning_rate"] == rate:
+                yield run.name, f"it repeats {best.name}: the same mixer, size, seed and learning rate"
+            elif run is not best:
+                its_rate = "another learning rate" if rate is None else f"the learning rate {rate:g}"
+                yield run.name, f"{best.name}, with {its_rate}, has a lower loss"

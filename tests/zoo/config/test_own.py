@@ -85,7 +85,7 @@ def test_exported_names():
     assert own_component("zoo.data.TextData") is zoo.data.TextData
     assert own_component("torch.optim.SGD") is torch.optim.SGD
     assert own_component("torch.optim.lr_scheduler.OneCycleLR") is torch.optim.lr_scheduler.OneCycleLR
-    for name in ("mixers.gla.mixers.GLA", "os.system", "zoo.sweeps.runner.Runner", "mixers.TokenMixer", ""):
+    for name in ("mixers.gla.mixers.GLA", "os.system", "zoo.experiments.runner.Runner", "mixers.TokenMixer", ""):
         assert own_component(name) is None
 
 

@@ -3,10 +3,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from kernels import UserError
 from zoo.files.atomic import atomic_write
-from zoo.files.links import check_inside, check_plain_folder, lock_of, open_in_place
+from zoo.files.links import check_inside, check_plain_folder, held_lock, lock_of, open_in_place
 
 
 @pytest.mark.parametrize("mode", ["a", "ab+", "r+b", "wb"])
@@ -77,3 +78,23 @@ def test_links_that_stay_inside(tmp_path: Path):
         place.symlink_to(tmp_path / "else")
         with pytest.raises(UserError, match="a link that leaves its folder"):
             check_inside(place, snapshot)
+
+
+def test_a_lock_is_held_by_one_process_at_a_time(tmp_path: Path):
+    lock = tmp_path / "lock"
+    with held_lock(lock, "busy"), pytest.raises(UserError, match="busy"), held_lock(lock, "busy"):
+        raise AssertionError("two hold it")
+    with held_lock(lock, "busy"):
+        pass
+
+
+def test_a_file_system_without_locks_is_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(self: FileLock, timeout: float) -> None:
+        raise NotImplementedError("no locks here")
+
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    with held_lock(tmp_path / "lock", "it is busy"):
+        pass
+    assert "cannot be locked (no locks here); start only one process" in caplog.text

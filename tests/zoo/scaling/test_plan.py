@@ -8,8 +8,8 @@ import yaml
 
 import zoo
 from zoo.config.overlays import load_config
+from zoo.experiments import Sweep
 from zoo.files.sealed_json import write_sealed
-from zoo.sweeps import Sweep
 from zoo.train.devices import PEAK_FLOPS
 
 pytest_plugins = "tests.desk"

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from kernels import UserError
-from zoo.benchmarks.timing import synchronize
 from zoo.evaluation.loaded import LoadedModel, Subject
 from zoo.evaluation.task import Cell, Row, Task
 from zoo.generation.decoder import Decoder
 from zoo.generation.read import read
+from zoo.performance.timing import synchronize
 
 LENGTHS = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192, 16_384)}
 BUDGET = {"cpu": 2048, "cuda": 131_072}  # tokens in a batch

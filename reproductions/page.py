@@ -1,0 +1,406 @@
+"""Tables and figures of the papers: what each claims, what it takes to repeat it, and what was measured here.
+
+`python reproductions/page.py` writes docs/reproductions.md from the YAML and CSV files next to this script. The
+constructors' arguments are the keys of the YAML.
+"""
+
+import csv
+import functools
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo.config.parser import Parser, explained
+from zoo.files.safe_yaml import read_yaml
+
+FOLDER = Path(__file__).parent
+Status = Literal["contradicted", "partly", "reproduced", "not run"]
+PAGE = FOLDER.parent / "docs" / "reproductions.md"
+
+TOP = """\
+# Reproductions
+
+<!-- Written by `python reproductions/page.py` from the files in `reproductions/`. Edit those, not this page. -->
+
+Every table and figure of the five papers: what it claims, what we measured, what a repetition needs. A status is about
+the claim, and rests on a measurement or a test in this repository, mostly of models far smaller than the paper's; `not
+run` means that we have none. Hours are estimates for one H200: 175k tokens/s for 400M parameters
+([performance](performance.md)), and as many FLOPs a second at other sizes; evaluating adds little. Commands expect a
+corpus as `corpus`, its tokenizer as `tokenizer.json`, and the files of benchmarks in `benchmarks` ([Data](data.md),
+[Evaluation](evaluation.md)). They train a few of a row's models; the others differ in a factor, a size or an overlay. A
+command that several rows of a list need is printed at the first.
+"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Numbers of a file that a row shows, for each combination of values: the median and all seeds.
+
+    Args:
+        file: A CSV file of this repository with a line for each run or evaluation, such as the `sweep.csv` of a sweep,
+            or for each row of a benchmark, which has no seeds.
+        by: The columns that tell the combinations apart.
+        metric: The column of the numbers.
+        where: The lines to read, by the values of columns; null: all.
+        across: Another such column, whose values become the columns of the table, which then has medians alone.
+    """
+
+    file: str
+    by: list[str]
+    metric: str
+    where: dict[str, str] | None = None
+    across: str | None = None
+
+    def numbers(self, root: Path) -> dict[tuple[str, ...], list[float]]:
+        """The numbers of each combination, in the order of the seeds; none where a benchmark has no result.
+
+        Args:
+            root: The folder of the repository.
+
+        Raises:
+            UserError: The file or a column is missing, no line is to be read, or a seed is there twice.
+        """
+        if not (root / self.file).is_file():
+            raise UserError(f"ours.measured.file: there is no {self.file}")
+        with (root / self.file).open(encoding="utf-8", newline="") as stream:
+            chosen, lines = self.where or {}, list(csv.DictReader(stream))
+        columns = [*self.by, *([self.across] if self.across else [])]
+        header = lines[0] if lines else {}
+        for column in (*columns, self.metric, *chosen):
+            if lines and column not in header:
+                raise UserError(f"ours.measured: {self.file} has no column {column!r}{did_you_mean(column, header)}")
+        by_labels: dict[tuple[str, ...], dict[int, float]] = {}
+        for line in lines:
+            if all(line[column] == value for column, value in chosen.items()):
+                values = by_labels.setdefault(tuple(line[column] for column in columns), {})
+                seed = int(line["seed"]) if "seed" in line else len(values)
+                if seed in values:
+                    raise UserError(f"ours.measured: {self.file} has seed {seed} twice; `where` can choose")
+                if line[self.metric]:
+                    values[seed] = float(line[self.metric])
+        if not by_labels:
+            raise UserError(f"ours.measured.where: no line of {self.file} is chosen")
+        return {labels: [values[seed] for seed in sorted(values)] for labels, values in by_labels.items()}
+
+    def table(self, root: Path) -> Iterator[str]:
+        """Return the numbers as a table in Markdown, line by line."""
+        numbers = self.numbers(root)
+        only = "".join(f", {_short(column)} {value}" for column, value in (self.where or {}).items() if value)
+        by, metric = list(map(_short, self.by)), f"{_short(self.metric)}{only}"
+        if self.across is None:
+            yield _row([*by, f"{metric}: median", "all seeds"])
+            yield _row(["---"] * (len(by) + 2), "")
+            for labels, values in numbers.items():
+                yield _row([*labels, _middle(values), " ".join(map(_figure, values))])
+            return
+        yield from (f"{metric[0].upper()}{metric[1:]}:", "")
+        across = list(dict.fromkeys(labels[-1] for labels in numbers))
+        yield _row([*by, *(f"{_short(self.across)} {value}" for value in across)])
+        yield _row(["---"] * (len(by) + len(across)), "")
+        for labels in dict.fromkeys(labels[:-1] for labels in numbers):
+            yield _row([*labels, *(_middle(numbers.get((*labels, value), [])) for value in across)])
+
+
+def _row(cells: list[str], around: str = " ") -> str:
+    """A line of a table in Markdown."""
+    return "|" + "".join(f"{around}{cell}{around}|" for cell in cells)
+
+
+def _middle(values: list[float]) -> str:
+    """The median; a dash if there are none."""
+    return _figure(statistics.median(values)) if values else "–"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
+
+
+def _short(column: str) -> str:
+    return column.rpartition(".")[2].replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Resources that a table or figure takes at the paper's size.
+
+    Args:
+        gpu_hours: Hours of one H200.
+        arithmetic: Where the hours come from.
+        data: Corpora, tokenizers, public checkpoints and benchmarks; null: none.
+        missing: What this project lacks for it, such as "a config for …"; null: nothing.
+    """
+
+    gpu_hours: float
+    arithmetic: str
+    data: str | None = None
+    missing: str | None = None
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Our measurement.
+
+    Args:
+        result: What came out, in words.
+        date: When, as YYYY-MM-DD.
+        machine: On what.
+        seeds: How many seeds; null where nothing is drawn at random.
+        size: Of the models and their data.
+        command: What measured it: `python cli.py …`, `python reproductions/…` or `python tutorials/…`, or `pytest …`
+            where a test enforces it.
+        sources: Files of this repository that hold the numbers, or tests that hold the result.
+        spread_hides_effect: Whether the seeds differ by more than what they are to show.
+        measured: The numbers, as a file has them; null where `result` or a test has them.
+    """
+
+    result: str
+    date: str
+    machine: str
+    seeds: int | None
+    size: str
+    command: str
+    sources: list[str]
+    spread_hides_effect: bool = False
+    measured: Measured | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A table or figure.
+
+    Args:
+        claim: What it claims, in a sentence.
+        status: Whether our measurement agrees with the claim.
+        needs: What it takes at the paper's size.
+        commands: What repeats it at the paper's size, or in miniature where the note says so.
+        printed: The paper's numbers that matter most for the claim, by what they are of.
+        ours: What we measured; null if nothing.
+        note: What else a reader has to know; null: nothing.
+        picture: Path of a picture of what we measured; null: none.
+
+    Raises:
+        UserError: The status does not fit what was measured, there is neither a command nor a reason for that, or
+            what we measured has no date, command or source.
+    """
+
+    claim: str
+    status: Status
+    needs: Needs
+    commands: list[str] | None = None
+    printed: dict[str, float | str | list[float]] | None = None
+    ours: Ours | None = None
+    note: str | None = None
+    picture: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.status == "not run") != (self.ours is None):
+            needed = "must be left out" if self.ours is not None else "must say what was measured"
+            raise UserError(f"status: it is {self.status!r}, so `ours` {needed}")
+        if not self.commands and self.needs.missing is None:
+            raise UserError("commands: there are none; needs.missing must say what they lack, such as 'a config for …'")
+        for command in self.commands or []:
+            if not command.startswith(("python cli.py ", "python reproductions/")):
+                raise UserError(
+                    f"commands: {command!r} begins neither with 'python cli.py' nor with 'python reproductions/'"
+                )
+
+        if self.ours is not None:
+            _check(self.ours)
+
+    @property
+    def stands_first(self) -> bool:
+        """Return whether readers have to be warned: it contradicts its paper, or the spread over seeds hides the
+        effect.
+        """
+        return self.status == "contradicted" or (self.ours is not None and self.ours.spread_hides_effect)
+
+
+def _check(ours: Ours) -> None:
+    """Not by `Ours` itself, since the parser would bury the sentence in a list of types that it tried."""
+    try:
+        date.fromisoformat(ours.date)
+    except ValueError:
+        raise UserError(f"ours.date: {ours.date!r} is not a date; write YYYY-MM-DD") from None
+    if not ours.sources:
+        raise UserError("ours.sources: the list is empty; name the file or the test that holds the result")
+    starts = ("python cli.py ", "python reproductions/", "python tutorials/", "pytest ")
+    if not ours.command.startswith(starts):
+        raise UserError(f"ours.command: {ours.command!r} begins with none of {', '.join(starts)}")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Tables and figures of a paper.
+
+    Args:
+        title: Its title.
+        url: Where it can be read; null if we know no address.
+        items: All of its tables and figures, such as "Table 3".
+    """
+
+    title: str
+    items: list[str]
+    url: str | None = None
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper, and its rows in the order of its listing: "Table 3" → row."""
+
+    listing: Listing
+    rows: dict[str, Row]
+
+
+def read_papers(folder: Path = FOLDER) -> list[Paper]:
+    """Read `papers.yaml` and, for each paper in it, the rows: Table 3 of `statex` is `statex/table_3.yaml`.
+
+    Raises:
+        UserError: A file is missing, is of no table or figure in papers.yaml, or has a wrong key or value.
+    """
+    papers, expected_files = [], {folder / "papers.yaml"}
+    for name, contents in read_yaml(folder / "papers.yaml", "reproductions").items():
+        listing = _built(Listing, contents, f"papers.yaml: {name}")
+        files = {item: folder / name / _file_name(item) for item in listing.items}
+        if missing := [item for item, file in files.items() if not file.is_file()]:
+            raise UserError(f"reproductions: {', '.join(missing)} of {name} has no row; write {files[missing[0]]}")
+        rows = {
+            item: _built(Row, read_yaml(file, "reproductions"), f"{name}/{file.name}") for item, file in files.items()
+        }
+        papers.append(Paper(listing, rows))
+        expected_files |= {*files.values()}
+    if strange := sorted({*folder.rglob("*.yaml")} - expected_files):
+        raise UserError(f"reproductions: {strange[0]} is of no table or figure in {folder / 'papers.yaml'}")
+    return papers
+
+
+def _file_name(item: str) -> str:
+    """Return the file name of a row: `table_s1.yaml` for "Table S.1"."""
+    return f"{item.lower().replace('.', '').replace(',', '').replace(' ', '_')}.yaml"
+
+
+def _built(kind: type, contents: Any, where: str) -> Any:
+    """A dataclass from plain containers; an error message names the file."""
+    parser = _parser(kind)
+    try:
+        with explained(parser):
+            return parser.instantiate(parser.parse_object({"row": contents})).row
+    except UserError as error:
+        raise UserError(f"reproductions: {where}: {str(error).replace('row.', '')}") from None
+
+
+@functools.cache
+def _parser(kind: type) -> Parser:
+    parser = Parser()
+    parser.add_class_arguments(kind, "row")
+    return parser
+
+
+def page(papers: Sequence[Paper]) -> str:
+    """The page as Markdown: first what contradicts a paper or is hidden by the spread over seeds."""
+    measured = [(paper, item, row) for paper in papers for item, row in paper.rows.items() if row.ours is not None]
+    lines = [TOP, *_counts(papers)]
+    for title, first in (("Contradicted, or hidden by the spread over seeds", True), ("Reproduced, or partly", False)):
+        chosen = [entry for entry in measured if entry[2].stands_first == first]
+        # contradictions before all else; sorting keeps the order of the papers
+        for index, (paper, item, row) in enumerate(sorted(chosen, key=lambda entry: _rank(entry[2]))):
+            lines += [*([f"## {title}", ""] if index == 0 else []), *_measured(paper, item, row)]
+    lines += ["## Not run", ""]
+    for paper in papers:
+        lines += _not_run(paper)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _rank(row: Row) -> int:
+    return ("contradicted", "reproduced", "partly").index(row.status)
+
+
+def _counts(papers: Sequence[Paper]) -> Iterator[str]:
+    """A table of how many rows of each paper have which status."""
+    statuses = get_args(Status)
+    yield f"| paper | {' | '.join(statuses)} |"
+    yield f"|---|{'---|' * len(statuses)}"
+    for paper in papers:
+        counts = [sum(row.status == status for row in paper.rows.values()) for status in statuses]
+        yield f"| {_cited(paper)} | {' | '.join(map(str, counts))} |"
+    yield ""
+
+
+def _cited(paper: Paper) -> str:
+    title = paper.listing.title
+    return title if paper.listing.url is None else f"[{title}]({paper.listing.url})"
+
+
+def _measured(paper: Paper, item: str, row: Row) -> Iterator[str]:
+    """A row that we measured, as a section."""
+    ours = row.ours
+    assert ours is not None  # by the choice of rows
+    hidden = ", hidden by the spread over seeds" if ours.spread_hides_effect else ""
+    seeds = "nothing random" if ours.seeds is None else f"{ours.seeds} seed{'' if ours.seeds == 1 else 's'}"
+    sources = ", ".join(f"[`{source}`]({_from_docs(source)})" for source in ours.sources)
+    name = paper.listing.title.partition(":")[0]
+    yield from (f"### {item} of {name}: {row.status}{hidden}", "")
+    yield from (row.claim, "")
+    if row.printed:
+        yield from (f"**Paper.** {_numbers(row)}.", "")
+    yield from (f"**Ours** ({ours.date}, {ours.machine}, {seeds}, {ours.size}). {ours.result} From {sources}.", "")
+    if ours.measured is not None:
+        yield from (*ours.measured.table(FOLDER.parent), "")
+    if row.note is not None:
+        yield from (row.note, "")
+    yield from ("```bash", ours.command, "```", "")
+    if row.picture is not None:
+        yield from (f"![{row.claim}]({_from_docs(row.picture)})", "")
+    others = [command for command in row.commands or [] if command != ours.command]
+    if others and row.needs.gpu_hours:
+        yield from (f"At the paper's size it needs {_needs(row)}. Estimate: {row.needs.arithmetic}.", "")
+    if others:
+        yield from ("```bash", *others, "```", "")
+
+
+def _not_run(paper: Paper) -> Iterator[str]:
+    """The rows of a paper that were not run, as a table and their commands."""
+    rows = {item: row for item, row in paper.rows.items() if row.ours is None}
+    if not rows:
+        return
+    yield from (f"### {paper.listing.title}", "")
+    yield from ("| | claim | paper | status | estimate |", "|---|---|---|---|---|")
+    for item, row in rows.items():
+        claim = row.claim if row.note is None else f"{row.claim} {row.note}"
+        cells = (item, claim, _numbers(row), f"not run (needs {_needs(row)})", row.needs.arithmetic)
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    yield from ("", "```bash")
+    printed: set[str] = set()
+    for item, row in rows.items():
+        if row.commands:
+            yield from (f"# {item}", *(command for command in row.commands if command not in printed))
+            printed |= {*row.commands}
+    yield from ("```", "")
+
+
+def _numbers(row: Row) -> str:
+    """The paper's numbers, in a line."""
+    parts = []
+    for name, value in (row.printed or {}).items():
+        values = value if isinstance(value, list) else [value]
+        parts.append(f"{name}: {', '.join(each if isinstance(each, str) else f'{each:g}' for each in values)}")
+    return "; ".join(parts)
+
+
+def _needs(row: Row) -> str:
+    needs = row.needs
+    hours = f"{needs.gpu_hours:,g} GPU-hour{'' if needs.gpu_hours == 1 else 's'}" if needs.gpu_hours else None
+    return "; ".join(part for part in (hours, needs.data, needs.missing) if part is not None)
+
+
+def _from_docs(path: str) -> str:
+    """A path of the repository as a link on the page."""
+    return Path(path).relative_to("docs").as_posix() if path.startswith("docs/") else f"../{path}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(read_papers()), encoding="utf-8")

@@ -1,0 +1,66 @@
+"""Write what was measured as a CSV: a `bench.json` with a line for each row, or a folder of runs with one for each run.
+
+    python reproductions/write_csv.py runs/bench-kernels/bench.json reproductions/measured/kernels_h200.csv
+    python reproductions/write_csv.py runs/miniature reproductions/measured/miniature.csv
+
+Keys of nested values become dotted columns, lists are separated by spaces, and null is an empty field. The table of a
+folder of runs is one that `scaling fit` reads.
+"""
+
+import argparse
+import csv
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from zoo.train.metrics_file import read_metrics
+from zoo.train.results import read_row
+
+
+def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """A value as dotted columns."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from flat(inner, f"{key}.{name}".strip("."))
+    else:
+        yield key, " ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def benchmark(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a `bench.json`, each with the device, versions and settings of all."""
+    record = json.loads(file.read_text(encoding="utf-8"))
+    about = {key: value for key, value in record.items() if key not in ("rows", "references", "paper")}
+    for row in record["rows"]:
+        yield dict(flat(about | row, ""))
+
+
+def runs(folder: Path) -> Iterator[dict[str, Any]]:
+    """The results of runs, with their training losses between warm-up and decay, and their validation losses."""
+    for run in sorted(path.parent for path in folder.glob("*/results.json")):
+        row = read_row(run)
+        assert row is not None
+        metrics = read_metrics(run / "metrics.jsonl")
+        inside = [m for m in metrics if "train_loss" in m and row["warmup_steps"] <= m["step"] < row["decay_starts"]]
+        validated = [m for m in metrics if "val_loss" in m]
+        curves = {"tokens": [m["tokens"] for m in inside], "train_loss": [m["train_loss"] for m in inside]}
+        curves |= {"val_tokens": [m["tokens"] for m in validated], "val_losses": [m["val_loss"] for m in validated]}
+        numbers = {key: value for key, value in row.items() if key not in ("run", "blake2b")}
+        yield {"name": run.name, **dict(flat(numbers | curves, ""))}
+
+
+def write(rows: Iterable[dict[str, Any]], file: Path) -> None:
+    """Write rows as a CSV whose columns are those of all rows."""
+    rows = list(rows)
+    with file.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("table", type=Path)
+    arguments = parser.parse_args()
+    write((runs if arguments.source.is_dir() else benchmark)(arguments.source), arguments.table)

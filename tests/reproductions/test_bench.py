@@ -1,0 +1,129 @@
+"""`reproductions/bench.py`: what is measured is right first, and what is written down is sane."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import UserError
+from reproductions import bench
+from zoo.performance import model as models
+
+pytest_plugins = "tests.desk"
+SMALL = ("--model.vocab_size=32", "--model.num_layers=2", "--model.hidden_size=16", "--model.num_heads=2")
+PLAIN = [item.removeprefix("--") for item in SMALL]
+
+
+def record(folder: Path) -> dict:
+    return json.loads((folder / "bench.json").read_text())
+
+
+@pytest.mark.slow
+def test_expansion_beside_the_same_model(desk: Path):
+    options = [*SMALL, "--factors=[1,2]", "--batch_size=1", "--length=20", "--steps=2", "--folder=found"]
+    assert bench.main(["expansion", "--config", "gated_deltanet.yaml", *options]) == 0
+    rows = record(desk / "found")["rows"]
+    assert [(row["factor"], row["form"]) for row in rows] == [(1, ""), (2, "subheads"), (2, "long head"), (1, "")]
+    assert [row["state_size"] for row in rows] == [256, 512, 512, 256]
+    assert all(row["gate"]["passed"] and row["tflops"] > 0 for row in rows)
+    speeds = [row["tokens_per_second"] for row in rows]
+    assert rows[1]["of_one"] == pytest.approx(speeds[1] / ((speeds[0] + speeds[3]) / 2))
+    assert rows[1]["of_long_head"] == pytest.approx(speeds[1] / speeds[2])
+    assert (desk / "found/bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mixers": ["gatd_deltanet"]}, "mixers: 'gatd_deltanet' is not one of .*did you mean 'gated_deltanet'"),
+        ({"sizes": ["13b"]}, "sizes: '13b' is not one of 400m, 1.5b"),
+        ({"factors": [0]}, "factors: 0 must be at least 1"),
+        ({"config": ["gla.yaml"], "sizes": ["400m"]}, "choose between them and --config"),
+        ({"device": "cpu"}, "device: on a CPU the built-in models run out of memory"),
+    ],
+)
+def test_what_expansion_refuses(given, message):
+    with pytest.raises(UserError, match=message):
+        bench.bench_expansion(**given)
+
+
+@pytest.mark.slow
+def test_length_at_the_same_tokens_in_a_step(desk: Path, capsys: pytest.CaptureFixture[str]):
+    options = [*SMALL, "--lengths=[40,20,8]", "--tokens=40", "--steps=2", "--folder=found"]
+    assert bench.main(["length", "--config", "gated_deltanet.yaml", *options]) == 0
+    rows = record(desk / "found")["rows"]
+    assert [(row["length"], row["batch_size"]) for row in rows] == [(8, 5), (20, 2), (40, 1)]
+    assert all(row["model"] == "gated_deltanet" and row["gate"]["passed"] and row["tflops"] > 0 for row in rows)
+    assert all(row["tokens_per_second"] == pytest.approx(40e3 / row["step_ms"]) for row in rows)
+    assert "40 tokens in each step" in capsys.readouterr().out
+    assert (desk / "found/bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_result_has_no_speed(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(models.FP32, "cpu", 0.0)
+    report = bench.bench_length(["gated_deltanet.yaml", *PLAIN], lengths=[8, 16], tokens=16, folder=str(tmp_path))
+    assert report.failed
+    assert [row["length"] for row in report.rows] == [8, 16]
+    assert all("step_ms" not in row and row["note"] for row in report.rows)
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The others are measured, unless its memory is not free again."""
+
+    def full(*given: object) -> None:
+        raise torch.OutOfMemoryError("made up")
+
+    def run() -> list[str | None]:
+        options = {"lengths": [8, 16], "tokens": 16, "steps": 1}
+        report = bench.bench_length(["gated_deltanet.yaml", *PLAIN], folder=str(tmp_path), **options)
+        report.write()
+        assert not report.failed
+        return [row.get("note") for row in report.rows]
+
+    for part in ("_steps", "_gate"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"reproductions.bench.{part}", full)
+            assert run() == ["does not fit into memory; fewer tokens in a step may"] * 2
+    monkeypatch.setattr("reproductions.bench.allocated", lambda device: 5.0)
+    left = "not measured: 5 GiB are still allocated since a model did not fit; name this one alone"
+    assert run() == [left] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["0.4b", "1.3b"])
+@pytest.mark.parametrize("mixer", bench.OVER_LENGTH)
+def test_models_over_length_have_configs(mixer: str, size: str):
+    base, overlay = bench.OVER_LENGTH[mixer]
+    parsed = models.read([*base, f"gated_delta_networks/{overlay}-{size}.yaml"])
+    assert parsed.model.vocab_size == 32000
+    assert parsed.model.num_layers >= bench.OVER_LENGTH_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mixers": ["h3"]}, "mixers: 'h3' is not one of .*did you mean 'h2'"),
+        ({"size": "13b"}, "size: '13b' is not one of 0.4b, 1.3b"),
+        ({"lengths": [300]}, "lengths: 300 does not divide the 32768 tokens of a step"),
+        ({"lengths": [0]}, "lengths: 0 does not divide"),
+        ({"config": ["gla.yaml"], "mixers": ["h1"]}, "choose between them and --config"),
+        ({"device": "cpu"}, "device: on a CPU the built-in models take hours"),
+    ],
+)
+def test_what_length_refuses(given, message):
+    with pytest.raises(UserError, match=message):
+        bench.bench_length(**given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lenght"], "kind: 'lenght' is not one of expansion, length; did you mean 'length'"),
+        (["length", "--sise=1.3b"], "did you mean 'size'"),
+    ],
+)
+def test_mistakes_in_a_command(arguments: list[str], message: str):
+    with pytest.raises(UserError, match=message):
+        bench.main(arguments)

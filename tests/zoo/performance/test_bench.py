@@ -1,0 +1,348 @@
+"""`bench`: what is measured is right first, and what is written down is sane."""
+
+import dataclasses
+import importlib
+import json
+import math
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import kernels
+from tests.commands import Command
+from zoo import config as configs
+from zoo.performance import model as models
+from zoo.performance import peers
+from zoo.performance.accuracy import Gate, relative_error
+from zoo.performance.decoding import bench_decode, grows, state_at
+from zoo.performance.kernels import bench_kernels, measured
+from zoo.performance.op_calls import OPS, BenchCall, Shape
+from zoo.performance.peers import language_model
+from zoo.performance.timing import medians, process_age
+from zoo.performance.training import TrainingReport, bench_training
+
+pytest_plugins = "tests.desk"
+
+CPU = torch.device("cpu")
+SMALL = ("--model.vocab_size=32", "--model.num_layers=2", "--model.hidden_size=16", "--model.num_heads=2")
+PLAIN = [item.removeprefix("--") for item in SMALL]
+
+
+def record(folder: Path) -> dict:
+    return json.loads((folder / "bench.json").read_text())
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_passes_its_check(name):
+    case = BenchCall(name, Shape(2, 2, 100, 8), "fp32", CPU, "auto", window=20)
+    gate = case.check()
+    assert gate.passed, gate.says
+    assert {"o", "dq", "dk", "dv"} <= set(gate.errors)
+    assert ("dlog_decay" in gate.errors) == (name in ("delta_rule", "linear_head", "linear_channel"))
+    assert case.flops > 0
+    assert case.moved[1] > 2 * case.moved[0]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_precision_passes_too(dtype):
+    gate = BenchCall("linear_head", Shape(1, 2, 100, 16), dtype, CPU, "auto", window=20).check()
+    assert gate.passed, gate.says
+
+
+def test_rows_of_kernels(tmp_path):
+    report = bench_kernels(shapes=[(1, 2, 70, 8)], lengths=[32, 70], seconds=0.01, folder=str(tmp_path))
+    report.write()
+    assert not report.failed
+    rows = record(tmp_path)["rows"]
+    assert len(rows) == 2 * len(OPS)  # the table's shape is one of the picture's
+    for row in rows:
+        assert row["gate"]["passed"]
+        assert 0 < row["fwd_ms"] < row["fwd_bwd_ms"] < 1e4
+        assert row["fwd_tflops"] > 0
+        assert row["fwd_roofline"] is None
+        assert row["implementation"] == "torch"
+    path = next(column for column in report.table().columns if column.header == "path")
+    assert set(path.cells) == {"torch"}
+    assert record(tmp_path)["device"].startswith("cpu")
+    assert len(report.picture().axes[0].lines) == len(OPS)
+    assert (tmp_path / "bench.png").stat().st_size > 5000
+
+
+def test_a_wrong_implementation_has_no_time(monkeypatch, command, desk):
+    package = importlib.import_module("kernels.linear_recurrence")
+    right = package.OP.implementations["torch"]
+
+    def wrong(a):
+        o, state = right(a)
+        return o * 1.01, state
+
+    monkeypatch.setitem(package.OP.implementations, "torch", wrong)
+    done = command(
+        "bench", "kernels", "--ops=linear_head,delta_rule", "--shapes=[[1,1,40,8]]", "--lengths=[]", "--seconds=0.01"
+    )
+    assert done.code == 1
+    assert "o is off by 1.0e-02" in done.out
+    bad, good = record(desk / "runs/bench-kernels")["rows"]
+    assert not bad["gate"]["passed"]
+    assert "fwd_ms" not in bad
+    assert good["fwd_ms"] > 0
+    assert not (desk / "runs/bench-kernels/bench.png").exists()
+
+
+def test_a_model_on_several_paths_names_the_rarer_ones():
+    row = {"model": "h2", "implementations": {op: ["triton"] for op in ("delta_rule", "features", "rms_norm")}}
+    row["implementations"] |= {"window_attention": ["torch"], "linear_recurrence": ["torch", "triton"]}
+    row |= dict.fromkeys(("step_ms", "forward_ms", "backward_ms", "optimiser_ms", "first_step_s", "parameters"), 1.0)
+    row |= {"tokens_per_second": 1.0, "peak_gib": None, "mfu": None, "ready_s": None}
+    about = {"batch_size": 1, "length": 8, "compiled": False, "device": "gpu", "torch": "", "triton": "", "dtype": ""}
+    table = TrainingReport(Path(), {**about, "precision": "bf16-true"}, [row]).table()
+    (path,) = next(column for column in table.columns if column.header == "path").cells
+    assert path.startswith("triton + ")
+    assert "h2: torch: window_attention" in table.caption
+    assert "h2: torch + triton: linear_recurrence" in table.caption
+
+
+def test_the_widest_table_is_whole_at_100_columns():
+    milliseconds = dict.fromkeys(("step_ms", "forward_ms", "backward_ms", "optimiser_ms"), 166.1)
+    row = {"model": "gated_deltanet", "parameters": 400e6, "implementations": {"delta_rule": ["triton"]}} | milliseconds
+    row |= {"tokens_per_second": 197_225, "peak_gib": 31.2, "mfu": 0.351, "first_step_s": 12.3, "ready_s": 25.6}
+    about = {
+        "batch_size": 8,
+        "length": 4096,
+        "compiled": False,
+        "device": "gpu",
+        "torch": "",
+        "triton": "",
+        "dtype": "",
+    }
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(TrainingReport(Path(), {**about, "precision": "bf16-true"}, [row]).table())
+    assert "…" not in shown.get()
+
+
+@pytest.mark.slow
+def test_the_peer_has_the_sizes_of_our_heads():
+    pytest.importorskip("fla")
+    config = models.read(["gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-1.3b.yaml", "model.num_layers=1"])
+    ours = models.build(config, "32-true", torch.device("meta"))
+    theirs = language_model(ours, configs.to_dict(config)["model"], torch.device("meta"))
+    layer = theirs.model.layers[0].attn
+    assert (layer.head_k_dim, layer.head_v_dim) == (200, 400)
+    assert sum(p.numel() for p in theirs.parameters()) == pytest.approx(ours.num_parameters(), rel=0.01)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("fla")
+    case = BenchCall("delta_rule", Shape(1, 2, 70, 16), "fp32", CPU, "torch", window=1)
+    assert not any("flash_qla" in name for name in measured(case, 0.01, True)["peers"])
+
+    def rule(q, k, v, g, beta, *, scale):  # takes its arguments in FlashQLA's order
+        if not works:
+            raise ValueError("heads of 16 channels")
+        return kernels.delta_rule(q, k, v, beta, g, scale=scale)
+
+    monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(chunk_gated_delta_rule=rule))
+    monkeypatch.setattr(peers, "version", lambda package: "0.1.3")
+    peer = measured(case, 0.01, True)["peers"]["flash_qla chunk_gated_delta_rule"]
+    if works:
+        assert peer["output_difference"] == 0
+        assert peer["fwd_bwd_ms"] > 0
+    else:
+        assert peer == {"note": "ValueError: heads of 16 channels"}
+
+
+@pytest.mark.slow
+def test_a_wrong_model_is_not_timed(monkeypatch, tmp_path):
+    package = importlib.import_module("kernels.delta_rule")
+    right = package.OP.implementations["torch"]
+
+    def leaking(a):
+        o, state = right(a)
+        return o.flip(1), state
+
+    monkeypatch.setitem(package.OP.implementations, "torch", leaking)
+    trained = bench_training(["gated_deltanet.yaml", *PLAIN], batch_size=1, length=8, steps=1, folder=str(tmp_path))
+    decoded = bench_decode(["gated_deltanet.yaml", *PLAIN], batch_sizes=[1], positions=[4], folder=str(tmp_path))
+    for report in (trained, decoded):
+        assert report.failed
+        assert "tokens_per_second" not in report.rows[0]
+        assert "off by" in report.table().caption
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["gla.yaml", "retnet.yaml"])
+def test_a_slightly_wrong_model_is_not_timed(config, monkeypatch, tmp_path):
+    """Not even where the norms of outputs are made to forgive the rounding of first tokens."""
+    package = importlib.import_module("kernels.linear_recurrence")
+    right = package.OP.implementations["torch"]
+
+    def cut(decay):
+        return decay if decay is None or decay.dim() == 1 else decay[:, 64:]
+
+    def forgetting(a):
+        last = right(dataclasses.replace(a, q=a.q[:, 64:], k=a.k[:, 64:], v=a.v[:, 64:], log_decay=cut(a.log_decay)))
+        o, state = right(a)
+        return torch.cat([o[:, :64], last[0]], 1), state  # nothing is carried into the second chunk
+
+    monkeypatch.setitem(package.OP.implementations, "torch", forgetting)
+    report = bench_training([config, *PLAIN], batch_size=1, length=80, steps=1, folder=str(tmp_path))
+    assert report.failed
+    assert "off by" in report.table().caption
+
+
+@pytest.mark.slow
+def test_the_check_of_gradients_does_not_hang_on_a_few_first_tokens():
+    """Whatever the seed: q·k of a first token may be nearly 0, and its norm divides by it."""
+    config = models.read(["retnet.yaml", *PLAIN, "model.hidden_size=256", "model.num_layers=4"])
+    errors = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = models.conditioned(models.build(config, "bf16-true", CPU))
+        errors.append(models.compared(model, "bf16-true", "torch", models.learning).errors["gradients"])
+    assert max(errors) < 1.5 * min(errors)
+
+
+def test_training(command, desk):
+    done = command(
+        "bench", "training", "--config", "gated_deltanet.yaml", *SMALL, "--batch_size=2", "--length", "40", "--steps=2"
+    )
+    assert done.code == 0, done.err
+    found = record(desk / "runs/bench-training")
+    (row,) = found["rows"]
+    parts = row["forward_ms"] + row["backward_ms"] + row["optimiser_ms"]
+    assert row["step_ms"] == pytest.approx(parts, rel=0.5)
+    assert row["tokens_per_second"] == pytest.approx(2 * 40 / row["step_ms"] * 1e3)
+    assert 0 < row["first_step_s"] < row["ready_s"]
+    assert row["mfu"] is None
+    assert found["length"] == 40
+    assert found["model"]["num_layers"] == 2
+    assert "gated_deltanet" in done.out
+    assert row["implementations"]["delta_rule"] == row["implementations"]["rms_norm"] == ["torch"]
+    assert "path" in done.out
+
+
+def test_decode(command, desk):
+    done = command(
+        *("bench", "decode", "--config", "transformer.yaml", *SMALL),
+        *("--batch_sizes=[1,3]", "--positions=[8,64]", "--seconds=0.02"),
+    )
+    assert done.code == 0, done.err
+    rows = record(desk / "runs/bench-decode")["rows"]
+    assert [(row["batch_size"], row["position"]) for row in rows] == [(1, 8), (1, 64), (3, 8), (3, 64)]
+    assert all(row["ms"] > 0 and row["how"] == "eager" for row in rows)
+    assert rows[1]["state_bytes"] > 4 * rows[0]["state_bytes"]
+
+
+@pytest.mark.parametrize(("config", "growing"), [("transformer.yaml", True), ("gdn_h1.yaml", False)])
+def test_a_state_at_a_position(config, growing):
+    model = models.build(models.read([config, *PLAIN, "model.num_layers=3"]), "32-true", CPU)
+    state = state_at(model, 2, 50)
+    assert grows(model) == growing
+    logits, _ = model(torch.zeros(2, 1, dtype=torch.int64), state)
+    assert torch.isfinite(logits).all()
+    longest = max(leaf.shape[1] for leaf in torch.utils._pytree.tree_leaves(state) if leaf.dim() == 4)
+    assert longest == 50 or not growing
+
+
+def test_low_precision_of_a_model_is_measured_by_its_rounding():
+    model = models.build(models.read(["gated_deltanet.yaml", *PLAIN]), "bf16-true", CPU)
+    gate = models.compared(model, "bf16-true", "torch", models.learning)
+    assert gate.passed, gate.says
+    assert max(gate.limits.values()) <= models.WORST
+
+
+def test_errors_that_are_no_numbers_never_pass():
+    x = torch.ones(3)
+    gate = Gate()
+    assert not gate.passed  # nothing was compared
+    gate.check("o", x * math.nan, x, 1.0)
+    assert not gate.passed
+    assert gate.record()["errors"] == {"o": None}
+    assert relative_error(torch.ones(2), x) == math.inf
+
+
+def test_calls_take_turns():
+    order: list[str] = []
+    times = medians({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, CPU, least=3, most=14)
+    turns = "aaaaaaaaaabbbbbbbbbbaaaabbbb"  # of ten calls; what takes no time is repeated as often as allowed
+    assert order == ["a", "a", "b", "b", *turns]
+    assert set(times) == {"a", "b"}
+
+
+def test_a_process_has_an_age():
+    assert 0 < process_age() < 1e7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "is not one of kernels, training, decode"),
+        (["kernel"], "did you mean 'kernels'"),
+        (["kernels", "--ops=delta_rul"], "did you mean 'delta_rule'"),
+        (["kernels", "--ops="], "ops: '' is not one of delta_rule"),
+        (["kernels", "--shapes=[[1,2,3]]"], "shapes"),
+        (["kernels", "--shapes=[[1,2,0,4]]"], "shapes: all sizes must be at least 1"),
+        (["kernels", "--dtype=bf61"], "did you mean 'bf16'"),
+        (["kernels", "--backend=tritn"], "did you mean 'triton'"),
+        (["kernels", "--op=delta_rule"], "did you mean 'ops'"),
+        (["kernels", "--config", "gla.yaml"], "config: unknown key"),
+        (["kernels", "--peers"], "needs a CUDA device"),
+        (["training", "--peers", "--config", "gla.yaml"], "needs a CUDA device"),
+        (["training"], "config: missing"),
+        (["training", "--config"], "--config has no value"),
+        (["training", "--config", "gl.yaml"], "did you mean 'gla.yaml'"),
+        (["training", "--config", "gla.yaml", "--batch_sze=4"], "did you mean 'batch_size'"),
+        (["training", "--config", "gla.yaml", "--model.num_layer=4"], "did you mean 'num_layers'"),
+        (["training", "--config", "gla.yaml", *SMALL, "--steps=0"], "steps: 0 must be at least 1"),
+        (["training", "--config", "gla.yaml", *SMALL, "--precision=16"], "precision: '16' is not one of"),
+        (["decode", "--config", "gla.yaml", "--device=cuda"], "no CUDA device"),
+        (["decode", "--config", "gla.yaml", *SMALL, "--positions=[0]"], "positions: 0 must be at least 1"),
+    ],
+)
+def test_a_mistake_is_one_sentence(command, desk, monkeypatch, arguments, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = command("bench", *arguments)
+    assert done.code == 2
+    assert expected in done.err
+    assert len(done.err.splitlines()) == 1
+    assert not (desk / "runs").exists()
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_says_what_the_model_says():
+    from zoo.performance.decoding import Captured, Eager
+
+    device = torch.device("cuda")
+    model = models.build(models.read(["gated_deltanet.yaml", *PLAIN]), "32-true", device).eval()
+    with torch.no_grad():
+        captured = Captured(model, 2, 10)
+        eager = Eager(model, 2, 10)
+        eager.decoder.state = torch.utils._pytree.tree_map(torch.clone, captured.decoder.state)
+        eager.tokens = captured.tokens.clone()
+        for _ in range(5):
+            captured()
+            eager()
+    for one, other in zip(
+        *map(torch.utils._pytree.tree_leaves, (captured.decoder.state, eager.decoder.state)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_kernels_on_a_gpu_pass_at_the_timed_call(tmp_path):
+    report = bench_kernels(shapes=[(2, 4, 1000, 64)], lengths=[], seconds=0.02, folder=str(tmp_path))
+    assert not report.failed
+    assert all(row["fwd_ms"] > 0 for row in report.rows)
+
+
+@pytest.mark.parametrize("kind", ["expansion", "length"])
+def test_a_benchmark_that_is_a_script_now(kind: str, command: Command):
+    done = command("bench", kind, "--config", "gated_deltanet.yaml")
+    assert done.code == 2
+    assert f"bench: {kind} is now python reproductions/bench.py {kind}, with the same options" in done.err

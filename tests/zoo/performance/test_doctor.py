@@ -1,0 +1,207 @@
+"""The doctor on a healthy machine, and on one with a fault planted in it, which it has to name."""
+
+import importlib.metadata
+import json
+import multiprocessing
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+import mixers
+import zoo
+from kernels import UserError
+from kernels.gpu.launch_table import TABLE, LaunchConfig
+from zoo.performance.doctor.checks import compile_ahead, known_cases, side_by_side
+from zoo.performance.doctor.machine import compiler, packages
+from zoo.performance.op_calls import cases, ops
+
+pytest_plugins = "tests.desk"
+RUNNING = "triton" if torch.cuda.is_available() else "torch"
+
+
+def module(op: str) -> Any:
+    return sys.modules[getattr(kernels, op).__module__]
+
+
+def plant(patch: pytest.MonkeyPatch, op: str, fault: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the implementation of an op that runs here by a faulty one."""
+    implementations = module(op).OP.implementations
+    patch.setitem(implementations, RUNNING, fault(implementations[RUNNING]))
+
+
+@pytest.mark.slow
+def test_a_healthy_machine(command, desk: Path):
+    done = command("doctor", "--output", "doctor.json")
+    assert done.code == 0, done.out
+    record = json.loads(Path("doctor.json").read_text())
+    assert record["passed"]
+    assert record["seconds"] < 120
+    subjects = {finding["subject"] for finding in record["ops"]}
+    checks = {finding["check"] for finding in record["ops"]}
+    assert checks == {"path", "fp32", "bf16", "packed", "repeats"}
+    assert len({subject.partition(" ")[0] for subject in subjects}) == len(ops())
+    assert {finding["subject"] for finding in record["mixers"]} == {*mixers.names()}
+    assert {finding["subject"] for finding in record["machine"]} >= {"packages", "GPU", "memory", "disk"}
+    for word in (*subjects, *mixers.names(), "checks passed", "; written to doctor.json"):
+        assert word in done.out
+    explained = done.out[done.out.index("path: the implementation") :].splitlines()
+    assert all(len(line) < 80 for line in explained)  # no line is torn by a narrow terminal
+
+
+def test_every_op_is_known():
+    """An op that is new has to have a case."""
+    assert {case.op for case in cases(32)} == {*ops()}
+    assert {"delta_rule", "linear_recurrence", "window_attention", "linear_cross_entropy"} <= {*ops()}
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_off_by_one_percent(command, monkeypatch: pytest.MonkeyPatch):
+    def fault(run):
+        def wrong(a):
+            return run(replace(a, v=a.v.detach() + 1.01 * (a.v - a.v.detach())))
+
+        return wrong
+
+    plant(monkeypatch, "delta_rule", fault)
+    done = command("doctor")
+    assert done.code == 1
+    assert "failed delta_rule (no decay, 32), fp32: the gradient of v is off by 1.0e-02, allowed 2e-05" in done.out
+    named = [line for line in done.out.splitlines() if line.startswith("failed ")]
+    assert all("delta_rule" in line for line in named)
+    assert f"{len(named)} of " in done.out
+
+
+@pytest.mark.slow
+def test_documents_that_see_their_neighbours(monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch, "linear_recurrence", lambda run: lambda a: run(replace(a, cu_seqlens=None)))
+    failures = zoo.doctor(verbose=False).failures
+    assert {each.check for each in failures} == {"packed"}
+    subjects = {each.subject for each in failures}
+    assert {"linear_recurrence (decay per head, 32)", "GLA", "Mamba2"} <= subjects
+    assert not {"GatedDeltaNet", "SoftmaxAttention"} & subjects
+    said = next(str(each) for each in failures if each.subject.startswith("linear_recurrence"))
+    assert "outputs change by" in said
+    assert "of a gradient goes to the neighbours" in said
+
+
+@pytest.mark.slow
+def test_results_that_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch):
+    def fault(run):
+        def noisy(*given: Tensor):
+            log_decay, dt = run(*given)
+            return log_decay, dt * (1 + 1e-6 * torch.rand(()))
+
+        return noisy
+
+    plant(monkeypatch, "discretise", fault)
+    (failure,) = zoo.doctor(verbose=False).failures
+    assert (failure.subject, failure.check) == ("discretise (32)", "repeats")
+    assert "output 2" in failure.says
+
+
+@pytest.mark.slow
+def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch):
+    def fault(run):
+        def broken(*given):
+            raise RuntimeError("no kernel image is available for execution on the device\nand more")
+
+        return broken
+
+    plant(monkeypatch, "gated_linear", fault)
+    failures = zoo.doctor(verbose=False).failures
+    assert {each.subject for each in failures} == {"gated_linear (32)"}
+    assert failures[0].says == "RuntimeError: no kernel image is available for execution on the device"
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [
+        ("3.6.0", r"^3\.6\.0: known on Hopper are \d+: .*FLA #640.*triton #11366.*\. No launch here uses them$"),
+        ("3.3.1", r"^3\.3\.1: none is known$"),
+    ],
+)
+def test_what_the_compiler_is_known_for(installed: str, says: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[packages.__module__], "version", lambda name: installed)
+    finding = compiler()
+    assert (finding.subject, finding.status) == ("Triton", "passed")
+    assert re.search(says, finding.says)
+
+
+def test_a_launch_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(TABLE["delta_rule.dq"], (9, 64, 2), LaunchConfig(4, 2, keys=32, values=64))
+    finding = compiler()
+    assert finding.status == "failed"
+    assert "delta_rule.dq 64" in finding.says
+
+
+def test_packages_of_other_versions(monkeypatch: pytest.MonkeyPatch):
+    installed = {"torch": "2.1.0+cpu", "rich": "99.0"}
+    known = importlib.metadata.version
+    monkeypatch.setattr(sys.modules[packages.__module__], "version", lambda name: installed.get(name) or known(name))
+    finding = packages()
+    assert finding.status == "failed"
+    assert "torch 2.1.0+cpu is installed, and >=2.11 is needed" in finding.says
+    del installed["torch"]
+    finding = packages()
+    assert finding.status == "noted"
+    assert "rich 99.0 (tested with " in finding.says
+
+
+@pytest.mark.slow
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**29))
+    failures = zoo.doctor(verbose=False).failures
+    assert {each.subject for each in failures} == {"disk"}
+    assert failures[0].says == "0.5 GiB is less than 1 GiB"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--device=gpu"], "device: 'gpu' is not one of cpu, cuda"),
+        (["--output=."], "output: . is a folder; name a file, such as doctor.json"),
+        (["--outptu=a.json"], "did you mean 'output'"),
+    ],
+)
+def test_mistakes(command, arguments: list[str], expected: str):
+    done = command("doctor", *arguments)
+    assert done.code == 2
+    assert expected in done.err
+    assert "Traceback" not in done.err
+    with pytest.raises(UserError, match="device: 'tpu'"):
+        zoo.doctor("tpu")
+
+
+@pytest.mark.slow
+def test_ops_and_mixers_are_examined_side_by_side(monkeypatch: pytest.MonkeyPatch):
+    """In processes that are forked, which spares their imports."""
+    ahead, cpu = sys.modules[side_by_side.__module__], torch.device("cpu")
+    monkeypatch.setattr(ahead, "get_context", lambda method: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(ahead, "known_cases", lambda device: known_cases(device)[:3])
+    monkeypatch.setattr(mixers, "names", lambda: ["GLA", "HGRN2"])
+    assert side_by_side(cpu, workers=2) == 5
+    assert compile_ahead(cpu) == 0  # which has nothing to compile
+
+
+@pytest.mark.nightly
+def test_everything_is_examined_side_by_side():
+    cpu = torch.device("cpu")
+    assert side_by_side(cpu, workers=2) == len(known_cases(cpu)) + len(mixers.names())
+
+
+@pytest.mark.gpu
+def test_two_minutes_on_a_new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = zoo.doctor(verbose=False)
+    assert not found.failed, found.failures
+    assert found.seconds < 120

@@ -1,0 +1,24 @@
+"""Names in the arguments of verbs."""
+
+from collections.abc import Iterable
+
+from kernels import UserError
+from mixers import did_you_mean
+
+
+def names_in(value: list[str] | str | None) -> list[str]:
+    """Return the names in a list, or in text that separates them by commas, perhaps in brackets."""
+    if not isinstance(value, str):
+        return list(value or [])
+    inside = value.strip()
+    if inside.startswith("[") and inside.endswith("]"):
+        inside = inside[1:-1]
+    return [name.strip() for name in inside.split(",") if name.strip()]
+
+
+def check_names(argument: str, values: Iterable[str], names: Iterable[str]) -> None:
+    """Raise a UserError for the first value that is not one of the names."""
+    names = list(names)
+    for value in values:
+        if value not in names:
+            raise UserError(f"{argument}: {value!r} is not one of {', '.join(names)}{did_you_mean(value, names)}")

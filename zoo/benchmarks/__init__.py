@@ -1,5 +1,0 @@
-"""Benchmarks of ops (`kernels`), training steps (`training`), generation (`decode`) and several devices (`scaling`)."""
-
-from zoo.benchmarks.run import KINDS, bench
-
-__all__ = ["KINDS", "bench"]

@@ -1,0 +1,61 @@
+"""Tables, consoles and figures in the one style in which results are shown."""
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from zoo.files.atomic import atomic_write
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_table(
+    columns: Iterable[str], left: Collection[str] | int = 1, wrapped: Collection[str] = (), **style: Any
+) -> Table:
+    """Return a table without rows, with its title and caption on the left.
+
+    Args:
+        columns: The headings.
+        left: Columns that are aligned to the left, by name, or how many from the first; the others to the right.
+        wrapped: Columns that wrap in a narrow terminal; the others are never broken.
+        style: Further arguments of rich's Table.
+    """
+    defaults: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1)}
+    table = Table(title_justify="left", caption_justify="left", **defaults | style)
+    for number, column in enumerate(columns):
+        is_left = number < left if isinstance(left, int) else column in left
+        table.add_column(column, justify="left" if is_left else "right", no_wrap=column not in wrapped)
+    return table
+
+
+def new_console(verbose: bool = True, width: int = 120) -> Console:
+    """Return a console that is at least `width` columns wide in a log file, and silent unless `verbose`."""
+    console = Console(quiet=not verbose)
+    return console if console.is_terminal else Console(quiet=not verbose, width=max(console.width, width))
+
+
+def new_figure(width: float, height: float, dpi: int = 110) -> "Figure":
+    """Return a figure without panels, in inches; not by pyplot, so that there is no global state and no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_figure(figure: "Figure", file: Path) -> None:
+    """Write a figure in the format of the file's suffix."""
+    with atomic_write(file) as opened:
+        figure.savefig(opened, format=file.suffix.removeprefix("."))
+
+
+def short_list(items: Iterable[str], most: int = 5, separator: str = "; ") -> str:
+    """Return the first items in a line, and how many more there are."""
+    items = list(items)
+    return separator.join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -1,5 +1,0 @@
-"""The doctor: whether this machine, with its drivers and packages, computes what it should."""
-
-from zoo.doctor.examination import Examination, doctor
-
-__all__ = ["Examination", "doctor"]

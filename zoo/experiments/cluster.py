@@ -1,0 +1,93 @@
+"""Running a sweep as jobs on a cluster, through submitit."""
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from tqdm import tqdm
+
+from kernels import UserError
+from zoo.experiments.definition import Run
+from zoo.experiments.runner import Failure, Runner, result
+from zoo.files.sealed_json import read_sealed, write_sealed
+from zoo.train.signals import interrupt_deferred
+
+POLL_SECONDS = 2.0
+
+
+def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: dict[str, Any]) -> list[Failure]:
+    """Submit each incomplete run to a cluster, wait for all of them, and return those that failed.
+
+    If the wait is interrupted (Ctrl-C), jobs stay in the queue, and the next call waits for them instead of submitting
+    them again.
+
+    Args:
+        runner: Has the folder of the runs and the command that starts them.
+        runs: The runs of the sweep.
+        cluster: submitit's name of the executor: `slurm`, or `local` for processes on this machine.
+        options: submitit's parameters, such as `{"slurm_partition": "gpu", "gpus_per_node": 1, "timeout_min": 120}`.
+
+    Raises:
+        UserError: submitit is not installed, or does not know the cluster or an option.
+    """
+    try:
+        import submitit
+    except ImportError:
+        raise UserError("cluster: needs submitit; pip install 'token-mixer-zoo[cluster]'") from None
+    logs, file = runner.folder / "jobs", runner.folder / "jobs.json"
+    with runner.claimed(runs):
+        try:
+            executor = submitit.AutoExecutor(folder=logs, cluster=cluster)
+            executor.update_parameters(name="sweep", **options)
+        except (ValueError, NameError, RuntimeError, AssertionError, TypeError) as error:
+            raise UserError(f"cluster: {cluster} with {options}: {' '.join(str(error).split())}") from None
+        advice = "delete it if no job of this sweep is in the queue any more"
+        earlier: dict[str, str] = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
+        classes = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}
+        jobs: dict[str, submitit.Job[Any]] = {}
+        for run in runs:
+            if result(runner.folder / run.name) is not None:
+                continue
+            if run.name in earlier and cluster in classes:
+                job = classes[cluster](logs, earlier[run.name])
+                if not _has_ended(job):
+                    jobs[run.name] = job
+                    continue
+                if result(runner.folder / run.name) is not None:  # it has ended in the meantime
+                    continue
+            command = submitit.helpers.CommandFunction(runner.prepare(run), verbose=False)
+            with interrupt_deferred():  # a job that is not recorded would be submitted again
+                jobs[run.name] = executor.submit(command)
+                earlier[run.name] = jobs[run.name].job_id
+                write_sealed(file, earlier)
+        with tqdm(total=len(runs), initial=len(runs) - len(jobs), desc="runs", unit=" runs", dynamic_ncols=True) as bar:
+            waiting = dict(jobs)
+            while waiting:
+                time.sleep(POLL_SECONDS)
+                for name in [name for name, job in waiting.items() if _has_ended(job)]:
+                    del waiting[name]
+                    bar.update()
+    return [
+        Failure(name, f"job {job.job_id} {job.state.lower()}, see {job.paths.stderr}")
+        for name, job in jobs.items()
+        if result(runner.folder / name) is None
+    ]
+
+
+def _has_ended(job: Any) -> bool:
+    """Return whether a job has ended.
+
+    submitit reports every local job that it has no process object for as ended, so the process is looked for.
+    """
+    if job.state != "NO PROCESS AND NO RESULT":
+        return bool(job.done())
+    process = int(job.job_id)
+    with suppress(ChildProcessError):  # an ended child exists until it is waited for
+        os.waitpid(process, os.WNOHANG)
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
+    return False

@@ -1,0 +1,214 @@
+"""Runs in separate processes, several at a time; complete runs are skipped, and stopped runs are resumed."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from filelock import Timeout
+from tqdm import tqdm
+
+from kernels import UserError
+from zoo.config.moved import up_to_date
+from zoo.config.serialise import differences, verified
+from zoo.display import short_list
+from zoo.experiments.definition import Run
+from zoo.files.links import held_lock, lock_of, open_in_place
+from zoo.files.sealed_json import read_sealed, write_sealed
+from zoo.runs.folder import LOCK, has_checkpoint
+from zoo.train.results import read_row
+from zoo.train.signals import PARENT, sigterm_raises
+
+log = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, str(Path(__file__).parents[2] / "cli.py"))  # next to the package, also in a wheel
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 120.0  # time for a run of a killed sweep to save and end
+
+
+class Failure(NamedTuple):
+    """A run that did not complete."""
+
+    run: str
+    reason: str
+
+
+class _Process(NamedTuple):
+    run: Run
+    process: "subprocess.Popen[bytes]"
+    log: IO[bytes]
+    slot: int
+
+
+class Runner:
+    """Trains runs with `command`, `jobs` at a time, each in `folder/NAME` with its output in `folder/NAME.log`.
+
+    Repeating the call skips complete runs, resumes those that have a checkpoint, and starts the others again. Ctrl-C or
+    SIGTERM stops the running ones as it stops `fit`: each saves a checkpoint.
+
+    Args:
+        command: The command that starts the command line, such as `["python", "cli.py"]`.
+        folder: The folder of the runs.
+        jobs: Number of runs at a time; null for one per GPU, or one without GPUs. If there are more jobs than GPUs,
+            they share them. CPU cores are divided among the jobs.
+
+    Raises:
+        UserError: `jobs` is below 1.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, jobs: int | None = None):
+        self.gpus = torch.cuda.device_count()
+        self.command, self.folder, self.jobs = list(command), folder, max(self.gpus, 1) if jobs is None else jobs
+        if self.jobs < 1:
+            raise UserError(f"jobs: {jobs} must be at least 1")
+
+    def run(self, runs: Sequence[Run]) -> list[Failure]:
+        """Run all incomplete runs, and return those that failed.
+
+        Raises:
+            UserError: The folder has runs of the same names with other configs, or is in use.
+        """
+        with self.claimed(runs):
+            waiting = deque(run for run in runs if result(self.folder / run.name) is None)
+            running: list[_Process] = []
+            failures: list[Failure] = []
+            slots = set(range(self.jobs))
+            done = len(runs) - len(waiting)
+            with (
+                tqdm(total=len(runs), initial=done, desc="runs", unit=" runs", dynamic_ncols=True) as bar,
+                sigterm_raises(),
+            ):
+                try:
+                    while waiting or running:
+                        while waiting and slots:
+                            running.append(self._start(waiting.popleft(), slots.pop()))
+                        time.sleep(POLL_SECONDS)
+                        for ended in [process for process in running if process.process.poll() is not None]:
+                            running.remove(ended)
+                            slots.add(ended.slot)
+                            ended.log.close()
+                            failures += self._failure(ended.run, ended.process.returncode)
+                            bar.set_postfix_str(f"{len(failures)} failed" if failures else "", refresh=False)
+                            bar.update()
+                except (KeyboardInterrupt, SystemExit):
+                    bar.write("stopping: what runs is saved, and the same command continues")
+                    raise
+                finally:
+                    _stop(running)
+        return failures
+
+    def prepare(self, run: Run) -> list[str]:
+        """The command line that starts a run, or resumes it from its last checkpoint.
+
+        A run of a killed sweep may still be saving; this waits for it.
+
+        Raises:
+            UserError: Another process trains the run, and does not end; or its folder is a link.
+        """
+        folder = self.folder / run.name
+        if folder.is_symlink():  # another run would be continued
+            raise UserError(f"folder: {folder} is a link, through which nothing is written; put a folder in its place")
+        if (folder / LOCK).exists():
+            try:
+                with lock_of(folder / LOCK).acquire(timeout=GRACE_SECONDS):
+                    pass
+            except Timeout:
+                raise UserError(f"folder: {folder} is being trained by another process; wait for it") from None
+        if has_checkpoint(folder):
+            return [*self.command, "fit", "--resume", str(folder)]
+        return [*self.command, "fit", *run.arguments(), "--run", f"{self.folder}/{run.name}"]
+
+    def _start(self, run: Run, slot: int) -> _Process:
+        threads = max((os.cpu_count() or 1) // self.jobs, 1)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid())}
+        environment.pop("ZOO_RUN", None)
+        if self.gpus:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.gpus)))
+            environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[slot % self.gpus]
+        output = open_in_place(self.folder / f"{run.name}.log", "ab")
+        # a new session, so that Ctrl-C reaches it only through this process, once
+        process = subprocess.Popen(
+            self.prepare(run),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            start_new_session=True,
+        )
+        return _Process(run, process, output, slot)
+
+    def _failure(self, run: Run, code: int) -> list[Failure]:
+        if code == 0 and result(self.folder / run.name) is not None:
+            return []
+        reason = f"exit code {code}" if code else "no result"
+        return [Failure(run.name, f"{reason}, see {self.folder / run.name}.log")]
+
+    @contextmanager
+    def claimed(self, runs: Sequence[Run]) -> Iterator[None]:
+        """Lock the folder, after checking that it has no other runs with the same names."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        busy = f"folder: {self.folder} is in use by another sweep; wait for it or choose another"
+        with held_lock(self.folder / ".lock", busy):
+            self._check(runs)
+            yield
+
+    def _check(self, runs: Sequence[Run]) -> None:
+        file = self.folder / "runs.json"
+        advice = "delete it, and the runs there count as runs of this sweep"
+        recorded = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
+        for run in runs:
+            plain = json.loads(json.dumps(verified(run.read())))
+            # keys that did not exist when the run was started do not count as differences
+            config = recorded.setdefault(run.name, plain)
+            if not isinstance(config, dict):
+                raise UserError(f"{file} is damaged ({run.name} has no config); {advice}.")
+            old = {**plain, **up_to_date(config)}
+            if old != plain and (self.folder / run.name).exists():
+                key, before, now = next(differences(old, plain))
+                raise UserError(
+                    f"folder: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; choose "
+                    "another --folder, or delete that one"
+                )
+            recorded[run.name] = plain
+        write_sealed(file, recorded)
+
+
+def result(run: Path) -> dict[str, Any] | None:
+    """The results row of a complete run; None for an incomplete run or a damaged row, so that it is written again."""
+    try:
+        row = read_row(run)
+    except UserError as error:
+        log.warning("%s", error)
+        return None
+    return row if row is not None and row["status"] == "complete" else None
+
+
+def failed(failures: Sequence[Failure], total: int) -> UserError:
+    """The error for failed runs, after all others have completed."""
+    listed = short_list(f"{failure.run} ({failure.reason})" for failure in failures)
+    return UserError(
+        f"{len(failures)} of {total} runs failed: {listed}; the others are kept, and the same command tries these again"
+    )
+
+
+def _stop(running: Sequence[_Process]) -> None:
+    """Stop runs as Ctrl-C does, and wait until each has saved its checkpoint."""
+    for _, process, _, _ in running:
+        if process.poll() is None:
+            process.terminate() if os.name == "nt" else process.send_signal(signal.SIGINT)
+    for _, process, output, _ in running:
+        try:
+            process.wait()
+        except KeyboardInterrupt:  # a second Ctrl-C: stop immediately
+            process.kill()
+            process.wait()
+        output.close()

@@ -1,0 +1,107 @@
+"""The report of a benchmark: a table for the terminal, bench.json and, where there is a curve, bench.png."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from zoo.display import new_console, new_table, write_figure
+from zoo.files.atomic import atomic_write
+
+PATH = "path: the implementations that ran, triton, torch, reference or flashqla"
+
+
+@dataclass
+class Report:
+    """The rows of one benchmark; each benchmark has a subclass with its table and picture.
+
+    Args:
+        folder: The folder to write to.
+        about: Device, versions and settings.
+        rows: One row per measurement.
+    """
+
+    benchmark: ClassVar[str]  # kernels, training and so on
+
+    folder: Path
+    about: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Return whether a result was wrong."""
+        return any(map(is_wrong, self.rows))
+
+    def write(self) -> None:
+        """Write bench.json and bench.png."""
+        record = {"kind": self.benchmark, **self.about, "rows": self.rows}
+        with atomic_write(self.folder / "bench.json") as file:
+            file.write(json.dumps(record, indent=1, allow_nan=False).encode())
+        if (picture := self.picture()) is not None:
+            write_figure(picture, self.folder / "bench.png")
+
+    def table(self) -> Table:
+        """The table for the terminal."""
+        raise NotImplementedError
+
+    def picture(self) -> Figure | None:
+        """Return the contents of bench.png; None without a curve."""
+        return None
+
+    def new_table(self, columns: Iterable[str]) -> Table:
+        """An empty table with device, versions and precision above it."""
+        about = self.about
+        triton = f", triton {about['triton']}" if about["triton"] else ""
+        title = f"{about['device']}, torch {about['torch']}{triton}, {about.get('dtype') or about['precision']}"
+        return new_table(columns, title=title, collapse_padding=True, pad_edge=False)  # 100 columns hold the widest
+
+
+def captioned(table: Table, remarks: Iterable[str]) -> Table:
+    """The table with remarks below it, each once."""
+    table.caption = "\n".join(dict.fromkeys(remarks)) or None
+    return table
+
+
+def without(table: Table, remarks: list[str], head: list[str], row: dict[str, Any]) -> None:
+    """Add a row without a result, and a remark with the reason."""
+    failed = is_wrong(row)
+    table.add_row(*head, "WRONG" if failed else "–", style="red" if failed else None)
+    remarks.append(f"{' '.join(part for part in head if part)}: {row['note']}")
+
+
+def path_of(row: dict[str, Any], remarks: list[str]) -> str:
+    """The implementations of all ops of a model, and remarks on which ops have another than most."""
+    ops: dict[str, list[str]] = {}
+    for op, names in row.get("implementations", {}).items():
+        ops.setdefault(" + ".join(names), []).append(op)
+    most, *others = sorted(ops, key=lambda names: -len(ops[names])) or [""]
+    remarks += [f"{row['model']}: {names}: {', '.join(ops[names])}" for names in others]
+    return " + ".join([most, *others])
+
+
+def is_wrong(row: dict[str, Any]) -> bool:
+    """Return whether the result of a row was wrong."""
+    return "gate" in row and not row["gate"]["passed"]
+
+
+def formatted(value: float | None, form: str) -> str:
+    """A number in a format; nothing for None."""
+    return "" if value is None else form.format(value)
+
+
+def pair(first: float | None, second: float | None, form: str) -> str:
+    """Two numbers in a format; nothing if one is None."""
+    return "" if first is None or second is None else f"{form.format(first)} / {form.format(second)}"
+
+
+def show(report: Report) -> Report:
+    """Write a report, and print its table."""
+    report.write()
+    console = new_console(width=160)
+    console.print(report.table())
+    console.out(f"written to {report.folder}", highlight=False)
+    return report

@@ -1,0 +1,218 @@
+"""`bench decode`: time per token at a given position, eager and as a captured CUDA graph."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from tqdm import tqdm
+
+from zoo import config as configs
+from zoo.generation.decoder import Decoder
+from zoo.lm.model import LanguageModel
+from zoo.performance import model as models
+from zoo.performance import peers as others
+from zoo.performance.bench_report import Report, captioned, formatted, without
+from zoo.performance.device import described, pick_backend
+from zoo.performance.timing import medians
+from zoo.train.devices import pick_device
+
+PEER_POSITION = 1024  # largest prefill of a peer; more is not needed, since its state has constant size, too
+
+
+class DecodeReport(Report):
+    """Times of tokens."""
+
+    benchmark = "decode"
+
+    def table(self) -> Table:
+        """A row for each batch size and position."""
+        table = self.new_table(["model", "batch", "position", "how", "ms/token", "tok/s", "state MB"])
+        remarks: list[str] = []
+        for row in self.rows:
+            head = [row["model"], str(row["batch_size"]), str(row["position"]), row["how"]]
+            if "ms" not in row:
+                without(table, remarks, head, row)
+                continue
+            state = None if row["state_bytes"] is None else row["state_bytes"] / 1e6
+            table.add_row(*head, f"{row['ms']:.3f}", f"{row['tokens_per_second']:,.0f}", formatted(state, "{:.1f}"))
+            remarks += [row["note"]] if "note" in row else []
+        return captioned(table, remarks)
+
+
+def bench_decode(
+    config: Sequence[str],
+    batch_sizes: list[int] | None = None,
+    positions: list[int] | None = None,
+    precision: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    seconds: float = 1.0,
+    peers: bool = False,
+    folder: str = "runs/bench-decode",
+) -> Report:
+    """Time a model's decoding steps, after checking them against a forward pass over all tokens.
+
+    The state is random, with the size it has at the position; each step feeds the likeliest token and the new state to
+    the next one.
+
+    Args:
+        config: Configs and `key=value` overrides, in order.
+        batch_sizes: Sequences in a batch; null for 1 and 64.
+        positions: Numbers of preceding tokens; null for 1024 and 65536.
+        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a CPU.
+        backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
+        device: cpu or cuda; null for the GPU if available.
+        seconds: Time to spend on each measurement.
+        peers: Whether to also time flash-linear-attention's Gated DeltaNet of the same sizes.
+        folder: The folder of bench.json.
+
+    Raises:
+        UserError: An argument is invalid.
+    """
+    where = pick_device(device)
+    if peers:
+        others.require(where)
+    batch_sizes = [1, 64] if batch_sizes is None else batch_sizes
+    positions = [1024, 65536] if positions is None else positions
+    precision = precision or ("bf16-true" if where.type == "cuda" else "32-true")
+    backend = pick_backend(backend)
+    for batch_size, position in itertools.product(batch_sizes, positions):
+        models.check_options(precision, batch_sizes=batch_size, positions=position)
+    parsed = models.read(config)
+    name = models.name(config)
+    about = {
+        **described(where),
+        "model": configs.to_dict(parsed)["model"],
+        "precision": precision,
+        "peers": peers,
+    }
+    report = DecodeReport(Path(folder), about)
+    model = models.build(parsed, precision, where).eval()
+    gate = models.compared(model, precision, backend, models.continuing, models.at_once)
+    peer = others.language_model(model, about["model"], where) if peers else None
+    peer = peer.to(models.PRECISIONS[precision]).eval() if peer is not None else None
+    places = [(batch, position) for batch in batch_sizes for position in positions]
+    for batch, position in tqdm(places, desc="decode", unit=" places", dynamic_ncols=True):
+        row = {"model": name, "batch_size": batch, "position": position, "gate": gate.record()}
+        if not gate.passed:
+            report.rows.append({**row, "how": "", "note": gate.says})
+            continue
+        with torch.no_grad(), models.running(precision, where, backend):
+            report.rows += _measured(row, model, seconds)
+        if peer is not None:
+            other = {"model": "fla gated delta rule", "batch_size": batch, "position": min(position, PEER_POSITION)}
+            with torch.no_grad(), models.running(precision, where):
+                make = partial(Peer, peer, batch, other["position"])
+                report.rows.append(_peer({**other, "how": "eager"}, seconds, make, where))
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+    return report
+
+
+def _measured(row: dict[str, Any], model: LanguageModel, seconds: float) -> list[dict[str, Any]]:
+    """The rows of a batch size and position: eager and, on a GPU, a captured graph."""
+    device = next(model.parameters()).device
+    place = row["batch_size"], row["position"]
+    eager = _timed({**row, "how": "eager"}, seconds, lambda: Eager(model, *place), device)
+    if device.type != "cuda" or "ms" not in eager:
+        return [eager]
+    try:
+        return [eager, _timed({**row, "how": "CUDA graph"}, seconds, lambda: Captured(model, *place), device)]
+    except RuntimeError as error:
+        eager["note"] = f"no CUDA graph: {' '.join(str(error).split())[:120]}"
+        return [eager]
+
+
+def _timed(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    try:
+        step = make()
+        row["ms"] = medians({"step": step}, device, seconds)["step"]
+    except torch.OutOfMemoryError:
+        return {**row, "note": "does not fit into memory"}
+    row["tokens_per_second"] = row["batch_size"] / row["ms"] * 1e3
+    row["state_bytes"] = step.state_bytes
+    return row
+
+
+def _peer(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    try:
+        return _timed(row, seconds, make, device)
+    except Exception as error:  # errors of other libraries become remarks in the table
+        return {**row, "note": others.complaint(error)}
+
+
+class Eager:
+    """Eager steps of the model, each fed with the likeliest token of the previous one."""
+
+    capture: bool | None = False
+
+    def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
+        self.tokens = torch.randint(model.vocab_size, (batch_size, 1), device=next(model.parameters()).device)
+        state = state_at(model, batch_size, position)
+        self.state_bytes = sum(leaf.nbytes for leaf in tree_leaves(state))
+        self.decoder = Decoder(model, state, capture=self.capture)
+
+    def __call__(self) -> None:
+        self.tokens = self.decoder(self.tokens)[:, -1:].argmax(-1)
+
+
+class Captured(Eager):
+    """Steps as a CUDA graph, as `generate` runs them on a GPU."""
+
+    capture = True
+
+    def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
+        super().__init__(model, batch_size, position)
+        self()
+        if self.decoder.refused:
+            raise RuntimeError(self.decoder.refused)
+
+
+class Peer:
+    """Steps of a Hugging Face model with its key-value cache, after a prefill."""
+
+    state_bytes = None
+
+    def __init__(self, model: Any, batch_size: int, position: int) -> None:
+        self.model = model
+        prompt = torch.randint(model.config.vocab_size, (batch_size, position), device=model.device)
+        out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+        self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+    def __call__(self) -> None:
+        out = self.model(input_ids=self.tokens, past_key_values=self.past, use_cache=True)
+        self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+
+def growing(model: LanguageModel) -> list[bool]:
+    """For each tensor of a state, whether it grows with each token."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    with torch.no_grad():
+        _, after = model(token, model.init_state(1))
+    pairs = zip(tree_leaves(model.init_state(1)), tree_leaves(after), strict=True)
+    return [old.shape != new.shape for old, new in pairs]
+
+
+def grows(model: LanguageModel) -> bool:
+    """Return whether any tensor of the model's state grows with each token."""
+    return any(growing(model))
+
+
+def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
+    """A random state with the size it has after `position` tokens."""
+    more = iter(growing(model))
+
+    def fill(leaf: Tensor) -> Tensor:
+        grown = next(more)
+        if not leaf.is_floating_point():
+            return torch.full_like(leaf, position)
+        size = (batch_size, position, *leaf.shape[2:]) if grown else leaf.shape
+        return 0.1 * torch.randn(size, dtype=leaf.dtype, device=leaf.device)
+
+    return tree_map(fill, model.init_state(batch_size))

@@ -1,0 +1,267 @@
+"""Checks of ops and mixers on a device: which implementation runs, and whether it computes what the fp32 loop does."""
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+import mixers
+from mixers import Site, TokenMixer
+from mixers.contract import BF16_TOLERANCE
+from zoo.performance.accuracy import Gate, relative_error
+from zoo.performance.op_calls import LENGTH, OpCall, Tensors, cases, op_of, ops
+
+Status = Literal["passed", "noted", "failed"]
+
+
+class Finding(NamedTuple):
+    """The result of one check.
+
+    Attributes:
+        subject: What was examined: `packages`, `GPU`, an op, a mixer …
+        check: What about it: `versions`, `fp32`, `packed` …
+        status: `noted` is worth knowing, and no failure.
+        says: The result in words.
+        numbers: The result in numbers, for JSON.
+    """
+
+    subject: str
+    check: str
+    status: Status
+    says: str
+    numbers: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.subject}, {self.check}: {self.says}"
+
+
+def as_finding(subject: str, check: str, passed: bool, says: str, **numbers: Any) -> Finding:
+    """A finding that passed or failed; numbers that are not finite are null, for JSON."""
+    finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in numbers.items()}
+    return Finding(subject, check, "passed" if passed else "failed", says, finite)
+
+
+# relative to the fp32 loop, as docs/numerics.md has them: outputs, and gradients
+LIMITS = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}
+CHECKS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SIZES = {"cpu": (32,), "cuda": (64, 128)}  # of heads; those of models on GPUs, where kernels differ by size
+REPEATS = 5
+DOCUMENTS = (0, 41, 97, LENGTH)  # one with neighbours on both sides
+
+
+def examine_ops(device: torch.device, seen: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
+    """Findings about all ops on a device; `seen` is called with the name of each case before it is examined."""
+    cases = known_cases(device)
+    for case in cases:
+        seen(case.name)
+        yield from examine_case(case, device)
+    for op in sorted({*ops()} - {case.op for case in cases}):
+        yield Finding(op, "path", "noted", "the doctor does not know how to call it", {})
+
+
+def known_cases(device: torch.device) -> list[OpCall]:
+    """The calls that are made on a device."""
+    return [case for size in SIZES[device.type] for case in cases(size)]
+
+
+def examine_case(case: OpCall, device: torch.device) -> Iterator[Finding]:
+    """Findings about one call."""
+    checks: dict[str, Callable[[], Finding]] = {"path": partial(path, case, device)}
+    checks |= {name: partial(accuracy, case, device, name) for name in CHECKS}
+    if case.takes_documents:
+        checks["packed"] = partial(isolation, case, device)
+    checks["repeats"] = partial(repeats, case, device)
+    for check, run in checks.items():
+        yield attempted(case.name, check, run)
+
+
+def attempted(subject: str, check: str, run: Callable[[], Finding]) -> Finding:
+    """Run a check; an exception is a failed check."""
+    try:
+        return run()
+    except Exception as error:  # of compilers and drivers, of any type
+        says = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        return Finding(subject, check, "failed", says, {})
+
+
+def path(case: OpCall, device: torch.device) -> Finding:
+    """Report the implementation that runs by default."""
+    tensor = next(iter(case.on(device, torch.float32).inputs.values()))
+    op = op_of(case.op)
+    name = op.backend(tensor)
+    # an op without Triton kernels may use those of PyTorch
+    expected = "triton" if device.type == "cuda" and "triton" in op.implementations else "torch"
+    return Finding(case.name, "path", "passed" if name == expected else "noted", name, {"implementation": name})
+
+
+def accuracy(case: OpCall, device: torch.device, check: str) -> Finding:
+    """Outputs and gradients in a dtype against the fp32 loop, of the same rounded inputs."""
+    dtype = CHECKS[check]
+    here = case.on(device, dtype)
+    expected = here.exact().results("reference")
+    actual, gate = here.results(), Gate()
+    for name, y in expected.items():
+        gate.check(name, actual[name], y, LIMITS[dtype]["gradient" in name])
+    worst = max(gate.errors.values())
+    says = f"{worst:.0e}" if gate.passed else gate.says
+    return as_finding(case.name, check, gate.passed, says, errors=gate.record()["errors"], limits=gate.limits)
+
+
+def repeats(case: OpCall, device: torch.device) -> Finding:
+    """Check that outputs and gradients are the same bits each time, in the dtype that models are trained in."""
+    here = case.on(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    first, changed = here.results(), set[str]()
+    for _ in range(REPEATS - 1):
+        repeated = here.results()
+        changed |= {name for name, y in first.items() if not torch.equal(y, repeated[name])}
+    says = "same" if not changed else f"{', '.join(sorted(changed))} changed from one call to the next"
+    return as_finding(case.name, "repeats", not changed, says, times=REPEATS, changed=sorted(changed))
+
+
+def isolation(case: OpCall, device: torch.device) -> Finding:
+    """Check that a packed document is left alone by its neighbours, in each dtype that may run other kernels."""
+    dtypes = [*CHECKS.values()] if device.type == "cuda" else [torch.float32]
+    change, leaks, wrong = 0.0, 0.0, []
+    for dtype in dtypes:
+        limit = LIMITS[dtype][0]
+        changed, leaked = _influence(case.on(device, dtype).inputs, case)
+        change, leaks = max(change, changed), max(leaks, leaked)
+        wrong += [f"outputs change by {changed:.1e} with the neighbours"] if not changed <= limit else []
+        wrong += [f"{leaked:.1e} of a gradient goes to the neighbours"] if not leaked <= limit else []
+    says = ", and ".join(wrong) or ("alone" if change == leaks == 0 else f"alone but for {max(change, leaks):.0e}")
+    return as_finding(case.name, "packed", not wrong, says, change=change, leaks=leaks)
+
+
+def _influence(inputs: Tensors, case: OpCall) -> tuple[float, float]:
+    """Return the change of a document's outputs with its neighbours' inputs, and the part of its gradient that reaches
+    them.
+    """
+    along = [name for name, x in inputs.items() if x.dim() > 2 and x.shape[1] == LENGTH]
+    boundaries = torch.tensor(DOCUMENTS, dtype=torch.int32, device=inputs[along[0]].device)
+    start, stop = DOCUMENTS[1:3]
+
+    def packed(outside: int) -> OpCall:
+        """One row whose middle document is of the first row of the inputs, and whose other documents are of any row."""
+        row = {name: x for name, x in inputs.items() if name != "initial_state"}
+        for name in along:
+            row[name] = inputs[name][outside : outside + 1].clone()
+            row[name][:, start:stop] = inputs[name][:1, start:stop]
+        return replace(case, inputs=row | {"cu_seqlens": boundaries})
+
+    one, other = (next(iter(packed(row).outputs().values()))[:, start:stop] for row in (0, 1))
+    leaves = {name: x.detach().requires_grad_(name in along) for name, x in packed(0).inputs.items()}
+    output = next(iter(replace(case, inputs=leaves).outputs().values()))
+    arriving = torch.zeros_like(output)
+    arriving[:, start:stop] = other
+    gradients = torch.autograd.grad(output, [leaves[name] for name in along], arriving)
+    return relative_error(other, one), max(_outside(gradient, start, stop) for gradient in gradients)
+
+
+def _outside(gradient: Tensor, start: int, stop: int) -> float:
+    """Return the norm of a gradient [1,T,…] outside of a document, relative to the norm inside."""
+    outside = torch.cat([gradient[:, :start], gradient[:, stop:]], 1).double().norm()
+    return float(outside / gradient[:, start:stop].double().norm().clamp(min=1e-30))
+
+
+SITE = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
+CHANGE = 1e-4  # relative: norms magnify what sums of another order round
+
+
+def examine_layers(device: torch.device, seen: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
+    """Findings about all registered mixers; `seen` is called with the name of each before it is examined."""
+    for name in mixers.names():
+        seen(name)
+        yield from examine_layer(name, device)
+
+
+def examine_layer(name: str, device: torch.device) -> Iterator[Finding]:
+    """Findings about one mixer."""
+    for check, run in {"packed": layer_isolation, "bf16": in_bf16}.items():
+        yield attempted(name, check, partial(run, name, device))
+
+
+def _built(name: str, device: torch.device) -> TokenMixer:
+    entry = mixers.entry(name)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        return entry.mixer(SITE, **entry.tiny).to(device)
+
+
+@torch.no_grad()
+def layer_isolation(name: str, device: torch.device) -> Finding:
+    """Check that a packed document's output does not depend on its neighbours."""
+    mixer, generator = _built(name, device), torch.Generator().manual_seed(0)
+    x, others = torch.randn(2, 1, LENGTH, SITE.hidden_size, generator=generator).to(device)
+    start, stop = DOCUMENTS[1:3]
+    others[:, start:stop] = x[:, start:stop]
+    cu_seqlens = torch.tensor(DOCUMENTS, dtype=torch.int32, device=device)
+    one, other = (mixer(batch, cu_seqlens=cu_seqlens)[0][:, start:stop] for batch in (x, others))
+    change = relative_error(other, one)
+    says = "alone" if change <= CHANGE else f"outputs of a document change by {change:.1e} with its neighbours"
+    return as_finding(name, "packed", change <= CHANGE, says, change=change, limit=CHANGE)
+
+
+@torch.no_grad()
+def in_bf16(name: str, device: torch.device) -> Finding:
+    """Check that the layer in bf16 is close to that in fp32; its gates and decays stay in fp32."""
+    mixer, generator = _built(name, device), torch.Generator().manual_seed(0)
+    x = torch.randn(2, LENGTH, SITE.hidden_size, generator=generator).to(device)
+    exact, _ = mixer(x)
+    rounded, _ = mixer.bfloat16()(x.bfloat16())
+    error = relative_error(rounded, exact)
+    passed = error <= BF16_TOLERANCE
+    says = f"{error:.0e}" if passed else f"off by {error:.1e}, allowed {BF16_TOLERANCE:.0e}"
+    return as_finding(name, "bf16", passed, says, error=error, limit=BF16_TOLERANCE)
+
+
+MOST = 8  # processes; each needs half a GiB of the GPU's memory
+
+
+def compile_ahead(device: torch.device, seen: Callable[[str], None] = lambda name: None) -> int:
+    """Fill the compiler's cache for a GPU, several processes side by side: one alone takes minutes on a new machine.
+
+    Returns:
+        How many ops and mixers were examined. Fewer than there are if a process died: the doctor then finds out why.
+    """
+    if device.type != "cuda":
+        return 0
+    workers = max(1, min(MOST, os.cpu_count() or 1))
+    seen(f"compiling kernels, {workers} processes")
+    return side_by_side(device, workers)
+
+
+def side_by_side(device: torch.device, workers: int) -> int:
+    """Examine everything in several processes; returns how many ops and mixers that were."""
+    subjects: list[int | str] = [*range(len(known_cases(device))), *mixers.names()]
+    done = 0
+    with ProcessPoolExecutor(workers, get_context("spawn"), _silent) as pool:
+        try:
+            for _ in pool.map(partial(_examine, device), subjects):
+                done += 1
+        except BrokenProcessPool:
+            pass
+        finally:  # after Ctrl-C, cancel what has not begun
+            pool.shutdown(cancel_futures=True)
+    return done
+
+
+def _silent() -> None:
+    """Send what compilers and libraries print nowhere, and the traceback of Ctrl-C."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+
+
+def _examine(device: torch.device, subject: int | str) -> None:
+    if isinstance(subject, str):
+        list(examine_layer(subject, device))
+    else:
+        list(examine_case(known_cases(device)[subject], device))

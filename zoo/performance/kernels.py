@@ -1,0 +1,257 @@
+"""`bench kernels`: forward and backward times of the ops, compared with the device's limits and other libraries."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from rich.table import Table
+from tqdm import tqdm
+
+from kernels import UserError
+from zoo.arguments import check_names, names_in
+from zoo.display import new_figure
+from zoo.performance import peers as others
+from zoo.performance.accuracy import relative_error
+from zoo.performance.bench_report import PATH, Report, captioned, pair, without
+from zoo.performance.device import described, pick_backend, pick_dtype, roofline_ms
+from zoo.performance.op_calls import OPS, BenchCall, Shape, Tensors
+from zoo.performance.timing import TimedCall, as_graph, medians
+from zoo.train.devices import pick_device
+
+ON_GPU = [(4, 8, 4096, 128), (4, 64, 4096, 128), (1, 8, 65536, 128)]
+WINDOW_ON_GPU = [(4, 8, 8192, 128)]
+ON_CPU = [(1, 4, 1024, 64)]
+LENGTHS_ON_GPU = [1 << n for n in (10, 12, 14, 16)]
+LENGTHS_ON_CPU = [256, 512, 1024, 2048]
+OURS = "ours"
+
+
+# suffix in a row → column: time of a call, and of its kernels alone when a CUDA graph launches them
+TIMES = {"": "called ms", "_graph": "as graph ms"}
+
+
+class KernelReport(Report):
+    """Times of ops."""
+
+    benchmark = "kernels"
+
+    def table(self) -> Table:
+        """A row for each op and shape, with the peers' times and their ratios to ours below."""
+        suffixes = [suffix for suffix in TIMES if any(f"fwd{suffix}_ms" in row for row in self.rows)]
+        columns = ["op", "B×H×T×D", "path", *(TIMES[suffix] for suffix in suffixes), "TFLOP/s", "of limit"]
+        if self.about["peers"]:
+            columns += [f"peer ÷ ours {TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
+        table = self.new_table(columns)
+        remarks = [
+            "all: forward / forward and backward; TFLOP/s and fraction of the roofline are for the last time column"
+        ]
+        remarks.append(PATH)
+        for row in self.rows:
+            head = [row["op"], "×".join(map(str, row["shape"].values()))]
+            if "fwd_ms" not in row:
+                without(table, remarks, head, row)
+            elif row["in_table"]:
+                table.add_row(
+                    *head,
+                    row["implementation"],
+                    *_times(row, suffixes),
+                    f"{row['fwd_tflops']:.3g} / {row['fwd_bwd_tflops']:.3g}",
+                    pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
+                )
+                remarks += [f"{row['op']}: no graph, {row['graph_note']}"] if "graph_note" in row else []
+                for name, peer in row["peers"].items():
+                    if "note" in peer:
+                        remarks.append(f"{name}: {peer['note']}")
+                        continue
+                    remarks += [f"{name}: no graph, {peer['graph_note']}"] if "graph_note" in peer else []
+                    ratios = [
+                        pair(peer.get(f"fwd{s}_ratio"), peer.get(f"fwd_bwd{s}_ratio"), "{:.2f}×") for s in suffixes
+                    ]
+                    table.add_row(f"  {name}", "", "", *_times(peer, suffixes), "", "", *ratios)
+        return captioned(table, remarks)
+
+    def picture(self) -> Figure | None:
+        """A plot of forward and backward time over length, one line per op; None without measurements over lengths."""
+        rows = [row for row in self.rows if row.get("in_curve") and "fwd_bwd_ms" in row]
+        if not rows:
+            return None
+        picture = new_figure(7, 4.5)
+        B, H, _, D = rows[0]["shape"].values()
+        axes = picture.add_subplot(
+            xlabel="tokens",
+            ylabel="forward + backward, ms",
+            xscale="log",
+            yscale="log",
+            title=f"B = {B}, H = {H}, D = {D}, {self.about['dtype']}, {self.about['device']}",
+        )
+        lengths = sorted({row["shape"]["T"] for row in rows})
+        for op in dict.fromkeys(row["op"] for row in rows):
+            line = sorted((row["shape"]["T"], row["fwd_bwd_ms"]) for row in rows if row["op"] == op)
+            axes.plot([T for T, _ in line], [ms for _, ms in line], marker=".", label=op)
+        axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+        axes.title.set_fontsize("small")
+        return picture
+
+
+def _times(row: dict[str, Any], suffixes: Iterable[str]) -> list[str]:
+    return [pair(row.get(f"fwd{suffix}_ms"), row.get(f"fwd_bwd{suffix}_ms"), "{:.3f}") for suffix in suffixes]
+
+
+def bench_kernels(
+    ops: list[str] | str | None = None,
+    shapes: list[tuple[int, int, int, int]] | None = None,
+    lengths: list[int] | None = None,
+    dtype: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    window_size: int | None = None,
+    seconds: float = 0.8,
+    peers: bool = False,
+    folder: str = "runs/bench-kernels",
+) -> Report:
+    """Time the ops, forward and with their backward pass, after checking their results.
+
+    Args:
+        ops: Any of delta_rule, linear_head, linear_channel, linear_constant (named after their decays) and
+            window_attention; all by default.
+        shapes: [B, H, T, D] of the table: batch, heads, tokens and key size; null for defaults of the device.
+        lengths: T of the picture, at the B, H and D of the last shape; [] for no picture, null for defaults of the
+            device.
+        dtype: bf16, fp16 or fp32; null for bf16 on a GPU and fp32 on a CPU.
+        backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
+        device: cpu or cuda; null for the GPU if available.
+        window_size: Window of window_attention; null for 2048 on a GPU and 256 on a CPU.
+        seconds: Time to spend on each measurement.
+        peers: Whether to also time flash-linear-attention, SDPA and FlexAttention, alternating with ours; and
+            FlashQLA where it is installed, which compiles for a minute or two at each shape.
+        folder: The folder of bench.json and bench.png.
+
+    Raises:
+        UserError: An argument is invalid.
+    """
+    where = pick_device(device)
+    on_gpu = where.type == "cuda"
+    names = list(OPS) if ops is None else list(dict.fromkeys(names_in(ops)))
+    check_names("ops", names or [""], OPS)
+    precision = pick_dtype(dtype, where)
+    backend = pick_backend(backend)
+    window = window_size or (2048 if on_gpu else 256)
+    for argument, sizes in (("shapes", shapes or []), ("lengths", [lengths or []]), ("window_size", [[window]])):
+        if any(number < 1 for shape in sizes for number in shape):
+            raise UserError(f"{argument}: all sizes must be at least 1")
+    if peers:
+        others.require_for(names, where)
+
+    table: list[tuple[str, Shape]] = []
+    for name in names:
+        default = ON_CPU if not on_gpu else WINDOW_ON_GPU if name == "window_attention" else ON_GPU
+        table += [(name, Shape(*shape)) for shape in (default if shapes is None else shapes)]
+    if lengths is None:
+        lengths = LENGTHS_ON_GPU if on_gpu else LENGTHS_ON_CPU
+    base = Shape(*(shapes or (ON_GPU if on_gpu else ON_CPU))[-1])
+    curve = [(name, base._replace(T=length)) for name in names for length in lengths]
+
+    for name in names:  # reports a missing backend before any measurement
+        BenchCall(name, Shape(1, 1, 1, base.D), precision, where, backend, window)
+    report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": peers})
+    measurements = list(dict.fromkeys([*table, *curve]))
+    for name, shape in (bar := tqdm(measurements, desc="kernels", unit=" calls", dynamic_ncols=True)):
+        bar.set_postfix_str(f"{name} {'×'.join(map(str, shape))}")
+        row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "dtype": precision}
+        row["in_table"], row["in_curve"] = (name, shape) in table, (name, shape) in curve
+        try:
+            case = BenchCall(name, shape, precision, where, backend, window)
+            row |= measured(case, seconds, peers and row["in_table"])
+        except torch.OutOfMemoryError:
+            row["note"] = "does not fit into memory"
+        case = None  # type: ignore[assignment]
+        if on_gpu:
+            torch.cuda.empty_cache()
+        report.rows.append(row)
+    return report
+
+
+def measured(case: BenchCall, seconds: float, peers: bool) -> dict[str, Any]:
+    """The row of a case: its check, and its times if it passed."""
+    gate = case.check()
+    row: dict[str, Any] = {"implementation": case.implementation, "window_size": case.window, "gate": gate.record()}
+    if not gate.passed:
+        return {**row, "note": gate.says}
+    device = case.do.device
+    calls: dict[str, Any] = {OURS: case.call}
+    row["peers"] = {}
+    if peers:
+        for name, peer in others.kernel_peers(case).items():
+            row["peers"][name] = checked = _tried(case, peer)
+            if "note" not in checked:
+                calls[name] = peer
+    times: dict[str, dict[str, float]] = {"fwd": {}, "fwd_bwd": {}, "fwd_graph": {}, "fwd_bwd_graph": {}}
+    runs = {"fwd": {name: _forward(call, case.inputs) for name, call in calls.items()}}
+    runs["fwd_bwd"] = {name: _both(case, call) for name, call in calls.items()}
+    for key, timed in runs.items():
+        times[key] = medians(timed, device, seconds / 2)
+    if device.type == "cuda":
+        for key, timed in runs.items():
+            graphs, refused = _graphs(timed, device)
+            times[f"{key}_graph"] = medians(graphs, device, seconds / 2)
+            for name, reason in refused.items():
+                (row if name == OURS else row["peers"][name])["graph_note"] = reason
+    row |= {f"{key}_ms": ms_of[OURS] for key, ms_of in times.items() if OURS in ms_of}
+    for key, products, moved in (
+        ("fwd", 1, case.moved[0]),
+        ("fwd_bwd", 3, case.moved[1]),  # two products backward for each product forward
+    ):
+        ms = row.get(f"{key}_graph_ms", row[f"{key}_ms"])
+        row[f"{key}_tflops"] = products * case.flops / ms / 1e9
+        least = roofline_ms(device, case.dtype, products * case.flops, moved)
+        row[f"{key}_roofline"] = None if least is None else least / ms
+    for name in list(calls)[1:]:
+        for key, ms_of in times.items():
+            if name in ms_of and OURS in ms_of:
+                row["peers"][name] |= {f"{key}_ms": ms_of[name], f"{key}_ratio": ms_of[name] / ms_of[OURS]}
+    return row
+
+
+def _graphs(calls: dict[str, TimedCall], device: torch.device) -> tuple[dict[str, TimedCall], dict[str, str]]:
+    """The calls as CUDA graphs, and why some cannot be captured."""
+    graphs, refused = {}, {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = as_graph(call, device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            refused[name] = others.complaint(error)
+    return graphs, refused
+
+
+def _tried(case: BenchCall, peer: Any) -> dict[str, Any]:
+    """The relative difference of a peer's output from ours, or why it does not run."""
+    try:
+        output = case.differentiated(peer, case.inputs, case.do)["o"]
+        with torch.no_grad():
+            return {"output_difference": relative_error(output, case.call(case.inputs))}
+    except Exception as error:  # errors of other libraries become remarks in the table
+        return {"note": others.complaint(error)}
+
+
+def _forward(call: Any, inputs: Tensors) -> TimedCall:
+    def run() -> None:
+        with torch.no_grad():
+            call(inputs)
+
+    return run
+
+
+def _both(case: BenchCall, call: Any) -> TimedCall:
+    leaves = {n: x.detach().requires_grad_(n in case.learned) for n, x in case.inputs.items()}
+    learned = [leaves[n] for n in case.learned]
+    return lambda: torch.autograd.grad(call(leaves), learned, case.do)

@@ -1,0 +1,366 @@
+"""Calls of the ops: small ones of each op for the doctor, and large ones for benchmarks."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+from kernels.core.op import Op as KernelOp
+from zoo.performance.accuracy import Gate
+from zoo.performance.device import DTYPES
+
+Tensors = dict[str, Tensor]
+SLICE = 331  # number of tokens to compare with the loop; not a whole number of chunks
+
+
+def op_of(name: str) -> KernelOp:
+    """The op of a public function of `kernels`, with its implementations."""
+    op: KernelOp = sys.modules[getattr(kernels, name).__module__].OP
+    return op
+
+
+def learned_inputs(inputs: Tensors) -> list[str]:
+    """Return the names of the inputs that get gradients: all floating tensors but a constant decay [heads]."""
+    return [n for n, x in inputs.items() if x.is_floating_point() and (n != "log_decay" or x.dim() > 1)]
+
+
+def differentiated(
+    call: Callable[[Tensors], Tensors],
+    inputs: Tensors,
+    learned: Sequence[str],
+    arriving: Callable[[Tensors], Sequence[Tensor]],
+) -> tuple[Tensors, Tensors]:
+    """Return the outputs of a call, and the gradients of its learned inputs for those that arrive at the outputs.
+
+    There are no gradients if an output has none.
+    """
+    leaves = {name: x.detach().requires_grad_(name in learned) for name, x in inputs.items()}
+    outputs = call(leaves)
+    detached = {name: y.detach() for name, y in outputs.items()}
+    if not all(y.requires_grad for y in outputs.values()):
+        return detached, {}
+    of_inputs = torch.autograd.grad([*outputs.values()], [leaves[name] for name in learned], arriving(outputs))
+    return detached, dict(zip(learned, of_inputs, strict=True))
+
+
+class Shape(NamedTuple):
+    """The sizes of a call; D is the size of both keys and values."""
+
+    B: int
+    H: int
+    T: int
+    D: int
+
+
+class Op(NamedTuple):
+    """An op with a type of decay."""
+
+    function: str  # its name in `kernels`
+    decay: str | None = None  # head | channel | constant
+
+
+OPS = {
+    "delta_rule": Op("delta_rule", "head"),
+    "linear_head": Op("linear_recurrence", "head"),
+    "linear_channel": Op("linear_recurrence", "channel"),
+    "linear_constant": Op("linear_recurrence", "constant"),
+    "window_attention": Op("window_attention"),
+}
+
+
+class BenchCall:
+    """One op of `OPS` at one shape with random inputs: queries, keys and values in a dtype of `DTYPES`, decays in fp32.
+
+    Raises:
+        UserError: The op does not have the backend on this device.
+    """
+
+    def __init__(self, name: str, shape: Shape, dtype: str, device: torch.device, backend: str, window: int):
+        self.name, self.shape, self.dtype, self.backend, self.op = name, shape, dtype, backend, OPS[name]
+        self.window = window if name == "window_attention" else None
+        generator = torch.Generator(device).manual_seed(0)
+        self.inputs = _inputs(self.op, shape, DTYPES[dtype], device, generator)
+        self.do = torch.randn(self.inputs["v"].shape, device=device, generator=generator).to(DTYPES[dtype])
+        self.learned = learned_inputs(self.inputs)
+        with kernels.backend(backend):
+            self.implementation = op_of(self.op.function).backend(self.inputs["v"])
+
+    def call(self, inputs: Tensors, backend: str | None = None) -> Tensor:
+        """The outputs [B,T,H,D]."""
+        with kernels.backend(self.backend if backend is None else backend):
+            function: Callable[..., Any] = getattr(kernels, self.op.function)
+            if self.window is not None:
+                return function(**inputs, window_size=self.window)
+            return function(**inputs)[0]
+
+    def differentiated(self, call: Callable[[Tensors], Tensor], inputs: Tensors, do: Tensor) -> Tensors:
+        """The output `o` of a call, and the gradients `dNAME` of its learned inputs."""
+        output, gradients = differentiated(lambda x: {"o": call(x)}, inputs, self.learned, lambda outputs: [do])
+        return output | {f"d{name}": gradient for name, gradient in gradients.items()}
+
+    def check(self) -> Gate:
+        """Compare outputs and gradients with an fp32 reference.
+
+        Kernels run exactly the timed call, and its last head is compared with the chunkwise form in fp32. That form
+        itself is compared with the loop on the first tokens.
+        """
+        chunkwise = self.implementation in ("torch", "reference")
+        inputs, do = self.inputs, self.do
+        if chunkwise:
+            inputs = {n: x[:, :SLICE] if x.dim() > 1 else x for n, x in inputs.items()}
+            do = do[:, :SLICE]
+        actual = self.differentiated(self.call, inputs, do)
+        slow = {n: x[-1:, :, -1:].float() if x.dim() > 1 else x[-1:] for n, x in inputs.items()}
+        reference = "reference" if self.implementation == "torch" else "torch"
+        expected = self.differentiated(lambda x: self.call(x, reference), slow, do[-1:, :, -1:].float())
+        gate = Gate()
+        for name, y in expected.items():
+            limit = 1e-4 if self.dtype == "fp32" else 5e-3 if name == "o" else 1e-2
+            gate.check(name, actual[name][-1:, :, -1:], y, limit)
+        return gate
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the forward pass."""
+        B, H, T, D = self.shape
+        if self.window is not None:
+            return B * kernels.attention_flops(T, heads=H, head_dim=D, window_size=self.window)
+        return B * kernels.recurrence_flops(
+            getattr(kernels, self.op.function),
+            T,
+            heads=H,
+            key_heads=H,
+            subheads=1,
+            key_size=D,
+            value_size=D,
+            per_channel=self.op.decay == "channel",
+        )
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes that a forward pass, and a forward and backward pass, must at least read and write."""
+        read = sum(x.nbytes for x in self.inputs.values())
+        gradients = sum(self.inputs[n].nbytes for n in self.learned)
+        return read + self.do.nbytes, 2 * (read + self.do.nbytes) + gradients
+
+
+def _inputs(op: Op, shape: Shape, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensors:
+    B, H, T, D = shape
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, device=device, generator=generator)
+
+    q, k, v = draw(B, T, H, D), draw(B, T, H, D), draw(B, T, H, D)
+    if op.decay is None:
+        return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+    tensors = {"q": F.normalize(q, dim=-1).to(dtype), "k": F.normalize(k, dim=-1).to(dtype), "v": v.to(dtype)}
+    if op.decay == "constant":
+        tensors["log_decay"] = -0.1 * torch.arange(1, H + 1, device=device) / H
+    else:
+        size = (B, T, H) if op.decay == "head" else (B, T, H, D)
+        tensors["log_decay"] = F.logsigmoid(draw(*size)) / 16
+    if op.function == "delta_rule":
+        tensors["beta"] = draw(B, T, H).sigmoid()
+    return tensors
+
+
+ROWS, LENGTH, HEADS = 2, 130, 2  # two chunks of 64 tokens, and two tokens
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One call of an op.
+
+    Args:
+        op: Name of the op in `kernels`.
+        variant: What sets it apart from other calls of the op; empty if there are none.
+        size: Of its heads.
+        inputs: Its tensors, in fp32 on the CPU.
+        options: Its other arguments.
+        kept: Inputs that stay in fp32 when the others are rounded, as they do in models.
+        call: What calls the op with them; null for the op itself.
+    """
+
+    op: str
+    variant: str
+    size: int
+    inputs: Tensors
+    options: dict[str, Any] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    call: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The op, the variant, and the size of its heads."""
+        return f"{self.op} ({', '.join(filter(None, (self.variant, str(self.size))))})"
+
+    @property
+    def takes_documents(self) -> bool:
+        """Return whether the op can be given packed documents."""
+        return "cu_seqlens" in inspect.signature(getattr(kernels, self.op)).parameters
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> "OpCall":
+        """Return the call on a device, with its inputs rounded to a dtype."""
+
+        def moved(name: str, x: Tensor) -> Tensor:
+            return x.to(device, dtype if x.is_floating_point() and name not in self.kept else None)
+
+        return replace(self, inputs={name: moved(name, x) for name, x in self.inputs.items()})
+
+    def exact(self) -> "OpCall":
+        """Return the call in fp32, with the same rounded numbers."""
+        widened = {name: x.float() if x.is_floating_point() else x for name, x in self.inputs.items()}
+        return replace(self, inputs=widened)
+
+    def outputs(self, backend: str | None = None) -> Tensors:
+        """The outputs that are floating tensors; null for the backend that is chosen anyway."""
+        with nullcontext() if backend is None else kernels.backend(backend):
+            result = (self.call or getattr(kernels, self.op))(**self.inputs, **self.options)
+        several = result if isinstance(result, tuple) else (result,)
+        named = {"output" if len(several) == 1 else f"output {i + 1}": y for i, y in enumerate(several)}
+        return {name: y for name, y in named.items() if isinstance(y, Tensor) and y.is_floating_point()}
+
+    def results(self, backend: str | None = None) -> Tensors:
+        """The outputs, and the gradients of the floating inputs."""
+        generator = torch.Generator().manual_seed(1)
+
+        def arriving(outputs: Tensors) -> list[Tensor]:
+            """Draw equal numbers whatever the dtype: rounding them would add an error."""
+            return [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in outputs.values()]
+
+        def call(leaves: Tensors) -> Tensors:
+            return replace(self, inputs=leaves).outputs(backend)
+
+        outputs, gradients = differentiated(call, self.inputs, learned_inputs(self.inputs), arriving)
+        return outputs | {f"the gradient of {name}": gradient for name, gradient in gradients.items()}
+
+
+def ops() -> list[str]:
+    """The ops of `kernels`: its functions whose module lists implementations to choose from."""
+    functions = [name for name in kernels.__all__ if inspect.isfunction(getattr(kernels, name))]
+    return [name for name in functions if hasattr(sys.modules[getattr(kernels, name).__module__], "OP")]
+
+
+def cases(size: int) -> list[OpCall]:
+    """Calls of all ops that this file knows to call, with heads of a size."""
+    generator = torch.Generator().manual_seed(0)
+    return [case for make in MAKERS for case in make(lambda *shape: torch.randn(shape, generator=generator), size)]
+
+
+Draw = Callable[..., Tensor]  # of normal numbers
+HEADED = (ROWS, LENGTH, HEADS)
+
+
+def _recurrences(draw: Draw, size: int) -> Iterator[OpCall]:
+    def streams() -> Tensors:
+        q, k = (F.normalize(draw(*HEADED, size), dim=-1) for _ in range(2))
+        return {"q": q, "k": k, "v": draw(*HEADED, size)}
+
+    def decay(*shape: int) -> Tensor:
+        return F.logsigmoid(draw(*shape)) / 4
+
+    gates = {
+        "no decay": {},
+        "constant decay": {"log_decay": decay(HEADS)},
+        "decay per head": {"log_decay": decay(*HEADED)},
+        "decay per channel": {"log_decay": decay(*HEADED, size)},
+    }
+    kept = ("log_decay", "beta", "initial_state")
+    for variant, gate in gates.items():
+        yield OpCall("linear_recurrence", variant, size, streams() | gate, kept=kept)
+    state = {"initial_state": draw(ROWS, HEADS, size, size)}
+    for variant in ("no decay", "decay per head"):
+        beta = {"beta": draw(*HEADED).sigmoid()}
+        yield OpCall("delta_rule", variant, size, streams() | beta | gates[variant] | state, kept=kept)
+
+
+def _scan(draw: Draw, size: int) -> Iterator[OpCall]:
+    x, log_decay = draw(ROWS, LENGTH, size), F.logsigmoid(draw(ROWS, LENGTH, size)) / 4
+    states = {"rate": draw(size, 8).exp(), "b": draw(ROWS, LENGTH, 8), "c": draw(ROWS, LENGTH, 8)}
+    kept = ("log_decay", "rate")
+    yield OpCall("selective_scan", "", size, {"x": x, "log_decay": log_decay, **states}, kept=kept)
+
+
+def _attention(draw: Draw, size: int) -> Iterator[OpCall]:
+    for variant, window in {"all tokens": None, "a window": 48}.items():
+        inputs = {name: draw(*HEADED, size) for name in ("q", "k", "v")}
+        yield OpCall("window_attention", variant, size, inputs, {"window_size": window})
+
+
+def _streams(draw: Draw, size: int) -> Iterator[OpCall]:
+    channels = HEADS * size
+    inputs = {"x": draw(*HEADED, size), "weight": draw(channels, 1, 4) / 2, "bias": draw(channels)}
+    yield OpCall("features", "", size, inputs, {"activation": "silu", "norm": "l2"})
+    expanded = {"product": draw(HEADS, size, 2 * size) / size**0.5, "weight": draw(2 * channels, 1, 4) / 2}
+    yield OpCall("features_together", "of an expansion", size, {"x": inputs["x"], **expanded}, call=_expanded)
+    one = {"q": draw(ROWS, 1, HEADS, size), "v": draw(ROWS, 1, HEADS, 2 * size)}
+    weights = {"q_weight": draw(channels, 1, 4) / 2, "v_weight": draw(2 * channels, 1, 4) / 2}
+    yield OpCall("features_together", "one token", size, one | weights, call=_decoded)
+    inputs = {"a": draw(ROWS, LENGTH, HEADS), "A_log": draw(HEADS), "dt_bias": draw(HEADS)}
+    yield OpCall("discretise", "", size, inputs, kept=("A_log", "dt_bias"))
+    both = inputs | {"b": draw(ROWS, LENGTH, HEADS), "bias": draw(HEADS)}
+    yield OpCall("delta_gates", "", size, both, {"largest": 2.0}, kept=("A_log", "dt_bias", "bias"))
+    both = {name: x[:, :1] if x.dim() > 1 else x for name, x in both.items()}
+    kept = ("A_log", "dt_bias", "bias")
+    yield OpCall("features_and_gates", "one token", size, one | weights | both, kept=kept, call=_decoded_with_gates)
+    inputs = {"x": draw(ROWS, LENGTH, channels), "bias": draw(channels), "odds": draw(channels)}
+    yield OpCall("forget_gate", "", size, inputs, kept=("bias", "odds"))
+    inputs = {"x": draw(ROWS, LENGTH, 16), "weight": draw(channels, 16) / 4, "bias": draw(channels)}
+    yield OpCall("low_rank_forget_gate", "", size, inputs, kept=("bias",))
+
+
+def _expanded(x: Tensor, product: Tensor, weight: Tensor) -> Tensor:
+    stream = kernels.FeatureStream(x, weight, activation="silu", product=product, subheads=2)
+    return kernels.features_together([stream])[0][0]
+
+
+def _token(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor) -> list[kernels.FeatureStream]:
+    return [
+        kernels.FeatureStream(x, weight, activation="silu", norm=norm, return_history=True)
+        for x, weight, norm in ((q, q_weight, "l2"), (v, v_weight, "none"))
+    ]
+
+
+@torch.no_grad()  # as in decoding, where one launch serves all streams
+def _decoded(**inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(y for y, _ in kernels.features_together(_token(**inputs)))
+
+
+@torch.no_grad()
+def _decoded_with_gates(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor, **gates: Any) -> tuple[Tensor, ...]:
+    streams, both = kernels.features_and_gates(_token(q, v, q_weight, v_weight), kernels.GateInputs(**gates))
+    return *(y for y, _ in streams), *both
+
+
+def _norms(draw: Draw, size: int) -> Iterator[OpCall]:
+    def rows() -> Tensor:
+        return draw(ROWS, LENGTH, 2 * size)
+
+    weight = 1 + draw(2 * size) / 4
+    for op, inputs in {
+        "rms_norm": {"x": rows()},
+        "add_rms_norm": {"x": rows(), "y": rows()},
+        "gated_rms_norm": {"x": rows(), "gate": rows()},
+    }.items():
+        yield OpCall(op, "", size, {**inputs, "weight": weight}, kept=("weight",))
+
+
+def _products(draw: Draw, size: int) -> Iterator[OpCall]:
+    inputs = {"gate_up": draw(ROWS, LENGTH, 4 * size), "weight": draw(size, 2 * size) / 8}
+    yield OpCall("gated_linear", "", size, inputs)
+    inputs = {"x": draw(ROWS, 1, 4 * size), "weight": draw(3 * size, 4 * size) / 8, "bias": draw(3 * size)}
+    yield OpCall("linear", "few rows", size, inputs, call=torch.no_grad()(kernels.linear))
+    for op in ("linear_cross_entropy", "linear_token_losses"):
+        labels = torch.arange(LENGTH) % 100
+        labels[::7] = -100  # no loss
+        yield OpCall(op, "", size, {"x": draw(LENGTH, size), "weight": draw(100, size) / 4, "labels": labels})
+
+
+MAKERS = (_recurrences, _scan, _attention, _streams, _norms, _products)

@@ -1,0 +1,118 @@
+"""Other libraries to compare with: flash-linear-attention (FLA), FlashQLA, PyTorch's SDPA and FlexAttention.
+
+This is the only module that imports the first two, and only on request.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import UserError
+from zoo.lm.model import LanguageModel
+from zoo.performance.device import version
+from zoo.performance.op_calls import OPS, BenchCall, Tensors
+
+Peer = Callable[[Tensors], Tensor]
+
+
+def require(device: torch.device) -> None:
+    """Raise a UserError if FLA cannot run."""
+    if device.type != "cuda":
+        raise UserError("peers: flash-linear-attention needs a CUDA device; leave --peers out on this machine")
+    if version("flash-linear-attention") is None:
+        raise UserError(
+            "peers: flash-linear-attention is not installed; pip install flash-linear-attention, or leave --peers out"
+        )
+    try:
+        chunks: Any = importlib.import_module("fla.ops.common.chunk_o")
+    except ImportError as error:
+        raise UserError(f"peers: flash-linear-attention cannot be imported ({error}); leave --peers out") from None
+    # FLA refuses its gated backward on Hopper under Triton >= 3.4.0 and < 3.7.1, where its gradients are wrong. Only
+    # its time is measured here, so the refusal is switched off.
+    chunks.IS_NVIDIA_HOPPER = False
+
+
+def require_for(ops: Iterable[str], device: torch.device) -> None:
+    """Raise a UserError if FLA is needed for one of the ops and cannot run."""
+    if any(OPS[name].decay is not None for name in ops):
+        require(device)
+
+
+def kernel_peers(case: BenchCall) -> dict[str, Peer]:
+    """Name → function from the inputs of `case` to outputs [B,T,H,D]."""
+    if case.window is not None:
+        return _attention(case)
+    if case.op.function == "delta_rule":
+        delta = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        rules: dict[str, Peer] = {
+            "fla chunk_gated_delta_rule": lambda x: delta(x["q"], x["k"], x["v"], g=x["log_decay"], beta=x["beta"])[0]
+        }
+        return rules if version("flash-qla") is None else rules | {"flash_qla chunk_gated_delta_rule": flash_qla}
+    if case.op.decay == "channel":
+        gated = importlib.import_module("fla.ops.gla").chunk_gla
+        return {"fla chunk_gla": lambda x: gated(x["q"], x["k"], x["v"], g=x["log_decay"])[0]}
+    simple = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+    gate = "g_gamma" if case.op.decay == "constant" else "g"
+    return {"fla chunk_simple_gla": lambda x: simple(x["q"], x["k"], x["v"], **{gate: x["log_decay"]})[0]}
+
+
+def flash_qla(x: Tensors) -> Tensor:
+    """FlashQLA's delta rule: o [B,T,H,D], for heads of 128 channels in half precision on Hopper and newer GPUs."""
+    rule = importlib.import_module("flash_qla").chunk_gated_delta_rule  # here, so that what it raises is a remark
+    return rule(x["q"], x["k"], x["v"], x["log_decay"], x["beta"], scale=x["k"].shape[-1] ** -0.5)[0]
+
+
+def _attention(case: BenchCall) -> dict[str, Peer]:
+    """Causal SDPA, without a window, and on a GPU FlexAttention with the window."""
+
+    def heads_first(x: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        return x["q"].transpose(1, 2), x["k"].transpose(1, 2), x["v"].transpose(1, 2)
+
+    def sdpa(x: Tensors) -> Tensor:
+        q, k, v = heads_first(x)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    peers: dict[str, Peer] = {"sdpa causal": sdpa}
+    if case.do.is_cuda:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        window, T = case.window or case.shape.T, case.shape.T
+        mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < window), None, None, T, T, device="cuda")
+        compiled: Any = torch.compile(flex_attention)
+        peers["flex_attention window"] = lambda x: compiled(*heads_first(x), block_mask=mask).transpose(1, 2)
+    return peers
+
+
+def complaint(error: Exception) -> str:
+    """An exception of another library, as a remark."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def language_model(model: LanguageModel, sizes: dict[str, Any], device: torch.device) -> nn.Module:
+    """FLA's gated delta rule model of the same sizes, in fp32.
+
+    Args:
+        model: Our model, whose first mixer has the sizes of keys and values, if it has any.
+        sizes: The key `model` of its config.
+        device: Device of its parameters.
+    """
+    models = importlib.import_module("fla.models")
+    heads = sizes["num_heads"]
+    mixer = model.mixers[0]
+    keys = getattr(mixer, "subhead_size", sizes["hidden_size"] // heads)
+    config = models.GatedDeltaNetConfig(
+        hidden_size=sizes["hidden_size"],
+        num_hidden_layers=sizes["num_layers"],
+        vocab_size=sizes["vocab_size"],
+        intermediate_size=sizes["intermediate_size"],
+        num_heads=heads,
+        head_dim=keys,
+        expand_v=getattr(mixer, "value_size", keys) / keys,
+        tie_word_embeddings=sizes["tie_embeddings"],
+    )
+    with torch.device(device):
+        return models.GatedDeltaNetForCausalLM(config)

@@ -1,0 +1,277 @@
+"""`bench training`: tokens per second in training, and where the time of a step goes."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import kernels
+from kernels import UserError
+from zoo import config as configs
+from zoo.lm.model import LanguageModel
+from zoo.performance import model as models
+from zoo.performance import peers as others
+from zoo.performance.bench_report import PATH, Report, captioned, formatted, path_of, without
+from zoo.performance.device import described, pick_backend
+from zoo.performance.timing import Clock, process_age, synchronize
+from zoo.train.callbacks.compiled_ahead import compile_ahead
+from zoo.train.callbacks.compiled_blocks import compiled_blocks
+from zoo.train.callbacks.throughput import TRAINING_FLOPS
+from zoo.train.cpu import use_processor
+from zoo.train.devices import peak_flops, pick_device
+from zoo.train.module import best_precision
+from zoo.train.optim import Optimisation, build_optimizer, clip, total_norm
+
+DOES_NOT_FIT = "does not fit into memory; fewer tokens in a step may"
+WARM_UP = 2  # steps after the first
+
+
+class TrainingReport(Report):
+    """Times of training steps."""
+
+    benchmark = "training"
+
+    def table(self) -> Table:
+        """A row for each model."""
+        about = self.about
+        milliseconds = ("step_ms", "forward_ms", "backward_ms", "optimiser_ms")
+        columns = ["model", "params", "path", "tok/s", "step ms", "fwd", "bwd", "optim", "GiB", "MFU", "first", "ready"]
+        table = self.new_table(columns)
+        remarks = [
+            f"batch {about['batch_size']} × {about['length']} tokens{', compiled' if about['compiled'] else ''}",
+            "first: seconds of the first step; ready: from the start of the process to its end",
+            PATH,
+        ]
+        for row in self.rows:
+            if "step_ms" not in row:
+                without(table, remarks, [row["model"]], row)
+                continue
+            table.add_row(
+                row["model"],
+                f"{row['parameters'] / 1e6:.1f} M",
+                path_of(row, remarks),
+                f"{row['tokens_per_second']:,.0f}",
+                *(f"{row[key]:.1f}" for key in milliseconds),
+                formatted(row["peak_gib"], "{:.1f}"),
+                formatted(row["mfu"], "{:.1%}"),
+                f"{row['first_step_s']:.1f}",
+                formatted(row["ready_s"], "{:.1f}"),
+            )
+        return captioned(table, remarks)
+
+
+def bench_training(
+    config: Sequence[str],
+    batch_size: int | None = None,
+    length: int | None = None,
+    steps: int = 8,
+    precision: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    compile: bool = False,
+    peers: bool = False,
+    folder: str = "runs/bench-training",
+) -> Report:
+    """Time training steps of a model on random tokens, after checking its loss and gradients.
+
+    Args:
+        config: Configs and `key=value` overrides, in order.
+        batch_size: Sequences in a step; null for the config's.
+        length: Tokens in a sequence; null for the config's.
+        steps: Number of steps to time, after a few to warm up.
+        precision: 32-true, bf16-true, 16-true or bf16-mixed; null for the config's, or else bf16-mixed on a GPU and
+            32-true on a CPU.
+        backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
+        device: cpu or cuda; null for the GPU if available.
+        compile: Whether to compile each block with torch.compile.
+        peers: Whether to also time flash-linear-attention's Gated DeltaNet of the same sizes, alternating with ours.
+        folder: The folder of bench.json.
+
+    Raises:
+        UserError: An argument is invalid.
+    """
+    where = pick_device(device)
+    if where.type == "cpu":
+        use_processor()
+    if peers:
+        others.require(where)
+    parsed = models.read(config)
+    data = parsed.data.get("init_args") or {}
+    batch_size = batch_size if batch_size is not None else data.get("batch_size", 8)
+    length = length if length is not None else data.get("sequence_length", 1024)
+    precision = precision or parsed.trainer.precision or best_precision("gpu" if where.type == "cuda" else "cpu")
+    backend = pick_backend(backend)
+    models.check_options(precision, batch_size=batch_size, length=length, steps=steps)
+    name = models.name(config)
+    about = {
+        **described(where),
+        "model": configs.to_dict(parsed)["model"],
+        "batch_size": batch_size,
+        "length": length,
+        "precision": precision,
+        "compiled": compile,
+        "peers": peers,
+    }
+    report = TrainingReport(Path(folder), about)
+    tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=where)
+    optim = configs.instantiate("optim", parsed)
+
+    with tqdm(total=1 + (1 + peers) * (1 + WARM_UP + steps), desc="training", unit=" steps", dynamic_ncols=True) as bar:
+        model = models.build(parsed, precision, where)
+        row: dict[str, Any] = {"model": name, "parameters": model.num_parameters()}
+        report.rows.append(row)
+        if compile:  # as `compile: true` does
+            for block, compiled in compiled_blocks(model):
+                block.forward = compiled
+        learner = Learner(model, optim, precision, backend, lambda: models.mean_loss(model, tokens))
+        learners = [(row, learner)] if warmed(row, learner, bar) else []
+        # after the first step, whose time is to include compilation
+        checked = models.conditioned(models.build(parsed, precision, where))
+        gate = models.compared(checked, precision, backend, models.learning)
+        bar.update()
+        row["gate"] = gate.record()
+        if not gate.passed:
+            report.rows[:] = [{"model": name, "gate": row["gate"], "note": gate.says}]  # without times
+            return report
+        if peers:
+            row = {"model": "fla gated delta rule"}
+            report.rows.append(row)
+            learners += _peer(row, model, about["model"], optim, precision, tokens[:, :-1], bar)
+        timed(learners, steps, bar)
+    for row, learner in learners:
+        row |= learner.measured(batch_size * length)
+        flops = model.flops(length) / length if learner.model is model else None
+        row["mfu"] = utilisation(flops, row["tokens_per_second"], precision, where)
+    return report
+
+
+class Learner:
+    """A model with its optimiser and clock."""
+
+    def __init__(
+        self, model: nn.Module, optim: Optimisation, precision: str, backend: str, loss: Callable[[], Tensor]
+    ) -> None:
+        self.model, self.clip, self.loss = model, optim.gradient_clip, loss
+        self.precision, self.backend = precision, backend
+        self.optimizer = build_optimizer(model, optim)
+        self.device = next(model.parameters()).device
+        self.clock = Clock(self.device)
+        self.peak_gib: float | None = None
+
+    def prepare(self) -> None:
+        """Compile our kernels for a step."""
+        if isinstance(self.model, LanguageModel):
+            with models.running(self.precision, self.device, self.backend):
+                compile_ahead(self.model, self.loss)
+
+    def step(self) -> None:
+        """Run a training step without synchronising, so that the device stays busy while the host prepares the next."""
+        clock = self.clock
+        clock.mark()
+        with models.running(self.precision, self.device, self.backend):
+            loss = self.loss()
+        clock.mark()
+        loss.backward()
+        clock.mark()
+        if self.clip is not None:
+            parameters = list(self.model.parameters())
+            clip(parameters, self.clip, total_norm(p.grad for p in parameters if p.grad is not None))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        clock.mark()
+
+    def times(self) -> Sequence[Sequence[float]]:
+        """Milliseconds of forward, backward and optimiser in each step since the last call."""
+        between = self.clock.between()
+        return [between[part::4] for part in range(3)]  # the fourth interval is between two steps
+
+    def measured(self, tokens: int) -> dict[str, Any]:
+        """Medians over the steps since the last call, of `tokens` tokens each, and the most memory."""
+        times = self.times()
+        forward, backward, optimiser = map(statistics.median, times)
+        step = statistics.median(map(sum, zip(*times, strict=True)))
+        return {
+            "step_ms": step,
+            "forward_ms": forward,
+            "backward_ms": backward,
+            "optimiser_ms": optimiser,
+            "tokens_per_second": tokens / step * 1e3,
+            "peak_gib": self.peak_gib,
+        }
+
+
+def utilisation(flops: float | None, tokens_per_second: float, precision: str, device: torch.device) -> float | None:
+    """The fraction of the device's peak that training reaches, from forward FLOPs of a token; None if unknown."""
+    peak = None if precision == "32-true" else peak_flops(device)
+    return None if peak is None or flops is None else TRAINING_FLOPS * flops * tokens_per_second / peak
+
+
+def warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> bool:
+    """Run the first steps; False if out of memory.
+
+    It records the time of the first, which implementations of our ops ran, and the memory beyond `before` bytes.
+    """
+    on_gpu = learner.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(learner.device)
+    synchronize(learner.device)
+    start = time.perf_counter()
+    try:
+        with kernels.implementations() as ran:
+            learner.prepare()
+            learner.step()
+        row["implementations"] = {op: sorted(names) for op, names in sorted(ran.items())}
+        synchronize(learner.device)
+        row |= {"first_step_s": time.perf_counter() - start, "ready_s": process_age()}
+        bar.update()
+        for _ in range(WARM_UP):
+            learner.step()
+            bar.update()
+        learner.times()
+    except torch.OutOfMemoryError:
+        row["note"] = DOES_NOT_FIT
+        return False
+    if on_gpu:
+        learner.peak_gib = (torch.cuda.max_memory_allocated(learner.device) - before) / 2**30
+    return True
+
+
+def _peer(
+    row: dict[str, Any],
+    ours: LanguageModel,
+    sizes: dict[str, Any],
+    optim: Optimisation,
+    precision: str,
+    tokens: Tensor,
+    bar: Any,
+) -> list[tuple[dict[str, Any], Learner]]:
+    """FLA's model, warmed up; nothing if it does not run."""
+    before = torch.cuda.memory_allocated(tokens.device)
+    try:
+        model = others.language_model(ours, sizes, tokens.device)
+        if precision.endswith("-true"):
+            model = model.to(models.PRECISIONS[precision])
+        learner = Learner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        done = warmed(row, learner, bar, before)
+    except UserError:
+        raise
+    except Exception as error:  # errors of other libraries become remarks in the table
+        row["note"] = others.complaint(error)
+        return []
+    row["ready_s"] = None  # the process was busy with our model before
+    return [(row, learner)] if done else []
+
+
+def timed(learners: Sequence[tuple[dict[str, Any], Learner]], steps: int, bar: Any) -> None:
+    """Run steps of all models, alternating."""
+    for _ in range(steps):
+        for _, learner in learners:
+            learner.step()
+            bar.update()
