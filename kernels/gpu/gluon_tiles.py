@@ -36,6 +36,29 @@ def opaque(x):
 
 
 @gluon.jit
+def segment_of(segments, heads: gl.constexpr):
+    """Recurrence of this program; of its segment the first token, one past the last, first chunk, and row of its states."""
+    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
+    at = segments + segment * 5
+    start = gl.load(at)
+    return n, start, start + gl.load(at + 1), gl.load(at + 2), gl.load(at + 4)
+
+
+@gluon.jit
+def key_head_of(n, groups, SUBHEADS: gl.constexpr):
+    """The key head of a recurrence, whose value head is n // SUBHEADS."""
+    return (n // SUBHEADS // groups) * SUBHEADS + n % SUBHEADS
+
+
+@gluon.jit
+def in_states(state, n, heads: gl.constexpr):
+    """Offsets of one state [128,128] among states [·,heads,128,128]."""
+    row, column = gl.arange(0, 128, gl.SliceLayout(1, STATE)), gl.arange(0, 128, gl.SliceLayout(0, STATE))
+    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
+    return offsets + (state.to(gl.int64) * heads + n) * (128 * 128)
+
+
+@gluon.jit
 def distance():
     """Number of tokens from the key of a pair to its query."""
     return gl.expand_dims(opaque(gl.arange(0, 64, OF_ROWS)), 1) - gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)

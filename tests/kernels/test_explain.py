@@ -17,31 +17,31 @@ CASES = {
     ),
     "linear_recurrence --gate channel --no-beta --device A100 --K 64": (
         ["vector_decay"],
-        ["vector_decay.channel_scores"] * 2 + ["sequential_pass.carry"],
+        ["vector_decay.channel_scores"] * 2 + ["sequential_pass.output_pass"],
         ["vector_decay.channel_scores"] * 2
-        + ["sequential_pass.carry"] * 3
+        + ["sequential_pass.output_pass"] * 3
         + ["vector_decay.channel_score_grads"]
         + ["vector_decay.channel_grads"] * 2,
     ),
     "linear_recurrence --gate channel --K 64 --H 32": (  # with input gates
         ["vector_decay"],
-        ["vector_decay.channel_scores"] * 2 + ["sequential_pass.carry"],
+        ["vector_decay.channel_scores"] * 2 + ["sequential_pass.output_pass"],
         None,
     ),
     "linear_recurrence --gate head --no-beta": (
         ["scores_in_pass", "hopper_scalar_decay"],
-        ["scalar_decay.head_gates", "sequential_pass.carry"],
+        ["scalar_decay.head_gates", "sequential_pass.output_pass"],
         ["scalar_decay.head_gates", "hopper_scalar_decay.states", "hopper_scalar_decay.gradients"],
     ),
     "linear_recurrence --gate head --device A100 --K 64": (
         ["scores_in_pass", "scores_first"],
-        ["scalar_decay.head_gates", "sequential_pass.carry"],
-        ["scalar_decay.head_scores"] + ["sequential_pass.carry"] * 3 + ["scalar_decay.head_gate_grads"],
+        ["scalar_decay.head_gates", "sequential_pass.output_pass"],
+        ["scalar_decay.head_scores"] + ["sequential_pass.output_pass"] * 3 + ["scalar_decay.head_gate_grads"],
     ),
     "linear_recurrence --gate constant --fixed-gates --K 64 --H 32": (
         ["scores_in_pass"],
-        ["sequential_pass.carry"],
-        ["sequential_pass.carry"] * 3,
+        ["sequential_pass.output_pass"],
+        ["sequential_pass.output_pass"] * 3,
     ),
     "linear_recurrence --T 1 --inference": (["one_token"], STEP, []),
     "delta_rule": (

@@ -9,7 +9,7 @@ from ...core.allocation import aligned
 from ...gpu.launch import LaunchSpec
 from ...gpu.plan import prepared
 from .plan import LinearRecurrence
-from .sequential_pass import scan
+from .segments import scan
 
 FP32 = torch.float32
 SCAN_BLOCK = 1024

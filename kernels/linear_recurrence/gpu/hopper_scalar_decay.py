@@ -35,6 +35,9 @@ from ...gpu.gluon_tiles import (
     copy_state,
     copy_tokens,
     distance,
+    in_states,
+    key_head_of,
+    segment_of,
     store_rows,
 )
 
@@ -89,14 +92,10 @@ def states(
     heads: gl.constexpr,
     SUBHEADS: gl.constexpr,
 ):
-    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
-    start = gl.load(segments + segment * 5)
-    stop = start + gl.load(segments + segment * 5 + 1)
-    first_chunk = gl.load(segments + segment * 5 + 2)
+    n, start, stop, first_chunk, state = segment_of(segments, heads)
     place = n.to(gl.int64) * chunks + first_chunk
-    state = gl.load(segments + segment * 5 + 4)
     value_head = n // SUBHEADS
-    k += ((value_head // groups) * SUBHEADS + n % SUBHEADS).to(gl.int64) * k_head
+    k += key_head_of(n, groups, SUBHEADS).to(gl.int64) * k_head
     v += value_head.to(gl.int64) * v_head
     count = gl.cdiv(stop - start, 64)
 
@@ -105,11 +104,9 @@ def states(
     gates_s = gl.allocate_shared_memory(gl.float32, [2, 256], FLAT)
     state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
 
-    row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
-    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
     S = gl.zeros([128, 128], gl.float32, STATE)
     if first is not None:
-        S = gl.load(first + (state.to(gl.int64) * heads + n) * (128 * 128) + offsets)
+        S = gl.load(first + in_states(state, n, heads))
     if count > 0:
         copy_tokens(keys_s.index(0), k, start, 0, stop, k_token)
         copy_tokens(values_s.index(0), v, start, 0, stop, v_token)
@@ -165,14 +162,10 @@ def gradients(
     heads: gl.constexpr,
     SUBHEADS: gl.constexpr,
 ):
-    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
-    start = gl.load(segments + segment * 5)
-    stop = start + gl.load(segments + segment * 5 + 1)
-    first_chunk = gl.load(segments + segment * 5 + 2)
+    n, start, stop, first_chunk, state = segment_of(segments, heads)
     place = n.to(gl.int64) * chunks + first_chunk
-    state = gl.load(segments + segment * 5 + 4)
     value_head = n // SUBHEADS
-    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    key_head = key_head_of(n, groups, SUBHEADS)
     q += key_head.to(gl.int64) * q_head
     k += key_head.to(gl.int64) * k_head
     v += value_head.to(gl.int64) * v_head
@@ -195,9 +188,7 @@ def gradients(
     earlier_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
     through_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
 
-    row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
-    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
-    offsets += (state.to(gl.int64) * heads + n) * (128 * 128)
+    offsets = in_states(state, n, heads)
     dS = gl.zeros([128, 128], gl.float32, STATE)
     if last is not None:
         dS = gl.load(last + offsets)

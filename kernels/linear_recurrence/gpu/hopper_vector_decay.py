@@ -44,7 +44,10 @@ from ...gpu.gluon_tiles import (
     copy_state,
     copy_tokens,
     distance,
+    in_states,
+    key_head_of,
     opaque,
+    segment_of,
     store_rows,
 )
 
@@ -184,14 +187,10 @@ def outputs(
     SUBHEADS: gl.constexpr,
 ):
     NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
-    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
-    start = gl.load(segments + segment * 5)
-    stop = start + gl.load(segments + segment * 5 + 1)
-    first_chunk = gl.load(segments + segment * 5 + 2)
+    n, start, stop, first_chunk, state = segment_of(segments, heads)
     place = n.to(gl.int64) * chunks + first_chunk
-    state = gl.load(segments + segment * 5 + 4)
     value_head = n // SUBHEADS
-    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    key_head = key_head_of(n, groups, SUBHEADS)
     q += key_head.to(gl.int64) * q_head
     k += key_head.to(gl.int64) * k_head
     v += value_head.to(gl.int64) * v_head
@@ -206,9 +205,7 @@ def outputs(
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
 
-    row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
-    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
-    offsets += (state.to(gl.int64) * heads + n) * (128 * 128)
+    offsets = in_states(state, n, heads)
     S = gl.zeros([128, 128], gl.float32, STATE)
     if first is not None:
         S = gl.load(first + offsets)
@@ -294,14 +291,10 @@ def states(
     REVERSE: gl.constexpr,
 ):
     NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
-    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
-    start = gl.load(segments + segment * 5)
-    stop = start + gl.load(segments + segment * 5 + 1)
-    first_chunk = gl.load(segments + segment * 5 + 2)
+    n, start, stop, first_chunk, state = segment_of(segments, heads)
     place = n.to(gl.int64) * chunks + first_chunk
-    state = gl.load(segments + segment * 5 + 4)
     value_head = n // SUBHEADS
-    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    key_head = key_head_of(n, groups, SUBHEADS)
     x += key_head.to(gl.int64) * x_head
     y += value_head.to(gl.int64) * y_head
     count = gl.cdiv(stop - start, 64)
@@ -313,9 +306,7 @@ def states(
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
 
-    row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
-    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
-    offsets += (state.to(gl.int64) * heads + n) * (128 * 128)
+    offsets = in_states(state, n, heads)
     S = gl.zeros([128, 128], gl.float32, STATE)
     if first is not None:
         S = gl.load(first + offsets)
@@ -368,7 +359,8 @@ def states(
     if last is not None:
         gl.store(last + offsets, S)
     if shrunk is not None:
-        gl.store(shrunk + (segment.to(gl.int64) * heads + n) * 128 + row, gl.exp2(survives))
+        at = gl.program_id(0).to(gl.int64) * 128 + gl.arange(0, 128, OF_STATE)
+        gl.store(shrunk + at, gl.exp2(survives))
 
 
 @gluon.jit(do_not_specialize=["chunks", "groups"])
@@ -402,14 +394,10 @@ def gradients(
     SUBHEADS: gl.constexpr,
 ):
     NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
-    segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
-    start = gl.load(segments + segment * 5)
-    stop = start + gl.load(segments + segment * 5 + 1)
-    first_chunk = gl.load(segments + segment * 5 + 2)
+    n, start, stop, first_chunk, state = segment_of(segments, heads)
     place = n.to(gl.int64) * chunks + first_chunk
-    state = gl.load(segments + segment * 5 + 4)
     value_head = n // SUBHEADS
-    key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
+    key_head = key_head_of(n, groups, SUBHEADS)
     q += key_head.to(gl.int64) * q_head
     k += key_head.to(gl.int64) * k_head
     v += value_head.to(gl.int64) * v_head
@@ -432,9 +420,7 @@ def gradients(
     through_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
     itself_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
 
-    row, column = gl.arange(0, 128, OF_STATE), gl.arange(0, 128, gl.SliceLayout(0, STATE))
-    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
-    offsets += (state.to(gl.int64) * heads + n) * (128 * 128)
+    offsets = in_states(state, n, heads)
     dS = gl.zeros([128, 128], gl.float32, STATE)
     if last is not None:
         dS = gl.load(last + offsets)

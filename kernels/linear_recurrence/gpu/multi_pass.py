@@ -13,7 +13,8 @@ from .call import FP32, Arguments, Call, InputGradients, Saved, Wanted, sum_over
 from .one_pass import QKV_GRAD, in_gluon
 from .plan import BLOCK, LinearRecurrence, padded
 from .scalar_decay import head_gate_grads, head_gates, head_scores
-from .sequential_pass import carry
+from .segments import segment_states
+from .sequential_pass import output_pass
 from .vector_decay import channel_grads, channel_score_grads, channel_scores
 
 LEAST, LOG2E = tiles.LEAST.value, tiles.LOG2E.value
@@ -70,11 +71,10 @@ class MultiPass(Call):
         return Saved()
 
     def segment_states(self, last: Tensor, survives: Tensor, *, reverse: bool) -> None:
-        plan, mode = self.plan, "dv" if reverse else "o"
-        x, y, z, other = map(self.streams.__getitem__, PASSES[mode])
-        launch = _carry(plan, mode, False, False, False)
-        operands = (x, y, z, other, None, self.scores, self.beta if plan.scores_in_pass else None, self.gates)
-        launch(*operands, None, None, None, None, last, survives, plan.layout.segments)
+        plan, (_, y, z, _) = self.plan, PASSES["dv" if reverse else "o"]
+        beta = self.beta if plan.constant else None
+        tensors = (self.streams[y], self.streams[z], beta, self.gates, last, survives)
+        _segment_states(plan, reverse)(*tensors, plan.layout.segments)
 
     def sequential_pass(
         self, mode: str, out: Tensor, first: Tensor | None, last: Tensor | None = None, store: ForGates | None = None
@@ -83,10 +83,10 @@ class MultiPass(Call):
         plan, store = self.plan, store or ForGates()
         x, y, z, other = map(self.streams.__getitem__, PASSES[mode])
         scores = self.score_grads if mode in ("dq", "dk") else self.scores
-        launch = _carry(plan, mode, True, store.checkpoints is not None, store.plain)
+        launch = _output_pass(plan, mode, store.checkpoints is not None, store.plain)
         operands = (x, y, z, other, out, scores, self.beta if plan.scores_in_pass else None, self.gates)
         last = None if plan.segmented else last
-        launch(*operands, *store[:3], first, last, None, plan.layout.segments)
+        launch(*operands, *store[:3], first, last, plan.layout.segments)
 
     def gradients(self, saved: Saved, last: Tensor | None, first_grad: Tensor | None, wanted: Wanted) -> InputGradients:
         plan, first = self.plan, saved.first
@@ -216,41 +216,63 @@ def _channel_scores(plan: LinearRecurrence, slow: bool) -> LaunchSpec:
     )
 
 
+def _of_states(plan: LinearRecurrence) -> dict[str, Any]:
+    """Constants of kernels that carry a state from chunk to chunk."""
+    how: dict[str, Any] = {"CHANNEL": plan.channel, "DECAY": plan.gate != "none", "CONSTANT": plan.constant}
+    return {**how, "PARTS": plan.parts, "heads": plan.heads, "SUBHEADS": plan.subheads}
+
+
 @prepared
-def _carry(plan: LinearRecurrence, mode: str, output: bool, gates: bool, plain: bool) -> LaunchSpec:
+def _output_pass(plan: LinearRecurrence, mode: str, gates: bool, plain: bool) -> LaunchSpec:
     """A sequential pass.
 
     Args:
         plan: The plan.
         mode: A key of `PASSES`.
-        output: Whether there is an output, or only the state is needed.
         gates: Whether it stores what the gradients of the gates need.
         plain: Whether it also stores what the gradient of β needs.
     """
     x, y, z, other = PASSES[mode]
     heads, tokens = plan.strides(x=x, y=y, z=z, other=other if gates and not plan.channel else z)
     DX, DZ = plan.streams[x].size, plan.streams[z].size
-    entry = plan.entry("carry" if output else "local")
+    entry = plan.entry("carry")
     width, slices = plan.slices(DZ, entry)
     per_block = BLOCK // CHUNK if gates and not plan.channel else 1 << 30
     return LaunchSpec(
-        carry,
+        output_pass,
         slices * plan.segments * plan.heads,
         *(*heads, plan.scale, plan.chunks, plan.blocks, per_block, plan.groups),
         **tokens,
-        heads=plan.heads,
+        **_of_states(plan),
         MODE=mode,
-        SUBHEADS=plan.subheads,
         DX=DX,
         DZ=DZ,
         BX=padded(DX),
         BZ=width,
-        PARTS=plan.parts,
-        CHANNEL=plan.channel,
-        DECAY=plan.gate != "none",
-        CONSTANT=plan.constant,
         PLAIN=plain,
         WIDE=plan.wide,
+        STAGES=entry.stages,
+        **plan.options(entry),
+    )
+
+
+@prepared
+def _segment_states(plan: LinearRecurrence, reverse: bool) -> LaunchSpec:
+    """The states that segments add, or in reverse their gradients."""
+    _, y, z, _ = PASSES["dv" if reverse else "o"]
+    (heads, tokens), entry = plan.strides(y=y, z=z), plan.entry("local")
+    width, slices = plan.slices(plan.V, entry)
+    return LaunchSpec(
+        segment_states,
+        slices * plan.segments * plan.heads,
+        *(*heads, plan.scale, plan.chunks, plan.groups),
+        **tokens,
+        **_of_states(plan),
+        K=plan.K,
+        V=plan.V,
+        BK=padded(plan.K),
+        BV=width,
+        REVERSE=reverse,
         STAGES=entry.stages,
         **plan.options(entry),
     )

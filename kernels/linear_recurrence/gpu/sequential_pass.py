@@ -17,7 +17,7 @@ already contain their decays, `total` is a vector over K, and dq and dk are the 
 rest is computed chunk by chunk.
 
 No chunk state is saved, except for the gradient of a decay per channel. Where there are too few programs to fill the
-device, sequences are cut into segments: the states at the cuts come from the same kernel without an output, and a scan.
+device, sequences are cut into segments (`segments.py`).
 """
 
 # Triton kernels: untyped, with branches that are resolved at compile time
@@ -53,6 +53,23 @@ def state_at(states, row, n, heads, SIZE: tl.constexpr):
 
 
 @triton.jit
+def segment_of(segments, heads, DZ: tl.constexpr, BZ: tl.constexpr):
+    """Slice, segment and recurrence of a program; first token, tokens, first chunk and block, row of its state."""
+    slices: tl.constexpr = (DZ + BZ - 1) // BZ
+    part, n = pair_of(tl.num_programs(0) // heads)
+    segment = part // slices
+    at = segments + segment * 5
+    start, length = tl.load(at).to(tl.int64), tl.load(at + 1)
+    return part % slices, segment, n, start, length, tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+
+
+@triton.jit
+def key_head_of(n, groups, SUBHEADS: tl.constexpr):
+    """The key head of a recurrence, whose value head is n // SUBHEADS."""
+    return (n // SUBHEADS // groups) * SUBHEADS + n % SUBHEADS
+
+
+@triton.jit
 def constant_decay(log_decay, n, DECAY: tl.constexpr):
     """The log decay of a step, in log2 units."""
     if DECAY:
@@ -70,6 +87,22 @@ def constant_factors(g, here, scale, beta, at, valid):
     if beta is not None:
         leaving *= tl.load(beta + at, mask=valid, other=0.0)
     return entering, leaving
+
+
+@triton.jit
+def factors(
+    gates, g, c, length, scale, beta, at, valid, REVERSE: tl.constexpr, CONSTANT: tl.constexpr, PARTS: tl.constexpr
+):
+    """`enter` and `leave` [64] of a chunk; in reverse they swap places. With CONSTANT, g is the decay of all tokens."""
+    if CONSTANT:
+        entering, leaving = constant_factors(g, tl.minimum(length - c * CHUNK, CHUNK), scale, beta, at, valid)
+        into = leaving if REVERSE else entering
+        rest = entering if REVERSE else leaving
+    else:
+        r = tl.arange(0, CHUNK)
+        into = tl.load(part_at(gates, c, LEAVE if REVERSE else ENTER, PARTS) + r)
+        rest = tl.load(part_at(gates, c, ENTER if REVERSE else LEAVE, PARTS) + r)
+    return into, rest
 
 
 @triton.jit
@@ -125,12 +158,12 @@ def store_products(products, t, W, O, into, DTYPE: tl.constexpr, PLAIN: tl.const
 
 
 @triton.jit(do_not_specialize=["chunks", "blocks", "per_block", "groups"])
-def carry(
+def output_pass(
     x,  # [tokens,·,DX], like y
     y,
     z,  # [tokens,·,DZ], like other
     other,
-    out,  # [tokens,heads,DZ], or None if only the state is needed
+    out,  # [tokens,heads,DZ]
     scores,  # [heads,chunks,64,64], or None if they are computed here
     beta,  # [tokens,heads], if the scores are computed here and have one
     gates,  # [heads,chunks,PARTS,64]: ENTER …; per channel [heads,chunks,K]: e^{b_C}; CONSTANT: log decays [heads]
@@ -139,7 +172,6 @@ def carry(
     anchors,  # [blocks of DZ,heads,blocks]: <S,dS> at the end of a block; per channel [heads,chunks,K]
     first,  # [segments or sequences,heads,K,V], or None for zeros
     last,  # likewise, if needed
-    shrunk,  # [segments,heads]: how much of a state survives the segment; per channel [segments,heads,K]
     segments,  # [segments,5]: first token, tokens, first chunk, first block, row of `first` and `last`
     x_head,
     y_head,
@@ -172,31 +204,19 @@ def carry(
 ):
     REVERSE: tl.constexpr = (MODE == "dk") or (MODE == "dv")
     TRANSPOSED: tl.constexpr = (MODE == "dq") or (MODE == "dk")
-    OUTPUT: tl.constexpr = out is not None
     INSIDE: tl.constexpr = scores is None
     GATES: tl.constexpr = checkpoints is not None
-    slices = (DZ + BZ - 1) // BZ
-    part, n = pair_of(tl.num_programs(0) // heads)
-    slice_, segment = part % slices, part // slices
-    start = tl.load(segments + segment * 5).to(tl.int64)
-    length = tl.load(segments + segment * 5 + 1)
-    first_chunk = tl.load(segments + segment * 5 + 2)
-    first_block = tl.load(segments + segment * 5 + 3)
-    state = tl.load(segments + segment * 5 + 4)
+    slice_, segment, n, start, length, first_chunk, first_block, state = segment_of(segments, heads, DZ, BZ)
     count = tl.cdiv(length, CHUNK)
-
     value_head = n // SUBHEADS
-    key_head = n if CHANNEL else (value_head // groups) * SUBHEADS + n % SUBHEADS
-    if TRANSPOSED:
-        x_row, z_row = value_head, key_head
-    else:
-        x_row, z_row = key_head, value_head
+    key_head = n if CHANNEL else key_head_of(n, groups, SUBHEADS)
+    x_row = value_head if TRANSPOSED else key_head
+    z_row = key_head if TRANSPOSED else value_head
     # 64-bit offsets up to the segment; inside it 32 bits suffice, because segments are cut short enough
     x += start * x_token + x_row.to(tl.int64) * x_head
     y += start * y_token + x_row.to(tl.int64) * y_head
     z += start * z_token + z_row.to(tl.int64) * z_head
-    if OUTPUT:
-        out += (start * heads + n) * DZ
+    out += (start * heads + n) * DZ
     place = n.to(tl.int64) * chunks + first_chunk
     if not INSIDE:
         scores += place * (CHUNK * CHUNK)
@@ -209,26 +229,21 @@ def carry(
     r = tl.arange(0, CHUNK)
     cx = tl.arange(0, BX)
     cz = slice_ * BZ + tl.arange(0, BZ)
-    if TRANSPOSED:
-        at_state = cz[None, :] * DX + cx[:, None]
-    else:
-        at_state = cx[:, None] * DZ + cz[None, :]
+    at_state = cz[None, :] * DX + cx[:, None] if TRANSPOSED else cx[:, None] * DZ + cz[None, :]
     in_state = (cx < DX)[:, None] & (cz < DZ)[None, :]
     if first is not None:
         S = tl.load(state_at(first, state, n, heads, DX * DZ) + at_state, mask=in_state, other=0.0)
     else:
         S = tl.zeros([BX, BZ], tl.float32)
+    g = 0.0
     if CHANNEL:
         # the decay lies along K, which is z where the state is transposed
         cd = cz if TRANSPOSED else cx
         DK: tl.constexpr = DZ if TRANSPOSED else DX
         gates += place * DK
-        survives = tl.full([BZ if TRANSPOSED else BX], 1.0, tl.float32)
-    else:
-        survives = 1.0
-        if not CONSTANT:
-            gates += place * (PARTS * CHUNK)
-    if CONSTANT and not REVERSE:
+    elif not CONSTANT:
+        gates += place * (PARTS * CHUNK)
+    elif not REVERSE:
         g = constant_decay(gates, n, DECAY)
 
     for b in range(0, tl.cdiv(count, per_block)):
@@ -250,21 +265,14 @@ def carry(
             valid = t < length
             Y = load_tile(y, t, y_token, cx, valid, DX, BX)
             Z = load_tile(z, t, z_token, cz, valid, DZ, BZ)
-            if OUTPUT:
-                X = load_tile(x, t, x_token, cx, valid, DX, BX)
-            if CONSTANT:
-                if REVERSE:
-                    g = constant_decay(gates, n, DECAY)
-                here = tl.minimum(length - c * CHUNK, CHUNK)
-                entering, leaving = constant_factors(g, here, scale, beta, t * heads, valid)
-                into = leaving if REVERSE else entering
-                rest = entering if REVERSE else leaving
-            elif not CHANNEL:
-                into = tl.load(part_at(gates, c, LEAVE if REVERSE else ENTER, PARTS) + r)
-                rest = tl.load(part_at(gates, c, ENTER if REVERSE else LEAVE, PARTS) + r)
+            X = load_tile(x, t, x_token, cx, valid, DX, BX)
+            if CONSTANT and REVERSE:
+                g = constant_decay(gates, n, DECAY)
+            if not CHANNEL:
+                into, rest = factors(gates, g, c, length, scale, beta, t * heads, valid, REVERSE, CONSTANT, PARTS)
             if DECAY:
                 if CONSTANT:
-                    keep = exp2(here.to(tl.float32) * g)
+                    keep = exp2(tl.minimum(length - c * CHUNK, CHUNK).to(tl.float32) * g)
                 elif CHANNEL:
                     keep = tl.load(gates + c * DK + cd, mask=cd < DK, other=0.0)
                 else:
@@ -278,23 +286,22 @@ def carry(
                 if MODE == "dk":
                     before = tl.load(at, mask=in_state, other=0.0).to(tl.float32)
                     tl.store(anchors + (place + c) * DZ + cz, tl.sum(S * before, 0), mask=cz < DZ)
-            if OUTPUT:
-                if INSIDE:
-                    P = tl.dot(X, tl.trans(Y), input_precision=PRECISION) * scale
-                    if DECAY:
-                        P *= constant_decay_inside(g) if CONSTANT else decay_inside(gates + c * (PARTS * CHUNK), WIDE)
-                    P = gated_scores(P, beta, t * heads, valid, REVERSE).to(Z.dtype)
-                O = tl.dot(X, S.to(X.dtype), input_precision=PRECISION)
-                if GATES and TRANSPOSED and not CHANNEL:
-                    W = load_tile(other, t, other_token, cz, valid, DZ, BZ)
-                    store_products(products, t, W, O, into, Y.dtype, PLAIN)
-                if not CHANNEL:
-                    O = O * into[:, None]
-                if INSIDE:
-                    O = tl.dot(P, Z, O, input_precision=PRECISION)
-                elif not (CHANNEL and TRANSPOSED):
-                    O = tl.dot(load_scores(scores, t, REVERSE), Z, O, input_precision=PRECISION)
-                store_tile(out, t, heads * DZ, cz, valid, O, DZ, BZ)
+            if INSIDE:
+                P = tl.dot(X, tl.trans(Y), input_precision=PRECISION) * scale
+                if DECAY:
+                    P *= constant_decay_inside(g) if CONSTANT else decay_inside(gates + c * (PARTS * CHUNK), WIDE)
+                P = gated_scores(P, beta, t * heads, valid, REVERSE).to(Z.dtype)
+            O = tl.dot(X, S.to(X.dtype), input_precision=PRECISION)
+            if GATES and TRANSPOSED and not CHANNEL:
+                W = load_tile(other, t, other_token, cz, valid, DZ, BZ)
+                store_products(products, t, W, O, into, Y.dtype, PLAIN)
+            if not CHANNEL:
+                O = O * into[:, None]
+            if INSIDE:
+                O = tl.dot(P, Z, O, input_precision=PRECISION)
+            elif not (CHANNEL and TRANSPOSED):
+                O = tl.dot(load_scores(scores, t, REVERSE), Z, O, input_precision=PRECISION)
+            store_tile(out, t, heads * DZ, cz, valid, O, DZ, BZ)
             if not CHANNEL:
                 Z = (Z.to(tl.float32) * rest[:, None]).to(Y.dtype)
             if DECAY:
@@ -302,58 +309,9 @@ def carry(
                     S = S * (keep[None, :] if TRANSPOSED else keep[:, None])
                 else:
                     S = S * keep
-                if not OUTPUT:
-                    survives = survives * keep
             S = tl.dot(tl.trans(Y), Z, S, input_precision=PRECISION)
         if GATES and not CHANNEL and MODE == "dq":
             at = state_at(checkpoints, first_block + block, n, heads, DX * DZ) + at_state
             tl.store(at, S.to(checkpoints.dtype.element_ty), mask=in_state)
     if last is not None:
         tl.store(state_at(last, state, n, heads, DX * DZ) + at_state, S, mask=in_state)
-    if DECAY and not OUTPUT:
-        at_segment = segment.to(tl.int64) * heads + n
-        if CHANNEL:
-            tl.store(shrunk + at_segment * DK + cd, survives, mask=cd < DK)
-        else:
-            tl.store(shrunk + at_segment, survives)
-
-
-@triton.jit(do_not_specialize=["heads"])
-def scan(
-    local,  # [segments,heads,K,V]: what each segment adds to the state; becomes the state before it (in scan order)
-    shrunk,
-    first,  # [sequences,heads,K,V], or None for zeros; like last, if needed
-    last,
-    sequences,  # [sequences,2]: first segment, segments
-    heads,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    DECAY: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    block, recurrence = pair_of((K * V + BLOCK - 1) // BLOCK)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    n, sequence = recurrence % heads, recurrence // heads
-    inside = at < K * V
-    begin = tl.load(sequences + sequence * 2)
-    count = tl.load(sequences + sequence * 2 + 1)
-    offsets = (sequence.to(tl.int64) * heads + n) * (K * V) + at
-    if first is not None:
-        S = tl.load(first + offsets, mask=inside, other=0.0)
-    else:
-        S = tl.zeros([BLOCK], tl.float32)
-    for i in tl.range(0, count, num_stages=4):  # reads ahead
-        segment = begin + (count - 1 - i if REVERSE else i)
-        row = segment.to(tl.int64) * heads + n
-        added = tl.load(local + row * (K * V) + at, mask=inside, other=0.0)
-        tl.store(local + row * (K * V) + at, S, mask=inside)
-        if DECAY:
-            if CHANNEL:
-                S = S * tl.load(shrunk + row * K + at // V, mask=inside, other=0.0)
-            else:
-                S = S * tl.load(shrunk + row)
-        S += added
-    if last is not None:
-        tl.store(last + offsets, S, mask=inside)
