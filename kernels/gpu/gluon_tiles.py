@@ -37,7 +37,7 @@ def opaque(x):
 
 @gluon.jit
 def segment_of(segments, heads: gl.constexpr):
-    """Recurrence of this program; of its segment the first token, one past the last, first chunk, and row of its states."""
+    """Recurrence of a program; of its segment: first token, one past the last, first chunk, and row of its states."""
     segment, n = gl.program_id(0) // heads, gl.program_id(0) % heads
     at = segments + segment * 5
     start = gl.load(at)
