@@ -400,9 +400,8 @@ def test_every_launch(size: int, itemsize: int, passes: str, monkeypatch: pytest
     narrow = TABLE["delta_rule.narrow"].get((9, size, itemsize))
     if passes == "narrow" and narrow is None:
         pytest.skip("there is no narrow launch")
-    pick = narrow if passes == "narrow" else None
     monkeypatch.setattr(gpu_plan, "segments", lambda *given: 3 if passes == "cut" else 1)
-    monkeypatch.setattr(gpu_plan, "whole", lambda wide, *rest: pick or wide)
+    monkeypatch.setattr(gpu_plan, "fitting", lambda *given: 2 if passes == "narrow" else 1)
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     a = on_device(1000, dtype, G=4, K=size, V=size, correlated=True)
     agree_on_device(a, dtype)
@@ -469,7 +468,7 @@ def test_all_gradients_in_one_pass(options: dict[str, Any], cut: bool, gate: str
     found = []
     for full in (2, *[0] * 20):
         plan.of_rows.cache_clear()
-        monkeypatch.setattr(gpu_plan, "FULL", full)
+        monkeypatch.setattr(gpu_select, "FULL", full)
         again = {name: x.clone() for name, x in a.items()}  # plans of documents are cached with their boundaries
         found.append(results(kernels.delta_rule, again, backend="triton", subheads=E))
     three, one, *others = found

@@ -11,6 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,7 +42,9 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
-        self.metadata = metadata
+        # PyTorch 2.11 adds these to a copy of the metadata, later versions to the metadata
+        places = {result.index: result.storage_data for of_process in results for result in of_process}
+        self.metadata = replace(metadata, storage_data=places)
 
 
 class _Reader(dcp.FileSystemReader):
