@@ -4,7 +4,7 @@ They come from a table, not from autotuning: the first call costs one compilatio
 Every entry was compiled ahead of time without large spills, and is tested on a device in outputs *and* gradients. Some
 that look harmless compute nonsense on Hopper: `miscompilations.py` lists them, and a test keeps them out of this table.
 Slices of 32 channels that are masked or whose rows are not aligned are wrong there, too
-(`linear_recurrence/triton_op.py`). Entries of a file take precedence (`launch_file.py`).
+(`linear_recurrence/gpu/op.py`). Entries of a file take precedence (`launch_file.py`).
 """
 
 from functools import cache

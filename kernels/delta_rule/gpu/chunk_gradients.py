@@ -1,6 +1,6 @@
 """Gradients of q, k, β and the log decay of the (gated) delta rule: all chunks in parallel, once all states are known.
 
-Letters as in `triton_scan.py`; S is the state before the chunk, dS the gradient of the state after it:
+Letters as in `sequential_pass.py`; S is the state before the chunk, dS the gradient of the state after it:
 
     X = scale · D ⊙ dO Uᵀ                     M = −D ⊙ dV Uᵀ, strictly lower
     dQ = X K + scale · e^b ⊙ dO Sᵀ            dK = Xᵀ Q + (M + Mᵀ) K + e^{b_C − b} ⊙ U dSᵀ − e^b ⊙ dV Sᵀ

@@ -1,6 +1,6 @@
 """All gradients of the (gated) delta rule in one pass from the last chunk to the first: Hopper, in Gluon.
 
-The equations are those of `triton_scan.py` and `triton_gradients.py`. There, the gradient of the state goes through
+The equations are those of `sequential_pass.py` and `chunk_gradients.py`. There, the gradient of the state goes through
 memory, and the streams are read by three kernels; here one program has a whole state and reads each stream once:
 
     load k, dO, inverse, scores            dU = e^{b_C − b} ⊙ K dS,  dV = scoresᵀ dO + inverseᵀ dU

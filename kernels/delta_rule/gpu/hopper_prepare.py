@@ -1,4 +1,4 @@
-"""Preparation of the chunks of the (gated) delta rule, as in `triton_prepare.py`, in Gluon: Hopper, bf16, keys of 128
+"""Preparation of the chunks of the (gated) delta rule, as in `prepare.py`, in Gluon: Hopper, bf16, keys of 128
 channels.
 
 With N the strict lower part of D ⊙ K Kᵀ, everything follows from one symmetric form of the inverse:
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...gpu.gluon_tiles import FLAT, SHARED, at_tile, barrier, copy_tokens
 
-LEAST_BETA = gl.constexpr(2.0**-50)  # as in triton_prepare.py
+LEAST_BETA = gl.constexpr(2.0**-50)  # as in prepare.py
 LOG2E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-152.0)  # as in tiles.py
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))

@@ -1,7 +1,7 @@
 """The (gated) delta rule in Triton, forward and backward: which kernels run, in which order, on which tensors.
 
 Forward: `prepare` for all chunks in parallel, then `scan_forward` along time. Backward: `scan_backward` along time,
-then the gradients of all chunks in parallel; or everything in one pass along time (`gluon_gradients.py`). Each of the
+then the gradients of all chunks in parallel; or everything in one pass along time (`hopper_backward.py`). Each of the
 H·E recurrences is computed separately: subheads read the values of their head, and value heads the keys of their group,
 without copies. Contributions of several recurrences to one tensor are summed afterwards, in a fixed order: equal inputs
 give equal bits.

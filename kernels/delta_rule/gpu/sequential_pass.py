@@ -1,6 +1,6 @@
 """The passes of the (gated) delta rule that carry a state: one program per segment, recurrence and block of values.
 
-Letters as in `chunk.py` and `triton_prepare.py`. From chunk to chunk, forward and then backward in time:
+Letters as in `chunk.py` and `prepare.py`. From chunk to chunk, forward and then backward in time:
 
     W = V − e^b ⊙ K S      U = inverse W      O = scale · e^b ⊙ Q S + scores W      S ← e^{b_C} S + (e^{b_C − b} K)ᵀ U
     dV = scoresᵀ dO + inverseᵀ (e^{b_C − b} ⊙ K dS)      dS ← e^{b_C} dS + (e^b Q)ᵀ dO · scale − (e^b K)ᵀ dV

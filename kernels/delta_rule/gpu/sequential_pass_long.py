@@ -1,6 +1,6 @@
 """The passes of the (gated) delta rule for keys whose state does not fit into registers: it stays in memory.
 
-The equations are those of `triton_scan.py`. A program reads the state, a block of keys at a time, for what a chunk
+The equations are those of `sequential_pass.py`. A program reads the state, a block of keys at a time, for what a chunk
 takes from it, and reads and writes it again for what the chunk leaves. What all programs hold fits into the L2 cache of
 a large device. The state lies where the final one is returned, so that it takes no other memory.
 """

@@ -41,7 +41,7 @@ from ...gpu.gluon_tiles import (
     store_rows,
 )
 
-# of the gates of a chunk, [5,64]; the first four parts are copied (`triton_carry.py`)
+# of the gates of a chunk, [5,64]; the first four parts are copied (`sequential_pass.py`)
 PARTS = gl.constexpr(5)
 OF_STATE = gl.constexpr(gl.SliceLayout(1, STATE))
 SUMS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # tokens × tokens, a row within a warp

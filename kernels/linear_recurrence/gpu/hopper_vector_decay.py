@@ -12,7 +12,7 @@ With b the log decays of a chunk summed from its start, and per channel two refe
 Both reference points are b in the middle of the chunk, so that Q' K'ᵀ has the decays between its tokens. Where a decay
 from there to an end of the chunk is too strong for the exponent of a factor (a steep channel), r is 0 and s = b_C: no
 factor is above 1, what passes through the state is right, and what the channel adds to Q' K'ᵀ is e^{b_C} of the truth,
-which is nothing. Two kernels add the truth to the results afterwards (`triton_steep.py`).
+which is nothing. Two kernels add the truth to the results afterwards (`vector_decay_exact.py`).
 
 A program has a whole state, in the registers of eight warps. Sums of decays from the start of a chunk are products with
 the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8 bits. The states S' before
@@ -54,7 +54,7 @@ from ...gpu.gluon_tiles import (
 LOG2E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
 LEAST_NARROW = gl.constexpr(-106.0)  # the same for decays in bf16, which stay natural logarithms until they are summed
-SAFE = gl.constexpr(115.0)  # as in `triton_channel.py`
+SAFE = gl.constexpr(115.0)  # as in `vector_decay.py`
 COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
 DECAYS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
