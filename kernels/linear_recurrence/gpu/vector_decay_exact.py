@@ -1,5 +1,4 @@
-"""The part of steep channels in outputs and gradients, which the one pass for decays per channel (`hopper_vector_decay.py`)
-leaves out.
+"""The part of steep channels in outputs and gradients, which the one pass (`hopper_vector_decay.py`) leaves out.
 
 A program looks at the sums of decays of a few chunks. For those that have a steep channel, it computes what pairs of
 tokens inside the chunk contribute in such channels. Rows and columns are split into blocks of 16: between blocks the
