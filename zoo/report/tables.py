@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zoo.evaluation.report import is_fraction
+from zoo.evaluation.results import is_fraction, mean
 from zoo.report.checks import Plain
 from zoo.report.folders import Run
 from zoo.train.metrics_file import is_number
@@ -164,10 +164,3 @@ def measured(task: str, rows: Sequence[Plain]) -> Table:
         cells = [cell(mean(rows_at.get(value, ())), metric) for value in [*values, *([None] if single else [])]]
         shown.append([cell(model), cell(metric.replace("_", " ")), *cells])
     return Table(task, [*columns, *(["all" if values else "value"] if single else [])], shown)
-
-
-def mean(rows: Iterable[Plain]) -> float | None:
-    """The mean of rows, weighted by their counts; None without any."""
-    pairs = [(row.get("count", 1), row["value"]) for row in rows if row["value"] is not None]
-    total = sum(count for count, _ in pairs)
-    return sum(count * value for count, value in pairs) / total if total else None
