@@ -25,22 +25,30 @@ FRACTIONS = ("acc", "acc_norm", "niah_score")  # metrics from 0 to 1, in additio
 
 def table(task: Task, rows: Sequence[Row]) -> Table:
     """A task's results: a line for each model and metric, a column for each value of the task's axis."""
-    columns = _values(rows, task.axis)
-    single = [row for row in rows if task.axis not in row]
-    captions = [f"columns: {task.axis.replace('_', ' ')}"] if columns else []
+    columns, lines = by_axis(rows, task.axis)
+    has_axis = columns not in ([], [None])
+    captions = [f"columns: {task.axis.replace('_', ' ')}"] if has_axis else []
     captions += ["accuracies in %"] if any(is_fraction(row["metric"]) for row in rows) else []
-    headings = [*map(_number, columns), *(["all"] if single else [])] if columns else ["value"]
+    headings = [_number(column) if column is not None else "all" if has_axis else "value" for column in columns]
     shown = new_table(["model", "metric", *headings], left=2, wrapped=["metric"], caption="\n".join(captions))
-    lines: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        if "position" not in row:  # of these there is a picture
-            lines.setdefault((row["model"], row.get("subtask", ""), row["metric"]), []).append(row)
-    for (model, subtask, metric), own in lines.items():
-        line = [_cell(row for row in own if row.get(task.axis) == column) for column in columns]
-        if single or not columns:
-            line.append(_cell(row for row in own if task.axis not in row))
-        shown.add_row(model, f"{subtask} {metric}".strip().replace("_", " "), *line)
+    for (model, metric), rows_at in lines.items():
+        shown.add_row(model, metric.replace("_", " "), *(_cell(rows_at.get(column, [])) for column in columns))
     return shown
+
+
+def by_axis(rows: Iterable[Row], axis: str) -> tuple[list[Any], dict[tuple[str, str], dict[Any, list[Row]]]]:
+    """Group rows for a table, without those by position, of which there is a picture.
+
+    Returns:
+        The values of the axis, and None at the end for rows without it; (model, subtask and metric) → value → rows.
+    """
+    lines: dict[tuple[str, str], dict[Any, list[Row]]] = {}
+    for row in rows:
+        if "position" not in row:
+            line = lines.setdefault((row["model"], f"{row.get('subtask', '')} {row['metric']}".strip()), {})
+            line.setdefault(row.get(axis), []).append(row)
+    values = {value for line in lines.values() for value in line}
+    return [*sorted(value for value in values if value is not None), *({None} & values)], lines
 
 
 def is_fraction(metric: str) -> bool:
@@ -48,9 +56,8 @@ def is_fraction(metric: str) -> bool:
     return metric in FRACTIONS or metric.endswith("accuracy")
 
 
-def _cell(rows: Iterable[Row]) -> str:
+def _cell(rows: Sequence[Row]) -> str:
     """The mean of some rows of one metric, as text."""
-    rows = list(rows)
     if (value := mean(rows)) is None:
         return ""
     if is_fraction(rows[0]["metric"]):
