@@ -120,7 +120,8 @@ def _measure(
     rows: list[Row] = []
     bar = tqdm(plan, unit=" cells", dynamic_ncols=True, disable=not verbose)
     for number, (subject, task, cell) in enumerate(bar):
-        bar.set_description(f"{subject.name} {task.name} {_short(cell)}")
+        place = " ".join(f"{name}={value}" for name, value in cell.items())
+        bar.set_description(f"{subject.name} {task.name} {place}")
         what = {
             "task": task.name,
             "cell": cell,
@@ -194,7 +195,3 @@ def _is_bf16(precision: str | None, where: torch.device) -> bool:
         return where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     check_names("precision", [precision], PRECISIONS)
     return precision == "bf16-mixed"
-
-
-def _short(cell: Cell) -> str:
-    return " ".join(f"{name}={value}" for name, value in cell.items())

@@ -149,16 +149,7 @@ def _check_labels(config: Namespace, datamodule: L.LightningDataModule) -> None:
 
 
 def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
-    """The trainer of a run, with all its callbacks.
-
-    Args:
-        config: The parsed config.
-        folder: The run's folder.
-        callbacks: Further callbacks, from Python.
-
-    Raises:
-        UserError: `trainer` or the arguments of a callback are invalid.
-    """
+    """The trainer of a run, with all its callbacks; a UserError if `trainer` or a callback's argument is invalid."""
     arguments = _arguments(for_run(config, folder))
     arguments["default_root_dir"] = str(folder)
     if arguments["logger"] is not False:
@@ -176,16 +167,7 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
 
 
 def evaluating_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
-    """A trainer for evaluating a checkpoint.
-
-    Args:
-        config: The parsed config.
-        folder: The run's folder.
-        callbacks: Further callbacks.
-
-    Raises:
-        UserError: `trainer` is invalid.
-    """
+    """A trainer for evaluating a checkpoint; a UserError if `trainer` is invalid."""
     arguments = _arguments(for_run(config, folder))
     arguments["logger"] = _loggers(arguments)
     user_callbacks = [*_listed(arguments["callbacks"]), *callbacks]
