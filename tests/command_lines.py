@@ -16,8 +16,8 @@ from reproductions import bench
 from zoo.config import CONFIGS, KEYS, add_arguments, find_config, read
 from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
-from zoo.evaluation.catalogue import tasks_of
 from zoo.evaluation.task import Options
+from zoo.evaluation.tasks import tasks_of
 from zoo.experiments.commands import whole_configs
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.mixers_table import show_mixers

@@ -18,8 +18,8 @@ import mixers
 import zoo
 from kernels import UserError
 from mixers import TokenMixer
-from zoo.config.components import subclasses
 from zoo.config.help import EXAMPLES
+from zoo.config.signatures import subclasses
 from zoo.train.results import COLUMNS
 
 from .commands import FIT, Command, start

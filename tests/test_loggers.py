@@ -8,7 +8,7 @@ import yaml
 
 from zoo.config.find import CONFIGS
 from zoo.config.parser import read
-from zoo.runs.loggers import for_run
+from zoo.runs.build import for_run
 from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, Command

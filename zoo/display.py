@@ -29,7 +29,8 @@ def new_table(
     table = Table(title_justify="left", caption_justify="left", **defaults | style)
     for number, column in enumerate(columns):
         is_left = number < left if isinstance(left, int) else column in left
-        table.add_column(column, justify="left" if is_left else "right", no_wrap=column not in wrapped)
+        overflow = {"overflow": "fold"} if column in wrapped else {"no_wrap": True}
+        table.add_column(column, justify="left" if is_left else "right", **overflow)
     return table
 
 

@@ -10,8 +10,8 @@ from kernels import UserError
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
 from zoo.config.help import purposes, short_help, topic_help
-from zoo.config.overlays import is_override
-from zoo.config.parser import ConfigFile, Parser, explained, to_arguments
+from zoo.config.overlays import as_arguments, is_override
+from zoo.config.parser import ConfigFile, Parser, explained, loaded
 
 ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
 # parameters of the functions that can only be passed from Python
@@ -106,9 +106,9 @@ def arguments_of(
     for key in (item.partition("=")[0] for item in items if is_override(item)):
         if (first := key.split(".")[0].rstrip("+")) not in allowed:
             raise UserError(unknown(key, first, [*allowed, *parameters]))
-    with explained(parser):
+    with explained(parser, loaded(items) if printing else ()):
         if printing:
-            parser.parse_args([*to_arguments(items), *printing])
+            parser.parse_args([*as_arguments(loaded(items)), *printing])
         values = parser.parse_args(options)
     return items, {name: values[name] for name in parameters}
 
@@ -128,31 +128,24 @@ def _takes_list(annotation: Any) -> bool:
 
 
 def _joined(options: Sequence[str], lists: Collection[str], texts: Collection[str]) -> list[str]:
-    """Options whose parameters take lists, given more than once, as one option with a list of all their values.
+    """Join the values of each option that takes a list into one option.
 
     Args:
         options: Options `--key=value`.
         lists: Names of parameters that take lists.
         texts: Those of them whose strings may be any text: one value is a list, too, unless it is JSON's.
     """
-    joined, values_by_option = [], dict[str, list[str]]()
-
-    def is_text(key: str, value: str) -> bool:
-        return key.removeprefix("--") in texts and not _is_json_list(value)
-
+    joined, values_by_name = [], dict[str, list[str]]()
     for option in options:
-        key, _, value = option.partition("=")
-        if key.removeprefix("--") in lists:
-            values_by_option.setdefault(key, []).append(value)
+        name, _, value = option.removeprefix("--").partition("=")
+        if name in lists:
+            values_by_name.setdefault(name, []).append(value)
         else:
             joined.append(option)
-    return [
-        *joined,
-        *(
-            f"{key}={values[0] if len(values) == 1 and not is_text(key, values[0]) else json.dumps(values)}"
-            for key, values in values_by_option.items()
-        ),
-    ]
+    for name, values in values_by_name.items():
+        plain = len(values) == 1 and (name not in texts or _is_json_list(values[0]))
+        joined.append(f"--{name}={values[0] if plain else json.dumps(values)}")
+    return joined
 
 
 def _is_json_list(value: str) -> bool:

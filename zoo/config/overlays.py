@@ -77,11 +77,11 @@ def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:
         if isinstance(item, str):
             key, _, value = item.partition("=")
             if key.startswith("model.") and value == "null":
-                item = _nested(key, None)
+                item = nested(key, None)
             elif key.startswith("model.") and _CLASS.fullmatch(value):
-                item = _nested(key, value)
+                item = nested(key, value)
             elif key == "data" and "{" not in value:
-                item = with_current_paths(_nested("data.class_path", value))
+                item = with_current_paths(nested("data.class_path", value))
         if isinstance(item, str):
             yield f"--{item}"
         else:
@@ -89,7 +89,7 @@ def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:
             yield dump_yaml(dict(item), one_line=True)
 
 
-def _nested(key: str, value: Any) -> dict[str, Any]:
+def nested(key: str, value: Any) -> dict[str, Any]:
     for part in reversed(key.split(".")):
         value = {part: value}
     return value
@@ -107,31 +107,26 @@ def without_null_groups(
     Returns:
         The items without the groups that are null, and without what earlier items set in those groups.
     """
-    kept: list[str | Mapping[str, Any]] = []
+    rest: list[str | Mapping[str, Any]] = []
     for item in items:
         if isinstance(item, str):
-            key, _, value = item.partition("=")
-            null = {key} & {*groups} if value in NULL else set()
-            item = {} if null else item
+            null = {key for key in groups if item in [f"{key}={word}" for word in NULL]}
         else:
             null = {key for key in groups if key in item and item[key] is None}
-            item = {key: value for key, value in item.items() if key not in null}
-        if null:
-            kept = without(kept, null)
-        kept += [item] if item else []
-    return kept
+        rest = without([*rest, item], null)
+    return rest
 
 
 def without(items: Iterable[str | Mapping[str, Any]], groups: Collection[str]) -> list[str | Mapping[str, Any]]:
     """The items, without what they set in some groups."""
-    return [rest for item in items if (rest := _without(item, groups))]
-
-
-def _without(item: str | Mapping[str, Any], groups: Collection[str]) -> str | Mapping[str, Any]:
-    """An item without what it sets in some groups."""
-    if isinstance(item, str):
-        return "" if re.split(r"[.+=]", item)[0] in groups else item
-    return {key: value for key, value in item.items() if key not in groups}
+    rest: list[str | Mapping[str, Any]] = []
+    for item in items:
+        if not isinstance(item, str):
+            item = {key: value for key, value in item.items() if key not in groups}
+        elif re.split(r"[.+=]", item)[0] in groups:
+            continue
+        rest += [item] if item else []
+    return rest
 
 
 def first_name(items: Iterable[Item]) -> str | None:

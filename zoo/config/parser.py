@@ -10,7 +10,7 @@ import logging
 import operator
 import pydoc
 from argparse import ArgumentError
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, Literal, get_args
@@ -93,7 +93,8 @@ class ConfigFile(ActionConfigFile):
 
 def _class_name(spec: Any) -> str | None:
     """The class that a component's config names; None if it names none."""
-    return spec if isinstance(spec, str) else spec.get("class_path") if isinstance(spec, dict) else None
+    path = spec.get("class_path") if isinstance(spec, dict) else spec
+    return path if isinstance(path, str) else None
 
 
 def _drop_defaults(previous: Any, named: str) -> None:
@@ -167,10 +168,11 @@ class Parser(ArgumentParser):
             parsed[key] = super().parse_object(obj, namespace, **settings), context  # kept, so that no id is reused
         return parsed[key][0].clone()
 
-    def options(self) -> list[str]:
-        """The names of all options, without dashes, and the keys that are left out."""
-        options = (option for action in self._actions for option in action.option_strings)
-        return [*(option[2:] for option in options if option.startswith("--")), *self.skipped]
+    def types(self) -> dict[str, Any]:
+        """The types of all keys; None for those that are left out."""
+        types = {action.dest: getattr(action, "_typehint", action.type) for action in self._actions}
+        keys = {key: hint for key, hint in types.items() if hint is not None and not key.endswith(".help")}
+        return keys | dict.fromkeys(self.skipped)
 
 
 _PARSED: ContextVar[dict[tuple[Any, ...], tuple[Namespace, Context]] | None] = ContextVar("parsed", default=None)
@@ -203,14 +205,19 @@ def cause_of(error: BaseException | None) -> UserError | None:
 
 
 @contextmanager
-def explained(parser: Parser) -> Iterator[None]:
-    """Turn errors that `parser` raises for a mistake in a config into a UserError of one sentence."""
+def explained(parser: Parser, items: Iterable[str | Mapping[str, Any]] = ()) -> Iterator[None]:
+    """Turn errors that `parser` raises for a mistake in `items` into a UserError of one sentence.
+
+    Items are configs and overrides `key=value`.
+    """
     try:
         yield
     except (ArgumentError, SyntaxError) as error:
         if (cause := cause_of(error)) is not None:
             raise cause from None
-        raise UserError(explain(str(error), parser.options())) from None
+        types = parser.types()
+        defaults = {"data": vars(parser.get_default("data"))} if types.get("data") else {}
+        raise UserError(explain(str(error), types, [defaults, *items])) from None
 
 
 def add_arguments(parser: Parser) -> None:
@@ -221,34 +228,19 @@ def add_arguments(parser: Parser) -> None:
 
 def _add_keys_of_models(parser: Parser) -> None:
     """Add all keys but those of Lightning."""
-    parser.add_argument(
-        "--seed_everything",
-        type=bool | int,
-        default=0,
-        help="Seed of all random numbers: true draws a seed, false sets none.",
+    backend, every = (
+        Literal[BACKENDS] | None,
+        "Recompute every N-th block in the backward pass, to save memory; 1: all.",
     )
-    parser.add_argument(
-        "--backend",
-        type=Literal[BACKENDS] | None,
-        help="Backend of the kernels in training; null for ZOO_BACKEND, or auto.",
-    )
-    parser.add_argument(
-        "--compile",
-        type=bool,
-        default=False,
-        help="Compile the blocks for the training steps; requires a C++ compiler.",
-    )
-    parser.add_argument(
-        "--activation_checkpointing",
-        type=int | None,
-        help="Recompute every N-th block in the backward pass, to save memory; 1: all blocks.",
-    )
-    parser.add_argument(
-        "--context_parallel",
-        type=int,
-        default=1,
-        help="Number of neighbouring processes that share each sequence; requires trainer.strategy=ddp.",
-    )
+    shared = "Number of neighbouring processes that share each sequence; requires trainer.strategy=ddp."
+    for key, kind, default, purpose in (
+        ("seed_everything", bool | int, 0, "Seed of all random numbers: true draws a seed, false sets none."),
+        ("backend", backend, None, "Backend of the kernels in training; null for ZOO_BACKEND, or auto."),
+        ("compile", bool, False, "Compile the blocks for the training steps; requires a C++ compiler."),
+        ("activation_checkpointing", int | None, None, every),
+        ("context_parallel", int, 1, shared),
+    ):
+        parser.add_argument(f"--{key}", type=kind, default=default, help=purpose)
     parser.add_class_arguments(LanguageModel, "model", fail_untyped=False)
     parser.add_class_arguments(Optimisation, "optim")
 
@@ -275,8 +267,8 @@ def _add_keys_of_lightning(parser: Parser) -> None:
     )
 
 
-def to_arguments(configs_and_overrides: Iterable[Item], skipped: Collection[str] = ()) -> list[str]:
-    """Configs and overrides as command-line arguments for the parser.
+def loaded(configs_and_overrides: Iterable[Item], skipped: Collection[str] = ()) -> list[str | Mapping[str, Any]]:
+    """Load configs, and check overrides, for the parser.
 
     Args:
         configs_and_overrides: Configs and overrides.
@@ -287,7 +279,7 @@ def to_arguments(configs_and_overrides: Iterable[Item], skipped: Collection[str]
     """
     items = without_null_groups(load_items(configs_and_overrides), GROUPS)
     check_overrides(item for item in items if isinstance(item, str))
-    return [*as_arguments(without(items, skipped))]
+    return without(items, skipped)
 
 
 def read(*configs_and_overrides: Item) -> Namespace:
@@ -296,7 +288,7 @@ def read(*configs_and_overrides: Item) -> Namespace:
     Raises:
         UserError: A file is missing, or a key or value is wrong.
     """
-    return _read(_parser_of_files(), configs_and_overrides)
+    return _read(run_parser(files=True), configs_and_overrides)
 
 
 def read_model(*configs_and_overrides: Item) -> Namespace:
@@ -304,14 +296,14 @@ def read_model(*configs_and_overrides: Item) -> Namespace:
 
     These require Lightning, which takes longer to import than a model takes to be built. What they hold is not checked.
     """
-    return _read(_parser_of_models(), configs_and_overrides)
+    return _read(run_parser(lightning=False, files=True), configs_and_overrides)
 
 
 def _read(parser: Parser, configs_and_overrides: Iterable[Item]) -> Namespace:
-    arguments = to_arguments(configs_and_overrides, parser.skipped)
+    items = loaded(configs_and_overrides, parser.skipped)
     mixers.names()  # plug-ins register before anything is parsed
-    with explained(parser), each_part_once():
-        config = parser.parse_args(arguments)
+    with explained(parser, items), each_part_once():
+        config = parser.parse_args([*as_arguments(items)])
     seed = config.seed_everything
     if not isinstance(seed, bool) and not 0 <= seed <= MAX_SEED:
         raise UserError(f"seed_everything: {seed} must be a number from 0 to {MAX_SEED}, true or false")
@@ -324,36 +316,19 @@ def _read(parser: Parser, configs_and_overrides: Iterable[Item]) -> Namespace:
 
 
 @functools.cache
-def run_parser() -> Parser:
-    """The parser of a run's config, without command-line options. All callers share it: do not add to it."""
-    parser = Parser()
-    add_arguments(parser)
-    return parser
+def run_parser(lightning: bool = True, files: bool = False) -> Parser:
+    """The parser of a run's config. All callers share it: do not add to it.
 
-
-@functools.cache
-def model_parser() -> Parser:
-    """Like `run_parser`, but without the keys of Lightning, which are unknown to it."""
-    parser = Parser()
+    Args:
+        lightning: Whether it knows the keys of Lightning; without, they are unknown, or left out of `files`.
+        files: Whether it takes `--config`. (`parse` must not have it: a saved config would name files to read.)
+    """
+    parser = Parser(skipped=() if lightning or not files else OF_LIGHTNING)
     _add_keys_of_models(parser)
-    return parser
-
-
-@functools.cache
-def _parser_of_files() -> Parser:
-    """Like `run_parser`, but with `--config`. (`parse` must not have it: a saved config would name files to read.)"""
-    parser = Parser()
-    add_arguments(parser)
-    parser.add_argument("-c", "--config", action=ConfigFile)
-    return parser
-
-
-@functools.cache
-def _parser_of_models() -> Parser:
-    """Like `_parser_of_files`, but leaves out the keys of Lightning."""
-    parser = Parser(skipped=OF_LIGHTNING)
-    _add_keys_of_models(parser)
-    parser.add_argument("-c", "--config", action=ConfigFile)
+    if lightning:
+        _add_keys_of_lightning(parser)
+    if files:
+        parser.add_argument("-c", "--config", action=ConfigFile)
     return parser
 
 
@@ -372,12 +347,11 @@ def parse_model(config: dict[str, Any]) -> Namespace:
     Raises:
         UserError: A key or value is wrong.
     """
-    return _parse(model_parser(), config)
+    return _parse(run_parser(lightning=False), config)
 
 
 def _parse(parser: Parser, config: dict[str, Any]) -> Namespace:
     mixers.names()  # plug-ins register before anything is parsed
-    with explained(parser), each_part_once():
-        return parser.parse_object(
-            {key: value for key, value in up_to_date(config).items() if not (value is None and key in GROUPS)}
-        )
+    config = {key: value for key, value in up_to_date(config).items() if not (value is None and key in GROUPS)}
+    with explained(parser, [config]), each_part_once():
+        return parser.parse_object(config)

@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 
 from kernels import UserError
 from zoo.config.keys import KEYS, OF_LIGHTNING
-from zoo.config.parser import model_parser, parse, parse_model, run_parser
+from zoo.config.parser import parse, parse_model, run_parser
 
 
 def to_dict(config: Namespace) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def to_dict(config: Namespace) -> dict[str, Any]:
         UserError: A value, such as the default of a foreign class, cannot be written as YAML.
     """
     run_keys = Namespace({key: _without_instances(config[key]) for key in vars(config) if key in KEYS})
-    parser = run_parser() if {*OF_LIGHTNING} & {*vars(run_keys)} else model_parser()
+    parser = run_parser() if {*OF_LIGHTNING} & {*vars(run_keys)} else run_parser(lightning=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="\\s*Unable to serialize instance")  # reported below
         plain = yaml.safe_load(parser.dump(run_keys, skip_none=False, skip_validation=True))

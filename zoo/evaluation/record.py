@@ -12,11 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import Timeout
-
 from kernels import UserError
 from zoo.evaluation.task import Row
-from zoo.files.links import lock_of, open_in_place
+from zoo.files.links import held_lock, open_in_place
+from zoo.files.output import make_folder
 
 FILE, LOCK = "rows.jsonl", ".lock"
 
@@ -34,11 +33,11 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
         open_in_place(self.file, "ab").close()
-        self._found = {record["key"]: record["rows"] for record in self._read()}
+        self._rows = {record["key"]: record["rows"] for record in self._read()}
 
     def find(self, what: dict[str, Any]) -> list[Row] | None:
         """The rows of what was measured before; None if it was not."""
-        return self._found.get(key_of(what))
+        return self._rows.get(key_of(what))
 
     def add(self, what: dict[str, Any], rows: list[Row], about: dict[str, Any]) -> None:
         """Append the rows of a cell.
@@ -48,7 +47,7 @@ class Records:
             rows: The rows.
             about: What else to keep: versions, device, time.
         """
-        self._found[key_of(what)] = rows
+        self._rows[key_of(what)] = rows
         line = json.dumps({"key": key_of(what), "what": what, "rows": rows, **about}) + "\n"
         with open_in_place(self.file, "ab") as file:
             file.write(line.encode())
@@ -78,21 +77,13 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         UserError: Another process does so, or the folder cannot be written to.
     """
-    lock = lock_of(folder / LOCK)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"output: another process is evaluating into {folder}; wait for it, or choose another"
-        ) from None
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
-    try:
-        yield
-    finally:
-        (folder / LOCK).unlink(missing_ok=True)
-        lock.release()
+    make_folder(folder, "output")
+    busy = f"output: another process is evaluating into {folder}; wait for it, or choose another"
+    with held_lock(folder / LOCK, busy):
+        try:
+            yield
+        finally:
+            (folder / LOCK).unlink(missing_ok=True)
 
 
 def key_of(what: dict[str, Any]) -> str:

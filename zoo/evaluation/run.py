@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from tqdm import tqdm
 
 from kernels import UserError
-from zoo.evaluation.catalogue import task_table, tasks_of
+from zoo.arguments import check_names, names_in
+from zoo.display import new_console
 from zoo.evaluation.loaded import LoadedModel, load_subject
 from zoo.evaluation.record import Records, key_of, locked
-from zoo.evaluation.report import table, write_pictures
+from zoo.evaluation.results import table, write_pictures
 from zoo.evaluation.task import Cell, Options, Row, Task
+from zoo.evaluation.tasks import task_table, tasks_of
 from zoo.performance.device import described, version
 from zoo.train.devices import pick_device
 
@@ -75,11 +76,13 @@ def evaluate(
         UserError: A checkpoint or task does not exist or does not fit; nothing has run then.
         KeyboardInterrupt: Ctrl-C; what was measured is kept.
     """
-    names = _listed(tasks)
-    console = Console(quiet=not verbose)
+    names = [name for item in ([tasks] if isinstance(tasks, str) else tasks) for name in names_in(item)]
+    console = new_console(verbose)
     if names == ["list"]:
         console.print(task_table())
         return []
+    if not names:
+        raise UserError("tasks: the list is empty; --tasks=list shows all of them")
     options = Options(_tuple(lengths), samples, _tuple(depths), seed, haystack, data)
     chosen, paths = tasks_of(names, options), _paths(checkpoint)
     if not paths:
@@ -117,7 +120,8 @@ def _measure(
     rows: list[Row] = []
     bar = tqdm(plan, unit=" cells", dynamic_ncols=True, disable=not verbose)
     for number, (subject, task, cell) in enumerate(bar):
-        bar.set_description(f"{subject.name} {task.name} {_short(cell)}")
+        place = " ".join(f"{name}={value}" for name, value in cell.items())
+        bar.set_description(f"{subject.name} {task.name} {place}")
         what = {
             "task": task.name,
             "cell": cell,
@@ -182,11 +186,6 @@ def _joined(names: Sequence[str]) -> str:
     return together if len(together) <= 100 else f"{names[0][:80]}+{len(names) - 1}-more"
 
 
-def _listed(names: list[str] | str) -> list[str]:
-    """Names, given as a list or separated by commas."""
-    return [name.strip() for item in ([names] if isinstance(names, str) else names) for name in item.split(",")]
-
-
 def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
     return None if values is None else tuple(values)
 
@@ -194,10 +193,5 @@ def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
 def _is_bf16(precision: str | None, where: torch.device) -> bool:
     if precision is None:
         return where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if precision not in PRECISIONS:
-        raise UserError(f"precision: {precision!r} is not one of {', '.join(PRECISIONS)}")
+    check_names("precision", [precision], PRECISIONS)
     return precision == "bf16-mixed"
-
-
-def _short(cell: Cell) -> str:
-    return " ".join(f"{name}={value}" for name, value in cell.items())

@@ -98,7 +98,7 @@ def _plan(items: list[str | dict[str, Any]]) -> Sweep:
     parser = Parser()
     parser.add_argument("-c", "--config", action=ConfigFile)
     parser.add_class_arguments(Sweep)
-    with explained(parser):
+    with explained(parser, items):
         values = parser.instantiate(parser.parse_args([*as_arguments(items)]))
     return Sweep(**{name: values[name] for name in FIELDS})
 

@@ -32,6 +32,16 @@ def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | N
         raise UserError(f"output: {path} exists already and is {there}; choose another, or replace it by --overwrite")
 
 
+def make_folder(folder: Path, option: str) -> None:
+    """Create a folder; a UserError that begins with `option` if it cannot be created or is not writable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option}: the folder {folder} cannot be created: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{option}: the folder {folder} cannot be written to")
+
+
 def check_shard_size(max_bytes: int) -> None:
     """Refuse a `max_shard_size` below 1 byte."""
     if max_bytes < 1:

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -130,18 +131,12 @@ def generate_tokens(
     generator = torch.Generator(rows[0].device)
     generator.manual_seed(seed) if seed is not None else generator.seed()
     stops = [] if eos_id is None else [eos_id] if isinstance(eos_id, int) else list(eos_id)
-    return _tokens(model, rows, max_new_tokens, temperature, top_k, top_p, stops, generator)
+    draw = partial(_draw, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+    return _tokens(model, rows, max_new_tokens, stops, draw)
 
 
 def _tokens(
-    model: LanguageModel,
-    prompts: list[Tensor],
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    stops: list[int],
-    generator: torch.Generator,
+    model: LanguageModel, prompts: list[Tensor], max_new_tokens: int, stops: list[int], draw: Callable[[Tensor], Tensor]
 ) -> Iterator[Tensor]:
     training = model.training
     model.eval()
@@ -158,7 +153,7 @@ def _tokens(
                 else:
                     logits = decoder(drawn[:, None])[:, -1]
                 broken = broken | ~logits.amax(-1).isfinite().all()  # NaN, or nothing to draw
-                drawn = _draw(logits, temperature, top_k, top_p, generator)
+                drawn = draw(logits)
             complete = False
             if stops:
                 drawn = drawn.masked_fill(ended, stops[0])

@@ -1,5 +1,6 @@
 """Check the files of a reported folder, which may come from someone else or be damaged."""
 
+import base64
 import csv
 import io
 import json
@@ -128,9 +129,11 @@ def parse_samples(data: bytes) -> str:
         raise UserError(f"samples.txt is not UTF-8 text (line {line}: {error.reason})") from None
 
 
-def is_png(data: bytes) -> bool:
-    """Return whether this is a PNG with nothing after its end."""
-    return data.startswith(PNG) and data.endswith(PNG_END) and data.count(PNG_END) == 1
+def parse_picture(data: bytes) -> str:
+    """Return the PNG of a sweep as a data URL; a UserError if it is no PNG, or has something after its end."""
+    if not (data.startswith(PNG) and data.endswith(PNG_END) and data.count(PNG_END) == 1):
+        raise UserError("sweep.png is not a PNG, so it is not in this page")
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def _short(value: Any) -> str:

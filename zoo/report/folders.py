@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kernels import UserError
+from zoo.display import short_list
 from zoo.files.links import read_regular
-from zoo.report.checks import Plain, parse_config, parse_record, parse_results, parse_samples, parse_sweep
+from zoo.report.checks import (
+    Plain,
+    parse_config,
+    parse_picture,
+    parse_record,
+    parse_results,
+    parse_samples,
+    parse_sweep,
+)
 from zoo.train.metrics_file import line_list, parse_metrics
 
 NAMED = 3  # folders in a sentence about what they lack
-MAX_BYTES = {"metrics.jsonl": 1 << 30, "rows.jsonl": 1 << 26, "samples.txt": 1 << 26}  # largest files that are read
+# largest files that are read
+MAX_BYTES = {"metrics.jsonl": 1 << 30, "rows.jsonl": 1 << 26, "samples.txt": 1 << 26, "sweep.png": 300_000}
 MAX_OTHER = 1 << 22  # largest of the others
 MAX_SAMPLES = 300_000  # characters of a run's last samples
 T = TypeVar("T")
@@ -45,7 +55,7 @@ class Run:
 
 
 @dataclass
-class Found:
+class Contents:
     """Everything in the folders.
 
     Attributes:
@@ -67,20 +77,16 @@ class Found:
     @property
     def missing(self) -> list[str]:
         """A sentence for each thing that is not there."""
-        sentences = []
-        for what, folders in self.lacking.items():
-            more = f" and {len(folders) - NAMED} more" if len(folders) > NAMED else ""
-            sentences.append(_printable(f"{', '.join(folders[:NAMED])}{more}: {what}."))
-        return sentences
+        return [_printable(f"{short_list(names, NAMED, ', ')}: {what}.") for what, names in self.lacking.items()]
 
 
-def read_folders(folders: Iterable[str | Path]) -> Found:
+def read_folders(folders: Iterable[str | Path]) -> Contents:
     """Read folders.
 
     Raises:
         UserError: A folder does not exist, or holds no run, evaluation or sweep.
     """
-    contents, runs = Found(), dict[Path, None]()
+    contents, runs = Contents(), dict[Path, None]()
     for folder in map(Path, folders):
         if not folder.is_dir():
             raise UserError(f"folders: {folder} is not a folder; name those of runs, evaluations or sweeps")
@@ -120,7 +126,7 @@ def _names(folders: list[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def _run(folder: Path, name: str, contents: Found) -> Run:
+def _run(folder: Path, name: str, contents: Contents) -> Run:
     row, metrics, config, config_text = dict[str, Any](), list[Plain](), dict[str, Any](), ""
     logged: list[Plain] | None = []
     if not os.path.lexists(folder / "results.json"):
@@ -149,7 +155,7 @@ def _run(folder: Path, name: str, contents: Found) -> Run:
     return Run(name, folder, row, config, config_text, metrics, samples)
 
 
-def _parsed(folder: Path, name: str, parse: Callable[[bytes], T], contents: Found) -> T | None:
+def _parsed(folder: Path, name: str, parse: Callable[[bytes], T], contents: Contents) -> T | None:
     """A file's content; None, and a note, if it is damaged or is not a regular file inside the folder."""
     try:
         data = read_regular(folder / name, MAX_BYTES.get(name, MAX_OTHER))
@@ -164,7 +170,15 @@ def _parsed(folder: Path, name: str, parse: Callable[[bytes], T], contents: Foun
         return None
 
 
-def _metrics(folder: Path, contents: Found, data: bytes) -> list[Plain]:
+def sweep_picture(folder: Path, contents: Contents) -> str | None:
+    """The picture that a sweep has drawn, as a data URL; None, and a note, without one."""
+    if not (folder / "sweep.png").is_file():
+        contents.lacks(folder, "no sweep.png")
+        return None
+    return _parsed(folder, "sweep.png", parse_picture, contents)
+
+
+def _metrics(folder: Path, contents: Contents, data: bytes) -> list[Plain]:
     rows, bad = parse_metrics(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", errors="replace"))
     if bad:
         contents.lacks(folder, f"metrics.jsonl has damaged lines, which are left out: {line_list(bad)}")
@@ -188,14 +202,14 @@ def _last(samples: str) -> str:
     return "".join(SAMPLE + piece for piece, step in zip(pieces, steps, strict=True) if step == steps[-1]).strip()
 
 
-def _records(folder: Path, contents: Found) -> list[Plain]:
+def _records(folder: Path, contents: Contents) -> list[Plain]:
     records = _parsed(folder, "rows.jsonl", partial(_parse_records, folder, contents), contents)
     if records == []:
         contents.lacks(folder, "no results in rows.jsonl")
     return records or []
 
 
-def _parse_records(folder: Path, contents: Found, data: bytes) -> list[Plain]:
+def _parse_records(folder: Path, contents: Contents, data: bytes) -> list[Plain]:
     records, bad = [], []
     for number, line in enumerate(data.decode(errors="replace").split("\n"), start=1):
         try:

@@ -1,25 +1,21 @@
 """`zoo.report`: the page."""
 
-import base64
 import importlib.util
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from kernels import UserError
+from zoo.display import new_console
 from zoo.files.atomic import atomic_write
-from zoo.files.links import read_regular
 from zoo.files.output import check_output
 
 if TYPE_CHECKING:
-    from zoo.report.folders import Found
+    from zoo.report.folders import Contents
 
 # Functions import other files of this room, since `zoo` imports this one, and these import Lightning.
 
-ROOM = 300_000  # bytes of one picture that a sweep has drawn itself
 WHOLE = 20  # runs whose whole configs are in the page
 
 
@@ -70,19 +66,20 @@ def report(
             opened.write(page)
     except OSError as error:
         raise UserError(f"output: {file} cannot be written: {error.strerror}") from None
-    console = Console(quiet=not verbose)
+    console = new_console(verbose)
     for sentence in contents.missing:
         console.print(sentence, style="yellow", highlight=False, markup=False)
     console.print(f"{file} ({len(page) / 1e6:.1f} MB)", style="dim", highlight=False, markup=False)
     return file
 
 
-def _page(contents: "Found", title: str, places: Sequence[str | Path]) -> str:
+def _page(contents: "Contents", title: str, places: Sequence[str | Path]) -> str:
     from bokeh.embed import components
     from bokeh.resources import Resources
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     from zoo.report import pictures, repeat, tables
+    from zoo.report.folders import sweep_picture
 
     drawn: dict[str, Any] = pictures.losses(contents.runs) if contents.runs else {}
     curves = list(drawn)
@@ -107,7 +104,7 @@ def _page(contents: "Found", title: str, places: Sequence[str | Path]) -> str:
         "curves": curves,
         "evaluations": evaluations,
         "sweeps": [
-            (tables.swept(folder, rows), _embedded(folder, contents)) for folder, rows in contents.sweeps.items()
+            (tables.swept(folder, rows), sweep_picture(folder, contents)) for folder, rows in contents.sweeps.items()
         ],
         "samples": [(run.name, run.samples) for run in contents.runs if run.samples],
         "recipes": [
@@ -124,21 +121,3 @@ def _page(contents: "Found", title: str, places: Sequence[str | Path]) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     return environment.get_template("page.html").render(fields)
-
-
-def _embedded(folder: Path, contents: "Found") -> str | None:
-    """The picture that a sweep has drawn, as a data URL."""
-    from zoo.report.checks import is_png
-
-    if not (folder / "sweep.png").is_file():
-        contents.lacks(folder, "no sweep.png")
-        return None
-    try:
-        data = read_regular(folder / "sweep.png", ROOM)
-        if not is_png(data):
-            raise UserError(f"{folder / 'sweep.png'} is not a PNG")
-    except UserError as error:
-        reason = str(error).removeprefix(f"{folder / 'sweep.png'} ").rstrip(".")
-        contents.lacks(folder, f"sweep.png {reason}, so it is not in this page")
-        return None
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"

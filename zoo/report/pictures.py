@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from zoo.evaluation.report import COLOURS, is_fraction
+from zoo.evaluation.results import COLOURS, is_fraction, mean
 from zoo.report.checks import Plain
 from zoo.report.folders import Run
-from zoo.report.tables import axis_of, mean
+from zoo.report.tables import axis_of
 from zoo.train.metrics_file import is_number
 
 POINTS, MOST = 400, 40_000  # of a curve, and of all curves of a page

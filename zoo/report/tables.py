@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zoo.evaluation.report import is_fraction
+from zoo.evaluation.results import by_axis, is_fraction, mean
 from zoo.report.checks import Plain
 from zoo.report.folders import Run
 from zoo.train.metrics_file import is_number
@@ -149,25 +149,13 @@ def _is_axis(name: str, value: Any) -> bool:
 
 def measured(task: str, rows: Sequence[Plain]) -> Table:
     """A task: a row for each model and metric, a column for each value of its axis."""
-    axis = axis_of(rows)
-    kept = [row for row in rows if "position" not in row]  # of these there is a picture
-    values = sorted({row[axis] for row in kept if is_number(row.get(axis))}) if axis else []
-    single = not axis or any(not is_number(row.get(axis)) for row in kept)
-    lines: dict[tuple[str, str], dict[Any, list[Plain]]] = {}
-    for row in kept:
-        metric = f"{row.get('subtask', '')} {row['metric']}".strip()
-        place = row[axis] if axis and is_number(row.get(axis)) else None
-        lines.setdefault((row["model"], metric), {}).setdefault(place, []).append(row)
-    columns = ["model", "metric", *(f"{axis} {value:g}".replace("_", " ") for value in values)]
+    axis = axis_of(rows) or ""
+    values, lines = by_axis([row if is_number(row.get(axis)) else {**row, axis: None} for row in rows], axis)
+    headings = [f"{axis} {value:g}".replace("_", " ") for value in values if value is not None]
+    if None in values:
+        headings.append("all" if headings else "value")
     shown = []
     for (model, metric), rows_at in lines.items():
-        cells = [cell(mean(rows_at.get(value, ())), metric) for value in [*values, *([None] if single else [])]]
+        cells = [cell(mean(rows_at.get(value, ())), metric) for value in values]
         shown.append([cell(model), cell(metric.replace("_", " ")), *cells])
-    return Table(task, [*columns, *(["all" if values else "value"] if single else [])], shown)
-
-
-def mean(rows: Iterable[Plain]) -> float | None:
-    """The mean of rows, weighted by their counts; None without any."""
-    pairs = [(row.get("count", 1), row["value"]) for row in rows if row["value"] is not None]
-    total = sum(count for count, _ in pairs)
-    return sum(count * value for count, value in pairs) / total if total else None
+    return Table(task, ["model", "metric", *headings], shown)

@@ -8,19 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import Timeout
-
 from kernels import UserError
-from zoo.files.links import lock_of
+from zoo.files.links import held_lock
+from zoo.files.output import make_folder
 from zoo.train.signals import PARENT
 
 log = logging.getLogger(__name__)
 
 RUNS = Path("runs")
-
-# The processes of other devices inherit the folder that the first process chose.
-_INHERITED = "ZOO_RUN"
-
+_INHERITED = "ZOO_RUN"  # by the processes of other devices: the folder that the first process chose
 LOCK = ".lock"
 
 # Files that a run writes before its first checkpoint; they are safe to overwrite.
@@ -56,7 +52,7 @@ def new_run(name: str | None, config: str, root: Path = RUNS) -> Path:
     while first and not name and not job and folder.exists():  # another run started in the same second
         number += 1
         folder = root / f"{automatic}-{number}"
-    make_folder(folder)
+    make_folder(folder, "run")
     os.environ[_INHERITED] = str(folder)
     return folder
 
@@ -95,28 +91,20 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
     if not _first_process():
         yield
         return
-    lock = lock_of(folder / LOCK)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise UserError(
-            f"run: {folder} is being trained by another process; wait for it, or name another run"
-        ) from None
-    except (OSError, NotImplementedError) as error:  # some network file systems have no locks
-        log.warning("run: %s cannot be locked (%s); start only one process for it at a time", folder, error)
     previous = os.environ.get(PARENT, "")
-    os.environ[PARENT] = str(os.getpid())  # for the processes that a strategy starts
-    try:
-        if new:
-            _check_new(folder)
-        yield
-    finally:
-        os.environ[PARENT] = previous
-        if [path for path in folder.rglob("*") if path.is_file()] == [folder / LOCK]:  # the run did not start
-            (folder / LOCK).unlink()
+    busy = f"run: {folder} is being trained by another process; wait for it, or name another run"
+    with held_lock(folder / LOCK, busy):
+        os.environ[PARENT] = str(os.getpid())  # for the processes that a strategy starts
+        try:
             if new:
-                _remove_empty(folder)
-        lock.release()
+                _check_new(folder)
+            yield
+        finally:
+            os.environ[PARENT] = previous
+            if [path for path in folder.rglob("*") if path.is_file()] == [folder / LOCK]:  # the run did not start
+                (folder / LOCK).unlink()
+                if new:
+                    _remove_empty(folder)
 
 
 def _remove_empty(folder: Path) -> None:
@@ -137,20 +125,6 @@ def launched(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def make_folder(folder: Path) -> None:
-    """Create a folder, and check that it is writable.
-
-    Raises:
-        UserError: It cannot be created or is not writable.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"run: the folder {folder} cannot be created: {error.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"run: the folder {folder} cannot be written to")
-
-
 def find_run(name: str) -> tuple[Path, Path]:
     """The folder of a run to resume, and its checkpoint to resume from: `last.ckpt`, or else the newest one.
 
@@ -162,11 +136,11 @@ def find_run(name: str) -> tuple[Path, Path]:
     """
     file = Path(name)
     if file.is_file() and file.suffix == ".ckpt" and file.parent.name == "checkpoints":
-        make_folder(run_of(file))
+        make_folder(run_of(file), "run")
         return run_of(file), file
     for folder in (file, RUNS / name):
         if folder.is_dir():
-            make_folder(folder)
+            make_folder(folder, "run")
             return folder, _newest_checkpoint(folder)
     if file.is_file():
         raise UserError(f"resume: {name} is a file; name the run's folder, or start from it by optim.initial_weights")

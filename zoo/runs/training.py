@@ -1,11 +1,9 @@
 """Training and evaluation with Lightning, behind the functions of `zoo.runs.fit`, which describe the arguments."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
@@ -16,24 +14,16 @@ from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, load_items
 from zoo.files.links import check_inside, check_plain_folder
 from zoo.lm.model import LanguageModel
-from zoo.runs.assemble import (
-    LIMITS,
-    evaluating_trainer,
-    fitting_trainer,
-    lost_processes_explained,
-    misconfiguration_explained,
-    parts,
-)
+from zoo.runs.build import LIMITS, evaluating_trainer, fitting_trainer, parts
+from zoo.runs.errors import FirstBatch, errors_explained, quiet
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
-from zoo.runs.initial_model import with_initial_model
-from zoo.runs.quiet import quiet
-from zoo.runs.restored import Begun, restoration_explained
-from zoo.saved.model import Checkpoint, checkpoint_of
+from zoo.saved.model import Checkpoint, SavedModel, checkpoint_of
 from zoo.saved.trust import user_input, vet_run
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.results import metrics_table, read_row
-from zoo.train.signals import interruptible
+
+Items = list[str | dict[str, Any]]  # what `load_items` returns
 
 
 @quiet()
@@ -54,7 +44,7 @@ def fit(
         base, own = _config_of(checkpoint, items, trust, continued=folder)
         items = [base, *items]
     else:
-        items = with_initial_model(items, trust)
+        items = _with_initial_model(items, trust)
     config = configs.read(*items)
     if checkpoint is not None:
         config.optim.initial_weights = None  # the checkpoint's weights replace them
@@ -66,11 +56,11 @@ def fit(
                 raise UserError(f"{key}: {place} is a URL, but runs are written to local folders")
         folder = new_run(run, first_name(configs_and_overrides) or "run", Path(root))
     with claimed(folder, new=checkpoint is None):
-        watched = Begun()
-        trainer = fitting_trainer(config, folder, [*callbacks, watched])
+        first_batch = FirstBatch()
+        trainer = fitting_trainer(config, folder, [*callbacks, first_batch])
         if trainer.num_nodes > 1 and trainer.is_global_zero:
             Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
-        with _errors_explained(trainer, None if own else checkpoint, watched):
+        with errors_explained(trainer, None if own else checkpoint, first_batch):
             trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))
             if trainer.num_training_batches == 0 and trainer.limit_train_batches:
                 raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")
@@ -90,9 +80,9 @@ def predict(
     """Write the loss of every token to a file, and return its path."""
     file, config, own = _checkpoint_and_config("predict", configs_and_overrides, checkpoint, trust)
     _, module, datamodule = parts(config)
-    watched = Begun()
-    trainer = evaluating_trainer(config, run_of(file), [*callbacks, Predictions(output), watched])
-    with _errors_explained(trainer, None if own else file, watched):
+    first_batch = FirstBatch()
+    trainer = evaluating_trainer(config, run_of(file), [*callbacks, Predictions(output), first_batch])
+    with errors_explained(trainer, None if own else file, first_batch):
         trainer.predict(module, datamodule=datamodule, ckpt_path=str(file), return_predictions=False)
     return Path(output)
 
@@ -109,9 +99,9 @@ def evaluate(
     """Measure the metrics of a checkpoint on its validation or test data."""
     file, config, own = _checkpoint_and_config(verb, items, checkpoint, trust)
     _, module, datamodule = parts(config)
-    watched = Begun()
-    trainer = evaluating_trainer(config, run_of(file), [*callbacks, watched])
-    with _errors_explained(trainer, None if own else file, watched):
+    first_batch = FirstBatch()
+    trainer = evaluating_trainer(config, run_of(file), [*callbacks, first_batch])
+    with errors_explained(trainer, None if own else file, first_batch):
         rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=False)
     metrics = {name: value for row in rows for name, value in row.items()}
     if verbose and trainer.is_global_zero:
@@ -119,18 +109,30 @@ def evaluate(
     return metrics
 
 
-@contextmanager
-def _errors_explained(trainer: L.Trainer, foreign: Path | None, watched: Begun) -> Iterator[None]:
-    """Turn errors of a trainer that are not bugs into a UserError of one sentence, or into KeyboardInterrupt.
+def _with_initial_model(items: Items, trust: bool) -> Items:
+    """The items, behind the model of `optim.initial_weights` if none of them names a stack.
 
-    Args:
-        trainer: The trainer that runs inside the block.
-        foreign: The checkpoint that is restored, if somebody else wrote it.
-        watched: A callback of the trainer.
+    A file of weights alone has no model; the parser then says that one is missing.
+
+    Raises:
+        UserError: The weights do not exist, are damaged, or their model is not trusted.
     """
-    restored = restoration_explained(foreign, watched)
-    with interruptible(), misconfiguration_explained(), restored, lost_processes_explained(trainer):
-        yield
+    if any(key == "model.stack" or key.startswith("model.stack.") for key in user_input(items).keys):
+        return items
+    path: Any = None
+    for item in items:
+        if isinstance(item, str):
+            key, _, value = item.partition("=")
+            path = value if key == "optim.initial_weights" else path
+        elif isinstance(section := item.get("optim"), Mapping):
+            path = section.get("initial_weights", path)
+    if not isinstance(path, str) or path == "null" or path.endswith(".safetensors"):
+        return items
+    saved = SavedModel.open(path, trust)
+    config = saved.model_config
+    if not saved.is_trusted:
+        saved.check_sizes()
+    return [{"model": config}, *items]
 
 
 def _checkpoint_and_config(
@@ -147,7 +149,7 @@ def _checkpoint_and_config(
 
 
 def _config_of(
-    checkpoint: Path, items: Sequence[str | dict[str, Any]], trust: bool, continued: Path | None = None
+    checkpoint: Path, items: Items, trust: bool, continued: Path | None = None
 ) -> tuple[dict[str, Any], bool]:
     """The config that a checkpoint was trained with, vetted unless the user signed it, and whether it is trusted.
 

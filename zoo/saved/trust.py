@@ -23,9 +23,9 @@ import lightning as L
 
 from kernels import UserError
 from zoo.config.classes import CLASSES
-from zoo.config.components import component, constructor, hints, subclasses
 from zoo.config.keys import KEYS
 from zoo.config.own import own_component, registered
+from zoo.config.signatures import component, constructor, hints, subclasses
 from zoo.data.text.corpus import is_built_in
 from zoo.data.text.mixed_text import Source
 from zoo.data.text.text_data import TextData

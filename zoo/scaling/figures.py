@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from zoo.display import new_figure, new_table, write_figure
-from zoo.evaluation.report import COLOURS, MARKERS
+from zoo.evaluation.results import COLOURS, MARKERS
 from zoo.scaling.curves import PF_DAY, sizes
 from zoo.scaling.law import Crossing, Law, span
 from zoo.scaling.optima import Laws

@@ -16,8 +16,8 @@ import mixers
 import zoo
 from kernels import UserError
 from zoo.config.classes import CLASSES
-from zoo.config.components import component, hints, subclasses
 from zoo.config.own import COMPONENTS, own_component
+from zoo.config.signatures import component, hints, subclasses
 from zoo.saved.trust import vet_model
 
 from ...commands import ROOT

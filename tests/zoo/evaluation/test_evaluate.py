@@ -12,10 +12,10 @@ from rich.table import Table
 import zoo
 from kernels import UserError
 from tests.commands import Command
-from zoo.evaluation.catalogue import task_table, tasks_of
 from zoo.evaluation.record import locked
-from zoo.evaluation.report import pictures, table
+from zoo.evaluation.results import pictures, table
 from zoo.evaluation.task import Options, interval
+from zoo.evaluation.tasks import task_table, tasks_of
 from zoo.evaluation.tasks.perplexity import Perplexity, ranges
 
 pytest_plugins = "tests.desk"
@@ -210,7 +210,7 @@ def test_two_processes_do_not_write_to_one_folder(done: str, desk: Path) -> None
         zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
     assert Path("out/rows.jsonl").read_bytes() == before
     Path("file").touch()
-    with pytest.raises(UserError, match="output: file/out cannot be written to"):
+    with pytest.raises(UserError, match="output: the folder file/out cannot be created"):
         zoo.evaluate(done, **OPTIONS, output="file/out", verbose=False)
 
 

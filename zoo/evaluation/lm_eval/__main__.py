@@ -17,7 +17,7 @@ def main() -> None:
         from lm_eval.__main__ import cli_evaluate
     except ImportError:
         sys.exit("error: lm_eval: is not installed; pip install 'token-mixer-zoo[eval]'")
-    import zoo.evaluation.lm_eval.checkpoint  # noqa: F401  registers the model
+    import zoo.evaluation.lm_eval.model  # noqa: F401  registers the model
 
     try:
         cli_evaluate()

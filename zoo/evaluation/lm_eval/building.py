@@ -1,15 +1,19 @@
 """lm-eval's task objects by name, with data from a folder, or from the Hugging Face Hub if that is wanted."""
 
 import json
+import logging
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
+import datasets
 import jinja2
+import lm_eval.api.task
 import lm_eval.tasks
 import numpy as np
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -19,9 +23,8 @@ from lm_eval.tasks import TaskManager
 from kernels import UserError
 from mixers import did_you_mean
 from zoo.data import Tokenizer
-from zoo.evaluation.lm_eval.catalogue import CATALOGUE
 from zoo.evaluation.lm_eval.local_data import reading_from
-from zoo.evaluation.lm_eval.quiet import quiet
+from zoo.evaluation.lm_eval.paper_tasks import PAPER_TASKS
 
 OWN = Path(__file__).parent / "tasks"
 HUB = "hub"  # as `data`: let lm-eval download
@@ -39,7 +42,7 @@ def names(name: str) -> list[str]:
 
 def manager(name: str, metadata: dict[str, Any] | None = None) -> TaskManager:
     """lm-eval's index of tasks, reduced to those that one task needs."""
-    listed = CATALOGUE.get(name)
+    listed = PAPER_TASKS.get(name)
     if listed is None and not name.startswith("ruler_"):
         return _everything()
     folder = THEIRS / "ruler" if listed is None else THEIRS / listed.folder if listed.folder else OWN
@@ -55,7 +58,7 @@ def _everything() -> TaskManager:
 def _members(index: TaskManager, name: str, group: str) -> Iterator[str]:
     entry = index.task_index.get(name)
     if entry is None:
-        hint = did_you_mean(name, [*index.task_index, *CATALOGUE]) or "."
+        hint = did_you_mean(name, [*index.task_index, *PAPER_TASKS]) or "."
         raise UserError(f"tasks: lm-eval has no task {name!r}{hint}")
     if entry.kind.name == "TAG":
         yield from sorted(entry.tags)
@@ -135,3 +138,23 @@ def tokenizer_folder(tokenizer: Tokenizer) -> TemporaryDirectory[str]:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (Path(folder.name) / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide lm-eval's progress bars, since `evaluate` has one, and its warnings of every default of its tasks."""
+    log, bars = logging.getLogger("lm_eval"), not datasets.are_progress_bars_disabled()
+    level = log.level
+    log.setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    try:
+        with mock.patch.object(lm_eval.api.task, "tqdm", _without_bar):
+            yield
+    finally:
+        log.setLevel(level)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def _without_bar(items: Iterable[Any], **_: Any) -> Iterable[Any]:
+    return items

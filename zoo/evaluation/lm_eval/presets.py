@@ -1,30 +1,10 @@
-"""Tables of the papers: which tasks, which metric, at which lengths. `--tasks=gated_deltanet/table3` runs one."""
+"""Tables of the papers: which tasks, which metrics, at which lengths. `--tasks=gated_deltanet/table3` runs one."""
 
 from dataclasses import dataclass, replace
 
 from zoo.evaluation.task import Options
 
 K = 1024
-LONGBENCH = "the 14 files of Xnhyacinth/LongBench"
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table.
-
-    Attributes:
-        title: As printed in the paper.
-        task: The task that measures it.
-        metric: Which of its metrics it shows.
-        lengths: In tokens; None for the task's own.
-        samples: For each length; None for the task's own.
-    """
-
-    title: str
-    task: str
-    metric: str
-    lengths: tuple[int, ...] | None = None
-    samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -34,187 +14,117 @@ class Preset:
     Attributes:
         measures: What it shows.
         needs: Which data it needs.
-        columns: From the left.
+        metrics: Task → the metrics that the table prints, separated by spaces.
+        lengths: In tokens, for all tasks or by task; None for each task's own.
+        samples: For each length; None for each task's own.
     """
 
     measures: str
     needs: str
-    columns: tuple[Column, ...]
+    metrics: dict[str, str]
+    lengths: tuple[int, ...] | dict[str, tuple[int, ...]] | None = None
+    samples: int | None = None
 
     def choices(self, options: Options) -> list[tuple[str, Options]]:
         """The tasks to run, each with the paper's lengths and samples unless `options` have their own."""
-        chosen = {}
-        for column in self.columns:
-            chosen[column.task] = replace(
-                options,
-                lengths=column.lengths if options.lengths is None else options.lengths,
-                samples=column.samples if options.samples is None else options.samples,
-            )
-        return list(chosen.items())
+        samples = self.samples if options.samples is None else options.samples
+        chosen = []
+        for task in self.metrics:
+            lengths = self.lengths[task] if isinstance(self.lengths, dict) else self.lengths
+            lengths = lengths if options.lengths is None else options.lengths
+            chosen.append((task, replace(options, lengths=lengths, samples=samples)))
+        return chosen
 
 
-def _accuracies(*names: str, normalised: tuple[str, ...] = ()) -> tuple[Column, ...]:
-    """Columns of choices, by accuracy, or by accuracy with log-likelihoods divided by the lengths of the answers."""
-    titles = {
-        "piqa": "PIQA",
-        "hellaswag": "Hella.",
-        "winogrande": "Wino.",
-        "arc_easy": "ARC-e",
-        "arc_challenge": "ARC-c",
-        "social_iqa": "SIQA",
-        "boolq": "BoolQ",
-        "openbookqa": "OBQA",
-    }
-    return tuple(Column(titles[name], f"lm_eval/{name}", "acc_norm" if name in normalised else "acc") for name in names)
+def _of_lm_eval(metric: str, names: str, form: str = "{}") -> dict[str, str]:
+    """Tasks of lm-eval by their names, or by what completes `form`, with the same metric."""
+    return {f"lm_eval/{form.format(name)}": metric for name in names.split()}
 
 
-def _cloze(*names: str, lengths: tuple[int, ...] | None = None) -> tuple[Column, ...]:
-    titles = {"swde": "SWDE", "squad_cloze": "SQuAD", "fda": "FDA"}
-    titles |= {"triviaqa_cloze": "TQA", "nq_cloze": "NQ", "drop_cloze": "Drop"}
-    return tuple(Column(titles[name.removesuffix("_twice")], f"lm_eval/{name}", "contains", lengths) for name in names)
+def _long_texts() -> Preset:
+    names = "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique gov_report qmsum multi_news trec triviaqa"
+    names += " samsum lcc repobench-p"
+    return Preset("long texts", "the 14 files of Xnhyacinth/LongBench", _of_lm_eval("score", names, "longbench_{}"))
 
 
-_WIKI = Column("Wiki. ppl", "lm_eval/wikitext", "word_perplexity")
-_LAMBADA = Column("LMB. ppl", "lm_eval/lambada_openai", "perplexity")
-_LAMBADA_ACCURACY = Column("LMB. acc", "lm_eval/lambada_openai", "acc")
-_EIGHT = ("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa", "boolq")
-_LONGBENCH = tuple(
-    Column(title, f"lm_eval/longbench_{name}", "score")
-    for title, name in {
-        "NQA": "narrativeqa",
-        "QQA": "qasper",
-        "MFQ": "multifieldqa_en",
-        "HQA": "hotpotqa",
-        "2WM": "2wikimqa",
-        "Mus": "musique",
-        "GvR": "gov_report",
-        "QMS": "qmsum",
-        "MNs": "multi_news",
-        "TRC": "trec",
-        "TQA": "triviaqa",
-        "SSM": "samsum",
-        "LCC": "lcc",
-        "RBP": "repobench-p",
-    }.items()
-)
-_SCROLLS = tuple(
-    Column(title, f"lm_eval/scrolls_{name}", metric)
-    for name, metrics in {
-        "govreport": {"GovReport R.1": "rouge1", "GovReport R.2": "rouge2", "GovReport R.L": "rougeL"},
-        "summscreenfd": {"SummScreenFD R.1": "rouge1", "SummScreenFD R.2": "rouge2", "SummScreenFD R.L": "rougeL"},
-        "qmsum": {"QMSum R.1": "rouge1", "QMSum R.2": "rouge2", "QMSum R.L": "rougeL"},
-        "qasper": {"Qasper": "f1"},
-        "narrativeqa": {"NarrativeQA": "f1"},
-        "quality": {"QuALITY": "acc_norm"},
-        "contractnli": {"ContractNLI": "acc_norm"},
-    }.items()
-    for title, metric in metrics.items()
-)
-_IN_CONTEXT = {
-    "commonsense_qa": "acc",
-    "arc_challenge": "acc",
-    "copa": "acc",
-    "cb": "acc",
-    "mrpc": "acc",
-    "sst2": "acc",
-    "qqp": "acc",
-    "cola": "mcc",
-    "sglue_rte": "acc",
-    "wic": "acc",
-}
+_MODELLING = {"lm_eval/wikitext": "word_perplexity", "lm_eval/lambada_openai": "perplexity acc"}
+_SIX = "piqa hellaswag winogrande arc_easy arc_challenge social_iqa"
+_NORMALISED = _of_lm_eval("acc_norm", "hellaswag arc_challenge")  # by the lengths of the answers
+_CUT = "recall from documents, cut to 2048 tokens around the answer"
+_EXAMPLES = _of_lm_eval("acc", "commonsense_qa arc_challenge copa cb mrpc sst2 qqp")
+_EXAMPLES |= {"lm_eval/cola": "mcc"} | _of_lm_eval("acc", "sglue_rte wic")
 
 PRESETS: dict[str, Preset] = {
     "gated_deltanet/table2": Preset(
         "one needle in a haystack, three kinds",
         "nothing",
-        (
-            Column("S-NIAH-1", "s_niah_1", "accuracy", (K, 2 * K, 4 * K, 8 * K)),
-            Column("S-NIAH-2", "s_niah_2", "accuracy", (K, 2 * K, 4 * K, 8 * K)),
-            Column("S-NIAH-3", "s_niah_3", "accuracy", (K, 2 * K, 4 * K)),
-        ),
+        dict.fromkeys(("s_niah_1", "s_niah_2", "s_niah_3"), "accuracy"),
+        {"s_niah_1": (K, 2 * K, 4 * K, 8 * K), "s_niah_2": (K, 2 * K, 4 * K, 8 * K), "s_niah_3": (K, 2 * K, 4 * K)},
     ),
     "gated_deltanet/table3": Preset(
         "language modelling and common sense; HellaSwag and ARC-c by acc_norm",
         "data of its 9 tasks",
-        (_WIKI, _LAMBADA, _LAMBADA_ACCURACY, *_accuracies(*_EIGHT, normalised=("hellaswag", "arc_challenge"))),
+        _MODELLING | _of_lm_eval("acc", f"{_SIX} boolq") | _NORMALISED,
     ),
     "gated_deltanet/table4": Preset(
-        "recall from documents, cut to 2048 tokens around the answer",
+        _CUT,
         "data of its 6 tasks",
-        _cloze("swde", "squad_cloze", "fda", "triviaqa_cloze", "nq_cloze", "drop_cloze", lengths=(2 * K,)),
+        _of_lm_eval("contains", "swde squad_cloze fda triviaqa_cloze nq_cloze drop_cloze"),
+        (2 * K,),
     ),
-    "gated_deltanet/table5": Preset("long texts", LONGBENCH, _LONGBENCH),
+    "gated_deltanet/table5": _long_texts(),
     "state_expansion/table3": Preset(
         # which accuracies is not said; those printed fit acc (HellaSwag of a 400M Transformer++ .31)
         "language modelling and common sense, all by acc",
         "data of its 9 tasks",
-        (_WIKI, _LAMBADA, _LAMBADA_ACCURACY, *_accuracies(*_EIGHT)),
+        _MODELLING | _of_lm_eval("acc", f"{_SIX} boolq"),
     ),
     "state_expansion/table4": Preset(
-        "recall from whole documents", "data of its 3 tasks", _cloze("fda", "swde", "squad_cloze")
+        "recall from whole documents", "data of its 3 tasks", _of_lm_eval("contains", "fda swde squad_cloze")
     ),
-    "state_expansion/table5": Preset("long texts", LONGBENCH, _LONGBENCH),
+    "state_expansion/table5": _long_texts(),
     "state_expansion/table6": Preset(
-        "one of four needles in text", "nothing", (Column("M-NIAH", "m_niah_1", "accuracy", (512, K, 2 * K)),)
+        "one of four needles in text", "nothing", {"m_niah_1": "accuracy"}, (512, K, 2 * K)
     ),
     "state_expansion/table11": Preset(
-        "recall from documents, cut to 2048 tokens around the answer",
-        "data of its 3 tasks",
-        _cloze("fda", "swde", "squad_cloze", lengths=(2 * K,)),
+        _CUT, "data of its 3 tasks", _of_lm_eval("contains", "fda swde squad_cloze"), (2 * K,)
     ),
     "statex/table2": Preset(
         "recall from documents read twice",
         "data of its 5 tasks",
-        _cloze("swde_twice", "squad_cloze_twice", "triviaqa_cloze_twice", "nq_cloze_twice", "drop_cloze_twice"),
+        _of_lm_eval("contains", "swde squad_cloze triviaqa_cloze nq_cloze drop_cloze", "{}_twice"),
     ),
     "statex/table3": Preset(
         "learning from 8, 16 and 24 examples; 10 of its 12 tasks, as lm-eval has no codah and dream",
         "data of its 10 tasks, with their train splits",
-        tuple(
-            Column(f"{name}, {shots}-shot", f"lm_eval/{name}@{shots}", metric)
-            for shots in (8, 16, 24)
-            for name, metric in _IN_CONTEXT.items()
-        ),
+        {f"{task}@{shots}": metric for shots in (8, 16, 24) for task, metric in _EXAMPLES.items()},
     ),
-    "statex/table4": Preset(
-        "common sense, all by acc",
-        "data of its 6 tasks",
-        _accuracies("piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa"),
-    ),
+    "statex/table4": Preset("common sense, all by acc", "data of its 6 tasks", _of_lm_eval("acc", _SIX)),
     "statex/table5": Preset(
         "a passkey in noise, a number in text",
         "nothing",
-        tuple(
-            Column(title, task, "accuracy", tuple(n * K for n in (4, 8, 16, 32, 64)), 256)
-            for title, task in {"Passkey Retrieval": "passkey", "NIAH-Single-2": "s_niah_2"}.items()
-        ),
+        dict.fromkeys(("passkey", "s_niah_2"), "accuracy"),
+        tuple(n * K for n in (4, 8, 16, 32, 64)),
+        256,
     ),
     "scaling_laws/table4": Preset(
         "common sense, perplexities and needles; HellaSwag, ARC-c and OpenBookQA by acc_norm",
         "data of its 9 tasks (its last column, the mean of SCROLLS, is scaling_laws/table9)",
-        (
-            *_accuracies(
-                "boolq",
-                "piqa",
-                "hellaswag",
-                "winogrande",
-                "arc_easy",
-                "arc_challenge",
-                "openbookqa",
-                normalised=("hellaswag", "arc_challenge", "openbookqa"),
-            ),
-            _WIKI,
-            _LAMBADA,
-            Column("NIAH", "niah_easy", "weighted_accuracy"),
-        ),
+        _of_lm_eval("acc", "boolq piqa hellaswag winogrande arc_easy arc_challenge")
+        | _NORMALISED
+        | {"lm_eval/openbookqa": "acc_norm", "lm_eval/wikitext": "word_perplexity"}
+        | {"lm_eval/lambada_openai": "perplexity", "niah_easy": "weighted_accuracy"},
     ),
-    "scaling_laws/table9": Preset("SCROLLS, zero-shot", "tau/scrolls, 7 files", _SCROLLS),
+    "scaling_laws/table9": Preset(
+        "SCROLLS, zero-shot",
+        "tau/scrolls, 7 files",
+        _of_lm_eval("rouge1 rouge2 rougeL", "govreport summscreenfd qmsum", "scrolls_{}")
+        | _of_lm_eval("f1", "qasper narrativeqa", "scrolls_{}")
+        | _of_lm_eval("acc_norm", "quality contractnli", "scrolls_{}"),
+    ),
     "scaling_laws/table12": Preset(
         "a needle by length and depth, easy and standard",
         "nothing",
-        (
-            Column("easy", "niah_easy", "weighted_accuracy"),
-            Column("standard", "niah_standard", "weighted_accuracy"),
-        ),
+        dict.fromkeys(("niah_easy", "niah_standard"), "weighted_accuracy"),
     ),
 }

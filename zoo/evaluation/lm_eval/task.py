@@ -7,8 +7,8 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernels import UserError
-from zoo.evaluation.lm_eval.catalogue import BABILONG, CATALOGUE, CLOZE, RULER
 from zoo.evaluation.lm_eval.cloze import shortened
+from zoo.evaluation.lm_eval.paper_tasks import BABILONG, CLOZE, PAPER_TASKS, RULER
 from zoo.evaluation.loaded import Subject
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
 from zoo.files.hashing import file_digest
@@ -65,8 +65,8 @@ class LmEval(Task):
         """A row for each metric."""
         from lm_eval.evaluator import evaluate
 
+        from zoo.evaluation.lm_eval.building import quiet
         from zoo.evaluation.lm_eval.model import SubjectLM
-        from zoo.evaluation.lm_eval.quiet import quiet
 
         name, task = cell.get("subtask", self.tasks), self._build(subject, cell)
         ruler = _is_ruler(name)
@@ -113,7 +113,7 @@ class LmEval(Task):
     def _file(self, cell: Cell) -> str:
         """The data's file or folder in the data folder, without a suffix."""
         name, length = cell.get("subtask", self.tasks), cell.get("length")
-        listed = CATALOGUE.get(name)
+        listed = PAPER_TASKS.get(name)
         if name not in BABILONG:
             return (listed and listed.file) or name
         if length not in BABILONG_LENGTHS:  # it has other documents for each
@@ -126,7 +126,7 @@ class LmEval(Task):
 
         name, length, tokenizer = cell.get("subtask", self.tasks), cell.get("length"), subject.tokenizer
         assert tokenizer is not None
-        data, file, listed = self.options.data, self._file(cell), CATALOGUE.get(name)
+        data, file, listed = self.options.data, self._file(cell), PAPER_TASKS.get(name)
         if data is None and (listed is None or listed.source):
             raise UserError(
                 f"data: {self.name} needs a folder with {file}.jsonl, which holds "
@@ -175,7 +175,7 @@ def lm_eval_task(name: str) -> type[LmEval]:
     base, at, shots = name.partition("@")
     if at and not (shots.isdecimal()):
         raise UserError(f"tasks: in {PREFIX}{name}, {shots!r} should be the number of examples in each prompt")
-    listed = CATALOGUE.get(base)
+    listed = PAPER_TASKS.get(base)
     needs = "data: lm-eval's of this name"
     if listed is not None:
         file = f"{base}/0k" if base in BABILONG else listed.file or base

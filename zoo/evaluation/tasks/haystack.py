@@ -3,11 +3,12 @@
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
+
+from zoo.data.text.tokenizer import Tokenizer
 
 # Appended to the last sentence of filler until the number of tokens is right; for bytes a full stop is one step.
 _PADDING = (" the", " of", " and", " a", " I", ".", ",", "!", "s", "e")
@@ -16,38 +17,17 @@ _ATTEMPTS = 4
 _FEWER_WORDS = 4
 
 
-class TextTokenizer(Protocol):
-    """The tokenizer interface that a haystack uses."""
-
-    bos_id: int | None
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        ...
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A sentence in a haystack.
-
-    Args:
-        text: The sentence.
-        depth: The share of the filler that comes before it, 0 … 1.
-    """
+class Placed(NamedTuple):
+    """A sentence in a haystack, and the share of the filler that comes before it, 0 … 1."""
 
     text: str
     depth: float
 
 
 class Haystack:
-    """Builds prompts for one tokenizer.
+    """Builds prompts for one tokenizer, with `separator` between two sentences."""
 
-    Args:
-        tokenizer: The tokenizer.
-        separator: Text between two sentences.
-    """
-
-    def __init__(self, tokenizer: TextTokenizer, separator: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, separator: str) -> None:
         self.tokenizer, self.separator = tokenizer, separator
         self._cost = lru_cache(maxsize=100_000)(lambda sentence: self._count(separator + sentence))
 

@@ -62,33 +62,19 @@ class Perplexity(Task):
         length = cell["length"]
         number = cell["tokens"] // length
         stream = self._stream(subject.tokenizer, cell["tokens"] + 1)
-        windows = stream[: number * length].view(number, length), stream[1 : number * length + 1].view(number, length)
-        rows = max(1, 16_384 // length)
-        losses = torch.cat(
-            [
-                subject.label_scores(Batch(tokens, labels)).losses
-                for tokens, labels in zip(windows[0].split(rows), windows[1].split(rows), strict=True)
-            ]
-        ).double()
+        windows = (stream[start : start + number * length].view(number, length) for start in (0, 1))
+        batches = zip(*(window.split(max(1, 16_384 // length)) for window in windows), strict=True)
+        losses = torch.cat([subject.label_scores(Batch(*batch)).losses for batch in batches]).double()
         each = losses.mean(1)  # of each window
         spread = 1.96 * each.std().item() / math.sqrt(number) if number > 1 else 0.0
         mean = each.mean().item()
-        measured = [
-            {
-                **cell,
-                "metric": "perplexity",
-                "value": math.exp(mean),
-                "low": math.exp(mean - spread),
-                "high": math.exp(mean + spread),
-                "count": losses.numel(),
-            }
-        ]
+        low, value, high = (math.exp(mean + offset) for offset in (-spread, 0, spread))
+        whole = {"metric": "perplexity", "value": value, "low": low, "high": high, "count": losses.numel()}
+        rows = [cell | whole]
         for start, end in ranges(length):
             part = losses[:, start:end]
-            measured.append(
-                {**cell, "position": end, "metric": "loss", "value": part.mean().item(), "count": part.numel()}
-            )
-        return measured
+            rows.append({**cell, "position": end, "metric": "loss", "value": part.mean().item(), "count": part.numel()})
+        return rows
 
     def _stream(self, tokenizer: Tokenizer, size: int) -> Tensor:
         """The first `size` tokens of the held-out text, or all of them."""

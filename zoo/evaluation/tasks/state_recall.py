@@ -1,14 +1,15 @@
 """Recall of a model, and its growth with the state ("Scaling up the State Size of RNN LLMs", section 5.5)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from zoo.display import new_figure
 from zoo.evaluation.loaded import Subject
-from zoo.evaluation.report import COLOURS, MARKERS, blank
+from zoo.evaluation.results import COLOURS, MARKERS
 from zoo.evaluation.task import Cell, Row
 from zoo.evaluation.tasks.needles import SingleNeedle3
 
@@ -46,7 +47,7 @@ class StateRecall(SingleNeedle3):
         points = [row for row in rows if "threshold" in row]
         if len({row["model"] for row in points}) < 2:
             return {}
-        picture = blank(6.5, 4)
+        picture = new_figure(6.5, 4, dpi=150)
         panel = picture.add_subplot(xlabel="size of the state (numbers)", ylabel="longest context (tokens)")
         for threshold, colour, marker in zip(THRESHOLDS, COLOURS, MARKERS, strict=False):
             own = [(row["state_size"], row["value"]) for row in points if row["threshold"] == threshold]
@@ -81,8 +82,7 @@ def longest_context(recall: dict[int, float], threshold: float) -> int:
     return longest
 
 
-@dataclass(frozen=True)
-class Trend:
+class Trend(NamedTuple):
     """The line `longest context = slope · state size + intercept`.
 
     Attributes:

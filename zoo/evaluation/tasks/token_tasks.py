@@ -1,11 +1,11 @@
-"""Tasks made of tokens without text: associative recall in variants, and MAD's.
+"""Tasks made of tokens without text: associative recall in variants, and MAD's (arXiv 2403.17844).
 
 A model is trained on such tokens first (`configs/recall`), and is then tested on what it has learned, in any size. The
 vocabulary of the task is the model's. Samples are of a split of their own, so that none was trained on.
 """
 
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 from kernels import UserError
@@ -26,11 +26,13 @@ class TokenEvaluation(Task):
     """The share of labelled tokens that a model says, in each size of a task.
 
     Attributes:
+        data: Makes the data's task from the length of its sequences.
         shortest: The fewest tokens of a sequence.
         default_lengths: Tokens of the sequences, unless the user says otherwise.
     """
 
     needs = "a model trained on it"
+    data: ClassVar[Callable[..., TokenTask]]
     shortest: ClassVar[int]
     default_lengths: ClassVar[tuple[int, ...]]
 
@@ -41,9 +43,9 @@ class TokenEvaluation(Task):
                 raise UserError(f"lengths: {length} is too short; {self.name} needs at least {self.shortest} tokens")
         self.number = SAMPLES if options.samples is None else options.samples
 
-    @abstractmethod
-    def size(self, cell: Cell) -> TokenTask:
-        """The task of a cell."""
+    def task(self, cell: Cell) -> TokenTask:
+        """The data's task of a cell."""
+        return type(self).data(cell["length"])
 
     def sizes(self, length: int) -> list[Cell]:
         """The cells of sequences of up to `length` tokens, of which there is at least one."""
@@ -52,37 +54,27 @@ class TokenEvaluation(Task):
     def cells(self, subject: Subject) -> list[Cell]:
         """All sizes of the lengths that the user named; of the task's own lengths, those that the vocabulary allows."""
         cells = [cell for length in self.options.lengths or self.default_lengths for cell in self.sizes(length)]
-        misfits = [self.misfit(cell, subject.vocab_size) for cell in cells]
-        wrong = [f"{_named(cell)} {misfit}" for cell, misfit in zip(cells, misfits, strict=True) if misfit is not None]
-        if wrong and (self.options.lengths is not None or len(wrong) == len(cells)):
-            raise UserError(f"{self.name}: {subject.name} has a vocabulary of {subject.vocab_size}; {wrong[0]}")
-        return [cell for cell, misfit in zip(cells, misfits, strict=True) if misfit is None]
-
-    def misfit(self, cell: Cell, vocab_size: int) -> str | None:
-        """Why the vocabulary does not do for a cell; None if it does."""
-        return self.size(cell).misfit(vocab_size)
+        misfits = [self.task(cell).misfit(subject.vocab_size) for cell in cells]
+        fitting = [cell for cell, misfit in zip(cells, misfits, strict=True) if misfit is None]
+        if len(fitting) < len(cells) and (self.options.lengths is not None or not fitting):
+            cell, misfit = next((cell, misfit) for cell, misfit in zip(cells, misfits, strict=True) if misfit)
+            size = ", ".join(f"{name} {value}" for name, value in cell.items())
+            raise UserError(f"{self.name}: {subject.name} has a vocabulary of {subject.vocab_size}; {size} {misfit}")
+        return fitting
 
     def samples(self, cell: Cell, vocab_size: int) -> SampleSet:
         """The samples of a cell."""
-        return TokenSamples(self.size(cell), self.number, vocab_size, self.options.seed, SPLIT)
+        return TokenSamples(self.task(cell), self.number, vocab_size, self.options.seed, SPLIT)
 
     def run(self, subject: Subject, cell: Cell) -> list[Row]:
         """The accuracy over all labelled tokens of a cell."""
         samples, correct, count = self.samples(cell, subject.vocab_size), 0, 0
-        for numbers in _batches(self.number, cell["length"]):
-            batch = samples.batch(numbers)
+        rows = max(1, AT_ONCE // cell["length"])
+        for first in range(0, self.number, rows):
+            batch = samples.batch(range(first, min(first + rows, self.number)))
             correct += int(subject.label_scores(batch).correct.sum())
             count += int((batch.labels >= 0).sum())
         return [{**cell, "metric": "accuracy", **proportion(correct, count)}]
-
-
-def _batches(samples: int, length: int) -> Iterator[range]:
-    rows = max(1, AT_ONCE // length)
-    return (range(first, min(first + rows, samples)) for first in range(0, samples, rows))
-
-
-def _named(cell: Cell) -> str:
-    return ", ".join(f"{name} {value}" for name, value in cell.items())
 
 
 class PairsEvaluation(TokenEvaluation):
@@ -98,12 +90,16 @@ class PairsEvaluation(TokenEvaluation):
     per_pair: ClassVar[int]
     square: ClassVar[bool] = False
 
+    def task(self, cell: Cell) -> TokenTask:
+        """The data's task of a cell."""
+        return type(self).data(cell["length"], cell["pairs"])
+
     def sizes(self, length: int) -> list[Cell]:
         """One for each power of two, or of four."""
         powers = [1 << n for n in range(2, length.bit_length(), 2 if self.square else 1)]
         pairs = [number for number in powers if number * self.per_pair <= length]
-        own = self.options.lengths is None and length > self.default_lengths[0]
-        return [{"length": length, "pairs": number} for number in (pairs[-1:] if own else pairs)]
+        only_largest = self.options.lengths is None and length > self.default_lengths[0]
+        return [{"length": length, "pairs": number} for number in (pairs[-1:] if only_largest else pairs)]
 
 
 class MqarTask(PairsEvaluation):
@@ -111,11 +107,8 @@ class MqarTask(PairsEvaluation):
 
     name = "mqar"
     measures = "recall of values by their keys, over the number of pairs"
+    data = partial(ForgettingRecall, updates=0)  # for what it needs; the samples are those of training
     per_pair, shortest = 4, 16
-
-    def size(self, cell: Cell) -> TokenTask:
-        """Recall without updates, which has the same needs."""
-        return ForgettingRecall(cell["length"], cell["pairs"], updates=0)
 
     def samples(self, cell: Cell, vocab_size: int) -> Recall:
         """As they are trained on."""
@@ -124,31 +117,27 @@ class MqarTask(PairsEvaluation):
 
 
 class StackedTask(PairsEvaluation):
-    """Pairs that are one token (`zoo.data.StackedRecall`)."""
+    """Pairs that are one token (`zoo.data.StackedRecall`), each named once, without fillers."""
 
     name = "mqar_stacked"
     measures = "recall where a key and its value are one token, over the number of pairs"
     per_pair, shortest = 2, 8
 
-    def size(self, cell: Cell) -> TokenTask:
-        """Each pair is named once."""
+    def task(self, cell: Cell) -> TokenTask:
+        """The data's task of a cell."""
         return StackedRecall(cell["pairs"])
 
     def sizes(self, length: int) -> list[Cell]:
-        """There are no fillers, so the number of pairs says how long a sequence is."""
+        """The number of pairs says how long a sequence is."""
         return [{"length": 2 * cell["pairs"], "pairs": cell["pairs"]} for cell in super().sizes(length)]
 
 
 class CompositionalTask(PairsEvaluation):
-    """Values of pairs of keys (`zoo.data.CompositionalRecall`)."""
+    """Values of pairs of keys (`zoo.data.CompositionalRecall`), all combinations of as many first as second keys."""
 
     name = "mqar_compositional"
     measures = "recall of values by two keys together, over the number of their combinations"
-    per_pair, shortest, square = 6, 24, True
-
-    def size(self, cell: Cell) -> TokenTask:
-        """All combinations of as many first as second keys."""
-        return CompositionalRecall(cell["length"], cell["pairs"])
+    data, per_pair, shortest, square = CompositionalRecall, 6, 24, True
 
 
 class ForgettingTask(PairsEvaluation):
@@ -158,68 +147,52 @@ class ForgettingTask(PairsEvaluation):
     measures = "recall of the value that was written last, over the number of keys"
     per_pair, shortest = 5, 20
 
-    def size(self, cell: Cell) -> TokenTask:
-        """Half of the keys are written again."""
+    def task(self, cell: Cell) -> TokenTask:
+        """The data's task of a cell."""
         return ForgettingRecall(cell["length"], cell["pairs"], updates=cell["pairs"] // 2)
 
 
 class MadRecall(TokenEvaluation):
-    """In-context recall (`zoo.data.InContextRecall`, arXiv 2403.17844)."""
+    """In-context recall (`zoo.data.InContextRecall`) with all keys of the vocabulary."""
 
     name = "mad_recall"
     measures = "MAD: values of keys that came before"
-    shortest, default_lengths = 4, (64, 128, 256)
-
-    def size(self, cell: Cell) -> TokenTask:
-        """All keys of the vocabulary."""
-        return InContextRecall(cell["length"])
+    data, shortest, default_lengths = InContextRecall, 4, (64, 128, 256)
 
 
 class MadFuzzy(TokenEvaluation):
-    """Fuzzy recall (`zoo.data.InContextRecall` with motifs, arXiv 2403.17844)."""
+    """Fuzzy recall (`zoo.data.InContextRecall` with motifs), as in recall/mad_fuzzy.yaml."""
 
     name = "mad_fuzzy"
     measures = "MAD: the same with keys and values of one to three tokens"
-    shortest, default_lengths = 12, (64, 128, 256)
-
-    def size(self, cell: Cell) -> TokenTask:
-        """As in recall/mad_fuzzy.yaml."""
-        return InContextRecall(cell["length"], pairs=4, motif=3)
+    data, shortest, default_lengths = partial(InContextRecall, pairs=4, motif=3), 12, (64, 128, 256)
 
 
 class MadNoisy(TokenEvaluation):
-    """Noisy recall (`zoo.data.InContextRecall` with noise, arXiv 2403.17844)."""
+    """Noisy recall (`zoo.data.InContextRecall` with noise), as in recall/mad_noisy.yaml."""
 
     name = "mad_noisy"
     measures = "MAD: the same with a fifth of noise, in 16 tokens on top of the vocabulary"
-    shortest, default_lengths = 4, (64, 128, 256)
-
-    def size(self, cell: Cell) -> TokenTask:
-        """As in recall/mad_noisy.yaml."""
-        return InContextRecall(cell["length"], noise=0.2)
+    data, shortest, default_lengths = partial(InContextRecall, noise=0.2), 4, (64, 128, 256)
 
 
 class MadCopy(TokenEvaluation):
-    """Selective copying (`zoo.data.SelectiveCopy`, arXiv 2403.17844)."""
+    """Selective copying (`zoo.data.SelectiveCopy`) of 16 tokens, whatever the length."""
 
     name = "mad_copy"
     measures = "MAD: 16 tokens among blanks, in their order"
-    shortest, default_lengths = 32, (128, 256, 512)
-
-    def size(self, cell: Cell) -> TokenTask:
-        """16 tokens, whatever the length."""
-        return SelectiveCopy(cell["length"], copied=16)
+    data, shortest, default_lengths = partial(SelectiveCopy, copied=16), 32, (128, 256, 512)
 
 
 class MadCompression(TokenEvaluation):
-    """Compression, asked of the model itself (`zoo.data.Compression`, arXiv 2403.17844)."""
+    """Compression (`zoo.data.Compression`) of about half of the length, asked of the model itself."""
 
     name = "mad_compression"
     measures = "MAD: each of the tokens before, by its place"
     shortest, default_lengths = 3, (17, 33, 65)
 
-    def size(self, cell: Cell) -> TokenTask:
-        """About half of the length."""
+    def task(self, cell: Cell) -> TokenTask:
+        """The data's task of a cell."""
         return Compression((cell["length"] - 1) // 2)
 
     def sizes(self, length: int) -> list[Cell]:
@@ -228,15 +201,11 @@ class MadCompression(TokenEvaluation):
 
 
 class MadMemorization(TokenEvaluation):
-    """Memorisation (`zoo.data.Memorization`, arXiv 2403.17844), with the seed that the facts were trained with."""
+    """Memorisation (`zoo.data.Memorization`), with the seed that the facts were trained with."""
 
     name = "mad_memorization"
     measures = "MAD: facts learned by heart; --seed must be the data.seed of the training"
-    shortest, default_lengths = 2, (32,)
-
-    def size(self, cell: Cell) -> TokenTask:
-        """Facts do not depend on the length."""
-        return Memorization(cell["length"])
+    data, shortest, default_lengths = Memorization, 2, (32,)
 
     def sizes(self, length: int) -> list[Cell]:
         """An even length."""

@@ -178,7 +178,7 @@ def test_text_starts_as_documents_do(subject_lm: Any) -> None:
 
 
 def test_lm_eval_knows_our_models(oracle: Callable[[str], ModuleType]) -> None:
-    ours = oracle("zoo.evaluation.lm_eval.checkpoint").CheckpointLM
+    ours = oracle("zoo.evaluation.lm_eval.model").CheckpointLM
     from lm_eval.api.registry import get_model
 
     assert get_model("zoo") is ours

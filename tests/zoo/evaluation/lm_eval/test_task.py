@@ -16,7 +16,7 @@ from tests.commands import ROOT
 from tests.forked_python import forked_python
 from tests.zoo.evaluation.lm_eval.conftest import Answering
 from zoo.data import Tokenizer
-from zoo.evaluation.lm_eval.catalogue import CATALOGUE, CLOZE, RULER
+from zoo.evaluation.lm_eval.paper_tasks import CLOZE, PAPER_TASKS, RULER
 from zoo.evaluation.lm_eval.task import lm_eval_task
 from zoo.evaluation.task import Options, Row
 
@@ -51,7 +51,7 @@ def run(name: str, subject: Answering, folder: Path | str | None, **options: obj
 @pytest.mark.parametrize("name", CLOZE)
 @pytest.mark.parametrize("twice", [False, True])
 def test_cloze_questions(name: str, twice: bool, data: Write) -> None:
-    folder = data(f"{CATALOGUE[name].file or name}.jsonl", CLOZE_DOCUMENTS[name])
+    folder = data(f"{PAPER_TASKS[name].file or name}.jsonl", CLOZE_DOCUMENTS[name])
     reads, guesses = Answering(lambda prompt: " FORTY-TWO or so\nforty"), Answering(lambda prompt: " 41\nforty-two")
     for subject, value in ((reads, 1), (guesses, 0)):
         (row,) = run(f"{name}{'_twice' * twice}", subject, folder)
@@ -68,7 +68,7 @@ def test_cloze_questions(name: str, twice: bool, data: Write) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLOZE)
 def test_documents_are_cut_around_the_answer(name: str, data: Write, tokenizer: Tokenizer) -> None:
-    folder = data(f"{CATALOGUE[name].file or name}.jsonl", CLOZE_DOCUMENTS[name])
+    folder = data(f"{PAPER_TASKS[name].file or name}.jsonl", CLOZE_DOCUMENTS[name])
     for variant in (name, f"{name}_twice"):
         subject = Answering(lambda prompt: "forty-two")
         subject.tokenizer = tokenizer
@@ -191,12 +191,12 @@ def test_a_model_without_a_tokenizer_is_refused(data: Write) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CATALOGUE)
-def test_the_catalogue_says_where_tasks_and_data_are(name: str) -> None:
+@pytest.mark.parametrize("name", PAPER_TASKS)
+def test_the_table_says_where_tasks_and_data_are(name: str) -> None:
     """That the task is in this folder, with this data set."""
     from zoo.evaluation.lm_eval import building
 
-    listed = CATALOGUE[name]
+    listed = PAPER_TASKS[name]
     config = building.manager(name).task_index[name].cfg
     if source := config.get("dataset_path"):
         assert listed.source.startswith(source)

@@ -7,7 +7,7 @@ from tests.zoo.evaluation.subjects import Guesser, Reader
 from zoo.data import Tokenizer
 from zoo.evaluation.task import Options
 from zoo.evaluation.tasks import TASKS
-from zoo.evaluation.tasks.niah_score import consistency, niah_score, weight_map, weighted_accuracy
+from zoo.evaluation.tasks.niah import consistency, niah_score, weight_map, weighted_accuracy
 
 DEPTHS = 35
 

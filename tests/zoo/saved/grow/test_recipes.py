@@ -47,8 +47,8 @@ def test_heads_of_equal_size():
 
 
 def test_the_papers_evaluations_are_presets():
-    recall, examples, needles = (PRESETS[f"statex/table{number}"].columns for number in (2, 3, 5))
-    assert all(column.task.endswith("_twice") for column in recall)
-    assert {column.task.partition("@")[2] for column in examples} == {"8", "16", "24"}
-    assert {column.task for column in needles} == {"passkey", "s_niah_2"}
-    assert all((column.lengths[0], column.lengths[-1], column.samples) == (4096, 65536, 256) for column in needles)
+    recall, examples, needles = (PRESETS[f"statex/table{number}"] for number in (2, 3, 5))
+    assert all(task.endswith("_twice") for task in recall.metrics)
+    assert {task.partition("@")[2] for task in examples.metrics} == {"8", "16", "24"}
+    assert {*needles.metrics} == {"passkey", "s_niah_2"}
+    assert (needles.lengths[0], needles.lengths[-1], needles.samples) == (4096, 65536, 256)

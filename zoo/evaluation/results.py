@@ -1,4 +1,4 @@
-"""Results for people: a table per task for the terminal, and pictures fit for a paper."""
+"""Results of tasks: a table for the terminal, and figures fit for a paper."""
 
 import itertools
 import math
@@ -7,15 +7,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
-from rich import box
 from rich.table import Table
 
+from zoo.display import new_figure, new_table, write_figure
 from zoo.evaluation.task import Row, Task
-from zoo.files.atomic import atomic_write
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -26,28 +25,30 @@ FRACTIONS = ("acc", "acc_norm", "niah_score")  # metrics from 0 to 1, in additio
 
 def table(task: Task, rows: Sequence[Row]) -> Table:
     """A task's results: a line for each model and metric, a column for each value of the task's axis."""
-    columns = _values(rows, task.axis)
-    single = [row for row in rows if task.axis not in row]
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    shown.add_column("model", no_wrap=True)
-    shown.add_column("metric")
-    for column in columns or [""]:
-        shown.add_column(_number(column) if column != "" else "value", justify="right", no_wrap=True)
-    if columns and single:
-        shown.add_column("all", justify="right", no_wrap=True)
-    lines: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        if "position" not in row:  # of these there is a picture
-            lines.setdefault((row["model"], row.get("subtask", ""), row["metric"]), []).append(row)
-    for (model, subtask, metric), own in lines.items():
-        line = [_cell(row for row in own if row.get(task.axis) == column) for column in columns]
-        over_all = _cell(row for row in own if task.axis not in row)
-        name = f"{subtask} {metric}".strip().replace("_", " ")
-        shown.add_row(model, name, *line, *([over_all] if single or not columns else []))
-    captions = [f"columns: {task.axis.replace('_', ' ')}"] if columns else []
+    columns, lines = by_axis(rows, task.axis)
+    has_axis = columns not in ([], [None])
+    captions = [f"columns: {task.axis.replace('_', ' ')}"] if has_axis else []
     captions += ["accuracies in %"] if any(is_fraction(row["metric"]) for row in rows) else []
-    shown.caption, shown.caption_justify = "\n".join(captions), "left"
+    headings = [_number(column) if column is not None else "all" if has_axis else "value" for column in columns]
+    shown = new_table(["model", "metric", *headings], left=2, wrapped=["metric"], caption="\n".join(captions))
+    for (model, metric), rows_at in lines.items():
+        shown.add_row(model, metric.replace("_", " "), *(_cell(rows_at.get(column, [])) for column in columns))
     return shown
+
+
+def by_axis(rows: Iterable[Row], axis: str) -> tuple[list[Any], dict[tuple[str, str], dict[Any, list[Row]]]]:
+    """Group rows for a table, without those by position, of which there is a picture.
+
+    Returns:
+        The values of the axis, and None at the end for rows without it; (model, subtask and metric) → value → rows.
+    """
+    lines: dict[tuple[str, str], dict[Any, list[Row]]] = {}
+    for row in rows:
+        if "position" not in row:
+            line = lines.setdefault((row["model"], f"{row.get('subtask', '')} {row['metric']}".strip()), {})
+            line.setdefault(row.get(axis), []).append(row)
+    values = {value for line in lines.values() for value in line}
+    return [*sorted(value for value in values if value is not None), *({None} & values)], lines
 
 
 def is_fraction(metric: str) -> bool:
@@ -55,23 +56,20 @@ def is_fraction(metric: str) -> bool:
     return metric in FRACTIONS or metric.endswith("accuracy")
 
 
-def _cell(rows: Iterable[Row]) -> str:
-    """The mean of some rows, weighted by their counts."""
-    rows = [row for row in rows if row["value"] is not None]
-    if not rows:
+def _cell(rows: Sequence[Row]) -> str:
+    """The mean of some rows of one metric, as text."""
+    if (value := mean(rows)) is None:
         return ""
-    return _decimal(_mean(rows), rows[0]["metric"])
-
-
-def _mean(rows: Sequence[Row]) -> float:
-    weights = [row.get("count", 1) for row in rows]
-    return sum(weight * row["value"] for weight, row in zip(weights, rows, strict=True)) / sum(weights)
-
-
-def _decimal(value: float, metric: str) -> str:
-    if is_fraction(metric):
+    if is_fraction(rows[0]["metric"]):
         return f"{100 * value:.1f}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def mean(rows: Iterable[Row]) -> float | None:
+    """The mean of rows, weighted by their counts; None without any value."""
+    pairs = [(row.get("count", 1), row["value"]) for row in rows if row["value"] is not None]
+    total = sum(count for count, _ in pairs)
+    return sum(count * value for count, value in pairs) / total if total else None
 
 
 def write_pictures(task: Task, rows: Sequence[Row], folder: Path) -> list[Path]:
@@ -80,8 +78,7 @@ def write_pictures(task: Task, rows: Sequence[Row], folder: Path) -> list[Path]:
     for name, picture in pictures(task, rows).items():
         for form in ("png", "svg"):
             files.append(folder / f"{name}.{form}")
-            with atomic_write(files[-1]) as file:
-                picture.savefig(file, format=form)
+            write_figure(picture, files[-1])
     return files
 
 
@@ -106,7 +103,7 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     models = list(dict.fromkeys(row["model"] for row in rows))
     across = min(3, len(metrics))
-    picture = blank(1.2 + 3.8 * across, 3.4 * math.ceil(len(metrics) / across))
+    picture = _figure(1.2 + 3.8 * across, 3.4 * math.ceil(len(metrics) / across))
     for number, metric in enumerate(metrics, start=1):
         panel: Axes = picture.add_subplot(math.ceil(len(metrics) / across), across, number)
         for index, model in enumerate(models):
@@ -117,7 +114,8 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
             at = sorted(points)
             style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "label": model}
             style["linestyle"] = ("-", "--", ":")[index // len(COLOURS) % 3]  # colours come again, with other dashes
-            panel.plot(at, [_mean(points[x]) for x in at], marker=MARKERS[index % len(MARKERS)], markersize=5, **style)
+            means = np.array([mean(points[x]) for x in at], float)
+            panel.plot(at, means, marker=MARKERS[index % len(MARKERS)], markersize=5, **style)
             if any(len(points[x]) > 1 for x in at):  # several seeds: a dot for each
                 seeds = [(x, row["value"]) for x in at for row in points[x]]
                 panel.plot(*zip(*seeds, strict=True), "o", color=style["color"], alpha=0.35, markersize=3)
@@ -144,7 +142,7 @@ def heatmaps(task: Task, rows: Sequence[Row]) -> Figure:
     depths = _values(rows, "depth")
     across = min(len(models), PANELS_ACROSS)
     down = math.ceil(len(models) / across)
-    picture = blank(1.5 + across * (0.9 + 0.45 * len(lengths)), down * (1.4 + 0.28 * len(depths)))
+    picture = _figure(1.5 + across * (0.9 + 0.45 * len(lengths)), down * (1.4 + 0.28 * len(depths)))
     panels = picture.subplots(down, across, sharey=True, squeeze=False)
     image = None
     for panel in panels.flat[len(models) :]:
@@ -152,12 +150,12 @@ def heatmaps(task: Task, rows: Sequence[Row]) -> Figure:
     for panel, model in zip(panels.flat, models, strict=False):
         grid = [
             [
-                _mean_or_nan([r for r in rows if (r["model"], r["depth"], r["length"]) == (model, depth, length)])
+                mean(r for r in rows if (r["model"], r["depth"], r["length"]) == (model, depth, length))
                 for length in lengths
             ]
             for depth in depths
         ]
-        image = panel.imshow(grid, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+        image = panel.imshow(np.array(grid, float), cmap="viridis", vmin=0, vmax=1, aspect="auto")
         panel.set_xticks(range(len(lengths)), [_number(length) for length in lengths], rotation=45)
         panel.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths])
         panel.set(title=model, xlabel="length in tokens")
@@ -169,15 +167,8 @@ def heatmaps(task: Task, rows: Sequence[Row]) -> Figure:
     return picture
 
 
-def _mean_or_nan(rows: Sequence[Row]) -> float:
-    return _mean(rows) if rows else math.nan
-
-
-def blank(width: float, height: float) -> Figure:
-    """An empty picture, in inches."""
-    picture = Figure(figsize=(max(width, 4.5), max(height, 3.2)), dpi=150, layout="constrained")
-    FigureCanvasAgg(picture)
-    return picture
+def _figure(width: float, height: float) -> Figure:
+    return new_figure(max(width, 4.5), max(height, 3.2), dpi=150)
 
 
 def _scale(panel: Axes, values: Sequence[float], axis: str) -> None:
@@ -193,12 +184,13 @@ def _scale(panel: Axes, values: Sequence[float], axis: str) -> None:
 
 
 def _unit(metric: str) -> str:
-    units = {"loss": "loss (nats per token)"}
+    if metric == "loss":
+        return "loss (nats per token)"
     if metric.endswith("_peak_gib"):
         return f"{metric.removesuffix('_peak_gib')}: peak memory (GiB)"
     if metric.endswith("_tokens_per_second"):
         return f"{metric.removesuffix('_tokens_per_second')} (tokens/s)"
-    return units.get(metric, metric.replace("_", " "))
+    return metric.replace("_", " ")
 
 
 def _values(rows: Iterable[Row], name: str) -> list[Any]:

@@ -1,7 +1,6 @@
 """From a parsed config to Lightning objects: the module, its data, and a trainer with this project's callbacks."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from zoo import config as configs
 from zoo.data.contract import tokenizer_of
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.lm.model import LanguageModel
-from zoo.runs.loggers import for_run, missing_package
+from zoo.runs.errors import trainer_error
 from zoo.saved.model import SavedModel
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.checkpoints import Checkpoints
@@ -150,16 +149,7 @@ def _check_labels(config: Namespace, datamodule: L.LightningDataModule) -> None:
 
 
 def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
-    """The trainer of a run, with all its callbacks.
-
-    Args:
-        config: The parsed config.
-        folder: The run's folder.
-        callbacks: Further callbacks, from Python.
-
-    Raises:
-        UserError: `trainer` or the arguments of a callback are invalid.
-    """
+    """The trainer of a run, with all its callbacks; a UserError if `trainer` or a callback's argument is invalid."""
     arguments = _arguments(for_run(config, folder))
     arguments["default_root_dir"] = str(folder)
     if arguments["logger"] is not False:
@@ -168,31 +158,16 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
     ours = [*_progress(arguments, user_callbacks), *_run_callbacks(config)]
     if any(isinstance(callback, LearningRateFinder) for callback in user_callbacks):
         raise UserError("trainer.callbacks: LearningRateFinder is not possible here; sweep optim.learning_rate instead")
-    left_out: list[type[Callback]] = []
     if arguments["enable_checkpointing"] is False:
-        left_out.append(Checkpoints)
-    if arguments["enable_model_summary"] is False or any(
-        isinstance(callback, ModelSummary) for callback in user_callbacks
-    ):
-        left_out.append(Summary)
-    arguments["callbacks"] = [
-        *user_callbacks,
-        *(callback for callback in ours if not isinstance(callback, tuple(left_out))),
-    ]
+        ours = [callback for callback in ours if not isinstance(callback, Checkpoints)]
+    if arguments["enable_model_summary"] is False or any(isinstance(each, ModelSummary) for each in user_callbacks):
+        ours = [callback for callback in ours if not isinstance(callback, Summary)]
+    arguments["callbacks"] = [*user_callbacks, *ours]
     return _trainer(arguments)
 
 
 def evaluating_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
-    """A trainer for evaluating a checkpoint.
-
-    Args:
-        config: The parsed config.
-        folder: The run's folder.
-        callbacks: Further callbacks.
-
-    Raises:
-        UserError: `trainer` is invalid.
-    """
+    """A trainer for evaluating a checkpoint; a UserError if `trainer` is invalid."""
     arguments = _arguments(for_run(config, folder))
     arguments["logger"] = _loggers(arguments)
     user_callbacks = [*_listed(arguments["callbacks"]), *callbacks]
@@ -204,36 +179,6 @@ def _progress(arguments: Mapping[str, Any], user_callbacks: Sequence[Callback]) 
     """Our progress bar, unless the user has another one or wants none."""
     other = any(isinstance(callback, ProgressBar) for callback in user_callbacks)
     return [] if other or arguments["enable_progress_bar"] is False else [Progress()]
-
-
-@contextmanager
-def misconfiguration_explained() -> Iterator[None]:
-    """Turn Lightning's complaints about a config, such as a missing `test_dataloader`, into a UserError."""
-    try:
-        yield
-    except MisconfigurationException as error:
-        raise _explained(error) from None
-    except RuntimeError as error:
-        if not str(error).startswith("Early stopping conditioned on metric"):
-            raise
-        raise _explained(error) from None
-
-
-@contextmanager
-def lost_processes_explained(trainer: L.Trainer) -> Iterator[None]:
-    """Raise a UserError in place of an exception that is due to the death of another process."""
-    try:
-        yield
-    except Exception:
-        for callback in trainer.callbacks:
-            if isinstance(callback, LostProcesses) and callback.reason is not None:
-                raise UserError(callback.reason) from None
-        raise
-
-
-def _explained(error: Exception) -> UserError:
-    """Lightning's message, which names the argument, as one sentence."""
-    return UserError(f"trainer: {' '.join(str(error).split())}")
 
 
 def _run_callbacks(config: Namespace) -> list[Callback]:
@@ -267,7 +212,7 @@ def _arguments(config: Namespace) -> dict[str, Any]:
     try:
         arguments = dict(configs.instantiate("trainer", config))
     except ValueError as error:
-        if config.trainer.logger is not None and (missing := missing_package(error)) is not None:
+        if config.trainer.logger is not None and (missing := _missing_package(error)) is not None:
             raise missing from None
         raise
     arguments["precision"] = arguments["precision"] or best_precision(str(arguments["accelerator"]))
@@ -278,7 +223,7 @@ def _trainer(arguments: Mapping[str, Any]) -> L.Trainer:
     try:
         trainer = L.Trainer(**{**arguments, "enable_model_summary": False})  # the Summary callback replaces it
     except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
-        raise _explained(error) from None
+        raise trainer_error(error) from None
     if (instead := REPLACED.get(type(trainer.strategy))) is not None:
         raise UserError(f"trainer.strategy: {type(trainer.strategy).__name__} is not possible here; use {instead}")
     if isinstance(checkpoint_io(trainer.strategy), AsyncCheckpointIO):
@@ -289,6 +234,37 @@ def _trainer(arguments: Mapping[str, Any]) -> L.Trainer:
         use_processor()
     install(trainer)
     return trainer
+
+
+def for_run(config: Namespace, folder: Path) -> Namespace:
+    """Return a config with `{run}` replaced by the run's folder, and `{name}` by its name, in all of `trainer`."""
+    config = config.clone()
+    config.trainer = _filled(config.trainer, {"{run}": str(folder), "{name}": folder.resolve().name})
+    return config
+
+
+def _filled(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, str):
+        for placeholder, name in names.items():
+            value = value.replace(placeholder, name)
+        return value
+    if isinstance(value, Namespace):
+        return Namespace({key: _filled(item, names) for key, item in vars(value).items()})
+    if isinstance(value, dict):
+        return {key: _filled(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, names) for item in value]
+    return value
+
+
+def _missing_package(error: BaseException | None) -> UserError | None:
+    """The error to show if a logger's package is not installed; None if `error` has another cause."""
+    while error is not None and not isinstance(error, ModuleNotFoundError):
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+    return UserError(f"trainer.logger: {reason}; install the loggers' packages with pip install -e '.[loggers]'")
 
 
 def _loggers(arguments: dict[str, Any]) -> list[Logger]:

@@ -12,16 +12,8 @@ from pathlib import PurePath
 from typing import Any, get_args, get_origin, get_type_hints
 
 _NOT_BUILT = ("builtins", "collections.abc", "typing")  # modules whose types are not components
-_BY_POSITION = (
-    "self",
-    "cls",
-    "site",
-    "heads",
-    "size",
-    "params",
-    "lr",
-    "optimizer",
-)  # passed by this project, not by configs
+# passed by this project, not by configs
+_BY_POSITION = ("self", "cls", "site", "heads", "size", "params", "lr", "optimizer")
 
 
 def constructor(cls: Any) -> Callable[..., Any]:
@@ -42,6 +34,14 @@ def settable(cls: Any) -> list[str]:
     if cls is None:
         return []
     return [name for name in inspect.signature(constructor(cls)).parameters if name not in _BY_POSITION]
+
+
+def required(cls: Any) -> list[str]:
+    """The parameters that a config must set."""
+    parameters = inspect.signature(constructor(cls)).parameters
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    empty = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in optional]
+    return [name for name in empty if name not in _BY_POSITION]
 
 
 def component(hint: Any) -> type | None:

@@ -1,0 +1,38 @@
+"""Mistakes in keys and classes are found by the signatures of constructors, whatever else is in the config."""
+
+import pytest
+
+from kernels import UserError
+from zoo import config as configs
+
+MISTAKES = {
+    "model.hiden_size=1": "model.hiden_size: unknown key; did you mean 'hidden_size'? ",
+    "model.stack.mixer.fctor=1": "model.stack.mixer.fctor: unknown key; did you mean 'factor'? ",
+    "model.stack.mixer.init_args.fctor=1": "model.stack.mixer.fctor: unknown key; did you mean 'factor'? ",
+    "model.stack.mixer.mixer=GAL": "model.stack.mixer.mixer: 'GAL' is not a known LinearMixer; did you mean 'GLA'? ",
+    "model.stack.mixer=mixers.Nothing": "model.stack.mixer: the module 'mixers' has no 'Nothing'",
+    "model.stack.mixer=mixers.names": "model.stack.mixer: 'mixers.names' is not a TokenMixer; write its dotted path, ",
+    "model.stack=H1": "model.stack: H1 needs a value for first, second, under init_args",
+    "model.num_layers=two": "model.num_layers: 'two' is not a whole number",
+}
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_a_mistake_in_a_model(override: str) -> None:
+    with pytest.raises(UserError) as raised:
+        configs.read_model("gla.yaml", override)
+    assert str(raised.value).startswith(MISTAKES[override])
+
+
+def test_arguments_of_a_class_that_was_replaced_are_no_mistake() -> None:
+    """The first mistake is the one that is there, not one that a later config has removed."""
+    for component in ("model.stack.mixer=RetNet", "model.stack=Uniform"):
+        with pytest.raises(UserError, match=r"model\.num_layers: 'two' is not a whole number"):
+            configs.read_model("gla.yaml", component, "model.num_layers=two")
+
+
+@pytest.mark.parametrize("strange", [{"class_path": 3}, {"class_path": None}, {1: 2}, [1], 3, {"init_args": 3}])
+def test_strange_values_are_one_sentence(strange: object) -> None:
+    with pytest.raises(UserError) as raised:
+        configs.read_model("gla.yaml", {"model": {"stack": strange}})
+    assert "\n" not in str(raised.value)
