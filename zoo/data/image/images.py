@@ -84,9 +84,6 @@ class Images(ResumableData):
             )
         return shape
 
-    def get_tokenizer(self) -> None:
-        """Return None, since the samples are not text."""
-
     @cached_property
     def num_classes(self) -> int:
         """Return the length of the data set's `classes`, or else the largest label plus one."""
@@ -110,10 +107,6 @@ class Images(ResumableData):
             return self.val_dataloader()
         images: Any = self._build_test()
         return self.evaluation_loader(self._some(images, np.arange(len(images))))
-
-    def predict_dataloader(self) -> ValidationLoader:
-        """The images kept for validation."""
-        return self.val_dataloader()
 
     def _some(self, images: Any, indices: np.ndarray) -> PatchedImages:
         return PatchedImages(images, indices, self.patch_size, self._shape)

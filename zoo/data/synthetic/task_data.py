@@ -83,9 +83,6 @@ class TaskData(ResumableData, Generic[T]):
     def samples(self, task: T, size: int, split: Split) -> SampleSet:
         """The samples of one task; sample i is a function of the seed, the split and i alone."""
 
-    def get_tokenizer(self) -> None:
-        """Return None, since the samples are not text."""
-
     @property
     def train(self) -> RecallStream:
         """The training samples, in order."""
@@ -101,10 +98,6 @@ class TaskData(ResumableData, Generic[T]):
     def test_dataloader(self) -> list[ValidationLoader]:
         """As for validation, but with other samples."""
         return self._loaders("test")
-
-    def predict_dataloader(self) -> list[ValidationLoader]:
-        """The validation samples."""
-        return self.val_dataloader()
 
     def _loaders(self, split: Split) -> list[ValidationLoader]:
         samples = [self.samples(task, self.validation_samples, split) for task in self._validated]

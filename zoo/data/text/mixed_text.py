@@ -86,11 +86,8 @@ class MixedText(TokenisedText):
         return list(self.sources)
 
     def setup(self, stage: str | None = None) -> None:
-        """Open and check the token shards, and start training at the first sample until a checkpoint is loaded."""
+        """As in the base class, and log how often a run goes through each source."""
         super().setup(stage)
-        samples = len(self.train)
-        if stage == "fit":
-            self.check_batch_size(samples)
         if stage == "fit" and self.trainer is not None and self.trainer.max_steps > 0 and self.ranks()[0] == 0:
             self._log_passes(self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size)
 
@@ -115,10 +112,6 @@ class MixedText(TokenisedText):
     def val_dataloader(self) -> list[ValidationLoader]:
         """Batches of this rank, each sample once: those of each source, and then those of each validation set."""
         return [*self.predict_dataloader(), *self.extra_loaders()]
-
-    def test_dataloader(self) -> list[ValidationLoader]:
-        """Return the validation batches, which `test` uses as well."""
-        return self.val_dataloader()
 
     def predict_dataloader(self) -> list[ValidationLoader]:
         """The validation splits of the sources."""

@@ -57,13 +57,6 @@ class TextData(TokenisedText):
         """The corpus."""
         return self.corpus
 
-    def setup(self, stage: str | None = None) -> None:
-        """Open and check the token shards, and start training at the first sample until a checkpoint is loaded."""
-        super().setup(stage)
-        samples = len(self.train)
-        if stage == "fit":
-            self.check_batch_size(samples)
-
     @cached_property
     def _splits(self) -> tuple[Windows, Windows]:
         return self.windows(self.corpus)
@@ -88,10 +81,6 @@ class TextData(TokenisedText):
         """Batches of this rank, each sample once: those of the split, and then those of each validation set."""
         loader = self.predict_dataloader()
         return [loader, *self.extra_loaders()] if self.validation_sets else loader
-
-    def test_dataloader(self) -> ValidationLoader | list[ValidationLoader]:
-        """Return the validation batches, which `test` uses as well."""
-        return self.val_dataloader()
 
     def predict_dataloader(self) -> ValidationLoader:
         """The validation split."""

@@ -117,6 +117,17 @@ class TokenisedText(ResumableData):
             with errors_name(key):
                 self._prepare(corpus, None)
 
+    def setup(self, stage: str | None = None) -> None:
+        """Open and check the token shards, and start training at the first sample until a checkpoint is loaded.
+
+        Raises:
+            UserError: A batch is larger than the training data, and might not even fit into memory.
+        """
+        super().setup(stage)
+        samples = len(self.train)
+        if stage == "fit" and self.batch_size > samples:
+            raise UserError(f"data.batch_size is {self.batch_size}; the training data has only {samples} samples.")
+
     @property
     def extra_sets(self) -> list[str]:
         """The names of the validation sets, whose loaders come after those of the split."""
