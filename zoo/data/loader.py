@@ -1,9 +1,10 @@
 """Data loaders: an endless, resumable one for training, and one that yields each validation sample once."""
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,11 +19,9 @@ class SampleSet(Protocol):
 
     def __len__(self) -> int:
         """Number of samples."""
-        ...
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """A batch of the samples with these numbers, in this order."""
-        ...
 
 
 class OrderedSamples(SampleSet, Protocol):
@@ -30,7 +29,6 @@ class OrderedSamples(SampleSet, Protocol):
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """`[n]` positions in the endless stream, within one global batch → `[n]` int64 sample numbers."""
-        ...
 
 
 class TrainLoader:
@@ -84,7 +82,13 @@ class TrainLoader:
             yield batch
 
     def _batches_from(self, position: int) -> DataLoader:
-        return _data_loader(_Batches(self.samples), _Shares(self, position), self.num_workers)
+        return _data_loader(_Batches(self.samples), self._shares(position), self.num_workers)
+
+    def _shares(self, position: int) -> Iterator[list[int]]:
+        """Yield this rank's sample numbers, batch by batch, without end."""
+        share = self.batch_size // self.world_size
+        for first in itertools.count(position + self.rank * share, self.batch_size):
+            yield self.samples.order(np.arange(first, first + share), self.seed).tolist()
 
     # Lightning warns on resume about loaders without these two. The data module saves the position instead, since
     # Lightning drops loader states in some cases, but never that of a data module.
@@ -93,21 +97,6 @@ class TrainLoader:
 
     def load_state_dict(self, state: dict) -> None:
         pass
-
-
-class _Shares:
-    """One rank's sample indices, batch by batch, without end."""
-
-    def __init__(self, loader: TrainLoader, position: int) -> None:
-        self._share = loader.batch_size // loader.world_size
-        self._first = position + loader.rank * self._share
-        self._step, self._samples, self._seed = loader.batch_size, loader.samples, loader.seed
-
-    def __iter__(self) -> Iterator[list[int]]:
-        first = self._first
-        while True:
-            yield self._samples.order(np.arange(first, first + self._share), self._seed).tolist()
-            first += self._step
 
 
 class ValidationLoader:
@@ -173,17 +162,12 @@ def _data_loader(batches: _Batches, indices: Iterable[list[int]], num_workers: i
         batches,
         batch_size=None,  # an item is a whole batch
         sampler=indices,
-        collate_fn=_unchanged,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=partial(_start_worker, os.getpid()),
         multiprocessing_context=context() if num_workers else None,
         generator=torch.Generator(),  # otherwise each iterator would draw from the global random state
     )
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _start_worker(parent: int, worker: int) -> None:

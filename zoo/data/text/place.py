@@ -4,24 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 
 from kernels.errors import UserError
 from zoo.data.text.files import filesystem, first_line, is_url
-
-
-class Tokens(Protocol):
-    """An array of numbers in a file."""
-
-    def __len__(self) -> int:
-        """Number of elements."""
-        ...
-
-    def __getitem__(self, where: slice) -> np.ndarray:
-        """A slice of the array."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -65,10 +53,10 @@ class Place:
             with fs.open(path, "rb") as content:
                 yield content
 
-    def array(self, file: str, dtype: str, count: int) -> Tokens:
+    def array(self, file: str, dtype: str, count: int) -> "np.memmap | RemoteArray":
         """The array of `count` numbers in a file; nothing is read yet."""
         if self.remote:
-            return _Remote(self, file, np.dtype(dtype), count)
+            return RemoteArray(self, file, np.dtype(dtype), count)
         return np.memmap(Path(self.where) / file, dtype, "r")
 
     def read(self, file: str, first: int, end: int) -> bytes:
@@ -100,7 +88,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class _Remote:
+class RemoteArray:
     """An array in a file at a URL. Each access opens the file system again, since some do not survive a fork."""
 
     place: Place

@@ -57,11 +57,9 @@ class Documents(Protocol):
 
     def __iter__(self) -> Iterator[str]:
         """Yield the documents, the same each time."""
-        ...
 
     def signature(self) -> str:
         """A hash that changes when a document does."""
-        ...
 
 
 class Tokenizer:
