@@ -109,7 +109,7 @@ class LossCurve(RunCallback):
     def _draw(self, trainer: L.Trainer) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        write_figure(self.figure(bigram_loss(trainer)), Path(trainer.default_root_dir) / "loss.png")
+        write_figure(self.figure(bigram_loss(trainer.datamodule)), Path(trainer.default_root_dir) / "loss.png")
 
 
 def _smooth(values: Iterable[float], weight: float) -> list[float]:

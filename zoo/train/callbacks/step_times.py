@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -17,31 +17,22 @@ from zoo.train.callbacks.run_callback import RunCallback
 PARTS = ("data", "forward", "backward", "optimizer", "other")
 
 
-class Mark(Protocol):
-    """A point in time, with the three methods of `torch.cuda.Event` that are used here."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the mark."""
-        ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from here to a later mark."""
-        ...
-
-
 class HostMark:
-    """The current time, by the clock of the host."""
+    """The current time, by the clock of the host, with the methods of `torch.cuda.Event` that are used here."""
 
     def __init__(self) -> None:
         self.seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """True: the mark is in the past."""
+        """Return whether the device has reached the mark."""
         return True
 
-    def elapsed_time(self, end_event: "HostMark") -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from here to a later mark."""
         return 1000 * (end_event.seconds - self.seconds)
+
+
+Mark = HostMark | torch.cuda.Event
 
 
 def mark(device: torch.device) -> Mark:
