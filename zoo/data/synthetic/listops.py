@@ -144,7 +144,6 @@ class ListOps(ResumableData):
 
     @property
     def train(self) -> Expressions:
-        """The training samples, in order."""
         return Expressions(self, self.train_samples, "train")
 
     def val_dataloader(self) -> ValidationLoader:

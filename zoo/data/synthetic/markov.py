@@ -36,7 +36,6 @@ class Chain:
         return self.size
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """The positions themselves: no sample is repeated."""
         return positions
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -95,7 +94,6 @@ class MarkovChain(ResumableData):
 
     @property
     def train(self) -> Chain:
-        """The training samples, in order."""
         return Chain(self, _PASS, "train")
 
     def val_dataloader(self) -> ValidationLoader:

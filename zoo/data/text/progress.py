@@ -57,7 +57,6 @@ class AppendedFile:
         self._file.seek(self._size)
 
     def write(self, data: bytes) -> None:
-        """Append bytes."""
         self._file.write(data)
         self._hash.update(data)
         self._size += len(data)
@@ -69,7 +68,6 @@ class AppendedFile:
         return {"bytes": self._size, "blake2b": self._hash.hexdigest()}
 
     def close(self) -> Record:
-        """Close the file, and return its final record."""
         record = self.record()
         self._file.close()
         return record
@@ -125,7 +123,6 @@ class Writer:
         return {name: file.record() for name, file in self._open.items()}
 
     def start_document(self) -> None:
-        """Start a new document."""
         self._open[self.starts].write(np.int64(self.tokens).tobytes())
         self.documents += 1
 
@@ -147,7 +144,6 @@ class Writer:
         self._open[self.shards[-1]] = AppendedFile(self._folder / self.shards[-1])
 
     def close(self) -> None:
-        """Close all files."""
         for name in list(self._open):
             self._close(name)
 

@@ -49,12 +49,10 @@ class TextData(TokenisedText):
 
     @property
     def corpora(self) -> list[Corpus]:
-        """The corpus alone."""
         return [self.corpus]
 
     @property
     def training_text(self) -> Corpus:
-        """The corpus."""
         return self.corpus
 
     @cached_property

@@ -23,7 +23,6 @@ class KernelBackend(Callback):
         self._entered = ExitStack()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Choose the backend."""
         self._entered.enter_context(kernels.backend(self.name))
 
     def teardown(self, *_: Any) -> None:

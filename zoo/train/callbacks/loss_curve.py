@@ -47,7 +47,6 @@ class LossCurve(RunCallback):
         return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("training", "validation")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the points."""
         for name, points in state_dict.items():
             setattr(self, name, [(int(tokens), loss) for tokens, loss in points.tolist()])
 
@@ -72,7 +71,6 @@ class LossCurve(RunCallback):
             self._draw(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the complete curve."""
         self._draw(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -57,7 +57,6 @@ class LostProcesses(RunCallback):
             self.reason = f"{reason}{self._advice}."
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Stop watching."""
         self._stop.set()
 
     def _watch(self, others: Sequence["subprocess.Popen[Any]"]) -> None:

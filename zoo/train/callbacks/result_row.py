@@ -59,7 +59,6 @@ class ResultRow(RunCallback):
         return {"wall_seconds": self._wall_seconds()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the time so far."""
         self._earlier_seconds = state_dict["wall_seconds"]
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -68,7 +67,6 @@ class ResultRow(RunCallback):
         self._without_embeddings = parameters_without_embeddings(pl_module.model)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock."""
         self._start = time.perf_counter()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

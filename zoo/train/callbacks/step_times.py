@@ -84,7 +84,6 @@ class LoaderClock:
         return seconds
 
     def detach(self) -> None:
-        """Leave the profiler as it was."""
         self._profiler.start, self._profiler.stop = self._methods
 
 
@@ -131,18 +130,15 @@ class StepTimes(RunCallback):
         self._sums, self._steps = dict.fromkeys(parts, 0.0), 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Attach the clock of the loader to the trainer's profiler."""
         if stage == "fit":
             self._loader = LoaderClock(trainer.profiler)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Detach the clock."""
         if self._loader is not None:
             self._loader.detach()
         self._loader = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Discard earlier measurements."""
         self._step, self._warm, self._before = trainer.global_step, False, None
         self._batches.clear()
         self._waiting.clear()
@@ -155,7 +151,6 @@ class StepTimes(RunCallback):
         self._before = None
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Mark the start of the forward pass."""
         self._marks, self._computed = [mark(pl_module.device)], None
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
@@ -169,7 +164,6 @@ class StepTimes(RunCallback):
             when_computed(loss, computed)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Mark the end of the backward pass."""
         self._marks.append(mark(pl_module.device))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:

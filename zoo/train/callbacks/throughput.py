@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning as L
 
-from kernels.errors import UserError
 from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.devices import peak_flops
 
@@ -19,14 +18,12 @@ class Throughput(RunCallback):
     Time spent in validation does not count. FLOPs are those of the model (3 × forward), without recomputation.
 
     Args:
-        window: Steps to average over.
+        window: Steps to average over, 1 or more.
     """
 
     order = 60
 
     def __init__(self, window: int = 50) -> None:
-        if window < 1:
-            raise UserError(f"Throughput.window is {window}, but must be 1 or more steps.")
         self.tokens_per_second: float | None = None
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=window + 1)  # seconds, tokens, steps
         self._paused = 0.0
@@ -34,22 +31,18 @@ class Throughput(RunCallback):
         self._flops_per_token: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock."""
         self._marks.clear()
         self._mark(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop the clock."""
         self._pause_start = time.perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restart the clock."""
         self._paused += time.perf_counter() - self._pause_start
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the means over the window."""
         if trainer.global_step == self._marks[-1][2]:
             return
         self._mark(trainer, pl_module)
