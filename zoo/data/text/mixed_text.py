@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -62,7 +61,13 @@ class MixedText(TokenisedText):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_sources(self.sources)
+        if not self.sources:
+            raise UserError("data.sources is empty; give at least one, such as {books: {path: books/, weight: 2}}.")
+        check_names("sources", self.sources)
+        for name, source in self.sources.items():
+            if not 0 < source.weight < math.inf:
+                raise UserError(f"data.sources.{name}.weight is {source.weight}; it must be above 0, and finite.")
+            check_minimum(**{f"sources.{name}.max_characters": (source.max_characters, 1)})
         if twice := sorted({*self.sources} & {*self.extra_sets}):
             raise UserError(f"data.validation_sets: {twice[0]!r} is also the name of a source; give it another.")
         self.sources = dict(self.sources)
@@ -89,7 +94,11 @@ class MixedText(TokenisedText):
         """As in the base class, and log how often a run goes through each source."""
         super().setup(stage)
         if stage == "fit" and self.trainer is not None and self.trainer.max_steps > 0 and self.ranks()[0] == 0:
-            self._log_passes(self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size)
+            samples = self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size
+            message = "data.sources.%s is %.2f %% of the samples; the run goes through it %.2f times."
+            for (name, source), passes in zip(self.sources.items(), self.train.passes(samples), strict=True):
+                level = logging.WARNING if passes > _MANY_PASSES else logging.INFO
+                log.log(level, message, name, 100 * source.weight / sum(self._weights()), passes)
 
     @cached_property
     def _splits(self) -> list[tuple[Windows, Windows]]:
@@ -133,24 +142,3 @@ class MixedText(TokenisedText):
 
     def _weights(self) -> list[float]:
         return [source.weight for source in self.sources.values()]
-
-    def _log_passes(self, samples: int) -> None:
-        total = sum(self._weights())
-        for (name, source), passes in zip(self.sources.items(), self.train.passes(samples), strict=True):
-            log.log(
-                logging.WARNING if passes > _MANY_PASSES else logging.INFO,
-                "data.sources.%s is %.2f %% of the samples; the run goes through it %.2f times.",
-                name,
-                100 * source.weight / total,
-                passes,
-            )
-
-
-def _check_sources(sources: Mapping[str, Source]) -> None:
-    if not sources:
-        raise UserError("data.sources is empty; give at least one, such as {books: {path: books/, weight: 2}}.")
-    check_names("sources", sources)
-    for name, source in sources.items():
-        if not 0 < source.weight < math.inf:
-            raise UserError(f"data.sources.{name}.weight is {source.weight}; it must be above 0, and finite.")
-        check_minimum(**{f"sources.{name}.max_characters": (source.max_characters, 1)})

@@ -168,12 +168,12 @@ class Progress:
         self._folder, self._place, self._of = folder, place, [digest, SHARD_TOKENS]
         self.pieces = self.characters = 0
         self.files: dict[str, Record] = {}  # full files
-        sent = place.sizes() if place else {}
+        self.writers: dict[Split, Writer] = {}
         try:
-            self.writers = self._continued(dtype, sent) if any(folder.iterdir()) else {}
+            if any(folder.iterdir()):
+                self.writers = self._continued(dtype, place.sizes() if place else {})
         except UserError as error:
             log.warning("%s", error)
-            self.writers = {}
         if not self.writers:
             self.pieces, self.characters, self.files = 0, 0, {}
             for file in folder.iterdir():
