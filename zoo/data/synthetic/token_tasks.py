@@ -28,15 +28,17 @@ class TokenTask(ABC):
     Attributes:
         length: Tokens in a sequence.
         weight: Relative frequency of training batches of this task.
+        named_after: The attributes that its name consists of.
     """
 
     length: int
     weight: float
+    named_after: ClassVar[Sequence[str]] = ("length",)
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """Its size, such as `pairs_8`, by which tables tell it from the same task in other sizes."""
+        return "_".join(f"{name}_{getattr(self, name)}" for name in self.named_after)
 
     @abstractmethod
     def misfit(self, vocab_size: int) -> str | None:

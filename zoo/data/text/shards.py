@@ -171,26 +171,25 @@ def prepare(
     """
     key = json.dumps([FORMAT, corpus.signature(), tokenizer.hash, validation_fraction])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
-    if shards is None or not is_url(shards):
-        root = cache_folder() / "shards" if shards is None else Path(shards).expanduser().absolute()
-        return build_once(
-            root / name,
-            lambda new: _build(new, corpus, tokenizer, validation_fraction, workers, None),
-            resumable=True,
-            key="ZOO_CACHE" if shards is None else "data.shards",
-        )
-    place = Place(f"{shards.rstrip('/')}/{name}")
-    local = _local_folder(place.where)
-    complete = local.is_dir()  # checked first, since another process may complete it now
-    if MANIFEST not in place.sizes():
+    place, location = None, "ZOO_CACHE"
+    if shards is None:
+        folder = cache_folder() / "shards" / name
+    elif not is_url(shards):
+        folder, location = Path(shards).expanduser().absolute() / name, "data.shards"
+    else:
+        place = Place(f"{shards.rstrip('/')}/{name}")
+        folder = _local_folder(place.where)
+        complete = folder.is_dir()  # checked first, since another process may complete it now
+        if MANIFEST in place.sizes():
+            return place.where
         if complete:  # the remote shards have been deleted since
-            shutil.rmtree(local)
-        build_once(
-            local,
-            lambda new: _build(new, corpus, tokenizer, validation_fraction, workers, place),
-            resumable=True,
-        )
-    return place.where
+            shutil.rmtree(folder)
+
+    def build(new: Path) -> None:
+        _build(new, corpus, tokenizer, validation_fraction, workers, place)
+
+    build_once(folder, build, resumable=True, key=location)
+    return folder if place is None else place.where
 
 
 def _local_folder(url: str) -> Path:

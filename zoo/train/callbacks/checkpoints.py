@@ -26,9 +26,8 @@ from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.lightning_internals import row_to_log, signal_connector
 from zoo.train.metrics_file import MetricsFile
 from zoo.train.results import rank
-from zoo.train.signal_connector import Signals
 from zoo.train.signals import Agreement
-from zoo.train.trainer import install
+from zoo.train.trainer import Signals, install
 
 PERMANENT = re.compile(r"step-(0\d{7}|[1-9]\d{7,})\.ckpt")  # names of `keep_every_n_steps`, and no others
 
