@@ -3,6 +3,7 @@
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -31,6 +32,7 @@ class OrderedSamples(SampleSet, Protocol):
         """`[n]` positions in the endless stream, within one global batch → `[n]` int64 sample numbers."""
 
 
+@dataclass(eq=False, repr=False)
 class TrainLoader:
     """Batches of the shuffled, endless stream; each rank gets its share of a global batch of `batch_size` sequences.
 
@@ -41,18 +43,15 @@ class TrainLoader:
     which accumulates the gradients of `batches_per_step` batches, and the next `for` continues from there.
     """
 
-    def __init__(
-        self,
-        samples: OrderedSamples,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        num_workers: int = 0,
-        batches_per_step: int = 1,
-    ) -> None:
-        self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
-        self.seed, self.num_workers, self.batches_per_step = seed, num_workers, batches_per_step
+    samples: OrderedSamples
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    num_workers: int = 0
+    batches_per_step: int = 1
+
+    def __post_init__(self) -> None:
         self._position = 0
         self._iterator: Iterator[Batch] | None = None  # Lightning uses this name to stop workers
 
@@ -99,6 +98,7 @@ class TrainLoader:
         pass
 
 
+@dataclass(eq=False, repr=False)
 class ValidationLoader:
     """Yields every sample once, in order, in batches of `batch_size` over all ranks.
 
@@ -106,11 +106,13 @@ class ValidationLoader:
     divide evenly is filled with samples whose labels are all −100. So weight a mean loss by labels, not by batches.
     """
 
-    def __init__(
-        self, samples: SampleSet, batch_size: int, rank: int = 0, world_size: int = 1, num_workers: int = 0
-    ) -> None:
-        self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
-        self.num_workers = num_workers
+    samples: SampleSet
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
         self._iterator: Iterator[Batch] | None = None
 
     def __len__(self) -> int:
