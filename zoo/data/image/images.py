@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -58,7 +58,7 @@ class Images(ResumableData):
         check_minimum(patch_size=(self.patch_size, 1))
         if not 0 < self.validation_fraction < 1:
             raise UserError(f"data.validation_fraction is {self.validation_fraction}; it must be between 0 and 1.")
-        self._images: Any = self.dataset()
+        self._images = cast(Any, self.dataset())
         self._name = type(self._images).__name__
         self._shape = self._checked_shape()
         self.sequence_length = self._shape[1] * self._shape[2] // self.patch_size**2

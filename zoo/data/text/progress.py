@@ -91,28 +91,19 @@ class Writer:
         folder: The folder of the files.
         split: The split.
         dtype: The dtype of the tokens.
-        state, records, full: An earlier result of `state`, with the records of the files at that point and the names of
-            those that were full, to continue from there.
+        saved: What `Progress.save` wrote, to continue from there.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        split: Split,
-        dtype: str,
-        state: dict | None = None,
-        records: dict[str, Record] | None = None,
-        full: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, folder: Path, split: Split, dtype: str, saved: dict[str, Any] | None = None) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
-        state, records = state or {"shards": [], "tokens": 0, "documents": 0}, records or {}
+        state = saved["splits"][split] if saved else {"shards": [], "tokens": 0, "documents": 0}
         self.shards: list[str] = state["shards"]
         self.tokens, self.documents = state["tokens"], state["documents"]
         self.starts = f"{split}.starts.bin"
         self.full: dict[str, Record] = {}  # filled since then
-        self._open = {self.starts: AppendedFile(folder / self.starts, records.get(self.starts))}
-        if self.shards and self.shards[-1] not in full:
-            self._open[self.shards[-1]] = AppendedFile(folder / self.shards[-1], records[self.shards[-1]])
+        records: dict[str, Record | None] = saved["open"] if saved else {self.starts: None}
+        names = [name for name in (self.starts, *self.shards[-1:]) if name in records]
+        self._open = {name: AppendedFile(folder / name, records[name]) for name in names}
 
     def state(self) -> dict:
         """The shards, and the number of tokens and documents so far."""
@@ -192,11 +183,10 @@ class Progress:
                 check(self._folder / name, record, full=True)
             elif sent[name] != record["bytes"]:
                 raise UserError(f"{self._place}/{name} has {sent[name]} bytes, not {record['bytes']}; {_AGAIN}.")
-        records, splits = {**self.files, **state["open"]}, state["splits"]
-        names = [*records, *(name for split in SPLITS for name in splits[split]["shards"])]
+        names = [*self.files, *state["open"], *(name for s in SPLITS for name in state["splits"][s]["shards"])]
         if any(Path(name).name != name for name in names):
             raise UserError(f"{self._folder / PROGRESS} names a file outside its folder; {_AGAIN}.")
-        writers = {s: Writer(self._folder, s, dtype, splits[s], records, tuple(self.files)) for s in SPLITS}
+        writers = {split: Writer(self._folder, split, dtype, state) for split in SPLITS}
         self._delete_sent()
         return writers
 
