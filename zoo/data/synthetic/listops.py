@@ -14,9 +14,8 @@ from zoo.data.batch import Batch
 from zoo.data.loader import ValidationLoader
 from zoo.data.order import shuffled
 from zoo.data.resumable import ResumableData, check_minimum
-from zoo.data.synthetic.recall import number_of
+from zoo.data.synthetic.recall import PASS, number_of
 
-_PASS = 100_000  # samples after which an endless stream counts as one epoch; nothing else depends on it
 _NESTED = 0.25  # chance that an argument is a list and no digit, as published
 _TRIES = 10_000  # lists that are drawn for one of a wanted length; one in three has a published one
 
@@ -41,7 +40,7 @@ class Expressions:
         self.size, self._key = size, (data.seed, split, *self.lengths, data.max_depth, data.max_args)
 
     def __len__(self) -> int:
-        return self.size or _PASS
+        return self.size or PASS
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """A permutation of a fixed number of samples for each pass; otherwise the positions: no sample is repeated."""

@@ -13,9 +13,7 @@ from zoo.data.batch import Batch
 from zoo.data.loader import ValidationLoader
 from zoo.data.order import random_bits, shuffled
 from zoo.data.resumable import ResumableData, check_minimum
-from zoo.data.synthetic.recall import number_of
-
-_PASS = 100_000  # samples after which the endless stream counts as one epoch; nothing else depends on it
+from zoo.data.synthetic.recall import PASS, number_of
 
 
 class Chain:
@@ -94,7 +92,7 @@ class MarkovChain(ResumableData):
 
     @property
     def train(self) -> Chain:
-        return Chain(self, _PASS, "train")
+        return Chain(self, PASS, "train")
 
     def val_dataloader(self) -> ValidationLoader:
         """Other samples of the same chain."""

@@ -96,7 +96,7 @@ class Writer:
 
     def __init__(self, folder: Path, split: Split, dtype: str, saved: dict[str, Any] | None = None) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
-        state = saved["splits"][split] if saved else {"shards": [], "tokens": 0, "documents": 0}
+        state: dict[str, Any] = saved["splits"][split] if saved else {"shards": [], "tokens": 0, "documents": 0}
         self.shards: list[str] = state["shards"]
         self.tokens, self.documents = state["tokens"], state["documents"]
         self.starts = f"{split}.starts.bin"

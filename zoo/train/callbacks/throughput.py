@@ -24,7 +24,6 @@ class Throughput(RunCallback):
     order = 60
 
     def __init__(self, window: int = 50) -> None:
-        self.tokens_per_second: float | None = None
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=window + 1)  # seconds, tokens, steps
         self._paused = 0.0
         self._pause_start = 0.0
@@ -50,8 +49,8 @@ class Throughput(RunCallback):
             self._marks.popleft()  # the first step is slow: kernels are compiled, memory is allocated
         (start, first_tokens, first_step), (end, tokens, step) = self._marks[0], self._marks[-1]
         seconds = max(end - start, 1e-9)
-        self.tokens_per_second = (tokens - first_tokens) / seconds
-        self.log("tokens_per_second", self.tokens_per_second, prog_bar=True)
+        tokens_per_second = (tokens - first_tokens) / seconds
+        self.log("tokens_per_second", tokens_per_second, prog_bar=True)
         self.log("seconds_per_step", seconds / (step - first_step))
         if trainer.max_steps > 0:
             minutes = (trainer.max_steps - step) * seconds / (step - first_step) / 60
@@ -60,7 +59,7 @@ class Throughput(RunCallback):
             if self._flops_per_token is None:
                 length = pl_module.context_length or batch.tokens.shape[1]
                 self._flops_per_token = TRAINING_FLOPS * pl_module.model.flops(length) / length
-            used = self._flops_per_token * self.tokens_per_second / trainer.world_size
+            used = self._flops_per_token * tokens_per_second / trainer.world_size
             self.log("mfu", used / peak, prog_bar=True)
 
     def _mark(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

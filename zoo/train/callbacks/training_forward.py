@@ -31,12 +31,7 @@ class TrainingForward(Callback):
             block.forward = forward
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        _restore(pl_module.model)
+        for block in pl_module.model.layers:
+            block.__dict__.pop("forward", None)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        _restore(pl_module.model)
-
-
-def _restore(model: Any) -> None:
-    for block in model.layers:
-        block.__dict__.pop("forward", None)
+    on_exception = on_train_batch_end
