@@ -71,19 +71,11 @@ class MixedText(TokenisedText):
         if twice := sorted({*self.sources} & {*self.extra_sets}):
             raise UserError(f"data.validation_sets: {twice[0]!r} is also the name of a source; give it another.")
         self.sources = dict(self.sources)
-
-    @property
-    def corpora(self) -> list[Corpus]:
-        """The corpus of each source."""
-        return [
+        self.corpora = [
             Corpus(source.path, source.text_field, source.max_characters, f"data.sources.{name}")
             for name, source in self.sources.items()
         ]
-
-    @property
-    def training_text(self) -> BlendedText:
-        """All sources, mixed by weight."""
-        return BlendedText(self.corpora, self._weights())
+        self.training_text = BlendedText(self.corpora, self._weights())
 
     @property
     def validation_names(self) -> list[str]:

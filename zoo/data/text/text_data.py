@@ -45,15 +45,8 @@ class TextData(TokenisedText):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_minimum(max_characters=(self.max_characters, 1))
-        self.corpus = Corpus(self.path, self.text_field, self.max_characters)
-
-    @property
-    def corpora(self) -> list[Corpus]:
-        return [self.corpus]
-
-    @property
-    def training_text(self) -> Corpus:
-        return self.corpus
+        self.corpus = self.training_text = Corpus(self.path, self.text_field, self.max_characters)
+        self.corpora = [self.corpus]
 
     @cached_property
     def _splits(self) -> tuple[Windows, Windows]:

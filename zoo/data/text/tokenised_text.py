@@ -32,7 +32,7 @@ class ValidationSet:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TokenisedText(ResumableData):
-    """Windows of one or several corpora that share a tokenizer.
+    """Windows of one or several corpora that share a tokenizer; a subclass sets `corpora` and `training_text`.
 
     Args:
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the training text.
@@ -84,18 +84,10 @@ class TokenisedText(ResumableData):
             raise UserError(f"data.packing is {self.packing!r}; it must be 'windows' or 'documents'.")
         self.validation_sets = dict(self.validation_sets or {})
         check_names("validation_sets", self.validation_sets)
+        self.corpora: list[Corpus]  # to tokenise
+        self.training_text: Documents  # on which a tokenizer is trained
         self._extra_windows: list[Windows] = []  # of the validation sets
         self._tokenizer: Tokenizer | None = None
-
-    @property
-    def corpora(self) -> list[Corpus]:
-        """The corpora to tokenise."""
-        raise NotImplementedError
-
-    @property
-    def training_text(self) -> Documents:
-        """The documents on which a tokenizer is trained."""
-        raise NotImplementedError
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, loaded or trained at the first call; it does not need `setup`."""
