@@ -66,14 +66,13 @@ def result_table(row: Mapping[str, Any]) -> Table:
         "validation, its first batches": row["val_loss_same_batches"],
         "the same with all mixers zeroed": row["val_loss_mixers_zeroed"],
     }
+    for name, value in (row.get("val_loss_by_task") or {}).items():
+        lines[f"validation, {name.replace('_', ' ')}"] = value
     if row["val_loss"] is None and batches:
         table.add_row("validation", "not finite")
     for name, value in lines.items():
         if value is not None:
             table.add_row(name, f"{value:.3f}")
-    for name, value in (row.get("val_loss_by_task") or {}).items():
-        if value is not None:
-            table.add_row(f"validation, {name.replace('_', ' ')}", f"{value:.3f}")
     by_task = row.get("val_accuracy_by_task")
     if by_task or classified:
         table.add_section()

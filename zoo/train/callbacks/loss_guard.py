@@ -20,7 +20,7 @@ class Diverged(UserError):
 
 
 class Outcome(NamedTuple):
-    """Whether a step was bad, its loss, and its gradient norm, on their way from the device to the host."""
+    """Numbers about a step on their way to the host: whether it was bad, its loss, and its gradient norm."""
 
     numbers: Tensor
     copied: torch.cuda.Event | None  # marks the end of the copy; None if it is done
