@@ -25,7 +25,7 @@ class KernelBackend(Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._entered.enter_context(kernels.backend(self.name))
 
-    def teardown(self, *_: Any) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Return to the backend of before."""
         self._entered.close()
 
