@@ -1,9 +1,11 @@
 """Data loaders: an endless, resumable one for training, and one that yields each validation sample once."""
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,11 +20,9 @@ class SampleSet(Protocol):
 
     def __len__(self) -> int:
         """Number of samples."""
-        ...
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """A batch of the samples with these numbers, in this order."""
-        ...
 
 
 class OrderedSamples(SampleSet, Protocol):
@@ -30,9 +30,9 @@ class OrderedSamples(SampleSet, Protocol):
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """`[n]` positions in the endless stream, within one global batch → `[n]` int64 sample numbers."""
-        ...
 
 
+@dataclass(eq=False, repr=False)
 class TrainLoader:
     """Batches of the shuffled, endless stream; each rank gets its share of a global batch of `batch_size` sequences.
 
@@ -43,18 +43,15 @@ class TrainLoader:
     which accumulates the gradients of `batches_per_step` batches, and the next `for` continues from there.
     """
 
-    def __init__(
-        self,
-        samples: OrderedSamples,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        seed: int = 0,
-        num_workers: int = 0,
-        batches_per_step: int = 1,
-    ) -> None:
-        self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
-        self.seed, self.num_workers, self.batches_per_step = seed, num_workers, batches_per_step
+    samples: OrderedSamples
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    num_workers: int = 0
+    batches_per_step: int = 1
+
+    def __post_init__(self) -> None:
         self._position = 0
         self._iterator: Iterator[Batch] | None = None  # Lightning uses this name to stop workers
 
@@ -84,7 +81,13 @@ class TrainLoader:
             yield batch
 
     def _batches_from(self, position: int) -> DataLoader:
-        return _data_loader(_Batches(self.samples), _Shares(self, position), self.num_workers)
+        return _data_loader(_Batches(self.samples), self._shares(position), self.num_workers)
+
+    def _shares(self, position: int) -> Iterator[list[int]]:
+        """Yield this rank's sample numbers, batch by batch, without end."""
+        share = self.batch_size // self.world_size
+        for first in itertools.count(position + self.rank * share, self.batch_size):
+            yield self.samples.order(np.arange(first, first + share), self.seed).tolist()
 
     # Lightning warns on resume about loaders without these two. The data module saves the position instead, since
     # Lightning drops loader states in some cases, but never that of a data module.
@@ -95,21 +98,7 @@ class TrainLoader:
         pass
 
 
-class _Shares:
-    """One rank's sample indices, batch by batch, without end."""
-
-    def __init__(self, loader: TrainLoader, position: int) -> None:
-        self._share = loader.batch_size // loader.world_size
-        self._first = position + loader.rank * self._share
-        self._step, self._samples, self._seed = loader.batch_size, loader.samples, loader.seed
-
-    def __iter__(self) -> Iterator[list[int]]:
-        first = self._first
-        while True:
-            yield self._samples.order(np.arange(first, first + self._share), self._seed).tolist()
-            first += self._step
-
-
+@dataclass(eq=False, repr=False)
 class ValidationLoader:
     """Yields every sample once, in order, in batches of `batch_size` over all ranks.
 
@@ -117,11 +106,13 @@ class ValidationLoader:
     divide evenly is filled with samples whose labels are all −100. So weight a mean loss by labels, not by batches.
     """
 
-    def __init__(
-        self, samples: SampleSet, batch_size: int, rank: int = 0, world_size: int = 1, num_workers: int = 0
-    ) -> None:
-        self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
-        self.num_workers = num_workers
+    samples: SampleSet
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
         self._iterator: Iterator[Batch] | None = None
 
     def __len__(self) -> int:
@@ -173,17 +164,12 @@ def _data_loader(batches: _Batches, indices: Iterable[list[int]], num_workers: i
         batches,
         batch_size=None,  # an item is a whole batch
         sampler=indices,
-        collate_fn=_unchanged,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=partial(_start_worker, os.getpid()),
         multiprocessing_context=context() if num_workers else None,
         generator=torch.Generator(),  # otherwise each iterator would draw from the global random state
     )
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _start_worker(parent: int, worker: int) -> None:

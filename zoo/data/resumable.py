@@ -44,6 +44,10 @@ class ResumableData(L.LightningDataModule):
         """The training samples, in order."""
         raise NotImplementedError
 
+    def get_tokenizer(self) -> Any:
+        """The tokenizer; None for samples that are not text."""
+        return None
+
     def identity(self) -> dict[str, Any]:
         """Argument → value, as plain containers: all that determines which sample is at a position."""
         raise NotImplementedError
@@ -55,11 +59,6 @@ class ResumableData(L.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Start training at the first sample, until a checkpoint is loaded."""
         self._position, self._train_loader = 0, None
-
-    def check_batch_size(self, samples: int) -> None:
-        """Refuse batches that are larger than the training data; they may not even fit into memory."""
-        if self.batch_size > samples:
-            raise UserError(f"data.batch_size is {self.batch_size}; the training data has only {samples} samples.")
 
     def train_dataloader(self) -> TrainLoader:
         """Batches of this rank, shuffled and endless."""
@@ -73,6 +72,18 @@ class ResumableData(L.LightningDataModule):
         loader.position = self._position
         self._train_loader = loader
         return loader
+
+    def val_dataloader(self) -> Any:
+        """Batches of this rank for validation: a loader of `evaluation_loader`, or a list of them."""
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Any:
+        """As for validation, for `test`; by default of the same samples."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> Any:
+        """As for validation, for `predict`; by default of the same samples."""
+        return self.val_dataloader()
 
     def evaluation_loader(self, samples: SampleSet) -> ValidationLoader:
         """Batches of this rank, each sample once."""

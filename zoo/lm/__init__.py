@@ -1,5 +1,7 @@
 """Language models built from token mixers: stacks, blocks, channel mixers, inputs, classifiers, states."""
 
+# ruff: noqa: F401 (its names are imported from here)
+
 from zoo.lm.block import Block, PostNormBlock
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs, Patches
@@ -7,24 +9,3 @@ from zoo.lm.mlp import GLU, ChannelMixer, SwiGLU
 from zoo.lm.model import LanguageModel
 from zoo.lm.stack import H1, H2, Pattern, Stack, Uniform
 from zoo.lm.states import join_states, load_state, save_state, take_states
-
-__all__ = [
-    "GLU",
-    "H1",
-    "H2",
-    "Block",
-    "ChannelMixer",
-    "Classifier",
-    "Inputs",
-    "LanguageModel",
-    "Patches",
-    "Pattern",
-    "PostNormBlock",
-    "Stack",
-    "SwiGLU",
-    "Uniform",
-    "join_states",
-    "load_state",
-    "save_state",
-    "take_states",
-]

@@ -3,6 +3,7 @@
 import inspect
 
 from docstring_parser import parse
+from rich import box
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
@@ -10,16 +11,15 @@ from rich.text import Text
 
 import mixers
 from mixers import Expanded, LinearMixer, Site
+from zoo.display import new_table
 from zoo.lm.creation import created_on
 
 
 def mixers_table(site: Site, length: int) -> Table:
     """A table of the registered mixers, with the sizes of a layer at `site` for sequences of `length` tokens."""
     caption = f"one layer at hidden size {site.hidden_size}, {site.num_heads} heads, {length} tokens"
-    table = Table(caption=caption, caption_justify="left", show_lines=True)
-    table.add_column("mixer")
-    for column in ("parameters", "state", "MFLOP/token"):
-        table.add_column(column, justify="right")
+    columns = ("mixer", "parameters", "state", "MFLOP/token")
+    table = new_table(columns, wrapped=["mixer"], box=box.HEAVY_HEAD, caption=caption, show_lines=True)
     for name in mixers.names():
         entry = mixers.entry(name)
         about = f"[bold]{name}[/bold]\n{escape(entry.recurrence)}\n[dim]{escape(entry.paper)}[/dim]"
@@ -41,9 +41,7 @@ def page(name: str, site: Site, length: int) -> Group:
             shown = default.__name__ if isinstance(default, type) else repr(default)
             arguments.add_row(parameter.name, escape(shown), escape(meanings.get(parameter.name, "")))
     title = f"one layer at hidden size {site.hidden_size}, {site.num_heads} heads, {length} tokens"
-    sizes = Table(title=title, title_justify="left")
-    for column in ("layer", "parameters", "state", "MFLOP/token"):
-        sizes.add_column(column, justify="left" if column == "layer" else "right")
+    sizes = new_table(("layer", "parameters", "state", "MFLOP/token"), box=box.HEAVY_HEAD, title=title)
     sizes.add_row("not expanded", *_measures(mixer, site, length))
     if issubclass(mixer, LinearMixer):
         for factor in (2, 4, 8):

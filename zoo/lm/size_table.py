@@ -2,9 +2,11 @@
 
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from mixers import LinearMixer, TokenMixer
+from zoo.display import new_table
 
 
 def mixer_names(model: Any) -> str:
@@ -35,18 +37,17 @@ def size_table(model: Any, length: int) -> Table:
         parameters = sum(p.numel() for p in mixer.parameters())
         row = (type(mixer).__name__, parameters, mixer.state_size(length), mixer.flops(length) / length)
         rows[row] = rows.get(row, 0) + 1
-    table = Table(caption=f"per layer; FLOPs are forward, per token at length {length}", caption_justify="left")
-    for column in ("layers", "mixer", "parameters", "state", "MFLOP"):
-        table.add_column(column, justify="left" if column == "mixer" else "right")
+    caption = f"per layer; FLOPs are forward, per token at length {length}"
+    table = new_table(
+        ("layers", "mixer", "parameters", "state", "MFLOP"), ["mixer"], box=box.HEAVY_HEAD, caption=caption
+    )
     for (name, parameters, state, flops), count in rows.items():
         table.add_row(f"{count} ×", name, f"{parameters:,}", f"{state:,}", f"{flops / 1e6:.2f}")
-    total = model.flops(length) / length / 1e6
-    table.add_section()
-    table.add_row(
-        str(len(model.mixers)),
-        "whole model",
+    total = (
         f"{model.num_parameters():,}",
         f"{model.state_size(length):,}",
-        f"{total:.2f}",
+        f"{model.flops(length) / length / 1e6:.2f}",
     )
+    table.add_section()
+    table.add_row(str(len(model.mixers)), "whole model", *total)
     return table

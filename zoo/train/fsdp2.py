@@ -115,14 +115,11 @@ class FSDP2(ModelParallelStrategy):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if misplaced := [index for index in optimizer_state["state"] if index >= len(parameters)]:
                 raise UserError(f"{path} does not fit the optimiser, which has no parameter {misplaced[0]}.")
-            states.append(
-                {
-                    "state": {
-                        index: {name: _zeros(parameters[index], value) for name, value in values.items()}
-                        for index, values in optimizer_state["state"].items()
-                    }
-                }
-            )
+            state = {
+                index: {name: _zeros(parameters[index], value) for name, value in values.items()}
+                for index, values in optimizer_state["state"].items()
+            }
+            states.append({"state": state})
         return named_tensors(weights, states)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

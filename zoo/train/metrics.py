@@ -1,7 +1,7 @@
 """Evaluation metrics: the loss over all tokens and by position in the context, and loss and accuracy by task."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,23 +64,34 @@ def label_scores(
     return token_losses(logits, labels), logits.argmax(-1) == labels
 
 
-class Losses(NamedTuple):
-    """Mean losses in nats per token: `loss` over all tokens, `by_position` [buckets] (nan where there are none)."""
+class Means(Metric):
+    """The mean of a number of each label, such as its loss: over all labels, and by group.
 
-    loss: Tensor
-    perplexity: Tensor
-    by_position: Tensor
+    Args:
+        groups: Number of groups of labels.
+        dtype: Of the sums.
+    """
 
+    full_state_update = False
+    total: Tensor
+    count: Tensor
 
-class Sums(Metric):
-    """A metric whose sums keep their dtype when the module around it is cast: bf16 would round away what is added."""
+    def __init__(self, groups: int, dtype: torch.dtype = torch.float32) -> None:  # some accelerators have no fp64
+        super().__init__()
+        self.add_state("total", torch.zeros(groups, dtype=dtype), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(groups, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """The mean of all labels, and by group [groups], over all processes; nan where there was no label."""
+        return self.total.sum() / self.count.sum(), self.total / self.count
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
+        # sums keep their dtype when the module around them is cast: bf16 would round away what is added
         return super()._apply(lambda x: x.to(fn(x).device), exclude_state)
 
 
-class ContextLoss(Sums):
-    """Mean loss per token, its perplexity, and the mean loss in equal buckets of the position in the context.
+class ContextLoss(Means):
+    """Mean loss per token, and in equal buckets of the position in the context.
 
     If a model uses its context, its loss falls with the position.
 
@@ -90,17 +101,9 @@ class ContextLoss(Sums):
         buckets: Number of buckets.
     """
 
-    full_state_update = False
-
     def __init__(self, context_length: int | None = None, buckets: int = 8) -> None:
-        super().__init__()
-        self.context_length = context_length
-        self.buckets = buckets
-        self.add_state("total", torch.zeros(buckets), dist_reduce_fx="sum")  # fp32: some accelerators have no fp64
-        self.add_state("count", torch.zeros(buckets, dtype=torch.int64), dist_reduce_fx="sum")
-
-    total: Tensor
-    count: Tensor
+        super().__init__(buckets)
+        self.context_length, self.buckets = context_length, buckets
 
     def update(self, losses: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> None:
         """Add a batch: `losses` [B, T] of `token_losses`, its `labels` [B, T] and document bounds [N+1] or None."""
@@ -112,36 +115,12 @@ class ContextLoss(Sums):
         self.total.index_add_(0, bucket.flatten(), (losses.float() * counted).flatten())
         self.count.index_add_(0, bucket.flatten(), counted.flatten().to(self.count.dtype))
 
-    def compute(self) -> Losses:
-        """The means over all batches since the last reset, over all processes."""
-        loss = self.total.sum() / self.count.sum()
-        return Losses(loss, loss.exp(), self.total / self.count)
 
-
-class TaskMeans(Sums):
-    """The mean of a number of each label, such as its loss: over all labels, and by task.
-
-    Args:
-        tasks: Number of tasks.
-        dtype: Of the sums.
-    """
-
-    full_state_update = False
-
-    def __init__(self, tasks: int = 1, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros(tasks, dtype=dtype), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros(tasks, dtype=torch.int64), dist_reduce_fx="sum")
-
-    total: Tensor
-    count: Tensor
+class TaskMeans(Means):
+    """The mean of a number of each label, over all labels and by task."""
 
     def update(self, values: Tensor, labels: Tensor, task: int = 0) -> None:
         """Add a batch of a task: `values` [B, T], of which those without one of the `labels` [B, T] do not count."""
         counted = labels != NO_LOSS
         self.total[task] += (values.to(self.total.dtype) * counted).sum()
         self.count[task] += counted.sum()
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """The mean of all labels, and by task [tasks], over all processes; nan where there was no label."""
-        return self.total.sum() / self.count.sum(), self.total / self.count

@@ -35,7 +35,6 @@ class MetricsFile(Logger):
 
     @property
     def name(self) -> str:
-        """The run's name."""
         return self.folder.name
 
     @property
@@ -45,7 +44,6 @@ class MetricsFile(Logger):
 
     @property
     def save_dir(self) -> str:
-        """The run's folder."""
         return str(self.folder)
 
     @rank_zero_only

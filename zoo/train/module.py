@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 import lightning as L
 import torch
@@ -31,14 +31,6 @@ log = logging.getLogger(__name__)
 
 # settings that are part of the optimiser's state
 OF_OPTIMISER = ("optimizer", "train_only", "learning_rate", "weight_decay", "betas", "eps")
-
-
-class Tokenizer(Protocol):
-    """The tokenizer interface that training uses."""
-
-    def to_json(self) -> str:
-        """The whole tokenizer as text."""
-        ...
 
 
 def best_precision(accelerator: str) -> str:
@@ -72,7 +64,7 @@ class Pretraining(L.LightningModule):
         self,
         model: nn.Module,
         optim: Optimisation,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Any = None,
         config: dict[str, Any] | None = None,
         context_length: int | None = None,
         tasks: Sequence[str] = (),
@@ -87,9 +79,7 @@ class Pretraining(L.LightningModule):
         self.tokenizer = tokenizer
         self.config = getattr(model, "config", None) if config is None else config
         self.context_length = context_length
-        self.tokens_seen = (
-            0  # by all processes, padding included; a Python int, so that nothing synchronises with a GPU
-        )
+        self.tokens_seen = 0  # by all processes, with padding; a Python number, so that nothing waits for a GPU
         self.loss_by_position: list[float] = []
         self.context_loss = ContextLoss(context_length)
         self.tasks = list(tasks)
@@ -233,12 +223,6 @@ class Pretraining(L.LightningModule):
         self._part.check(None, batch.cu_seqlens)
         return Batch(self._part.take(batch.tokens), self._part.take(batch.labels), None)
 
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add a batch to the metrics of a validation or test."""
-        self._evaluate(batch, dataloader_idx)
-
-    test_step = validation_step
-
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Negative log-likelihood of each label in nats, fp32, in the shape of labels; nan without a label."""
         losses, _ = label_scores(self.model, batch.tokens, batch.labels, batch.cu_seqlens)
@@ -252,18 +236,17 @@ class Pretraining(L.LightningModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        """Log the validation loss, its perplexity, the loss by position, and loss and accuracy by task."""
         self._log_evaluation("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the test loss, its perplexity, the loss by position, and loss and accuracy by task."""
         self._log_evaluation("test")
 
-    def _evaluate(self, batch: Batch, loader: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add a batch to the metrics of a validation or test."""
         batch = self._local_part(batch)
-        labels, task = batch.labels, loader if self.tasks else 0
+        labels, task = batch.labels, dataloader_idx if self.tasks else 0
         losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
-        if self.extra_sets and (number := loader - (len(self.tasks) or 1)) >= 0:
+        if self.extra_sets and (number := dataloader_idx - (len(self.tasks) or 1)) >= 0:
             self.extra_loss.update(losses, labels, number)
             return
         self.accuracy.update(correct, labels, task)
@@ -277,15 +260,18 @@ class Pretraining(L.LightningModule):
             losses, labels, bounds = losses.view(-1, 1), labels.reshape(-1, 1), None
         self.context_loss.update(losses, labels, bounds)
 
+    test_step = validation_step
+
     def _log_evaluation(self, prefix: str) -> None:
-        losses, (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
+        """Log the loss, its perplexity, the loss by position, and loss and accuracy by task."""
+        (mean_loss, by_position), (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
         _, loss_by_task = self.task_loss.compute()
         extra_losses = self.extra_loss.compute()[1] if self.extra_sets else None
         self.on_validation_epoch_start()
-        self.loss_by_position = losses.by_position.tolist()
-        self.log(f"{prefix}_loss", losses.loss, prog_bar=True)
-        self.log(f"{prefix}_perplexity", losses.perplexity)
-        for number, loss in enumerate(losses.by_position, start=1):
+        self.loss_by_position = by_position.tolist()
+        self.log(f"{prefix}_loss", mean_loss, prog_bar=True)
+        self.log(f"{prefix}_perplexity", mean_loss.exp())
+        for number, loss in enumerate(by_position, start=1):
             self.log(f"{prefix}_loss_position_{number}", loss)
         shown = bool(self.tasks) or isinstance(getattr(self.model, "head", None), Classifier)
         self.log(f"{prefix}_accuracy", accuracy, prog_bar=shown)

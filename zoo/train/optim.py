@@ -135,14 +135,10 @@ class Optimisation:
             return 1.0
         if self.schedule == "inverse_sqrt":
             return math.sqrt(max(warmup, 1) / max(step, 1))
-        progress = _progress(step, self.decay_start(total_steps), total_steps)
+        start = self.decay_start(total_steps)
+        progress = min(max((step - start) / max(total_steps - start, 1), 0.0), 1.0)
         shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
         return self.min_learning_rate_ratio + (1 - self.min_learning_rate_ratio) * shape
-
-
-def _progress(step: int, start: int, end: int) -> float:
-    """Progress of `step` from `start` to `end`, between 0 and 1."""
-    return min(max((step - start) / max(end - start, 1), 0.0), 1.0)
 
 
 def freeze_others(model: nn.Module, train_only: Sequence[str]) -> None:

@@ -5,37 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from rich import box
 from rich.table import Table
 
 from kernels import UserError
+from zoo.display import new_table
 from zoo.files.sealed_json import read_sealed
 
 # Columns of a results row: numbers, or groups of numbers.
 COLUMNS = (
-    "steps",
-    "tokens_seen",
-    "parameters",
-    "parameters_without_embeddings",
-    "context_length",
-    "state_size",
-    "forward_flops_per_token",
-    "training_flops_per_token",
-    "val_loss",
-    "val_batches",
-    "val_perplexity",
-    "val_loss_by_position",
-    "val_loss_by_task",
-    "val_accuracy",
-    "val_accuracy_by_task",
-    "val_loss_same_batches",
-    "val_loss_mixers_zeroed",
-    "bigram_loss",
-    "tokens_per_second",
-    "wall_seconds",
-    "learning_rate",
-    "warmup_steps",
-    "decay_starts",
-    "tokens_per_step",
+    *("steps", "tokens_seen", "parameters", "parameters_without_embeddings", "context_length", "state_size"),
+    *("forward_flops_per_token", "training_flops_per_token", "val_loss", "val_batches", "val_perplexity"),
+    *("val_loss_by_position", "val_loss_by_task", "val_accuracy", "val_accuracy_by_task", "val_loss_same_batches"),
+    *("val_loss_mixers_zeroed", "bigram_loss", "tokens_per_second", "wall_seconds", "learning_rate", "warmup_steps"),
+    *("decay_starts", "tokens_per_step"),
 )
 
 
@@ -72,9 +55,7 @@ def result_table(row: Mapping[str, Any]) -> Table:
     limited = f"validation on {batches} of {in_split} batches (trainer.limit_val_batches)"
     caption = limited if batches != in_split else None
     title = f"{row['run']}: {row['steps']} steps, {row['tokens_seen']:,} tokens"
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("loss", no_wrap=True)
-    table.add_column("nats per token", justify="right")
+    table = new_table(("loss", "nats per token"), box=box.HEAVY_HEAD, title=title, caption=caption)
     by_position = [loss for loss in row["val_loss_by_position"] if loss is not None]
     classified = len(by_position) == 1 and row.get("val_accuracy") is not None  # whole sequences, one label each
     lines = {
@@ -85,14 +66,13 @@ def result_table(row: Mapping[str, Any]) -> Table:
         "validation, its first batches": row["val_loss_same_batches"],
         "the same with all mixers zeroed": row["val_loss_mixers_zeroed"],
     }
+    for name, value in (row.get("val_loss_by_task") or {}).items():
+        lines[f"validation, {name.replace('_', ' ')}"] = value
     if row["val_loss"] is None and batches:
         table.add_row("validation", "not finite")
     for name, value in lines.items():
         if value is not None:
             table.add_row(name, f"{value:.3f}")
-    for name, value in (row.get("val_loss_by_task") or {}).items():
-        if value is not None:
-            table.add_row(f"validation, {name.replace('_', ' ')}", f"{value:.3f}")
     by_task = row.get("val_accuracy_by_task")
     if by_task or classified:
         table.add_section()
@@ -104,8 +84,7 @@ def result_table(row: Mapping[str, Any]) -> Table:
 
 def metrics_table(metrics: Mapping[str, float]) -> Table:
     """The metrics of an evaluation, each to seven digits, which is what fp32 holds, and numbers of things in full."""
-    table = Table("metric")
-    table.add_column("value", justify="right")
+    table = new_table(("metric", "value"), box=box.HEAVY_HEAD)
     for name, value in metrics.items():
         table.add_row(name, f"{value:,.0f}" if float(value).is_integer() else f"{value:.7g}")
     return table

@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import nn
+from torch import Tensor, nn
 
 from kernels.errors import UserError
 from zoo.checkpoints.format import read_checkpoint, read_whole_checkpoint
@@ -73,9 +73,7 @@ class Zero(DeepSpeedSteps):
             raise UserError(f"trainer.strategy: only stage 3 offloads to nvme; the stage is {stage}.")
         zero: dict[str, Any] = {"stage": stage, "allgather_bucket_size": BUCKET, "reduce_bucket_size": BUCKET}
         zero["overlap_comm"] = True
-        zero["stage3_param_persistence_threshold"] = (
-            0  # otherwise small parameters are gathered one by one after a step
-        )
+        zero["stage3_param_persistence_threshold"] = 0  # else small parameters are gathered one by one after a step
         for name, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_parameters)):
             if device is not None:
                 zero[name] = {"device": device, "pin_memory": torch.cuda.is_available()}
@@ -148,10 +146,10 @@ class Zero(DeepSpeedSteps):
         engine, zero_optimizer = self._initialize(
             model, self.config, model_parameters=trained, optimizer=optimizer, lr_scheduler=lr_scheduler
         )
-        zero_optimizer.get_grad_norm_direct = _Norm(zero_optimizer.get_grad_norm_direct)
+        zero_optimizer.get_grad_norm_direct = _in_few_calls(zero_optimizer.get_grad_norm_direct)
         engine._copy_recovery_script = lambda folder: None  # no conversion script next to each checkpoint
         if self.stage == 3:
-            engine.module_state_dict = _PersistentBuffers(model)  # no process has a whole parameter
+            engine.module_state_dict = lambda **_: _persistent_buffers(model)  # no process has a whole parameter
         return engine, zero_optimizer
 
     def _initialize(self, model: nn.Module, config: Any, **arguments: Any) -> tuple[Any, Any]:
@@ -295,38 +293,24 @@ class ZeroPrecision(UnclippedPrecision):
         model.trainer.strategy.deepspeed_engine.backward(tensor, scale_wrt_gas=False)
 
 
-class _Norm:
-    """The norm of many gradients in a few calls; DeepSpeed's function makes three per gradient, while the GPU waits."""
+def _in_few_calls(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The norm of many gradients in a few calls; DeepSpeed's makes three per gradient, while the GPU waits."""
 
-    def __init__(self, norm: Callable[..., torch.Tensor]) -> None:
-        self._norm = norm
+    def of_all(gradients: Sequence[Tensor], parameters: Any, norm_type: float = 2) -> Tensor:
+        whole = [nn.utils.get_total_norm(gradients, norm_type)] if gradients else gradients
+        return norm(whole, parameters, norm_type)
 
-    def __call__(self, gradients: Sequence[torch.Tensor], parameters: Any, norm_type: float = 2) -> torch.Tensor:
-        if not gradients:
-            return self._norm(gradients, parameters, norm_type)
-        return self._norm([torch.nn.utils.get_total_norm(gradients, norm_type)], parameters, norm_type)
+    return of_all
 
 
-class _PersistentBuffers:
-    """Replaces the state dict of a module whose parameters are sharded: it has the buffers only."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """Name → buffer; the arguments are those of the engine, which passes only the last one."""
-        return {
-            f"{name}.{key}" if name else key: buffer
-            for name, part in self._module.named_modules()
-            for key, buffer in part.named_buffers(recurse=False)
-            if key not in part._non_persistent_buffers_set
-        }
+def _persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Name → buffer, of those in the state dict of a module."""
+    return {
+        f"{name}.{key}" if name else key: buffer
+        for name, part in module.named_modules()
+        for key, buffer in part.named_buffers(recurse=False)
+        if key not in part._non_persistent_buffers_set
+    }
 
 
 @contextmanager

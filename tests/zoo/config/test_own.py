@@ -41,7 +41,7 @@ def bases_of(cls: type) -> set[type]:
 
 
 ABSTRACT = {"Associative", "Expansion", "FeatureMap", "LinearMixer", "Norm", "Output", "ResumableData"}
-ABSTRACT |= {"Site", "Stack", "TaskData", "TokenisedText", "TokenMixer", "TokenTask"}
+ABSTRACT |= {"Site", "Stack", "TokenisedText", "TokenMixer", "TokenTask"}
 
 
 def missing() -> dict[str, str]:

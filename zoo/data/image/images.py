@@ -1,8 +1,9 @@
 """Images to classify, as the data of a run."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -19,6 +20,7 @@ _SPLIT = 0x1A6E5  # of the hash that divides images, for all seeds the same
 _SAMPLED = 16  # images that stand for all of them in the identity of the data
 
 
+@dataclass(eq=False, repr=False)
 class Images(ResumableData):
     """Images of any torchvision-style data set as sequences of patches, row by row, to be classified.
 
@@ -43,32 +45,29 @@ class Images(ResumableData):
     overfit_hint = "name a small data set as data.dataset"
     vocab_size = None  # patches are no tokens
 
-    def __init__(
-        self,
-        dataset: Callable[[], Dataset] = Digits,
-        test_dataset: Callable[[], Dataset] | None = None,
-        patch_size: int = 2,
-        validation_fraction: float = 0.2,
-        batch_size: int = 32,
-        num_workers: int = 0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(batch_size, num_workers, seed)
-        check_minimum(patch_size=(patch_size, 1))
-        if not 0 < validation_fraction < 1:
-            raise UserError(f"data.validation_fraction is {validation_fraction}; it must be between 0 and 1.")
-        self.patch_size, self.validation_fraction = patch_size, validation_fraction
-        images: Any = dataset()
-        self._images = images
-        self._name, self._build_test = type(self._images).__name__, test_dataset
+    dataset: Callable[[], Dataset] = Digits
+    test_dataset: Callable[[], Dataset] | None = None
+    patch_size: int = 2
+    validation_fraction: float = 0.2
+    batch_size: int = 32
+    num_workers: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(self.batch_size, self.num_workers, self.seed)
+        check_minimum(patch_size=(self.patch_size, 1))
+        if not 0 < self.validation_fraction < 1:
+            raise UserError(f"data.validation_fraction is {self.validation_fraction}; it must be between 0 and 1.")
+        self._images = cast(Any, self.dataset())
+        self._name = type(self._images).__name__
         self._shape = self._checked_shape()
-        self.sequence_length = self._shape[1] * self._shape[2] // patch_size**2
+        self.sequence_length = self._shape[1] * self._shape[2] // self.patch_size**2
         share = random_bits(np.arange(len(self._images)), 1, _SPLIT)[:, 0] / 2.0**64
-        self._is_validation = share < validation_fraction
+        self._is_validation = share < self.validation_fraction
         if self._is_validation.all() or not self._is_validation.any():
             raise UserError(
-                f"data.validation_fraction is {validation_fraction}; it leaves none of the {len(self._images)} images "
-                "to train on, or none to validate."
+                f"data.validation_fraction is {self.validation_fraction}; it leaves none of the {len(self._images)} "
+                "images to train on, or none to validate."
             )
 
     def _checked_shape(self) -> tuple[int, int, int]:
@@ -83,9 +82,6 @@ class Images(ResumableData):
                 f"{shape[1]} and {shape[2]} pixels."
             )
         return shape
-
-    def get_tokenizer(self) -> None:
-        """Return None, since the samples are not text."""
 
     @cached_property
     def num_classes(self) -> int:
@@ -106,14 +102,10 @@ class Images(ResumableData):
 
     def test_dataloader(self) -> ValidationLoader:
         """The images of `test_dataset`, or else those of validation."""
-        if self._build_test is None:
+        if self.test_dataset is None:
             return self.val_dataloader()
-        images: Any = self._build_test()
+        images: Any = self.test_dataset()
         return self.evaluation_loader(self._some(images, np.arange(len(images))))
-
-    def predict_dataloader(self) -> ValidationLoader:
-        """The images kept for validation."""
-        return self.val_dataloader()
 
     def _some(self, images: Any, indices: np.ndarray) -> PatchedImages:
         return PatchedImages(images, indices, self.patch_size, self._shape)

@@ -77,15 +77,11 @@ class Associative(TokenTask):
     pairs: int
     random_fillers: bool
     power: float
+    named_after = ("length", "pairs")
 
     def __post_init__(self) -> None:
         check_sizes({"pairs": self.pairs})
         check_numbers({"power": self.power})
-
-    @property
-    def name(self) -> str:
-        """`length_64_pairs_4`."""
-        return f"length_{self.length}_pairs_{self.pairs}"
 
     def _needs(self, tokens: int) -> None:
         if self.length < tokens:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -13,9 +14,8 @@ from zoo.data.batch import Batch
 from zoo.data.loader import ValidationLoader
 from zoo.data.order import shuffled
 from zoo.data.resumable import ResumableData, check_minimum
-from zoo.data.synthetic.recall import number_of
+from zoo.data.synthetic.recall import PASS, number_of
 
-_PASS = 100_000  # samples after which an endless stream counts as one epoch; nothing else depends on it
 _NESTED = 0.25  # chance that an argument is a list and no digit, as published
 _TRIES = 10_000  # lists that are drawn for one of a wanted length; one in three has a published one
 
@@ -35,14 +35,12 @@ class Expressions:
     probability 1/4 above `max_depth` and else a digit. Lists of other lengths than wanted are drawn again.
     """
 
-    def __init__(
-        self, lengths: tuple[int, int], max_depth: int, max_args: int, size: int | None, seed: int, split: str
-    ) -> None:
-        self.lengths, self.max_depth, self.max_args, self.size = lengths, max_depth, max_args, size
-        self._key = (seed, split, *lengths, max_depth, max_args)
+    def __init__(self, data: "ListOps", size: int | None, split: str) -> None:
+        self.lengths, self.max_depth, self.max_args = (data.min_length, data.max_length), data.max_depth, data.max_args
+        self.size, self._key = size, (data.seed, split, *self.lengths, data.max_depth, data.max_args)
 
     def __len__(self) -> int:
-        return self.size or _PASS
+        return self.size or PASS
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """A permutation of a fixed number of samples for each pass; otherwise the positions: no sample is repeated."""
@@ -93,6 +91,7 @@ class Expressions:
         return [*OPERATORS.values()][operator](values)
 
 
+@dataclass(eq=False, repr=False)
 class ListOps(ResumableData):
     """The values, 0 to 9, of nested lists such as [MAX 2 9 [MIN 4 7 ] 0 ]: ListOps of Long Range Arena (2011.04006).
 
@@ -119,55 +118,40 @@ class ListOps(ResumableData):
     vocab_size = len(WORDS)
     num_classes = 10
 
-    def __init__(
-        self,
-        min_length: int = 500,
-        max_length: int = 2000,
-        max_depth: int = 10,
-        max_args: int = 10,
-        batch_size: int = 32,
-        train_samples: int | None = 96_000,
-        validation_samples: int = 2000,
-        num_workers: int = 0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(batch_size, num_workers, seed)
-        check_minimum(
-            min_length=(min_length, 4),  # an operator, two digits and a bracket
-            max_length=(max_length, min_length),
-            max_depth=(max_depth, 2),
-            max_args=(max_args, 2),
-            train_samples=(train_samples, batch_size),
-            validation_samples=(validation_samples, 1),
-        )
-        self.min_length, self.max_length, self.max_depth, self.max_args = min_length, max_length, max_depth, max_args
-        self.train_samples, self.validation_samples = train_samples, validation_samples
-        self.sequence_length = max_length
-        self.train.sample(0)  # refuses lengths that do not occur
+    min_length: int = 500
+    max_length: int = 2000
+    max_depth: int = 10
+    max_args: int = 10
+    batch_size: int = 32
+    train_samples: int | None = 96_000
+    validation_samples: int = 2000
+    num_workers: int = 0
+    seed: int = 0
 
-    def get_tokenizer(self) -> None:
-        """Return None, since the samples are not text."""
+    def __post_init__(self) -> None:
+        super().__init__(self.batch_size, self.num_workers, self.seed)
+        check_minimum(
+            min_length=(self.min_length, 4),  # an operator, two digits and a bracket
+            max_length=(self.max_length, self.min_length),
+            max_depth=(self.max_depth, 2),
+            max_args=(self.max_args, 2),
+            train_samples=(self.train_samples, self.batch_size),
+            validation_samples=(self.validation_samples, 1),
+        )
+        self.sequence_length = self.max_length
+        self.train.sample(0)  # refuses lengths that do not occur
 
     @property
     def train(self) -> Expressions:
-        """The training samples, in order."""
-        return self._expressions(self.train_samples, "train")
+        return Expressions(self, self.train_samples, "train")
 
     def val_dataloader(self) -> ValidationLoader:
         """Other lists of the same kind."""
-        return self.evaluation_loader(self._expressions(self.validation_samples, "validation"))
+        return self.evaluation_loader(Expressions(self, self.validation_samples, "validation"))
 
     def test_dataloader(self) -> ValidationLoader:
         """Further lists of the same kind."""
-        return self.evaluation_loader(self._expressions(self.validation_samples, "test"))
-
-    def predict_dataloader(self) -> ValidationLoader:
-        """The validation samples."""
-        return self.val_dataloader()
-
-    def _expressions(self, size: int | None, split: str) -> Expressions:
-        lengths = (self.min_length, self.max_length)
-        return Expressions(lengths, self.max_depth, self.max_args, size, self.seed, split)
+        return self.evaluation_loader(Expressions(self, self.validation_samples, "test"))
 
     def identity(self) -> dict[str, Any]:
         """All that determines which sample is at a position."""

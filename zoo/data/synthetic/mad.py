@@ -141,16 +141,12 @@ class SelectiveCopy(TokenTask):
     length: int = 256
     copied: int = 16
     weight: float = 1.0
+    named_after = ("length", "copied")
 
     def __post_init__(self) -> None:
         check_sizes({"copied": self.copied})
         if self.length < (least := 2 * self.copied):
             raise UserError(f"length: {self.length} is too short, copying {self.copied} tokens needs at least {least}")
-
-    @property
-    def name(self) -> str:
-        """`length_256_copied_16`."""
-        return f"length_{self.length}_copied_{self.copied}"
 
     def misfit(self, vocab_size: int) -> str | None:
         """Two tokens are special."""
@@ -190,16 +186,12 @@ class Compression(TokenTask):
     compressed: int = 32
     content: int = 16
     weight: float = 1.0
+    named_after = ("compressed",)
 
     def __post_init__(self) -> None:
         check_sizes({"compressed": self.compressed})
         check_sizes({"content": self.content}, least=2)
         self.length = 2 * self.compressed + 1
-
-    @property
-    def name(self) -> str:
-        """`compressed_32`."""
-        return f"compressed_{self.compressed}"
 
     def misfit(self, vocab_size: int) -> str | None:
         """Each place is a token."""
@@ -237,11 +229,6 @@ class Memorization(TokenTask):
     def __post_init__(self) -> None:
         if self.length < 2 or self.length % 2:
             raise UserError(f"length: {self.length} must be an even number, at least 2")
-
-    @property
-    def name(self) -> str:
-        """`length_32`."""
-        return f"length_{self.length}"
 
     def misfit(self, vocab_size: int) -> str | None:
         """Half of the tokens are values."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,7 @@ from zoo.data.batch import Batch
 from zoo.data.loader import ValidationLoader
 from zoo.data.order import random_bits, shuffled
 from zoo.data.resumable import ResumableData, check_minimum
-from zoo.data.synthetic.recall import number_of
-
-_PASS = 100_000  # samples after which the endless stream counts as one epoch; nothing else depends on it
+from zoo.data.synthetic.recall import PASS, number_of
 
 
 class Chain:
@@ -24,17 +23,17 @@ class Chain:
     all equally likely; so a sequence is a cumulative sum of random distances, computed in one pass.
     """
 
-    def __init__(self, vocab_size: int, length: int, successors: int, size: int, seed: int, split: str) -> None:
-        self.length, self.size = length, size
+    def __init__(self, data: "MarkovChain", size: int, split: str) -> None:
+        vocab_size, seed = data.vocab_size, data.seed
+        self.length, self.size = data.sequence_length, size
         self._circle = shuffled(np.arange(vocab_size), vocab_size, number_of("circle", seed))
-        self._distances = shuffled(np.arange(successors), vocab_size, number_of("distances", seed))
+        self._distances = shuffled(np.arange(data.successors), vocab_size, number_of("distances", seed))
         self._seed = number_of("draws", seed, split)
 
     def __len__(self) -> int:
         return self.size
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """The positions themselves: no sample is repeated."""
         return positions
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -46,6 +45,7 @@ class Chain:
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
+@dataclass(eq=False, repr=False)
 class MarkovChain(ResumableData):
     """Sequences of a random Markov chain, for measurements: any vocabulary and length, without text or tokenizer.
 
@@ -68,27 +68,23 @@ class MarkovChain(ResumableData):
 
     overfit_hint = "use data that is not endless, such as MQAR with data.train_samples"
 
-    def __init__(
-        self,
-        vocab_size: int = 1024,
-        sequence_length: int = 1024,
-        batch_size: int = 8,
-        successors: int = 4,
-        validation_samples: int = 64,
-        num_workers: int = 0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(batch_size, num_workers, seed)
-        check_minimum(
-            sequence_length=(sequence_length, 1), successors=(successors, 1), validation_samples=(validation_samples, 1)
-        )
-        if successors > vocab_size:
-            raise UserError(f"data.successors is {successors}; data.vocab_size has only {vocab_size} tokens.")
-        self.vocab_size, self.sequence_length, self.successors = vocab_size, sequence_length, successors
-        self.validation_samples = validation_samples
+    vocab_size: int = 1024
+    sequence_length: int = 1024
+    batch_size: int = 8
+    successors: int = 4
+    validation_samples: int = 64
+    num_workers: int = 0
+    seed: int = 0
 
-    def get_tokenizer(self) -> None:
-        """Return None, since the samples are not text."""
+    def __post_init__(self) -> None:
+        super().__init__(self.batch_size, self.num_workers, self.seed)
+        check_minimum(
+            sequence_length=(self.sequence_length, 1),
+            successors=(self.successors, 1),
+            validation_samples=(self.validation_samples, 1),
+        )
+        if self.successors > self.vocab_size:
+            raise UserError(f"data.successors is {self.successors}; data.vocab_size has only {self.vocab_size} tokens.")
 
     def bigram_loss(self) -> float:
         """The entropy of the chain in nats per token, which no model can go below."""
@@ -96,27 +92,15 @@ class MarkovChain(ResumableData):
 
     @property
     def train(self) -> Chain:
-        """The training samples, in order."""
-        return self._chain(_PASS, "train")
+        return Chain(self, PASS, "train")
 
     def val_dataloader(self) -> ValidationLoader:
         """Other samples of the same chain."""
-        return self._loader("validation")
+        return self.evaluation_loader(Chain(self, self.validation_samples, "validation"))
 
     def test_dataloader(self) -> ValidationLoader:
         """Further samples of the same chain."""
-        return self._loader("test")
-
-    def predict_dataloader(self) -> ValidationLoader:
-        """The validation samples."""
-        return self.val_dataloader()
-
-    def _loader(self, split: str) -> ValidationLoader:
-        chain = self._chain(self.validation_samples, split)
-        return self.evaluation_loader(chain)
-
-    def _chain(self, size: int, split: str) -> Chain:
-        return Chain(self.vocab_size, self.sequence_length, self.successors, size, self.seed, split)
+        return self.evaluation_loader(Chain(self, self.validation_samples, "test"))
 
     def identity(self) -> dict[str, Any]:
         """All that determines which sample is at a position."""

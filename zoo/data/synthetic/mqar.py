@@ -7,15 +7,14 @@ from typing import Any
 
 from kernels.errors import UserError
 from zoo.data.synthetic.recall import Recall, RecallTask
-from zoo.data.synthetic.task_data import Split, TaskData
+from zoo.data.synthetic.token_tasks import Split, TokenTasks
 
 
 @dataclass(eq=False, repr=False)
-class MQAR(TaskData[RecallTask]):
+class MQAR(TokenTasks):
     """Multi-query associative recall, generated during training, with the accuracy of each validation task.
 
-    It has no tokenizer and reads no files. Any batch can be generated directly, so a run can be resumed at any step
-    with any number of devices. The other arguments are those of `TaskData`.
+    The other arguments are those of `TokenTasks`.
 
     Args:
         vocab_size: Number of tokens, which must be even: 0, then keys, and in the upper half values.
@@ -29,9 +28,9 @@ class MQAR(TaskData[RecallTask]):
 
     example = "{length: 64, pairs: 8}"
 
-    tasks: Sequence[RecallTask] = (RecallTask(),)
+    tasks: Sequence[RecallTask] = (RecallTask(),)  # type: ignore[assignment]
     vocab_size: int = 512
-    validation_tasks: Sequence[RecallTask] | None = None
+    validation_tasks: Sequence[RecallTask] | None = None  # type: ignore[assignment]
     random_fillers: bool = True
     power: float = 0.01
 
@@ -40,9 +39,12 @@ class MQAR(TaskData[RecallTask]):
             raise UserError(f"data.vocab_size is {self.vocab_size}; it must be an even number, at least 4.")
         if self.power <= 0:
             raise UserError(f"data.power is {self.power}; it must be above 0.")
+        for name, tasks in (("tasks", self.tasks), ("validation_tasks", self.validation_tasks or ())):
+            sizes = Counter((task.length, task.pairs) for task in tasks)
+            if twice := [size for size, number in sizes.items() if number > 1]:
+                size = f"length {twice[0][0]} with {twice[0][1]} pairs"
+                raise UserError(f"data.{name} lists {size} twice; give each size once.")
         super().__post_init__()
-        _check_sizes("tasks", self.tasks)
-        _check_sizes("validation_tasks", self._validated)
 
     @property
     def validation_names(self) -> list[str]:
@@ -51,7 +53,7 @@ class MQAR(TaskData[RecallTask]):
         clash = max(pairs.values()) > 1
         return [(f"length_{task.length}_" if clash else "") + f"pairs_{task.pairs}" for task in self._validated]
 
-    def check(self, key: str, task: RecallTask) -> None:
+    def check(self, key: str, task: Any) -> None:
         """Refuse pairs that do not fit the length or the vocabulary."""
         keys = self.vocab_size // 2 - 1
         if task.pairs < 1:
@@ -61,7 +63,7 @@ class MQAR(TaskData[RecallTask]):
         if task.pairs > keys:
             raise UserError(f"{key}.pairs is {task.pairs}; data.vocab_size {self.vocab_size} has only {keys} keys.")
 
-    def samples(self, task: RecallTask, size: int, split: Split) -> Recall:
+    def samples(self, task: Any, size: int, split: Split) -> Recall:
         """The samples of one task."""
         return Recall(task, size, self.vocab_size, self.random_fillers, self.power, f"{self.seed} {split}")
 
@@ -72,9 +74,3 @@ class MQAR(TaskData[RecallTask]):
     def identity(self) -> dict[str, Any]:
         """All that determines which sample is at a position; with several tasks that includes the batch size."""
         return super().identity() | {"random_fillers": self.random_fillers, "power": self.power}
-
-
-def _check_sizes(name: str, tasks: Sequence[RecallTask]) -> None:
-    sizes = Counter((task.length, task.pairs) for task in tasks)
-    if twice := [size for size, number in sizes.items() if number > 1]:
-        raise UserError(f"data.{name} lists length {twice[0][0]} with {twice[0][1]} pairs twice; give each size once.")

@@ -13,7 +13,7 @@ from zoo.data.loader import SampleSet
 from zoo.data.order import shuffled
 from zoo.data.synthetic.draws import distinct, slots, whole
 
-_PASS = 100_000  # samples after which an endless stream counts as one epoch; nothing else depends on it
+PASS = 100_000  # samples after which an endless stream counts as one epoch; nothing else depends on it
 _ROUND = 1000  # batches over which the tasks of an endless stream are in proportion to their weights
 
 
@@ -85,7 +85,7 @@ class RecallStream:
         self._first = np.cumsum([0, *self.shares]).tolist()  # index of each task's first batch in a round
 
     def __len__(self) -> int:
-        return self.samples or _PASS
+        return self.samples or PASS
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """The positions themselves; `batch` maps them to samples."""

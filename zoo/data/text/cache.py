@@ -2,9 +2,7 @@
 
 import logging
 import os
-import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +12,6 @@ from kernels.errors import UserError
 from zoo.files.links import lock_of
 
 log = logging.getLogger(__name__)
-
-_TEMPORARY = re.compile(r"\.[a-z0-9_]{8}")  # the end of a name by `mkdtemp`
 
 
 def cache_folder() -> Path:
@@ -41,7 +37,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool =
     """
     if folder.is_dir():  # without locking, so that a complete cache may be read-only
         return folder
-    temporary = None
+    temporary = folder.with_name(f".{folder.name}.partial")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = lock_of(folder.with_name(folder.name + ".lock"))
@@ -53,17 +49,17 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool =
         try:
             if folder.is_dir():
                 return folder
-            if resumable:
-                temporary = folder.with_name(f".{folder.name}.partial")
-                temporary.mkdir(exist_ok=True)
-                if temporary.is_symlink():  # what it holds may be deleted
-                    raise UserError(f"{temporary} is a symbolic link, and nothing is written through one; remove it.")
-            else:
-                for stale in folder.parent.glob(f".{folder.name}.*"):
-                    if _TEMPORARY.fullmatch(stale.suffix):  # left by a killed process, since we hold the lock
-                        shutil.rmtree(stale, ignore_errors=True)
-                temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-            build(temporary)
+            if temporary.is_symlink():  # what it holds may be deleted
+                raise UserError(f"{temporary} is a symbolic link, and nothing is written through one; remove it.")
+            if temporary.is_dir() and not resumable:  # left by a killed process, since this one holds the lock
+                shutil.rmtree(temporary)
+            temporary.mkdir(exist_ok=True)
+            try:
+                build(temporary)
+            except BaseException:
+                if not resumable:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                raise
             os.replace(temporary, folder)
         finally:
             lock.release()
@@ -72,7 +68,4 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resumable: bool =
             f"the {'cache ' if key == 'ZOO_CACHE' else ''}folder {folder.parent} cannot be written "
             f"({error.strerror or error}); set {key} to a folder that can, with enough space."
         ) from error
-    finally:
-        if not resumable and temporary is not None and temporary.is_dir():  # it only exists after a failure or Ctrl-C
-            shutil.rmtree(temporary, ignore_errors=True)
     return folder

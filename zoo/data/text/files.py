@@ -2,10 +2,13 @@
 
 import difflib
 import io
+import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
@@ -13,24 +16,18 @@ import fsspec
 
 from kernels.errors import UserError
 from mixers import did_you_mean
+from zoo.data.text.cache import cache_folder
 from zoo.data.text.compressed import COMPRESSIONS, decompressed
-from zoo.data.text.content_digest import content_digest
+from zoo.files.atomic import atomic_write
+from zoo.files.hashing import digest, file_digest
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 READ = f"{', '.join(SUFFIXES)}, all but the last also with {', '.join(COMPRESSIONS)}"
 # Names that file systems use for the version of a file. Not all of its metadata: some count accesses.
-_STATE: tuple[str, ...] = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "content_md5",
-    "generation",
-    "LastModified",
-    "last_modified",
-    "updated",
-)
-_STATE += ("mtime", "modified", "created")
+_STATE = ["ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "last_modified", "updated"]
+_STATE += ["mtime", "modified", "created"]
 _READ_AHEAD = 1 << 20
+LARGE = 64 << 20  # bytes, from which hashes are kept in the cache; hashing less takes milliseconds
 _TOKENIZER = "tokenizer.json"  # often in the same folder as the text
 
 
@@ -249,3 +246,26 @@ def _remote_file(url: str, name: str, filesystem: fsspec.AbstractFileSystem, pat
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or its type if it has no message."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+@lru_cache(maxsize=1 << 16)
+def content_digest(path: str, state: tuple[int, ...]) -> str:
+    """Return the XXH3 hash of a file, which is read again only if its state has changed.
+
+    Args:
+        path: The file.
+        state: Its device, inode, size, and the times at which its content and its inode changed.
+    """
+    if state[2] < LARGE:
+        return file_digest(path)
+    record = cache_folder() / "hashes" / f"{digest(path.encode())}.json"
+    try:
+        cached = json.loads(record.read_bytes())
+        if cached["state"] == list(state) and isinstance(cached["xxh3_128"], str):
+            return cached["xxh3_128"]
+    except (OSError, ValueError, LookupError, TypeError):  # none yet, or damaged
+        pass
+    content_hash = file_digest(path)
+    with suppress(OSError), atomic_write(record) as file:  # without a cache the file is read again next time
+        file.write(json.dumps({"state": state, "xxh3_128": content_hash}).encode())
+    return content_hash

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -62,23 +61,21 @@ class MixedText(TokenisedText):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_sources(self.sources)
+        if not self.sources:
+            raise UserError("data.sources is empty; give at least one, such as {books: {path: books/, weight: 2}}.")
+        check_names("sources", self.sources)
+        for name, source in self.sources.items():
+            if not 0 < source.weight < math.inf:
+                raise UserError(f"data.sources.{name}.weight is {source.weight}; it must be above 0, and finite.")
+            check_minimum(**{f"sources.{name}.max_characters": (source.max_characters, 1)})
         if twice := sorted({*self.sources} & {*self.extra_sets}):
             raise UserError(f"data.validation_sets: {twice[0]!r} is also the name of a source; give it another.")
         self.sources = dict(self.sources)
-
-    @property
-    def corpora(self) -> list[Corpus]:
-        """The corpus of each source."""
-        return [
+        self.corpora = [
             Corpus(source.path, source.text_field, source.max_characters, f"data.sources.{name}")
             for name, source in self.sources.items()
         ]
-
-    @property
-    def training_text(self) -> BlendedText:
-        """All sources, mixed by weight."""
-        return BlendedText(self.corpora, self._weights())
+        self.training_text = BlendedText(self.corpora, self._weights())
 
     @property
     def validation_names(self) -> list[str]:
@@ -86,13 +83,14 @@ class MixedText(TokenisedText):
         return list(self.sources)
 
     def setup(self, stage: str | None = None) -> None:
-        """Open and check the token shards, and start training at the first sample until a checkpoint is loaded."""
+        """As in the base class, and log how often a run goes through each source."""
         super().setup(stage)
-        samples = len(self.train)
-        if stage == "fit":
-            self.check_batch_size(samples)
         if stage == "fit" and self.trainer is not None and self.trainer.max_steps > 0 and self.ranks()[0] == 0:
-            self._log_passes(self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size)
+            samples = self.trainer.max_steps * self.trainer.accumulate_grad_batches * self.batch_size
+            message = "data.sources.%s is %.2f %% of the samples; the run goes through it %.2f times."
+            for (name, source), passes in zip(self.sources.items(), self.train.passes(samples), strict=True):
+                level = logging.WARNING if passes > _MANY_PASSES else logging.INFO
+                log.log(level, message, name, 100 * source.weight / sum(self._weights()), passes)
 
     @cached_property
     def _splits(self) -> list[tuple[Windows, Windows]]:
@@ -116,10 +114,6 @@ class MixedText(TokenisedText):
         """Batches of this rank, each sample once: those of each source, and then those of each validation set."""
         return [*self.predict_dataloader(), *self.extra_loaders()]
 
-    def test_dataloader(self) -> list[ValidationLoader]:
-        """Return the validation batches, which `test` uses as well."""
-        return self.val_dataloader()
-
     def predict_dataloader(self) -> list[ValidationLoader]:
         """The validation splits of the sources."""
         return [self.evaluation_loader(windows) for windows in self.validation]
@@ -140,24 +134,3 @@ class MixedText(TokenisedText):
 
     def _weights(self) -> list[float]:
         return [source.weight for source in self.sources.values()]
-
-    def _log_passes(self, samples: int) -> None:
-        total = sum(self._weights())
-        for (name, source), passes in zip(self.sources.items(), self.train.passes(samples), strict=True):
-            log.log(
-                logging.WARNING if passes > _MANY_PASSES else logging.INFO,
-                "data.sources.%s is %.2f %% of the samples; the run goes through it %.2f times.",
-                name,
-                100 * source.weight / total,
-                passes,
-            )
-
-
-def _check_sources(sources: Mapping[str, Source]) -> None:
-    if not sources:
-        raise UserError("data.sources is empty; give at least one, such as {books: {path: books/, weight: 2}}.")
-    check_names("sources", sources)
-    for name, source in sources.items():
-        if not 0 < source.weight < math.inf:
-            raise UserError(f"data.sources.{name}.weight is {source.weight}; it must be above 0, and finite.")
-        check_minimum(**{f"sources.{name}.max_characters": (source.max_characters, 1)})

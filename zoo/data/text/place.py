@@ -4,24 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, cast
 
+import fsspec
 import numpy as np
 
 from kernels.errors import UserError
 from zoo.data.text.files import filesystem, first_line, is_url
-
-
-class Tokens(Protocol):
-    """An array of numbers in a file."""
-
-    def __len__(self) -> int:
-        """Number of elements."""
-        ...
-
-    def __getitem__(self, where: slice) -> np.ndarray:
-        """A slice of the array."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -48,8 +37,7 @@ class Place:
 
     def sizes(self) -> dict[str, int]:
         """File name → size in bytes, for all files there now; empty if the folder does not exist."""
-        with self._explained("", "listed"):
-            fs, path = filesystem(self.where, "data.shards")
+        with self._filesystem("", "listed") as (fs, path):
             fs.invalidate_cache()  # another process may have added files
             try:
                 infos = fs.ls(path, detail=True)
@@ -60,47 +48,46 @@ class Place:
     @contextmanager
     def open(self, file: str) -> Iterator[BinaryIO]:
         """Open a file for reading."""
-        with self._explained(file, "read"):
-            fs, path = filesystem(self.name_of(file), "data.shards")
-            with fs.open(path, "rb") as content:
-                yield content
+        with self._filesystem(file, "read") as (fs, path), fs.open(path, "rb") as content:
+            yield content
 
-    def array(self, file: str, dtype: str, count: int) -> Tokens:
+    def array(self, file: str, dtype: str, count: int) -> "np.memmap | RemoteArray":
         """The array of `count` numbers in a file; nothing is read yet."""
         if self.remote:
-            return _Remote(self, file, np.dtype(dtype), count)
+            return RemoteArray(self, file, np.dtype(dtype), count)
         return np.memmap(Path(self.where) / file, dtype, "r")
 
     def read(self, file: str, first: int, end: int) -> bytes:
         """The bytes first … end − 1 of a file."""
-        with self._explained(file, "read"):
-            fs, path = filesystem(self.name_of(file), "data.shards")
+        with self._filesystem(file, "read") as (fs, path):
             return cast(bytes, fs.cat_file(path, start=first, end=end))
 
     def put(self, local: Path) -> None:
         """Copy a local file to this place, under the same name."""
-        with self._explained(local.name, "written"):
-            fs, path = filesystem(self.name_of(local.name), "data.shards")
+        with self._filesystem(local.name, "written") as (fs, path):
             if fs.root_marker:  # otherwise it has buckets, which a typo should not create
                 fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             fs.put_file(str(local), path)
 
     @contextmanager
-    def _explained(self, file: str, action: str) -> Iterator[None]:
-        """Turn errors of the file system into a UserError: the file cannot be `action`, such as "read"."""
+    def _filesystem(self, file: str, action: str) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+        """The file system and the path there of a file, or of the folder if its name is empty.
+
+        Errors in the block become a UserError: the file cannot be `action`, such as "read".
+        """
+        name = self.name_of(file) if file else self.where
         try:
-            yield
+            yield filesystem(name, "data.shards")
         except UserError:
             raise
         except Exception as error:  # file systems raise exceptions of any type: no access, no network, no bucket
             if not self.remote and not isinstance(error, OSError):
                 raise
-            name = self.name_of(file) if file else self.where
             raise UserError(f"data.shards: {name} cannot be {action} ({first_line(error)}).") from error
 
 
 @dataclass(frozen=True)
-class _Remote:
+class RemoteArray:
     """An array in a file at a URL. Each access opens the file system again, since some do not survive a fork."""
 
     place: Place

@@ -57,7 +57,6 @@ class AppendedFile:
         self._file.seek(self._size)
 
     def write(self, data: bytes) -> None:
-        """Append bytes."""
         self._file.write(data)
         self._hash.update(data)
         self._size += len(data)
@@ -69,7 +68,6 @@ class AppendedFile:
         return {"bytes": self._size, "blake2b": self._hash.hexdigest()}
 
     def close(self) -> Record:
-        """Close the file, and return its final record."""
         record = self.record()
         self._file.close()
         return record
@@ -93,28 +91,19 @@ class Writer:
         folder: The folder of the files.
         split: The split.
         dtype: The dtype of the tokens.
-        state, records, full: An earlier result of `state`, with the records of the files at that point and the names of
-            those that were full, to continue from there.
+        saved: What `Progress.save` wrote, to continue from there.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        split: Split,
-        dtype: str,
-        state: dict | None = None,
-        records: dict[str, Record] | None = None,
-        full: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, folder: Path, split: Split, dtype: str, saved: dict[str, Any] | None = None) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
-        state, records = state or {"shards": [], "tokens": 0, "documents": 0}, records or {}
+        state: dict[str, Any] = saved["splits"][split] if saved else {"shards": [], "tokens": 0, "documents": 0}
         self.shards: list[str] = state["shards"]
         self.tokens, self.documents = state["tokens"], state["documents"]
         self.starts = f"{split}.starts.bin"
         self.full: dict[str, Record] = {}  # filled since then
-        self._open = {self.starts: AppendedFile(folder / self.starts, records.get(self.starts))}
-        if self.shards and self.shards[-1] not in full:
-            self._open[self.shards[-1]] = AppendedFile(folder / self.shards[-1], records[self.shards[-1]])
+        records: dict[str, Record | None] = saved["open"] if saved else {self.starts: None}
+        names = [name for name in (self.starts, *self.shards[-1:]) if name in records]
+        self._open = {name: AppendedFile(folder / name, records[name]) for name in names}
 
     def state(self) -> dict:
         """The shards, and the number of tokens and documents so far."""
@@ -125,7 +114,6 @@ class Writer:
         return {name: file.record() for name, file in self._open.items()}
 
     def start_document(self) -> None:
-        """Start a new document."""
         self._open[self.starts].write(np.int64(self.tokens).tobytes())
         self.documents += 1
 
@@ -147,7 +135,6 @@ class Writer:
         self._open[self.shards[-1]] = AppendedFile(self._folder / self.shards[-1])
 
     def close(self) -> None:
-        """Close all files."""
         for name in list(self._open):
             self._close(name)
 
@@ -172,12 +159,12 @@ class Progress:
         self._folder, self._place, self._of = folder, place, [digest, SHARD_TOKENS]
         self.pieces = self.characters = 0
         self.files: dict[str, Record] = {}  # full files
-        sent = place.sizes() if place else {}
+        self.writers: dict[Split, Writer] = {}
         try:
-            self.writers = self._continued(dtype, sent) if any(folder.iterdir()) else {}
+            if any(folder.iterdir()):
+                self.writers = self._continued(dtype, place.sizes() if place else {})
         except UserError as error:
             log.warning("%s", error)
-            self.writers = {}
         if not self.writers:
             self.pieces, self.characters, self.files = 0, 0, {}
             for file in folder.iterdir():
@@ -196,11 +183,10 @@ class Progress:
                 check(self._folder / name, record, full=True)
             elif sent[name] != record["bytes"]:
                 raise UserError(f"{self._place}/{name} has {sent[name]} bytes, not {record['bytes']}; {_AGAIN}.")
-        records, splits = {**self.files, **state["open"]}, state["splits"]
-        names = [*records, *(name for split in SPLITS for name in splits[split]["shards"])]
+        names = [*self.files, *state["open"], *(name for s in SPLITS for name in state["splits"][s]["shards"])]
         if any(Path(name).name != name for name in names):
             raise UserError(f"{self._folder / PROGRESS} names a file outside its folder; {_AGAIN}.")
-        writers = {s: Writer(self._folder, s, dtype, splits[s], records, tuple(self.files)) for s in SPLITS}
+        writers = {split: Writer(self._folder, split, dtype, state) for split in SPLITS}
         self._delete_sent()
         return writers
 

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,7 +25,7 @@ from zoo.data.text.cache import build_once, cache_folder
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.encoding import Piece, bundles, encode_all, pieces
 from zoo.data.text.files import is_url
-from zoo.data.text.place import Place
+from zoo.data.text.place import Place, RemoteArray
 from zoo.data.text.progress import PROGRESS, Progress, Record, hash_of
 from zoo.data.text.split import SPLITS, Split, SplitByContent, content_hash
 from zoo.data.text.tokenizer import Tokenizer
@@ -69,32 +70,25 @@ class Shards:
             if check_hash:
                 with place.open(name) as content:
                     _check_hash(place, name, content, self.manifest["files"][name])
-        self._open()
 
-    def _open(self) -> None:
-        split, dtype, place = self.manifest["splits"][self.split], self.manifest["dtype"], Place(str(self.folder))
-        counts = [self.manifest["files"][name]["bytes"] // np.dtype(dtype).itemsize for name in split["shards"]]
-        self._shards = [place.array(name, dtype, count) for name, count in zip(split["shards"], counts, strict=True)]
-        self._shard_tokens = counts[0]
-        self._starts: np.memmap | None = None
+    @cached_property
+    def _shards(self) -> list[np.memmap | RemoteArray]:
+        names, dtype = self.manifest["splits"][self.split]["shards"], self.manifest["dtype"]
+        counts = [self.manifest["files"][name]["bytes"] // np.dtype(dtype).itemsize for name in names]
+        place = Place(str(self.folder))
+        return [place.array(name, dtype, count) for name, count in zip(names, counts, strict=True)]
 
     def __getstate__(self) -> dict:  # without memory maps, which would be pickled by content
         return {"folder": self.folder, "split": self.split, "verify": self.verify, "manifest": self.manifest}
 
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._open()
-
-    @property
+    @cached_property
     def document_starts(self) -> np.memmap:
         """Positions of the first tokens of all documents, int64; fetched once if they are remote."""
-        if self._starts is None:
-            folder, name = self.folder, self.manifest["splits"][self.split]["starts"]
-            if not isinstance(folder, Path):
-                folder = build_once(_local_folder(folder), self._fetch_starts)
-                self._check_copy(folder / name, Place(str(folder)))
-            self._starts = np.memmap(folder / name, np.int64, "r")
-        return self._starts
+        folder, name = self.folder, self.manifest["splits"][self.split]["starts"]
+        if not isinstance(folder, Path):
+            folder = build_once(_local_folder(folder), self._fetch_starts)
+            self._check_copy(folder / name, Place(str(folder)))
+        return np.memmap(folder / name, np.int64, "r")
 
     def _fetch_starts(self, folder: Path) -> None:
         place = Place(str(self.folder))
@@ -130,7 +124,7 @@ class Shards:
         while start < stop:
             if start >= len(self):
                 raise IndexError(f"token {start} of {len(self)}")
-            shard, offset = divmod(start, self._shard_tokens)
+            shard, offset = divmod(start, len(self._shards[0]))
             part = self._shards[shard][offset : offset + stop - start]
             parts.append(part)
             start += len(part)
@@ -171,26 +165,25 @@ def prepare(
     """
     key = json.dumps([FORMAT, corpus.signature(), tokenizer.hash, validation_fraction])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
-    if shards is None or not is_url(shards):
-        root = cache_folder() / "shards" if shards is None else Path(shards).expanduser().absolute()
-        return build_once(
-            root / name,
-            lambda new: _build(new, corpus, tokenizer, validation_fraction, workers, None),
-            resumable=True,
-            key="ZOO_CACHE" if shards is None else "data.shards",
-        )
-    place = Place(f"{shards.rstrip('/')}/{name}")
-    local = _local_folder(place.where)
-    complete = local.is_dir()  # checked first, since another process may complete it now
-    if MANIFEST not in place.sizes():
+    place, location = None, "ZOO_CACHE"
+    if shards is None:
+        folder = cache_folder() / "shards" / name
+    elif not is_url(shards):
+        folder, location = Path(shards).expanduser().absolute() / name, "data.shards"
+    else:
+        place = Place(f"{shards.rstrip('/')}/{name}")
+        folder = _local_folder(place.where)
+        complete = folder.is_dir()  # checked first, since another process may complete it now
+        if MANIFEST in place.sizes():
+            return place.where
         if complete:  # the remote shards have been deleted since
-            shutil.rmtree(local)
-        build_once(
-            local,
-            lambda new: _build(new, corpus, tokenizer, validation_fraction, workers, place),
-            resumable=True,
-        )
-    return place.where
+            shutil.rmtree(folder)
+
+    def build(new: Path) -> None:
+        _build(new, corpus, tokenizer, validation_fraction, workers, place)
+
+    build_once(folder, build, resumable=True, key=location)
+    return folder if place is None else place.where
 
 
 def _local_folder(url: str) -> Path:

@@ -45,24 +45,8 @@ class TextData(TokenisedText):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_minimum(max_characters=(self.max_characters, 1))
-        self.corpus = Corpus(self.path, self.text_field, self.max_characters)
-
-    @property
-    def corpora(self) -> list[Corpus]:
-        """The corpus alone."""
-        return [self.corpus]
-
-    @property
-    def training_text(self) -> Corpus:
-        """The corpus."""
-        return self.corpus
-
-    def setup(self, stage: str | None = None) -> None:
-        """Open and check the token shards, and start training at the first sample until a checkpoint is loaded."""
-        super().setup(stage)
-        samples = len(self.train)
-        if stage == "fit":
-            self.check_batch_size(samples)
+        self.corpus = self.training_text = Corpus(self.path, self.text_field, self.max_characters)
+        self.corpora = [self.corpus]
 
     @cached_property
     def _splits(self) -> tuple[Windows, Windows]:
@@ -88,10 +72,6 @@ class TextData(TokenisedText):
         """Batches of this rank, each sample once: those of the split, and then those of each validation set."""
         loader = self.predict_dataloader()
         return [loader, *self.extra_loaders()] if self.validation_sets else loader
-
-    def test_dataloader(self) -> ValidationLoader | list[ValidationLoader]:
-        """Return the validation batches, which `test` uses as well."""
-        return self.val_dataloader()
 
     def predict_dataloader(self) -> ValidationLoader:
         """The validation split."""

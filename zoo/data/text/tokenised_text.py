@@ -32,7 +32,7 @@ class ValidationSet:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TokenisedText(ResumableData):
-    """Windows of one or several corpora that share a tokenizer.
+    """Windows of one or several corpora that share a tokenizer; a subclass sets `corpora` and `training_text`.
 
     Args:
         tokenizer: A `tokenizer.json` or a folder with one. Null: byte-level BPE is trained on the training text.
@@ -84,18 +84,10 @@ class TokenisedText(ResumableData):
             raise UserError(f"data.packing is {self.packing!r}; it must be 'windows' or 'documents'.")
         self.validation_sets = dict(self.validation_sets or {})
         check_names("validation_sets", self.validation_sets)
+        self.corpora: list[Corpus]  # to tokenise
+        self.training_text: Documents  # on which a tokenizer is trained
         self._extra_windows: list[Windows] = []  # of the validation sets
         self._tokenizer: Tokenizer | None = None
-
-    @property
-    def corpora(self) -> list[Corpus]:
-        """The corpora to tokenise."""
-        raise NotImplementedError
-
-    @property
-    def training_text(self) -> Documents:
-        """The documents on which a tokenizer is trained."""
-        raise NotImplementedError
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, loaded or trained at the first call; it does not need `setup`."""
@@ -116,6 +108,17 @@ class TokenisedText(ResumableData):
             corpus.warn_of_skipped()
             with errors_name(key):
                 self._prepare(corpus, None)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open and check the token shards, and start training at the first sample until a checkpoint is loaded.
+
+        Raises:
+            UserError: A batch is larger than the training data, and might not even fit into memory.
+        """
+        super().setup(stage)
+        samples = len(self.train)
+        if stage == "fit" and self.batch_size > samples:
+            raise UserError(f"data.batch_size is {self.batch_size}; the training data has only {samples} samples.")
 
     @property
     def extra_sets(self) -> list[str]:

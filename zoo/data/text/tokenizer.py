@@ -57,11 +57,9 @@ class Documents(Protocol):
 
     def __iter__(self) -> Iterator[str]:
         """Yield the documents, the same each time."""
-        ...
 
     def signature(self) -> str:
         """A hash that changes when a document does."""
-        ...
 
 
 class Tokenizer:
@@ -172,10 +170,10 @@ class Tokenizer:
         except (UnicodeDecodeError, OSError) as error:
             raise UserError(f"{name} cannot be read as text ({error}).") from error
         library, roles = foreign(text, name), _roles(text)
-        if _drop_composition(library):
+        if isinstance(library.normalizer, normalizers.NFC):
+            library.normalizer = None
             log.warning("%s normalises text (NFC); that is left out, so that documents come back as they are.", name)
-        (eos, bos), stops = (next(iter(roles.get(role, ())), None) for role in ("eos", "bos")), roles.get("stop", ())
-        loaded = cls(library, name, eos_token or eos, bos_token or bos, stops)
+        loaded = cls(library, name, eos_token or roles["eos"], bos_token or roles["bos"], roles["stop"])
         loaded.check_lossless(name)
         return loaded
 
@@ -210,8 +208,7 @@ class Tokenizer:
             UserError: It is not a tokenizer, lacks its tokens, or is not trusted and may take much time or memory.
         """
         library, roles = foreign(text, name, trust), _roles(text)
-        eos, bos = (next(iter(roles.get(role, ())), None) for role in ("eos", "bos"))
-        return cls(library, name, eos, bos, roles.get("stop", ()))
+        return cls(library, name, roles["eos"], roles["bos"], roles["stop"])
 
     def __reduce__(self) -> tuple:
         return Tokenizer.from_json, (self._json,)
@@ -235,14 +232,6 @@ def foreign(text: str, name: str, trust: bool = False) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _drop_composition(tokenizer: tokenizers.Tokenizer) -> bool:
-    """Remove a normaliser that only composes characters; returns whether there was one."""
-    composes = isinstance(tokenizer.normalizer, normalizers.NFC)
-    if composes:
-        tokenizer.normalizer = None
-    return composes
-
-
 def _as_read(text: str) -> Any:
     """The content of a `tokenizer.json` without what plays no part in reading documents."""
     content = json.loads(text)
@@ -263,14 +252,16 @@ def _with_roles(text: str, roles: dict[str, list[str]]) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
-def _roles(text: str) -> dict[str, list[str]]:
-    """Role → tokens, as recorded by `_with_roles`."""
-    if _ROLES not in text:  # avoids parsing files of several MB
-        return {}
-    roles: dict[str, list[str]] = {}
-    for token in json.loads(text)["added_tokens"]:
-        for role in token.get(_ROLES, []):
-            roles.setdefault(role, []).append(token["content"])
+def _roles(text: str) -> dict[str, Any]:
+    """The token of the roles "eos" and "bos", or None, and the list of "stop", as recorded by `_with_roles`."""
+    roles: dict[str, Any] = {"eos": None, "bos": None, "stop": []}
+    if _ROLES in text:  # parsing files of several MB takes time
+        for token in json.loads(text)["added_tokens"]:
+            for role in token.get(_ROLES, []):
+                if role == "stop":
+                    roles["stop"].append(token["content"])
+                elif roles.get(role) is None:
+                    roles[role] = token["content"]
     return roles
 
 

@@ -26,9 +26,8 @@ from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.lightning_internals import row_to_log, signal_connector
 from zoo.train.metrics_file import MetricsFile
 from zoo.train.results import rank
-from zoo.train.signal_connector import Signals
 from zoo.train.signals import Agreement
-from zoo.train.trainer import install
+from zoo.train.trainer import Signals, install
 
 PERMANENT = re.compile(r"step-(0\d{7}|[1-9]\d{7,})\.ckpt")  # names of `keep_every_n_steps`, and no others
 
@@ -82,12 +81,9 @@ class Checkpoints(RunCallback, Checkpoint):
             )
         if folder and (PurePath(folder).is_absolute() or ".." in PurePath(folder).parts):
             raise UserError(f"checkpoints.folder: {folder!r} is not inside the run's folder; name a relative folder.")
-        self.every_n_steps = every_n_steps
-        self.every_n_minutes, self.keep_last = every_n_minutes, keep_last
-        self.keep_every_n_steps = keep_every_n_steps
-        self.in_background = in_background
-        self.folder = folder
-        self.resume_command = resume_command
+        self.every_n_steps, self.every_n_minutes = every_n_steps, every_n_minutes
+        self.keep_every_n_steps, self.keep_last = keep_every_n_steps, keep_last
+        self.in_background, self.folder, self.resume_command = in_background, folder, resume_command
         self.best_model_path = ""  # Lightning reads this attribute for `ckpt_path="best"`
         self.best_model_score: float | None = None
         self._best_step = -1
@@ -109,7 +105,6 @@ class Checkpoints(RunCallback, Checkpoint):
         return {**best, "best_step": self._best_step, "row": self._row, "row_step": self._row_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best loss of the run."""
         self.best_model_path = state_dict["best_model_path"]
         self.best_model_score = state_dict["best_model_score"]
         self._best_step = state_dict.get("best_step", -1)
@@ -153,29 +148,24 @@ class Checkpoints(RunCallback, Checkpoint):
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Set up the exchange of signals between processes."""
         self._stop_signal, self._between_steps = 0, False
         self._agreement = Agreement(trainer.strategy.root_device) if trainer.world_size > 1 else None
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """From here on, signals wait for the end of a step."""
-        self._note_signals(trainer)
+        """Let signals wait for the end of a step from here on."""
+        if isinstance(connector := signal_connector(trainer), Signals):
+            self._signals = connector
+            self._signals.noted = True
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the step the run starts from, which does not need to be saved again."""
-        self._note_signals(trainer)
+        self.on_sanity_check_start(trainer, pl_module)  # there may have been no sanity check
         self._between_steps = True
         if self._best_step == trainer.global_step:  # the run may have been killed before best.ckpt was linked
             self._name_best(trainer)
         self._make_up_row(trainer)
         self._saved_step = self._started_step = trainer.global_step
         self._saved_at = time.monotonic()
-
-    def _note_signals(self, trainer: L.Trainer) -> None:
-        connector = signal_connector(trainer)
-        if isinstance(connector, Signals):
-            self._signals = connector
-            self._signals.noted = True
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """End the run here if it is to stop: the metrics of the last step are written by now."""
@@ -197,7 +187,7 @@ class Checkpoints(RunCallback, Checkpoint):
         if self._stop_signal or complete or keep or due or step % self.every_n_steps == 0:
             self._row, self._row_step = row_to_log(trainer), step
             self._save(trainer)
-        if keep:
+        if keep and not trainer.fast_dev_run:
             self._copy(trainer, f"step-{step:08d}.ckpt")
             self._remove_oldest(trainer, f"step-{step:08d}.ckpt")
 
@@ -247,12 +237,8 @@ class Checkpoints(RunCallback, Checkpoint):
 
     def _name_best(self, trainer: L.Trainer) -> None:
         """Link `best.ckpt` to the checkpoint that the run was resumed from."""
-        target = self._folder(trainer) / "best.ckpt"
-        if (
-            trainer.is_global_zero
-            and self._continued.is_file()
-            and self._continued.resolve().parent == target.resolve().parent
-        ):
+        target, here = self._folder(trainer) / "best.ckpt", self._continued.resolve().parent
+        if trainer.is_global_zero and self._continued.is_file() and here == target.resolve().parent:
             atomic_link(self._continued, target)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -304,9 +290,8 @@ class Checkpoints(RunCallback, Checkpoint):
         if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not force):
             return
         self._wait()
-        trainer.save_checkpoint(
-            self._folder(trainer) / "last.ckpt", weights_only=False, storage_options=self._background
-        )
+        last = self._folder(trainer) / "last.ckpt"
+        trainer.save_checkpoint(last, weights_only=False, storage_options=self._background)
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
 
     def _wait(self) -> None:
@@ -323,8 +308,6 @@ class Checkpoints(RunCallback, Checkpoint):
 
     def _copy(self, trainer: L.Trainer, name: str) -> None:
         """Keep the checkpoint just saved under another name."""
-        if trainer.fast_dev_run:
-            return
         last = self._folder(trainer) / "last.ckpt"
         if last.is_dir():  # a sharding strategy writes a folder
             trainer.save_checkpoint(self._folder(trainer) / name, weights_only=False)

@@ -28,7 +28,6 @@ class CompiledAhead(RunCallback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Compile for the first batch."""
         compiled = any(isinstance(callback, CompiledBlocks) for callback in trainer.callbacks)
         if self._done or compiled or not isinstance(trainer.strategy, SingleDeviceStrategy):
             return

@@ -1,6 +1,7 @@
 """`backend`: which implementations of the ops a training run uses."""
 
 from contextlib import ExitStack
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -22,13 +23,10 @@ class KernelBackend(Callback):
         self._entered = ExitStack()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Choose the backend."""
         self._entered.enter_context(kernels.backend(self.name))
 
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         """Return to the backend of before."""
         self._entered.close()
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Return to the backend of before."""
-        self._entered.close()
+    on_exception = teardown

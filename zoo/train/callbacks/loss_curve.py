@@ -8,12 +8,11 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from kernels.errors import UserError
-from zoo.files.atomic import atomic_write
+from zoo.display import new_figure, write_figure
 from zoo.train.callbacks.result_row import bigram_loss
 from zoo.train.callbacks.run_callback import RunCallback
 
@@ -48,7 +47,6 @@ class LossCurve(RunCallback):
         return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("training", "validation")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the points."""
         for name, points in state_dict.items():
             setattr(self, name, [(int(tokens), loss) for tokens, loss in points.tolist()])
 
@@ -73,15 +71,13 @@ class LossCurve(RunCallback):
             self._draw(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Draw the complete curve."""
         self._draw(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Draw the curve of an interrupted run so far."""
         stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
-        if (
-            stopped and trainer.state.fn == "fit" and self.training
-        ):  # before the first step the data may not be ready, which the baseline needs
+        # before the first step the data may not be ready, which the baseline needs
+        if stopped and trainer.state.fn == "fit" and self.training:
             self._draw(trainer)
 
     def figure(self, baseline: float | None = None) -> Figure:
@@ -90,8 +86,7 @@ class LossCurve(RunCallback):
         Args:
             baseline: Loss of the interpolated bigram model in nats, drawn as a line; None draws none.
         """
-        figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")  # not pyplot: no global state, no display
-        FigureCanvasAgg(figure)
+        figure = new_figure(7, 4.2, dpi=120)
         axes = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)")
         if self.training:
             tokens, losses = zip(*self.training, strict=True)
@@ -112,8 +107,7 @@ class LossCurve(RunCallback):
     def _draw(self, trainer: L.Trainer) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        with atomic_write(Path(trainer.default_root_dir) / "loss.png") as file:
-            self.figure(bigram_loss(trainer)).savefig(file, format="png")
+        write_figure(self.figure(bigram_loss(trainer.datamodule)), Path(trainer.default_root_dir) / "loss.png")
 
 
 def _smooth(values: Iterable[float], weight: float) -> list[float]:

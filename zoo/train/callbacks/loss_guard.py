@@ -20,15 +20,10 @@ class Diverged(UserError):
 
 
 class Outcome(NamedTuple):
-    """Numbers about a step, on their way from the device to the host.
-
-    Attributes:
-        numbers: Whether the step was bad, its loss, and its gradient norm, in host memory.
-        copied: Event that marks the end of the copy; None if it is done.
-    """
+    """Numbers about a step on their way to the host: whether it was bad, its loss, and its gradient norm."""
 
     numbers: Tensor
-    copied: torch.cuda.Event | None
+    copied: torch.cuda.Event | None  # marks the end of the copy; None if it is done
 
 
 class LossGuard(RunCallback):
@@ -81,7 +76,6 @@ class LossGuard(RunCallback):
         return {"skipped": self.skipped, "in_a_row": self._in_a_row, **kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the recorded losses and norms, and the counts."""
         self.skipped, self._in_a_row = state_dict["skipped"], state_dict["in_a_row"]
         self._losses.extend(state_dict["losses"])
         self._norms.extend(state_dict["norms"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -57,7 +58,6 @@ class LostProcesses(RunCallback):
             self.reason = f"{reason}{self._advice}."
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Stop watching."""
         self._stop.set()
 
     def _watch(self, others: Sequence["subprocess.Popen[Any]"]) -> None:
@@ -99,10 +99,8 @@ def _lost_rank(trainer: L.Trainer, exception: BaseException) -> str | None:
         return None
     others = _others(trainer)
     for process in others:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(ENDING / len(others))
-        except subprocess.TimeoutExpired:
-            continue
     return _ended(others) or (
         f"trainer.devices: the process with rank {trainer.global_rank} lost its connection to another process of the "
         f"run, which ended or was killed, {KILLED}; the output of the others says more"

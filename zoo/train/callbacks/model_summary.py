@@ -22,6 +22,5 @@ class Summary(RunCallback):
             self._table = size_table(pl_module.model, getattr(pl_module, "context_length", None) or 1)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Print the table, on the first process."""
         if trainer.is_global_zero and self._table is not None:
             Console().print(self._table)

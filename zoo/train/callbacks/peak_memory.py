@@ -17,7 +17,6 @@ class PeakMemory(RunCallback):
     order = 70
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Log the peak at steps that are logged."""
         interval = trainer.log_every_n_steps
         if interval and trainer.global_step % interval == 0 and (peak := peak_memory(pl_module.device)) is not None:
             self.log("peak_memory_gib", peak / 2**30)

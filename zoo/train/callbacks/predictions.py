@@ -46,7 +46,6 @@ class Predictions(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: Literal[0] | int,
     ) -> None:
-        """Append the rows of a batch."""
         with open_in_place(self.path, "a") as file:
             for tokens, losses in zip(batch.tokens.tolist(), prediction.tolist(), strict=True):
                 losses = [None if loss != loss else round(loss, 6) for loss in losses]

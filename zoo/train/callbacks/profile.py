@@ -42,7 +42,6 @@ class Profile(RunCallback):
         self._step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the profiler."""
         self._step = trainer.global_step
         if not self.steps or not trainer.is_global_zero or trainer.fast_dev_run:
             return

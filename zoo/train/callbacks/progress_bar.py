@@ -1,7 +1,6 @@
 """The progress bar of a run, counted in steps."""
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -37,21 +36,18 @@ class Progress(ProgressBars):
         steps, total = self.trainer.global_step, self.trainer.max_steps
         return self._bar("training", 0, leave=True, total=total if total > 0 else None, initial=steps)
 
+    # these disappear
     def init_sanity_tqdm(self) -> Tqdm:
-        """A bar that disappears."""
         return self._bar("sanity check", 1)
 
     def init_validation_tqdm(self) -> Tqdm:
-        """A bar that disappears; below that of the training, unless that is done and text follows it."""
-        training = self.training_bar
+        training = self.training_bar  # the bar is below it, unless it is done and text follows it
         return self._bar("validation", 0 if training is None or training.disable else 1)
 
     def init_test_tqdm(self) -> Tqdm:
-        """A bar that disappears."""
         return self._bar("test", 0)
 
     def init_predict_tqdm(self) -> Tqdm:
-        """A bar that disappears."""
         return self._bar("predict", 0)
 
     def _bar(self, name: str, position: int, leave: bool = False, total: int | None = None, initial: int = 0) -> Tqdm:
@@ -69,10 +65,9 @@ class Progress(ProgressBars):
         )
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        """Go on: an epoch is not what is counted."""
+        """Do nothing: an epoch is not what is counted."""
 
-    def on_train_epoch_end(self, *_: Any) -> None:
-        """Go on."""
+    on_train_epoch_end = on_train_epoch_start
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Move the bar, and show the latest metrics; on a GPU only at logged steps, since reading them waits for it."""
@@ -80,13 +75,10 @@ class Progress(ProgressBars):
         if bar.disable or step == bar.n:
             return
         if pl_module.device.type == "cpu" or (interval and step % interval == 0):
-            bar.set_postfix_str(", ".join(self._numbers(trainer)), refresh=False)
+            metrics = trainer.progress_bar_metrics
+            numbers = [form.format(float(metrics[name])) for name, form in SHOWN.items() if name in metrics]
+            bar.set_postfix_str(", ".join(numbers), refresh=False)
         bar.update(step - bar.n)
-
-    def _numbers(self, trainer: L.Trainer) -> Iterator[str]:
-        for metric, form in SHOWN.items():
-            if (value := trainer.progress_bar_metrics.get(metric)) is not None:
-                yield form.format(float(value))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Remove the bar; after the verb `validate`, print how many batches were evaluated."""
@@ -109,7 +101,6 @@ class Progress(ProgressBars):
         self.print(f"{'tested' if testing else 'validated'} on {count} batches{limit}")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Close all bars, to leave the terminal usable."""
         self.close_all()
 
 

@@ -8,11 +8,11 @@ import platform
 import shlex
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import lightning as L
 import torch
@@ -32,15 +32,6 @@ from zoo.train.metrics_file import finite
 from zoo.train.results import read_row, result_table
 
 log = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Completes(Protocol):
-    """A callback that acts on the final validation of a run, should that come after `fit`."""
-
-    def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Handle a final validation that was made up for, since the run was killed during it."""
-        ...
 
 
 class ResultRow(RunCallback):
@@ -68,7 +59,6 @@ class ResultRow(RunCallback):
         return {"wall_seconds": self._wall_seconds()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the time so far."""
         self._earlier_seconds = state_dict["wall_seconds"]
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -77,7 +67,6 @@ class ResultRow(RunCallback):
         self._without_embeddings = parameters_without_embeddings(pl_module.model)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock."""
         self._start = time.perf_counter()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -113,7 +102,7 @@ class ResultRow(RunCallback):
             number_rows_from(trainer, trainer.global_step - 1)
             trainer.validate(pl_module, datamodule=datamodule, verbose=False)
             for callback in trainer.callbacks:
-                if isinstance(callback, Completes):
+                if isinstance(callback, RunCallback):
                     callback.complete(trainer, pl_module)
             self._write(trainer)  # last: a run with complete results is not looked at again
             self.on_fit_end(trainer, pl_module)
@@ -143,7 +132,8 @@ class ResultRow(RunCallback):
         training = pl_module.training
         pl_module.eval()
         totals, count = [0.0, 0.0], 0
-        for loaded in islice(_first_loader(trainer.val_dataloaders), self.zeroed_batches):
+        loaders = trainer.val_dataloaders
+        for loaded in islice(loaders[0] if isinstance(loaders, list | tuple) else loaders, self.zeroed_batches):
             batch: Batch = trainer.strategy.batch_to_device(loaded)
             count += int((batch.labels != NO_LOSS).sum())
             for index, mixers in enumerate((nullcontext(), pl_module.model.without_mixers())):
@@ -190,7 +180,7 @@ class ResultRow(RunCallback):
             "val_accuracy_by_task": {name: finite(metrics.get(f"val_accuracy_{name}")) for name in pl_module.tasks},
             "val_loss_same_batches": mixers.get("val_loss_same_batches"),
             "val_loss_mixers_zeroed": mixers.get("val_loss_mixers_zeroed"),
-            "bigram_loss": bigram_loss(trainer),
+            "bigram_loss": bigram_loss(trainer.datamodule),
             "learning_rate": optim.learning_rate,
             "schedule": optim.schedule_name,
             "warmup_steps": optim.warmup(planned),
@@ -217,18 +207,12 @@ def _where(trainer: L.Trainer, pl_module: L.LightningModule) -> str:
     """Return the path of the results, and a command that uses them."""
     folder = trainer.default_root_dir
     profile = ", profile" if (Path(folder) / "profile").is_dir() else ""
-    made = (
-        f"results, curve{profile}{', checkpoints' if trainer.checkpoint_callbacks else ''} and config are in {folder}"
-    )
+    checkpoints = ", checkpoints" if trainer.checkpoint_callbacks else ""
+    made = f"results, curve{profile}{checkpoints} and config are in {folder}"
     if not trainer.checkpoint_callbacks:
         return made
-    verb = "validate" if pl_module.tokenizer is None else "generate"
-    prompt = "" if pl_module.tokenizer is None else ' --prompt "def "'
+    verb, prompt = ("validate", "") if pl_module.tokenizer is None else ("generate", ' --prompt "def "')
     return f"{made}\nnext: python cli.py {verb} --checkpoint {shlex.quote(folder)}{prompt}"
-
-
-def _first_loader(loaders: Any) -> Iterable[Batch]:
-    return loaders[0] if isinstance(loaders, list | tuple) else loaders
 
 
 def _data_hash(trainer: L.Trainer) -> str | None:
@@ -255,12 +239,8 @@ def _commit() -> str | None:
     return outputs[-1].stdout.decode().strip()
 
 
-def bigram_loss(trainer: L.Trainer) -> float | None:
-    """The data module's bigram baseline in nats per token; None without one."""
-    return _bigram_loss(trainer.datamodule)
-
-
 @functools.lru_cache(maxsize=1)  # computing it counts all training tokens
-def _bigram_loss(datamodule: L.LightningDataModule | None) -> float | None:
+def bigram_loss(datamodule: L.LightningDataModule | None) -> float | None:
+    """The data module's bigram baseline in nats per token; None without one."""
     measure = getattr(datamodule, "bigram_loss", None)
     return None if measure is None else float(measure())

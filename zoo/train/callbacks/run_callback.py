@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
+import lightning as L
 from lightning.pytorch.callbacks import Callback
 
 
@@ -20,6 +21,9 @@ class RunCallback(Callback):
 
     key: ClassVar[str | None] = None
     order: ClassVar[int]
+
+    def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Handle a final validation that was made up for after `fit`, since the run was killed during it."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The run's config and tokenizer, written to its folder."""
+"""The run's config and tokenizer, written to its folder, and the config to the loggers."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ APPENDED = ("metrics.jsonl", "metrics.csv", "samples.txt", "results.json")  # fi
 
 
 class RunFiles(RunCallback):
-    """Writes the run's config to `config.yaml` and, for text data, its tokenizer to `tokenizer.json`.
+    """Writes the run's config to `config.yaml` and, for text data, its tokenizer to `tokenizer.json`; logs the config.
 
     It waits until everything has loaded, so that a failed start leaves the folder unchanged. The files of an earlier
     run that was stopped before its first checkpoint are then removed.
@@ -23,7 +23,8 @@ class RunFiles(RunCallback):
     order = 20
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the files, in the first process."""
+        for logger in trainer.loggers:
+            logger.log_hyperparams(pl_module.config or {})
         if not trainer.is_global_zero:
             return
         folder = Path(trainer.default_root_dir)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 
@@ -34,26 +35,15 @@ class Samples(RunCallback):
         seed: int = 0,
     ) -> None:
         self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
-        self.top_p = top_p
-        self.seed = seed
+        settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        self._settings: dict[str, Any] = settings
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Generate a sample for each prompt."""
         if trainer.state.fn != "fit" or trainer.sanity_checking or pl_module.tokenizer is None:
             return
         for prompt in self.prompts:
             with trainer.precision_plugin.forward_context():
-                pieces = generate(
-                    pl_module.model,
-                    pl_module.tokenizer,
-                    prompt,
-                    max_new_tokens=self.max_new_tokens,
-                    temperature=self.temperature,
-                    top_p=self.top_p,
-                    seed=self.seed,
-                )
+                pieces = generate(pl_module.model, pl_module.tokenizer, prompt, **self._settings)
                 try:
                     continuation = "".join(pieces)
                 except UserError as error:  # no reason to end the training

@@ -24,11 +24,9 @@ class StepSeeds(RunCallback):
         self.seed: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed, which a resumed run keeps."""
         return {"seed": self.seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the seed of the run."""
         self.seed = state_dict["seed"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

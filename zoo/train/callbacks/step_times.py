@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -17,31 +17,22 @@ from zoo.train.callbacks.run_callback import RunCallback
 PARTS = ("data", "forward", "backward", "optimizer", "other")
 
 
-class Mark(Protocol):
-    """A point in time, with the three methods of `torch.cuda.Event` that are used here."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the mark."""
-        ...
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from here to a later mark."""
-        ...
-
-
 class HostMark:
-    """The current time, by the clock of the host."""
+    """The current time, by the clock of the host, with the methods of `torch.cuda.Event` that are used here."""
 
     def __init__(self) -> None:
         self.seconds = time.perf_counter()
 
     def query(self) -> bool:
-        """True: the mark is in the past."""
+        """Return whether the device has reached the mark."""
         return True
 
-    def elapsed_time(self, end_event: "HostMark") -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from here to a later mark."""
         return 1000 * (end_event.seconds - self.seconds)
+
+
+Mark = Any  # a HostMark, or a torch.cuda.Event
 
 
 def mark(device: torch.device) -> Mark:
@@ -93,7 +84,6 @@ class LoaderClock:
         return seconds
 
     def detach(self) -> None:
-        """Leave the profiler as it was."""
         self._profiler.start, self._profiler.stop = self._methods
 
 
@@ -140,18 +130,15 @@ class StepTimes(RunCallback):
         self._sums, self._steps = dict.fromkeys(parts, 0.0), 0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Attach the clock of the loader to the trainer's profiler."""
         if stage == "fit":
             self._loader = LoaderClock(trainer.profiler)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Detach the clock."""
         if self._loader is not None:
             self._loader.detach()
         self._loader = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Discard earlier measurements."""
         self._step, self._warm, self._before = trainer.global_step, False, None
         self._batches.clear()
         self._waiting.clear()
@@ -164,7 +151,6 @@ class StepTimes(RunCallback):
         self._before = None
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Mark the start of the forward pass."""
         self._marks, self._computed = [mark(pl_module.device)], None
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
@@ -178,7 +164,6 @@ class StepTimes(RunCallback):
             when_computed(loss, computed)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Mark the end of the backward pass."""
         self._marks.append(mark(pl_module.device))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning as L
 
-from kernels.errors import UserError
 from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.devices import peak_flops
 
@@ -19,37 +18,30 @@ class Throughput(RunCallback):
     Time spent in validation does not count. FLOPs are those of the model (3 × forward), without recomputation.
 
     Args:
-        window: Steps to average over.
+        window: Steps to average over, 1 or more.
     """
 
     order = 60
 
     def __init__(self, window: int = 50) -> None:
-        if window < 1:
-            raise UserError(f"Throughput.window is {window}, but must be 1 or more steps.")
-        self.tokens_per_second: float | None = None
         self._marks: deque[tuple[float, int, int]] = deque(maxlen=window + 1)  # seconds, tokens, steps
         self._paused = 0.0
         self._pause_start = 0.0
         self._flops_per_token: float | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock."""
         self._marks.clear()
         self._mark(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop the clock."""
         self._pause_start = time.perf_counter()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restart the clock."""
         self._paused += time.perf_counter() - self._pause_start
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the means over the window."""
         if trainer.global_step == self._marks[-1][2]:
             return
         self._mark(trainer, pl_module)
@@ -57,8 +49,8 @@ class Throughput(RunCallback):
             self._marks.popleft()  # the first step is slow: kernels are compiled, memory is allocated
         (start, first_tokens, first_step), (end, tokens, step) = self._marks[0], self._marks[-1]
         seconds = max(end - start, 1e-9)
-        self.tokens_per_second = (tokens - first_tokens) / seconds
-        self.log("tokens_per_second", self.tokens_per_second, prog_bar=True)
+        tokens_per_second = (tokens - first_tokens) / seconds
+        self.log("tokens_per_second", tokens_per_second, prog_bar=True)
         self.log("seconds_per_step", seconds / (step - first_step))
         if trainer.max_steps > 0:
             minutes = (trainer.max_steps - step) * seconds / (step - first_step) / 60
@@ -67,7 +59,7 @@ class Throughput(RunCallback):
             if self._flops_per_token is None:
                 length = pl_module.context_length or batch.tokens.shape[1]
                 self._flops_per_token = TRAINING_FLOPS * pl_module.model.flops(length) / length
-            used = self._flops_per_token * self.tokens_per_second / trainer.world_size
+            used = self._flops_per_token * tokens_per_second / trainer.world_size
             self.log("mfu", used / peak, prog_bar=True)
 
     def _mark(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -27,19 +27,11 @@ class TrainingForward(Callback):
         raise NotImplementedError
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Install the replacements."""
         for block, forward in self.replaced(pl_module.model):
             block.forward = forward
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Restore the original functions."""
-        _restore(pl_module.model)
+        for block in pl_module.model.layers:
+            block.__dict__.pop("forward", None)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Restore the original functions."""
-        _restore(pl_module.model)
-
-
-def _restore(model: Any) -> None:
-    for block in model.layers:
-        block.__dict__.pop("forward", None)
+    on_exception = on_train_batch_end

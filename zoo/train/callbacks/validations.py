@@ -18,11 +18,9 @@ class Validations(RunCallback):
         self._batch = 0  # number of batches before the last validation, over all epochs
 
     def state_dict(self) -> dict[str, Any]:
-        """The batch count at the last validation."""
         return {"batch": self._batch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the batch count at the last validation."""
         self._batch = state_dict["batch"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -37,7 +35,6 @@ class Validations(RunCallback):
             self._run(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Note the step and batch of this validation."""
         if not trainer.sanity_checking:
             self._step, self._batch = trainer.global_step, trainer.fit_loop.epoch_loop.batch_progress.total.ready
 

@@ -42,7 +42,6 @@ class Watchdog(RunCallback):
         self._thread: threading.Thread | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the watching thread."""
         if self.timeout_minutes is None:
             return
         self._alive()
@@ -59,7 +58,6 @@ class Watchdog(RunCallback):
     on_save_checkpoint = on_train_end = _alive
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Stop the watching thread."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

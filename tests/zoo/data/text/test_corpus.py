@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from kernels.errors import UserError
 from zoo.data import Corpus
-from zoo.data.text.content_digest import content_digest
+from zoo.data.text.files import content_digest
 from zoo.files.hashing import file_digest as digest
 
 
@@ -48,7 +48,7 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path, suffix: str):
 def test_the_signature_follows_the_content(tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ZOO_CACHE", str(tmp_path / "cache"))
     if large:
-        monkeypatch.setattr("zoo.data.text.content_digest.LARGE", 1)
+        monkeypatch.setattr("zoo.data.text.files.LARGE", 1)
     file = tmp_path / "text" / "a.txt"
     file.parent.mkdir()
     file.write_text("one two")
@@ -61,7 +61,7 @@ def test_the_signature_follows_the_content(tmp_path: Path, large: bool, monkeypa
     assert after != before
     content_digest.cache_clear()  # as in a new process
     monkeypatch.setattr(
-        "zoo.data.text.content_digest.file_digest", (lambda path: pytest.fail("read again")) if large else digest
+        "zoo.data.text.files.file_digest", (lambda path: pytest.fail("read again")) if large else digest
     )
     assert corpus.signature() == after
     monkeypatch.undo()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from zoo.train.signal_connector import Signals
+from zoo.train.trainer import Signals
 
 
 @pytest.fixture
