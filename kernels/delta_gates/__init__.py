@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.op import Op
+from ..core.backend import Op
 from ..core.recurrence import at_least_fp32
 from ..discretise import composed as decay
 from ..discretise import reference as exact_decay

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..core.op import Op, loaded
+from ..core.backend import Op, loaded
 from ..delta_gates import GateInputs
 from ..delta_gates import run as delta_gates
 from . import composition, reference

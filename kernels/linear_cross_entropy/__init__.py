@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.op import Op
+from ..core.backend import Op
 from . import logits, per_token, reference
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.autograd import plain
-from ..core.op import Op
+from ..core.backend import Op
 from ..core.recompute import remake
 from . import composition, reference
 

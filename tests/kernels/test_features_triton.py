@@ -269,7 +269,7 @@ def test_the_gates_of_a_token_in_the_same_launch(M: int, chosen: tuple[int, ...]
         with kernels.backend("reference"):
             expected = with_gates(given, inputs)
         monkeypatch.setattr(gpu_op, "run", None)
-        monkeypatch.setattr(import_module("kernels.delta_gates.gpu.op"), "delta_gates", None)
+        monkeypatch.setattr(import_module("kernels.delta_gates.gpu.op"), "gates", None)
         with kernels.backend("triton"):
             found = with_gates(given, inputs)
             compiled = torch.compile(with_gates, backend="aot_eager", fullgraph=True)(given, inputs)

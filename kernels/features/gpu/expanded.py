@@ -5,7 +5,6 @@ would need sums over channels there) from the product. Two batched products make
 the matrix.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -119,63 +118,51 @@ def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[LaunchSp
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op, which `FeatureStream` explains."""
-
-    x: Tensor
-    product: Tensor
-    weight: Tensor
+    x: Tensor  # [B,T,heads,128]
+    product: Tensor  # [heads,128,subheads·128]
+    weight: Tensor  # [C,1,4]
     activation: str
     norm: str
 
 
+def empty(args: Arguments) -> tuple[Tensor]:
+    return (new(args.x, *args.x.shape[:2], args.weight.shape[0] // SIZE, SIZE),)
+
+
 def compute(args: Arguments) -> tuple[Tensor]:
-    """y [B,T,heads·subheads,128]."""
-    x, product, weight, activation, norm = args
-    y = new(x, *x.shape[:2], weight.shape[0] // SIZE, SIZE)
+    (x, product, weight, activation, norm), (y,) = args, empty(args)
     x, *strides = strided(x)
     queue, _ = launch(False, shape_of(x, product, activation, norm), *strides)
     queue(x, product.to(x.dtype).contiguous(), weight.contiguous(), y)
     return (y,)
 
 
-def fake(args: Arguments) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute` returns."""
-    return (args.x.new_empty(*args.x.shape[:2], args.weight.shape[0] // SIZE, SIZE),)
-
-
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of all tensors."""
-    assert gradients[0] is not None
+def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, product, weight, activation, norm = args
     if norm != "none":  # with a norm, the product is worth its memory
         z = multiply(Product(x, product))[0].view(*x.shape[:2], -1, SIZE)
         features = Features(z, weight, None, None, None, activation, norm)
         wanted: Any = features._replace(weight=needed.weight)
-        of_features = differentiate_features(gradients, (), wanted, features)
-        dz = of_features["x"]
-        assert dz is not None
-        dz = dz.view(*x.shape[:3], -1)
-        return {**_of_product(dz, needed, args), "weight": of_features["weight"]}
-    dy = gradients[0].contiguous()
+        of_features = differentiate_features(features, wanted, dy)
+        return {**_of_product(of_features["x"], needed, args), "weight": of_features["weight"]}
     dz = new(x, *x.shape[:3], product.shape[2])
     source, *strides = strided(x)
     queue, runs = launch(True, shape_of(x, product, activation, norm), *strides)
     dtaps = new(x, x.shape[0] * runs, TAPS, weight.shape[0], dtype=torch.float32)
-    queue(source, product.to(x.dtype).contiguous(), weight.contiguous(), dy, dz, dtaps)
+    queue(source, product.to(x.dtype).contiguous(), weight.contiguous(), dy.contiguous(), dz, dtaps)
     dweight = add_parts(dtaps, weight.dtype)[:, None]
     return {**_of_product(dz, needed, args), "weight": dweight}
 
 
-def _of_product(dz: Tensor, needed: Any, args: Arguments) -> Gradients:
+def _of_product(dz: Tensor | None, needed: Any, args: Arguments) -> Gradients:
     """The gradients of x and of the matrices."""
+    assert dz is not None
     wanted: Any = Product(needed.x, needed.product)
-    gradients = differentiate_product([dz], (), wanted, Product(args.x, args.product))
+    gradients = differentiate_product(Product(args.x, args.product), wanted, dz.view(*args.x.shape[:3], -1))
     return {"x": gradients["x"], "product": gradients["weight"]}
 
 
-apply = register("expanded_features", compute, differentiate, fake)
+apply = register("expanded_features", compute, differentiate, empty)
 
 
 def forward(stream: FeatureStream) -> tuple[Tensor, None]:

@@ -14,8 +14,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import NAMESPACE, plain
 from ...delta_gates import GateInputs
-from ...delta_gates.gpu.op import gates_tile
-from ...discretise.gpu.op import rows_of, tile
+from ...delta_gates.gpu.op import gates_tile, rows_of, tile
 from ...gpu.launch import LaunchSpec, cdiv
 from ..arguments import FeatureStream
 from ..stages import EPS

@@ -6,7 +6,6 @@ raw gates of its columns again, tile by tile, and from their gradients its part 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
-from ...discretise.gpu.op import rows_of
+from ...delta_gates.gpu.op import rows_of
 from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
@@ -124,18 +123,18 @@ def constants(x: Tensor, weight: Tensor) -> dict[str, Any]:
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op, which `low_rank_forget_gate` explains."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    x: Tensor  # […,R]
+    weight: Tensor  # [C,R]
+    bias: Tensor | None  # [C]
     scale: float
 
 
+def empty(args: Arguments) -> tuple[Tensor]:
+    return (new(args.x, *args.x.shape[:-1], args.weight.shape[0], dtype=dtype_of(args.x)),)
+
+
 def compute(args: Arguments) -> tuple[Tensor]:
-    """log_decay […,C] of x […,R]."""
-    x, weight, bias, scale = args
-    y = new(x, *x.shape[:-1], weight.shape[0], dtype=dtype_of(x))
+    (x, weight, bias, scale), (y,) = args, empty(args)
     x, rows, x_row = rows_of(x)
     programs = cdiv(rows, FORWARD["ROWS"]) * cdiv(weight.shape[0], FORWARD["BLOCK"])
     sizes = {**constants(x, weight), **FORWARD}
@@ -143,25 +142,15 @@ def compute(args: Arguments) -> tuple[Tensor]:
     return (y,)
 
 
-def fake(args: Arguments) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute` returns."""
-    return (args.x.new_empty(*args.x.shape[:-1], args.weight.shape[0], dtype=dtype_of(args.x)),)
-
-
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of x, W and the bias."""
-    assert gradients[0] is not None
+def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, weight, bias, scale = args
-    dy, (C, R) = gradients[0].contiguous(), weight.shape
-    dx = new(x)
+    dx, (C, R) = new(x), weight.shape
     x, rows, x_row = rows_of(x)
     blocks = cdiv(C, BACKWARD["BLOCK"])
     programs = min(cdiv(rows, BACKWARD["ROWS"]), max(1, multiprocessors(x.device) * PROGRAMS // blocks))
     of_x, of_weight = (new(x, *shape, dtype=torch.float32) for shape in ((blocks, rows, R), (programs, R, C)))
     of_bias = None if bias is None else new(x, programs, 1, C, dtype=torch.float32)
-    tensors = (x, weight, bias, dy, of_x, of_weight, of_bias)
+    tensors = (x, weight, bias, dy.contiguous(), of_x, of_weight, of_bias)
     sizes = {**constants(x, weight), **BACKWARD}
     enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes, warps=4)
     dx.copy_(of_x.sum(0).view(dx.shape))
@@ -169,7 +158,7 @@ def differentiate(
     return {"x": dx, "weight": add_parts(of_weight, weight.dtype), "bias": dbias}
 
 
-low_rank = register("low_rank_forget_gate", compute, differentiate, fake)
+low_rank = register("low_rank_forget_gate", compute, differentiate, empty)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:

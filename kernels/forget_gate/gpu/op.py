@@ -2,7 +2,6 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
-from ...discretise.gpu.op import rows_of
+from ...delta_gates.gpu.op import rows_of
 from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
 from ...gpu.tiles import exp2
-from ..composition import Arguments, fake
+from ..composition import Arguments, empty
 
 ELEMENTS, WIDEST = 2048, 512  # of a tile, and most of them in a row
 PROGRAMS = 16  # per multiprocessor in the backward pass; each stores its part of the gradients of bias and odds
@@ -120,7 +119,6 @@ def tile(size: int) -> dict[str, int]:
 
 
 def compute(args: Arguments) -> tuple[Tensor]:
-    """log_decay, in the shape of x […,C]."""
     x, bias, odds, scale = args
     y, sizes = new(x, dtype=torch.float32), tile(x.shape[-1])
     x, rows, x_row = rows_of(x)
@@ -129,21 +127,16 @@ def compute(args: Arguments) -> tuple[Tensor]:
     return (y,)
 
 
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of x, bias and odds."""
-    assert gradients[0] is not None
+def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, bias, odds, scale = args
-    dy, sizes = gradients[0].contiguous(), tile(x.shape[-1])
-    dx = new(x)
+    dx, sizes = new(x), tile(x.shape[-1])
     x, rows, x_row = rows_of(x)
     blocks = cdiv(sizes["C"], sizes["BLOCK"])
     programs = min(cdiv(rows, sizes["ROWS"]), max(1, multiprocessors(x.device) * PROGRAMS // blocks))
     parts = dbias = dodds = None
     if bias is not None or odds is not None:
         parts = new(x, programs, sizes["C"], 2, dtype=torch.float32)
-    tensors = (x, bias, odds, dy, dx, parts)
+    tensors = (x, bias, odds, dy.contiguous(), dx, parts)
     enqueue(forget_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes)
     if parts is not None:
         both = add_parts(parts, torch.float32)
@@ -153,7 +146,7 @@ def differentiate(
     return {"x": dx, "bias": dbias, "odds": dodds}
 
 
-forget_gate = register("forget_gate_triton", compute, differentiate, fake)
+forget_gate = register("forget_gate_triton", compute, differentiate, empty)
 
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:

@@ -1,6 +1,5 @@
 """The cross-entropy of a linear head and its gradients, a few thousand tokens at a time."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +16,6 @@ ALIGNED = 64  # rows of logits begin at multiples of this many elements
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op."""
-
     x: Tensor  # [N,D]
     weight: Tensor  # [V,D]
     labels: Tensor  # [N]
@@ -88,13 +85,7 @@ def add_product(total: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
         torch.mm(left, x, out_dtype=torch.float32, out=total)
 
 
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients that `compute` returned, times the gradient of the sum."""
-    (gradient,), (dx, dweight) = gradients, residuals
-    if gradient is None:
-        return {}
+def differentiate(args: Arguments, needed: Any, gradient: Tensor, dx: Tensor, dweight: Tensor) -> Gradients:
     return {
         "x": _scaled(dx, gradient) if needed.x else None,
         "weight": _scaled(dweight, gradient) if needed.weight else None,
@@ -109,17 +100,13 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return y
 
 
-def fake(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors of the shapes and dtypes that `compute` returns."""
-    x, weight = args.x, args.weight
-    dx, dweight = (
-        x.new_empty(x.shape if args.x_learns else 0),
-        weight.new_empty(weight.shape if args.weight_learns else 0),
-    )
-    return x.new_empty((), dtype=torch.float32), dx, dweight
+def empty(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    dx = args.x.new_empty(args.x.shape if args.x_learns else 0)
+    dweight = args.weight.new_empty(args.weight.shape if args.weight_learns else 0)
+    return args.x.new_empty((), dtype=torch.float32), dx, dweight
 
 
-linear_cross_entropy = register("linear_cross_entropy", compute, differentiate, fake)
+linear_cross_entropy = register("linear_cross_entropy", compute, differentiate, empty)
 
 
 def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:

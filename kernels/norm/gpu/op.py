@@ -1,6 +1,6 @@
 """RMS normalisation in Triton: one launch forward and one backward, which saves only the arguments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -79,8 +79,6 @@ def most_programs(size: int, gate: str) -> int:
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op."""
-
     x: Tensor  # […,D]
     gate: Tensor | None  # like x
     weight: Tensor | None  # [D]
@@ -90,7 +88,6 @@ class Arguments(NamedTuple):
 
 
 def compute(args: Arguments) -> tuple[Tensor]:
-    """y in the shape of x."""
     x, gate, weight, eps, gate_first, dtype = args
     y, rows = new(x, dtype=dtype), x.numel() // max(x.shape[-1], 1)
     weight = None if weight is None else weight.contiguous()
@@ -98,11 +95,6 @@ def compute(args: Arguments) -> tuple[Tensor]:
     (x, outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
     forward_launch(*shape, outer, gate_outer, eps)(x, gate, weight, None, y, None)
     return (y,)
-
-
-def fake(args: Arguments) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute` returns."""
-    return (args.x.new_empty(args.x.shape, dtype=args.dtype),)
 
 
 def differentiate_rows(
@@ -125,15 +117,11 @@ def differentiate_rows(
     return dx, dgate, dweight
 
 
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of x, the gate and the weight."""
-    assert gradients[0] is not None
-    return dict(zip(("x", "gate", "weight"), differentiate_rows(args, gradients[0]), strict=True))
+def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+    return dict(zip(("x", "gate", "weight"), differentiate_rows(args, dy), strict=True))
 
 
-rms_norm = register("rms_norm", compute, differentiate, fake)
+rms_norm = register("rms_norm", compute, differentiate, lambda args: (new(args.x, dtype=args.dtype),))
 
 
 def forward(*args: Any) -> Tensor:

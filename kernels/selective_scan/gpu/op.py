@@ -5,7 +5,6 @@ gradients of these states, then all chunks in parallel. A sequence of a single c
 launch. There are no atomics: equal inputs give equal bits.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -117,8 +116,6 @@ def chunk_length(tokens: int) -> int:
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op, which `selective_scan` explains."""
-
     x: Tensor
     log_decay: Tensor
     rate: Tensor
@@ -175,20 +172,12 @@ def compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return y, final, states
 
 
-def fake(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors of the shapes and dtypes that `compute` returns."""
-    return SelectiveScan(*args.sizes).results()
-
-
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of all tensors but `cu_seqlens`."""
+def differentiate(args: Arguments, needed: Any, dy: Tensor | None, dfinal: Tensor | None, states: Tensor) -> Gradients:
     plan, (_, log_decay, rate, b, c, initial_state, _) = args.plan, args
-    x, *arguments, initial, dy, dfinal = dense(*args[:6], *gradients)
+    x, *arguments, initial, dy, dfinal = dense(*args[:6], dy, dfinal)
     dy = torch.zeros_like(x) if dy is None else dy
     dinitial = plan.states(plan.S)
-    first, after = (initial, dfinal) if plan.whole else (residuals[0], plan.states(plan.chunks))
+    first, after = (initial, dfinal) if plan.whole else (states, plan.states(plan.chunks))
     if not plan.whole:
         cuts(plan, dy, tuple(arguments), after, dfinal, dinitial, reverse=True)
     BD, BN = plan.tile(GRADIENT_ELEMENTS)
@@ -208,7 +197,9 @@ def differentiate(
     return {"x": dx, "log_decay": dlog_decay, **summed, "initial_state": last}
 
 
-selective_scan = register("selective_scan", compute, differentiate, fake, results=2)
+selective_scan = register(
+    "selective_scan", compute, differentiate, lambda args: SelectiveScan(*args.sizes).results(), results=2
+)
 
 
 def forward(a: Scan) -> tuple[Tensor, Tensor]:
