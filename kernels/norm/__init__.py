@@ -8,25 +8,23 @@ from torch import Tensor
 from ..core.autograd import plain
 from ..core.backend import Op
 from ..core.recompute import remake
-from . import composition, reference
+from .composition import forward, reference
 
 LARGEST = 8192  # the kernels hold whole rows in registers
 
 
 def limits(x: Tensor, *rest: Any) -> str | None:
-    """Why the Triton kernels cannot take the arguments."""
     return None if x.shape[-1] <= LARGEST else f"which takes rows of at most {LARGEST}"
 
 
 def separately(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum, then its norm."""
     total = x + y
     return total, rms_norm(total, weight, eps)
 
 
 GPU = "kernels.norm.gpu.op:forward"
-OP = Op("rms_norm", reference=reference.forward, torch=composition.forward, gpu=GPU, limits=limits)
-GATED = Op("gated_rms_norm", reference=reference.forward, torch=composition.forward, gpu=GPU, limits=limits)
+OP = Op("rms_norm", reference=reference, torch=forward, gpu=GPU, limits=limits)
+GATED = Op("gated_rms_norm", reference=reference, torch=forward, gpu=GPU, limits=limits)
 ADDED = Op("add_rms_norm", reference=separately, torch=separately, gpu="kernels.norm.gpu.op:added")
 
 

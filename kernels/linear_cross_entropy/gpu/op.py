@@ -8,7 +8,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
-from .. import per_token
+from .. import logits as in_pytorch
 from .rows import BLOCK, SCALED, WARPS, scale, softmax_loss
 
 LOGITS = 2**28  # in memory at once, 0.5 GB in bf16: 8192 tokens at a vocabulary of 32,000, enough for fast products
@@ -122,4 +122,4 @@ def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Ten
 
 def token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Losses [N] and correct [N]."""
-    return per_token.forward(x, weight, labels, ignore_index, row_losses)
+    return in_pytorch.token_losses(x, weight, labels, ignore_index, row_losses)

@@ -16,7 +16,7 @@ from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.layout import layout
 from ...gpu.plan import Plan, prepared
 from ..arguments import Scan
-from .chunks import combine, local, outputs
+from .chunks import combine, walk
 from .gradients import gradients
 
 SHORT, LONG = 64, 256  # tokens per chunk
@@ -33,23 +33,14 @@ class SelectiveScan(Plan):
         shape: Shape of x [B,T,D].
         states: States N per channel.
         read: What c is: ones, constant or each (one per token).
-        dtype: Dtype of x.
-        device: Device of x.
         documents: Number of documents packed into one row; None without packing.
+        x: Dtype and device of x.
     """
 
-    def __init__(
-        self,
-        shape: torch.Size,
-        states: int,
-        read: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        documents: int | None,
-    ):
-        super().__init__(dtype, device)
+    def __init__(self, shape: torch.Size, states: int, read: str, documents: int | None, *x: Any):
+        super().__init__(*x)
         (self.B, self.T, self.D), self.N, self.read = shape, states, read
-        self.length = chunk_length(self.T)
+        self.length = SHORT if self.T < FROM else LONG
         self.per_row = -(-self.T // self.length)
         self.whole = documents is None and self.per_row == 1  # every sequence is a single chunk
         self.S = self.B if documents is None else documents
@@ -82,21 +73,14 @@ class SelectiveScan(Plan):
         return LaunchSpec(kernel, rows * cdiv(self.D, BD), *numbers, **sizes, **constants, warps=1)
 
     @prepared
-    def local(self, reverse: bool) -> LaunchSpec:
-        """Launch that computes the contribution of each chunk to the state after it, or in reverse to the gradient
-        before it.
-        """
-        return self._prepared(local, self.chunks, ELEMENTS, READ=self.read, REVERSE=reverse)
+    def walk(self, reverse: bool) -> LaunchSpec:
+        """Through each chunk from the state before it, or in reverse from the gradient after it."""
+        return self._prepared(walk, self.chunks, ELEMENTS, READ=self.read, REVERSE=reverse)
 
     @prepared
     def combine(self, reverse: bool) -> LaunchSpec:
-        """From the results of `local` to the states before all chunks, or in reverse the gradients after them."""
+        """From what each chunk adds to the states before all chunks, or in reverse the gradients after them."""
         return self._prepared(combine, self.S, ELEMENTS, self.length, REVERSE=reverse)
-
-    @prepared
-    def outputs(self) -> LaunchSpec:
-        """y from the states before all chunks."""
-        return self._prepared(outputs, self.chunks, ELEMENTS, READ=self.read)
 
     @property
     def marks(self) -> int:
@@ -108,11 +92,6 @@ class SelectiveScan(Plan):
         """The gradients of all tensors, from the states before all chunks and the gradients after them."""
         numbers = self.B * self.T, self.marks
         return self._prepared(gradients, self.chunks, GRADIENT_ELEMENTS, *numbers, PART=PART, READ=self.read)
-
-
-def chunk_length(tokens: int) -> int:
-    """Tokens per chunk, in a row of `tokens` tokens."""
-    return SHORT if tokens < FROM else LONG
 
 
 class Arguments(NamedTuple):
@@ -129,33 +108,30 @@ class Arguments(NamedTuple):
         """The arguments of the plan."""
         read = "ones" if self.c is None else "constant" if self.c.dim() == 2 else "each"
         documents = None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        return self.x.shape, self.rate.shape[1], read, self.x.dtype, self.x.device, documents
+        return self.x.shape, self.rate.shape[1], read, documents, self.x.dtype, self.x.device
 
     @property
     def plan(self) -> SelectiveScan:
         return SelectiveScan.of(self.cu_seqlens, self.x.shape[1], *self.sizes)
 
 
-def cuts(
-    plan: SelectiveScan,
-    x: Tensor,
-    arguments: tuple[Tensor | None, ...],
-    states: Tensor,
-    end: Tensor | None,
-    other: Tensor,
-    *,
-    reverse: bool,
-) -> None:
-    """Fill the states before all chunks and the final states, or in reverse the gradients after chunks and of h_0."""
+def cuts(plan: SelectiveScan, reverse: bool, x: Tensor, arguments: list[Any], states: Tensor, *ends: Any) -> None:
+    """Fill the states before all chunks and the final states, or in reverse the gradients after chunks and of h_0.
+
+    Args:
+        plan: Sizes and launches.
+        reverse: Whether it is about the gradients.
+        x: Inputs, or in reverse the gradients of the outputs.
+        arguments: log_decay, rate, b and c.
+        states: Filled with the states at the cuts.
+        ends: The states at the first end, or None, and those at the other end, which are filled.
+    """
     totals = plan.new(plan.chunks, plan.D, dtype=torch.float32)
-    plan.local(reverse)(x, *arguments, states, totals, plan.layout.chunks)
-    rate = arguments[1]
-    assert rate is not None
-    plan.combine(reverse)(rate, states, totals, end, other, plan.layout.segments)
+    plan.walk(reverse)(x, *arguments, None, states, totals, None, plan.layout.chunks)
+    plan.combine(reverse)(arguments[1], states, totals, *ends, plan.layout.segments)
 
 
 def dense(*tensors: Tensor | None) -> list[Any]:
-    """The tensors, contiguous."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 
@@ -165,10 +141,10 @@ def compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     x, *arguments, initial = dense(*args[:6])
     y, final, states = plan.results()
     if plan.whole:
-        plan.outputs()(x, *arguments, initial, y, final, plan.layout.chunks)
+        plan.walk(False)(x, *arguments, initial, final, None, y, plan.layout.chunks)
     else:
-        cuts(plan, x, tuple(arguments), states, initial, final, reverse=False)
-        plan.outputs()(x, *arguments, states, y, None, plan.layout.chunks)
+        cuts(plan, False, x, arguments, states, initial, final)
+        plan.walk(False)(x, *arguments, states, None, None, y, plan.layout.chunks)
     return y, final, states
 
 
@@ -179,7 +155,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor | None, dfinal: Tenso
     dinitial = plan.states(plan.S)
     first, after = (initial, dfinal) if plan.whole else (states, plan.states(plan.chunks))
     if not plan.whole:
-        cuts(plan, dy, tuple(arguments), after, dfinal, dinitial, reverse=True)
+        cuts(plan, True, dy, arguments, after, dfinal, dinitial)
     BD, BN = plan.tile(GRADIENT_ELEMENTS)
     blocks = cdiv(plan.D, BD)
     scratch = plan.new(plan.chunks * blocks, PART + plan.marks, BN, BD, dtype=torch.float32)
