@@ -139,11 +139,9 @@ class Op:
         return self.choose(x, *args)(*args)
 
     def choose(self, x: Tensor, *args: Any) -> Implementation:
-        """Return the implementation that a call runs."""
         return self.load(self.backend(x, *args))
 
     def load(self, backend: str) -> Implementation:
-        """Return the implementation of a backend."""
         implementation = self.implementations[backend]
         return loaded(implementation) if isinstance(implementation, str) else implementation
 

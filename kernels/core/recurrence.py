@@ -39,7 +39,6 @@ class Recurrences:
 
     @property
     def differentiated(self) -> bool:
-        """Return whether a gradient is needed."""
         tensors = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 

@@ -47,12 +47,10 @@ class GateInputs:
 
     @property
     def differentiated(self) -> bool:
-        """Return whether a gradient is wanted."""
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self.tensors)
 
 
 def composed(gates: GateInputs) -> tuple[Tensor, Tensor]:
-    """The formulas in PyTorch."""
     return decay(gates.a, gates.A_log, gates.dt_bias)[0], strength(gates.b, gates.bias, gates.largest)
 
 
@@ -89,6 +87,5 @@ def delta_gates(
 
 
 def run(gates: GateInputs) -> tuple[Tensor, Tensor]:
-    """`delta_gates` of checked arguments."""
     log_decay, beta = OP(gates.a, gates)
     return log_decay, beta

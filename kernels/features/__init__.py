@@ -19,7 +19,6 @@ LARGEST, MOST_TAPS = 1024, 8  # heads and their last inputs have to fit in the r
 
 
 def limits(stream: FeatureStream) -> str | None:
-    """Why the Triton kernels cannot take the arguments."""
     if stream.taps <= MOST_TAPS and (stream.norm == "none" or stream.size <= LARGEST):
         return None
     return f"which takes at most {MOST_TAPS} taps, and norms of heads of at most {LARGEST} channels"

@@ -15,7 +15,6 @@ from ..core.recurrence import at_least_fp32
 
 
 def biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + bias in at least fp32."""
     return at_least_fp32(x) if bias is None else at_least_fp32(x) + at_least_fp32(bias)
 
 
@@ -65,12 +64,10 @@ apply = register("forget_gate", compute, differentiate, empty)
 
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
-    """log_decay, in the shape of x […,C]."""
     return apply(x, bias, odds, scale)[0]
 
 
 def reference(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
-    """The formula of the papers."""
     x = at_least_fp32(x) if bias is None else at_least_fp32(x) + bias
     forget = x.sigmoid()
     if odds is not None:

@@ -104,7 +104,6 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
 
 
 def dtype_of(x: Tensor) -> torch.dtype:
-    """The dtype of the norm of x."""
     device = x.device.type
     casts = x.dtype == torch.float32 and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if casts else x.dtype

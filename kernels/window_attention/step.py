@@ -8,7 +8,6 @@ from .arguments import Attention
 
 
 def serves(a: Attention) -> bool:
-    """Return whether there is one query per row."""
     return a.q.shape[1] == 1 and a.documents is None
 
 

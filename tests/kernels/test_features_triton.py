@@ -393,7 +393,7 @@ def registered(a: Arguments) -> None:
     how = ("silu", "l2")
     torch.library.opcheck(torch.ops.token_mixer_zoo.features, (*leaves, None, *how))
     torch.library.opcheck(torch.ops.token_mixer_zoo.features, (leaves[0], None, None, None, None, *how))
-    torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, *how))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, None, *how))
     one, how = [a["x"][:, :1], *given[1:3]], ("silu relu", "l2 none")
     histories = [a["history"].clone(), a["history"].clone()]
     M = 3

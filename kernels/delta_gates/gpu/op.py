@@ -46,7 +46,6 @@ def per_recurrence(x, M: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def shifted(x, bias, at, inside, M: tl.constexpr, BLOCK: tl.constexpr):
-    """x + bias in fp32."""
     wide = load(x, at, inside)
     if bias is not None:
         wide += per_recurrence(bias, M, BLOCK)
@@ -214,7 +213,6 @@ gates = register("delta_gates", compute, differentiate, empty, results=2)
 
 
 def forward(inputs: GateInputs) -> tuple[Tensor, Tensor]:
-    """log_decay and β, in the shape of a."""
     bias = None if inputs.bias is None else inputs.bias.contiguous()
     log_decay, beta = gates(
         inputs.a, inputs.A_log.contiguous(), inputs.dt_bias.contiguous(), inputs.b, bias, inputs.largest
@@ -223,6 +221,5 @@ def forward(inputs: GateInputs) -> tuple[Tensor, Tensor]:
 
 
 def discretise(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """log_decay and dt, in the shape of a."""
     log_decay, dt = gates(a, A_log.contiguous(), dt_bias.contiguous(), None, None, 1.0)
     return log_decay, dt

@@ -60,24 +60,6 @@ def fits(stream: FeatureStream) -> bool:
     )
 
 
-class Shape(NamedTuple):
-    """Sizes that a launch depends on."""
-
-    B: int
-    T: int
-    heads: int
-    subheads: int
-    activation: str
-    norm: str
-    multiprocessors: int
-
-
-def shape_of(x: Tensor, product: Tensor, activation: str, norm: str) -> Shape:
-    """The shape of a call."""
-    B, T, heads, _ = x.shape
-    return Shape(B, T, heads, product.shape[2] // SIZE, activation, norm, multiprocessors(x.device))
-
-
 @lru_cache(maxsize=256)
 def cut(tiles: int, columns: int, room: int) -> tuple[int, int]:
     """Into how many runs to cut the tiles of a sequence, and how many tiles each has.
@@ -90,31 +72,29 @@ def cut(tiles: int, columns: int, room: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[LaunchSpec, int]:
+def launch(
+    backward: bool,
+    shape: tuple[int, ...],
+    subheads: int,
+    activation: str,
+    norm: str,
+    multiprocessors: int,
+    batch_stride: int,
+    token_stride: int,
+) -> tuple[LaunchSpec, int]:
     """The launch for an x of this shape and these strides, and the number of its runs in each sequence."""
     from . import expanded_kernels as gluon_expanded  # the interpreter and other devices do without Gluon
 
     kernel, how = (gluon_expanded.backward, BACKWARD) if backward else (gluon_expanded.forward, FORWARD)
-    columns = shape.heads * shape.subheads
-    tiles = cdiv(shape.T, how.tokens - (2 if backward else 1) * (TAPS - 1))
-    runs, each = cut(tiles, max(1, shape.B) * columns, how.programs * shape.multiprocessors)
-    normalised: dict[str, Any] = {} if backward else {"L2": shape.norm == "l2", "EPS": EPS}
-    prepared = LaunchSpec(
-        kernel,
-        shape.B * runs * columns,
-        shape.T,
-        each,
-        row,
-        x_token=token,
-        C=columns * SIZE,
-        SUBHEADS=shape.subheads,
-        SILU=shape.activation == "silu",
-        TILE=how.tokens,
-        **normalised,
-        warps=WARPS,
-        registers=how.registers,
-    )
-    return prepared, runs
+    B, T, heads, _ = shape
+    columns = heads * subheads
+    tiles = cdiv(T, how.tokens - (2 if backward else 1) * (TAPS - 1))
+    runs, each = cut(tiles, max(1, B) * columns, how.programs * multiprocessors)
+    constants: dict[str, Any] = {} if backward else {"L2": norm == "l2", "EPS": EPS}
+    constants |= {"C": columns * SIZE, "SUBHEADS": subheads, "SILU": activation == "silu", "TILE": how.tokens}
+    numbers = T, each, batch_stride
+    options = {"x_token": token_stride, "warps": WARPS, "registers": how.registers}
+    return LaunchSpec(kernel, B * runs * columns, *numbers, **options, **constants), runs
 
 
 class Arguments(NamedTuple):
@@ -130,11 +110,18 @@ def empty(args: Arguments) -> tuple[Tensor]:
 
 
 def compute(args: Arguments) -> tuple[Tensor]:
-    (x, product, weight, activation, norm), (y,) = args, empty(args)
-    x, *strides = strided(x)
-    queue, _ = launch(False, shape_of(x, product, activation, norm), *strides)
+    (_, product, weight, _, _), (y,) = args, empty(args)
+    queue, x, _ = prepared(False, args)
     queue(x, product.to(x.dtype).contiguous(), weight.contiguous(), y)
     return (y,)
+
+
+def prepared(backward: bool, args: Arguments) -> tuple[LaunchSpec, Tensor, int]:
+    """The launch of a call, its x, and the number of runs in each sequence."""
+    x, *strides = strided(args.x)
+    how = args.product.shape[2] // SIZE, args.activation, args.norm, multiprocessors(x.device)
+    queue, runs = launch(backward, x.shape, *how, *strides)
+    return queue, x, runs
 
 
 def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
@@ -146,8 +133,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
         of_features = differentiate_features(features, wanted, dy)
         return {**_of_product(of_features["x"], needed, args), "weight": of_features["weight"]}
     dz = new(x, *x.shape[:3], product.shape[2])
-    source, *strides = strided(x)
-    queue, runs = launch(True, shape_of(x, product, activation, norm), *strides)
+    queue, source, runs = prepared(True, args)
     dtaps = new(x, x.shape[0] * runs, TAPS, weight.shape[0], dtype=torch.float32)
     queue(source, product.to(x.dtype).contiguous(), weight.contiguous(), dy.contiguous(), dz, dtaps)
     dweight = add_parts(dtaps, weight.dtype)[:, None]
@@ -155,7 +141,6 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
 
 
 def _of_product(dz: Tensor | None, needed: Any, args: Arguments) -> Gradients:
-    """The gradients of x and of the matrices."""
     assert dz is not None
     wanted: Any = Product(needed.x, needed.product)
     gradients = differentiate_product(Product(args.x, args.product), wanted, dz.view(*args.x.shape[:3], -1))

@@ -198,7 +198,6 @@ step = register("features_step", compute_step, None, lambda args: (new(args.x), 
 
 
 def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
-    """y [B,T,heads,size], and the history for the next call if it is to be returned."""
     x, weight = stream.x, stream.weight
     if weight is None and stream.activation == "identity" and stream.norm == "none":
         return x, continued(stream) if stream.return_history else None

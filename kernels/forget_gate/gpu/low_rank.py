@@ -116,7 +116,6 @@ def low_rank_backward(
 
 
 def constants(x: Tensor, weight: Tensor) -> dict[str, Any]:
-    """Compile-time constants of both kernels."""
     C, R = weight.shape
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     return {"C": C, "R": R, "BR": max(16, next_power_of_2(R)), "PRECISION": precision}
@@ -162,6 +161,5 @@ low_rank = register("low_rank_forget_gate", compute, differentiate, empty)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """log_decay […,C] of x […,R]."""
     bias = None if bias is None else bias.contiguous()
     return low_rank(x, weight.contiguous(), bias, scale)[0]

@@ -113,7 +113,6 @@ def forget_backward(
 
 
 def tile(size: int) -> dict[str, int]:
-    """The constants of both kernels: channels, and rows and columns of a tile."""
     block = min(next_power_of_2(size), WIDEST)
     return {"C": size, "ROWS": ELEMENTS // block, "BLOCK": block}
 
@@ -150,6 +149,5 @@ forget_gate = register("forget_gate_triton", compute, differentiate, empty)
 
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
-    """log_decay, in the shape of x […,C]."""
     bias, odds = (None if parameter is None else parameter.contiguous() for parameter in (bias, odds))
     return forget_gate(x, bias, odds, scale)[0]

@@ -104,7 +104,6 @@ gated_linear = register("gated_linear", compute, differentiate, empty)
 
 
 def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """[…,O]; see `gated_linear`."""
     if few_rows(gate_up, weight):
         return few.forward(gate_up, weight, None, activation)
     if torch.is_autocast_enabled(gate_up.device.type):

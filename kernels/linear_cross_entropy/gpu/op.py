@@ -66,7 +66,6 @@ def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: 
 
 
 def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """The losses [N] of logits [N,V]."""
     losses = new(logits, len(logits), dtype=torch.float32)
     _softmax_loss(logits, labels.contiguous(), losses, ignore_index, gradient=False)
     return losses
@@ -110,7 +109,6 @@ linear_cross_entropy = register("linear_cross_entropy", compute, differentiate, 
 
 
 def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Sum of the losses."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     learning = torch.is_grad_enabled()
@@ -121,5 +119,4 @@ def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Ten
 
 
 def token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Losses [N] and correct [N]."""
     return in_pytorch.token_losses(x, weight, labels, ignore_index, row_losses)

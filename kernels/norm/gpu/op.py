@@ -105,7 +105,6 @@ rms_norm = register("rms_norm", compute, differentiate, lambda args: (new(args.x
 
 
 def forward(*args: Any) -> Tensor:
-    """y in the shape of x, of the fields of `Arguments`."""
     return rms_norm(*args)[0]
 
 
@@ -139,7 +138,6 @@ class Added(torch.autograd.Function):
 
 
 def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum and its norm in one launch."""
     dtype = dtype_of(x)
     total, h = Added.apply(x, y, weight, eps, dtype)
     return total, remake(h, forward, total, None, weight, eps, False, dtype)

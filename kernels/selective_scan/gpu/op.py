@@ -47,7 +47,6 @@ class SelectiveScan(Plan):
         self.slots = self.B * self.per_row if documents is None else self.T // self.length + documents
 
     def place(self, packed: Documents | None) -> None:
-        """Cut the sequences into chunks; segments are whole sequences."""
         longest = self.per_row * self.length
         self.layout = layout(packed, self.B, self.T, self.length, self.length, longest, self.device)
         self.chunks = self.layout.chunks.shape[0]
@@ -58,11 +57,9 @@ class SelectiveScan(Plan):
         return y, final, self.states(0 if self.whole else self.slots)
 
     def states(self, count: int) -> Tensor:
-        """Uninitialised states [count,D,N]."""
         return self.new(count, self.D, self.N, dtype=torch.float32)
 
     def tile(self, elements: int) -> tuple[int, int]:
-        """Channels and states per tile."""
         states = next_power_of_2(self.N)
         return max(1, min(CHANNELS, elements // states)), states
 
@@ -84,7 +81,6 @@ class SelectiveScan(Plan):
 
     @property
     def marks(self) -> int:
-        """Number of parts in a chunk."""
         return cdiv(self.length, PART)
 
     @prepared
@@ -105,7 +101,6 @@ class Arguments(NamedTuple):
 
     @property
     def sizes(self) -> tuple[Any, ...]:
-        """The arguments of the plan."""
         read = "ones" if self.c is None else "constant" if self.c.dim() == 2 else "each"
         documents = None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
         return self.x.shape, self.rate.shape[1], read, documents, self.x.dtype, self.x.device
@@ -136,7 +131,6 @@ def dense(*tensors: Tensor | None) -> list[Any]:
 
 
 def compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the final states, and the states before all chunks."""
     plan = args.plan
     x, *arguments, initial = dense(*args[:6])
     y, final, states = plan.results()
@@ -179,7 +173,6 @@ selective_scan = register(
 
 
 def forward(a: Scan) -> tuple[Tensor, Tensor]:
-    """y [B,T,D] and the final states [S,D,N]."""
     # fp64 arguments with an x of lower precision: the kernels compute in fp32
     rest = (None if z is None else z.float() if z.dtype == torch.float64 else z for z in a.others)
     y, final = selective_scan(a.x, *rest, a.cu_seqlens)
