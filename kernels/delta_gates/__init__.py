@@ -83,9 +83,5 @@ def delta_gates(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    return run(GateInputs(a, A_log, dt_bias, b, bias, largest))
-
-
-def run(gates: GateInputs) -> tuple[Tensor, Tensor]:
-    log_decay, beta = OP(gates.a, gates)
+    log_decay, beta = OP(a, GateInputs(a, A_log, dt_bias, b, bias, largest))
     return log_decay, beta

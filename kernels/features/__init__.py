@@ -6,8 +6,8 @@ from typing import Literal
 from torch import Tensor
 
 from ..core.backend import Op, loaded
+from ..delta_gates import OP as GATES
 from ..delta_gates import GateInputs
-from ..delta_gates import run as delta_gates
 from . import composition, reference
 from .arguments import FeatureStream
 from .stages import ACTIVATIONS, NORMS
@@ -96,7 +96,8 @@ def features_and_gates(
         y [B,T,heads,size] and the history of each stream, and log_decay and β.
     """
     outputs, both = together(streams, gates)
-    return outputs, delta_gates(gates) if both is None else (both[0], both[1])
+    log_decay, beta = GATES(gates.a, gates) if both is None else both
+    return outputs, (log_decay, beta)
 
 
 def together(

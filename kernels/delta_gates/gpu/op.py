@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
-from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
+from ...gpu.rows import load, per_channel, rows_of, shifted, tile_of, walkers
 from .. import GateInputs
 
 ELEMENTS = 1024  # per tile of rows
@@ -22,34 +22,8 @@ PROGRAMS = 4  # per multiprocessor in the backward pass; each stores its part of
 
 
 @triton.jit
-def tile_of(first, rows, row_stride, M: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Offsets of the rows from `first` on, in strided and in dense tensors, and the mask of those that exist."""
-    r, m = (first + tl.arange(0, ROWS))[:, None].to(tl.int64), tl.arange(0, BLOCK)[None, :]
-    return r * row_stride + m, r * M + m, (r < rows) & (m < M)
-
-
-@triton.jit
 def softplus(x):
     return tl.log(1 + tl.exp(-tl.abs(x))) + tl.maximum(x, 0.0)
-
-
-@triton.jit
-def load(x, at, inside):
-    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def per_recurrence(x, M: tl.constexpr, BLOCK: tl.constexpr):
-    m = tl.arange(0, BLOCK)
-    return load(x, m, m < M)[None, :]
-
-
-@triton.jit
-def shifted(x, bias, at, inside, M: tl.constexpr, BLOCK: tl.constexpr):
-    wide = load(x, at, inside)
-    if bias is not None:
-        wide += per_recurrence(bias, M, BLOCK)
-    return wide
 
 
 @triton.jit
@@ -70,15 +44,15 @@ def gates_tile(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first = program * ROWS
-    in_a, dense, inside = tile_of(first, rows, a_row, M, ROWS, BLOCK)
-    step = softplus(shifted(a, dt_bias, in_a, inside, M, BLOCK))
-    tl.store(log_decay + dense, -tl.exp(per_recurrence(A_log, M, BLOCK)) * step, mask=inside)
+    first, m = program * ROWS, tl.arange(0, BLOCK)
+    in_a, dense, inside = tile_of(first, rows, a_row, m, M, ROWS)
+    step = softplus(shifted(a, dt_bias, in_a, inside, m, M))
+    tl.store(log_decay + dense, -tl.exp(per_channel(A_log, m, M)) * step, mask=inside)
     if b is None:
         tl.store(second + dense, step, mask=inside)
     else:
-        in_b = tile_of(first, rows, b_row, M, ROWS, BLOCK)[0]
-        tl.store(second + dense, largest * tl.sigmoid(shifted(b, bias, in_b, inside, M, BLOCK)), mask=inside)
+        in_b = tile_of(first, rows, b_row, m, M, ROWS)[0]
+        tl.store(second + dense, largest * tl.sigmoid(shifted(b, bias, in_b, inside, m, M)), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -122,12 +96,13 @@ def gates_backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    rate = -tl.exp(per_recurrence(A_log, M, BLOCK))
+    m = tl.arange(0, BLOCK)
+    rate = -tl.exp(per_channel(A_log, m, M))
     from_rate, from_step = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     from_bias = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        in_a, dense, inside = tile_of(first, rows, a_row, M, ROWS, BLOCK)
-        x = shifted(a, dt_bias, in_a, inside, M, BLOCK)
+        in_a, dense, inside = tile_of(first, rows, a_row, m, M, ROWS)
+        x = shifted(a, dt_bias, in_a, inside, m, M)
         dx = tl.zeros([ROWS, BLOCK], tl.float32)
         if dlog_decay is not None:
             dx = load(dlog_decay, dense, inside) * rate
@@ -140,12 +115,11 @@ def gates_backward(
         if b is not None:
             dx = tl.zeros([ROWS, BLOCK], tl.float32)
             if dsecond is not None:
-                in_b = tile_of(first, rows, b_row, M, ROWS, BLOCK)[0]
-                share = tl.sigmoid(shifted(b, bias, in_b, inside, M, BLOCK))
+                in_b = tile_of(first, rows, b_row, m, M, ROWS)[0]
+                share = tl.sigmoid(shifted(b, bias, in_b, inside, m, M))
                 dx = load(dsecond, dense, inside) * largest * share * (1 - share)
                 from_bias += dx
             tl.store(db + dense, dx.to(db.dtype.element_ty), mask=inside)
-    m = tl.arange(0, BLOCK)
     PARTS: tl.constexpr = 2 if b is None else 3
     at = parts + (tl.program_id(0) * M + m) * PARTS
     tl.store(at, tl.sum(from_rate, 0), mask=m < M)
@@ -160,16 +134,6 @@ def tile(size: int) -> dict[str, int]:
     return {"M": size, "ROWS": max(1, ELEMENTS // block), "BLOCK": block}
 
 
-def rows_of(x: Tensor) -> tuple[Tensor, int, int]:
-    """x […,M] with the numbers of a row contiguous, the number of rows, and their stride."""
-    rows, size = x.numel() // max(x.shape[-1], 1), x.shape[-1]
-    if not x.is_contiguous():
-        x = x.flatten(0, -2)
-        if x.stride(1) == 1:
-            return x, rows, x.stride(0)
-    return x.contiguous(), rows, size
-
-
 class Arguments(NamedTuple):
     a: Tensor  # […,M]
     A_log: Tensor  # [M]
@@ -179,7 +143,7 @@ class Arguments(NamedTuple):
     largest: float
 
 
-def strided(args: Arguments) -> tuple[tuple[Tensor | None, ...], tuple[int | float, ...]]:
+def strided(args: Arguments) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """The tensors that kernels read, and their numbers."""
     a, rows, a_row = rows_of(args.a)
     b, _, b_row = (None, 0, 0) if args.b is None else rows_of(args.b)
@@ -201,7 +165,7 @@ def differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> Gr
     arriving, sizes = [None if g is None else g.contiguous() for g in gradients], tile(args.a.shape[-1])
     da, db = new(args.a), None if args.b is None else new(args.b)
     tensors, numbers = strided(args)
-    programs = min(cdiv(numbers[0], sizes["ROWS"]), multiprocessors(da.device) * PROGRAMS)
+    programs = walkers(numbers[0], sizes["ROWS"], da.device, PROGRAMS)
     parts = new(da, programs, sizes["M"], 2 if db is None else 3, dtype=torch.float32)
     enqueue(gates_backward, programs, *tensors, *arriving, da, db, parts, *numbers, **sizes)
     learned = {name: x for name in ("A_log", "dt_bias", "bias") if (x := getattr(args, name)) is not None}

@@ -93,7 +93,7 @@ def launch(
     constants: dict[str, Any] = {} if backward else {"L2": norm == "l2", "EPS": EPS}
     constants |= {"C": columns * SIZE, "SUBHEADS": subheads, "SILU": activation == "silu", "TILE": how.tokens}
     numbers = T, each, batch_stride
-    options = {"x_token": token_stride, "warps": WARPS, "registers": how.registers}
+    options: dict[str, Any] = {"x_token": token_stride, "warps": WARPS, "registers": how.registers}
     return LaunchSpec(kernel, B * runs * columns, *numbers, **options, **constants), runs
 
 

@@ -126,7 +126,7 @@ def launch(
     streams: tuple[tuple[int | str, ...], ...],
     strides: tuple[int, ...],
     sizes: tuple[int, int, int],
-    gates: tuple[int | float, ...],
+    gates: tuple[Any, ...],
 ) -> LaunchSpec:
     """The launch for streams of these shapes, and for gates of these sizes, rows, strides and largest β."""
     programs = [piece.programs for piece in pieces]
@@ -172,8 +172,10 @@ def compute(
         strides.append(batch)
     kernel_args += [None] * (5 * MOST - len(kernel_args))
     if gates:
-        (a, numbers), (M, _, BLOCK) = gate_arguments(Gates(*gates, largest)), tile(gates[0].shape[-1]).values()
-        kernel_args += [*a, *both]
+        inputs: list[Any] = [*gates, largest]
+        read, numbers = gate_arguments(Gates(*inputs))
+        M, _, BLOCK = tile(inputs[0].shape[-1]).values()
+        kernel_args += [*read, *both]
         sizes = M, max(1, GATE_TILE // BLOCK), BLOCK
     else:
         kernel_args += [None] * 7

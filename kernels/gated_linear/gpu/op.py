@@ -15,15 +15,11 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...core.recompute import keeping
 from ...gpu.launch import cdiv, enqueue
+from ...gpu.rows import load
 from ...linear import few_rows
 from ...linear.gpu import op as few
 
 BLOCK, WARPS = 1024, 4
-
-
-@triton.jit
-def load(x, at, inside):
-    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit

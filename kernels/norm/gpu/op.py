@@ -9,9 +9,9 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, once, register
 from ...core.recompute import remake
-from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.reductions import add_parts
+from ...gpu.rows import walkers
 from .. import dtype_of
 from . import kernels
 
@@ -46,13 +46,13 @@ def launch(device: torch.device | None, rows: int, inner: int, size: int, gate: 
     """
     block = next_power_of_2(size)
     tile = max(1, ELEMENTS // block)
-    fixed = {"INNER": inner, "D": size, "ROWS": tile, "BLOCK": block, "GATE": gate}
+    fixed: dict[str, Any] = {"INNER": inner, "D": size, "ROWS": tile, "BLOCK": block, "GATE": gate}
     fixed["warps"] = max(1, min(tile * block // PER_WARP, MOST_WARPS))
     if device is None:
         return LaunchSpec(kernels.forward, cdiv(rows, tile), rows, *numbers, **fixed)
     ahead = gate == "none" and size <= LONGEST_AHEAD  # loads tiles before it needs them
     resident = PROGRAMS_AHEAD if ahead else PROGRAMS if gate == "none" else PROGRAMS_GATED
-    programs = min(cdiv(rows, tile), multiprocessors(device) * resident)
+    programs = walkers(rows, tile, device, resident)
     return LaunchSpec(kernels.backward, programs, rows, *numbers, **fixed, STAGES=AHEAD if ahead else 1)
 
 
