@@ -15,11 +15,6 @@ def heads_first(x: Tensor) -> Tensor:
     return x.flatten(0, 1).transpose(0, 1)
 
 
-def heads_first_of(result: Tensor) -> Tensor:
-    """Return a view of a result with heads first, to write to."""
-    return result.view(-1, *result.shape[2:]).transpose(0, 1)
-
-
 class Arguments(NamedTuple):
     x: Tensor  # [B,T,H,K]
     weight: Tensor  # [H,K,N]
@@ -32,7 +27,7 @@ def empty(args: Arguments) -> tuple[Tensor]:
 def compute(args: Arguments) -> tuple[Tensor]:
     (x, weight), (y,) = args, empty(args)
     # A product without `out` would lie heads first, and become [B,T,H,N] by a copy of the largest tensor of the layer.
-    torch.bmm(heads_first(x), weight.to(x.dtype), out=heads_first_of(y))
+    torch.bmm(heads_first(x), weight.to(x.dtype), out=heads_first(y))
     return (y,)
 
 
@@ -40,7 +35,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     (x, weight), dy, dx, dweight = args, heads_first(dy), None, None
     if needed.x:
         dx = new(x)
-        torch.bmm(dy, weight.to(x.dtype).mT, out=heads_first_of(dx))
+        torch.bmm(dy, weight.to(x.dtype).mT, out=heads_first(dx))
     if needed.weight:
         dweight = torch.bmm(heads_first(x).mT, dy, out=new(x, *weight.shape)).to(weight.dtype)
     return {"x": dx, "weight": dweight}

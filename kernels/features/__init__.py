@@ -8,7 +8,7 @@ from torch import Tensor
 from ..core.backend import Op, loaded
 from ..delta_gates import OP as GATES
 from ..delta_gates import GateInputs
-from . import composition, reference
+from . import composition
 from .arguments import FeatureStream
 from .stages import ACTIVATIONS, NORMS
 
@@ -26,7 +26,7 @@ def limits(stream: FeatureStream) -> str | None:
 
 OP = Op(
     "features",
-    reference=reference.forward,
+    reference=composition.reference,
     torch=composition.forward,
     gpu="kernels.features.gpu.op:forward",
     limits=limits,

@@ -49,17 +49,6 @@ class Scan:
             return at_least_fp32(self.initial_state)
         return self.x.new_zeros(self.state_shape, dtype=torch.promote_types(self.x.dtype, torch.float32))
 
-    def steps(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Log decay and input of every state [B,T,D,N], and the read-out c [B or 1,T or 1,D or 1,N], at least fp32."""
-        decay = self.decays.unsqueeze(-1) * at_least_fp32(self.rate)
-        added = at_least_fp32(self.x).unsqueeze(-1)
-        added = added.expand_as(decay) if self.b is None else added * at_least_fp32(self.b).unsqueeze(2)
-        ones = decay.new_ones(1, 1, 1, 1)
-        if self.c is None:
-            return decay, added, ones
-        c = at_least_fp32(self.c)
-        return decay, added, c[None, None] if c.dim() == 2 else c.unsqueeze(2)
-
 
 def check(
     x: Tensor,

@@ -52,8 +52,10 @@ def _read(h: Tensor, c: Tensor | None, constant: Tensor | None) -> Tensor:
 
 def reference(a: Scan) -> tuple[Tensor, Tensor]:
     """The loop over time as the papers have it."""
-    log_decay, added, c = a.steps()
-    c = c.expand(*a.x.shape[:2], -1, -1)
+    x, log_decay = at_least_fp32(a.x).unsqueeze(-1), a.decays.unsqueeze(-1) * at_least_fp32(a.rate)
+    added = x.expand_as(log_decay) if a.b is None else x * at_least_fp32(a.b).unsqueeze(2)
+    c = at_least_fp32(log_decay.new_ones(1, 1) if a.c is None else a.c)
+    c = (c if c.dim() == 2 else c.unsqueeze(2)).expand(*a.x.shape[:2], -1, -1)
     first, outputs, finals = a.first_state(), [], []
     spans = enumerate(a.documents.spans) if a.documents else [(slice(None), (0, a.x.shape[1]))]
     for row, (start, stop) in spans:

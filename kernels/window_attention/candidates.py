@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import chunk, flash, flex, step
+from . import chunk, flash, flex
 from .arguments import Attention
 
 
@@ -18,7 +18,7 @@ class Candidate(NamedTuple):
 
 
 CANDIDATES = {
-    "step": Candidate(step.forward, step.serves),
+    "step": Candidate(chunk.step, chunk.one_query),
     "flash": Candidate(flash.forward, flash.serves),
     "flex": Candidate(flex.forward, flex.serves),
     "chunk": Candidate(chunk.forward, lambda a: True),
@@ -37,7 +37,7 @@ RULES = {
 
 
 def chosen(a: Attention) -> str:
-    if step.serves(a):
+    if chunk.one_query(a):
         return "step"
     T, S = a.q.shape[1], a.k.shape[1]
     if a.q.is_cuda and a.q.dtype in (torch.bfloat16, torch.float16) and T == S and a.first_key is None:

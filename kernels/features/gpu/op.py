@@ -14,7 +14,7 @@ from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.reductions import add_parts
 from ..arguments import FeatureStream
-from ..convolution import continued
+from ..composition import continued
 from ..stages import EPS
 from . import kernels as triton_kernels
 

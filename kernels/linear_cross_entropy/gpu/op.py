@@ -26,13 +26,9 @@ class Arguments(NamedTuple):
 
 def compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses, and the gradients of x and of the weight; those that are not needed are empty."""
-    with torch.autocast(args.x.device.type, enabled=False):
-        return _compute(args._replace(x=args.x.contiguous(), labels=args.labels.contiguous()))
-
-
-def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     x, weight, labels, ignore_index, x_learns, weight_learns = args
     (N, D), V = x.shape, weight.shape[0]
+    x, labels = x.contiguous(), labels.contiguous()
     head = weight.to(x.dtype).contiguous()
     losses = new(x, N, dtype=torch.float32)
     dx = new(x, *((N, D) if x_learns else (0,)))
@@ -41,28 +37,23 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         dweight.zero_()
     rows = cdiv(N, max(1, cdiv(N * V, LOGITS)))
     buffer = new(x, rows, cdiv(V, ALIGNED) * ALIGNED)[:, :V]
-    for first in range(0, N, max(1, rows)):
-        some = slice(first, min(first + rows, N))
-        logits = torch.mm(x[some], head.T, out=buffer[: some.stop - first])
-        _softmax_loss(logits, labels[some], losses[some], ignore_index, x_learns or weight_learns)
-        if x_learns:
-            torch.mm(logits, head, out=dx[some])
-        if weight_learns:
-            add_product(dweight, logits, x[some], first > 0)
+    with torch.autocast(x.device.type, enabled=False):
+        for first in range(0, N, max(1, rows)):
+            some = slice(first, min(first + rows, N))
+            logits = torch.mm(x[some], head.T, out=buffer[: some.stop - first])
+            _softmax_loss(logits, labels[some], losses[some], ignore_index, x_learns or weight_learns)
+            if x_learns:
+                torch.mm(logits, head, out=dx[some])
+            if weight_learns:
+                add_product(dweight, logits, x[some], first > 0)
     return losses.sum(), dx, dweight.to(weight.dtype)
 
 
 def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> None:
     """Write the losses [N] of logits [N,V], and with `gradient` overwrite the logits by their gradients."""
     V = logits.shape[1]
-    enqueue(
-        softmax_loss,
-        len(logits),
-        *(logits, labels, losses, ignore_index, logits.stride(0), V),
-        BLOCK=min(BLOCK, next_power_of_2(V)),
-        GRADIENT=gradient,
-        warps=WARPS,
-    )
+    constants = {"BLOCK": min(BLOCK, next_power_of_2(V)), "GRADIENT": gradient, "warps": WARPS}
+    enqueue(softmax_loss, len(logits), logits, labels, losses, ignore_index, logits.stride(0), V, **constants)
 
 
 def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
