@@ -26,36 +26,7 @@ def softplus(x):
     return tl.log(1 + tl.exp(-tl.abs(x))) + tl.maximum(x, 0.0)
 
 
-@triton.jit
-def gates_tile(
-    a,
-    A_log,
-    dt_bias,
-    b,
-    bias,
-    log_decay,
-    second,
-    program,
-    rows,
-    a_row,
-    b_row,
-    largest,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    first, m = program * ROWS, tl.arange(0, BLOCK)
-    in_a, dense, inside = tile_of(first, rows, a_row, m, M, ROWS)
-    step = softplus(shifted(a, dt_bias, in_a, inside, m, M))
-    tl.store(log_decay + dense, -tl.exp(per_channel(A_log, m, M)) * step, mask=inside)
-    if b is None:
-        tl.store(second + dense, step, mask=inside)
-    else:
-        in_b = tile_of(first, rows, b_row, m, M, ROWS)[0]
-        tl.store(second + dense, largest * tl.sigmoid(shifted(b, bias, in_b, inside, m, M)), mask=inside)
-
-
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "before"])
 def gates_forward(
     a,
     A_log,
@@ -68,12 +39,22 @@ def gates_forward(
     a_row,
     b_row,
     largest,
+    before,  # number of programs that do other work, which come first; None for none
     M: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    p = tl.program_id(0)
-    gates_tile(a, A_log, dt_bias, b, bias, log_decay, second, p, rows, a_row, b_row, largest, M, ROWS, BLOCK)
+    program, m = tl.program_id(0), tl.arange(0, BLOCK)
+    if before is not None:
+        program -= before
+    in_a, dense, inside = tile_of(program * ROWS, rows, a_row, m, M, ROWS)
+    step = softplus(shifted(a, dt_bias, in_a, inside, m, M))
+    tl.store(log_decay + dense, -tl.exp(per_channel(A_log, m, M)) * step, mask=inside)
+    if b is None:
+        tl.store(second + dense, step, mask=inside)
+    else:
+        in_b = tile_of(program * ROWS, rows, b_row, m, M, ROWS)[0]
+        tl.store(second + dense, largest * tl.sigmoid(shifted(b, bias, in_b, inside, m, M)), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -157,7 +138,7 @@ def empty(args: Arguments) -> tuple[Tensor, Tensor]:
 def compute(args: Arguments) -> tuple[Tensor, Tensor]:
     """log_decay, and β or without b dt."""
     outputs, sizes, (tensors, numbers) = empty(args), tile(args.a.shape[-1]), strided(args)
-    enqueue(gates_forward, cdiv(numbers[0], sizes["ROWS"]), *tensors, *outputs, *numbers, **sizes)
+    enqueue(gates_forward, cdiv(numbers[0], sizes["ROWS"]), *tensors, *outputs, *numbers, None, **sizes)
     return outputs
 
 

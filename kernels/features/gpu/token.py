@@ -16,7 +16,7 @@ from ...core.allocation import new
 from ...core.autograd import NAMESPACE, plain
 from ...delta_gates import GateInputs
 from ...delta_gates.gpu.op import Arguments as Gates
-from ...delta_gates.gpu.op import gates_tile, tile
+from ...delta_gates.gpu.op import gates_forward, tile
 from ...delta_gates.gpu.op import strided as gate_arguments
 from ...gpu.launch import LaunchSpec, cdiv
 from ..arguments import FeatureStream
@@ -116,8 +116,7 @@ def tokens(
         M: tl.constexpr = GATES[0]
         ROWS: tl.constexpr = GATES[1]
         BLOCK: tl.constexpr = GATES[2]
-        p -= first3
-        gates_tile(a, A_log, dt_bias, b, bias, log_decay, beta, p, rows, a_row, b_row, largest, M, ROWS, BLOCK)
+        gates_forward(a, A_log, dt_bias, b, bias, log_decay, beta, rows, a_row, b_row, largest, first3, M, ROWS, BLOCK)
 
 
 @lru_cache(maxsize=1024)
