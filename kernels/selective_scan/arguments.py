@@ -1,6 +1,6 @@
 """The arguments of the selective scan, checked once."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from ..core.recurrence import at_least_fp32, check_decay
 from ..core.resets import LEAST_ALONE
 
 
-@dataclass(frozen=True)
-class Scan:
+class Scan(NamedTuple):
     """Checked arguments: D channels with N states each."""
 
     x: Tensor  # [B,T,D]
@@ -32,11 +31,6 @@ class Scan:
     def decays(self) -> Tensor:
         """log_decay, at least fp32 and finite: −inf times a rate of 0, or in a gradient times 0, is not a number."""
         return at_least_fp32(self.log_decay).clamp(min=LEAST_ALONE)
-
-    @property
-    def others(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """All floating-point tensors except x."""
-        return self.log_decay, self.rate, self.b, self.c, self.initial_state
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

@@ -77,37 +77,16 @@ def strided(x: Tensor) -> tuple[Tensor, int, int]:
 
 @lru_cache(maxsize=1024)
 def launch(
-    backward: bool,
-    pieces: Cut,
-    shape: tuple[int, ...],
-    taps: int,
-    activation: str,
-    norm: str,
-    documents: int,
-    *strides: int,
+    cut: Cut, shape: tuple[int, ...], taps: int, activation: str, norm: str, documents: int, *strides: int
 ) -> LaunchSpec:
-    """The launch for an x of this shape; `strides` are those of the rows and tokens of all streams."""
-    unit = math.gcd(ALIGNED, *strides)
-    return LaunchSpec(
-        triton_kernels.backward if backward else triton_kernels.forward,
-        pieces.programs,
-        shape[1],
-        pieces.length,
-        documents,
-        *(stride // unit for stride in strides),
-        UNIT=unit,
-        C=shape[2] * shape[3],
-        W=taps,
-        HEADS=pieces.heads,
-        SIZE=pieces.size,
-        BLOCK=pieces.block,
-        TOKENS=pieces.tokens,
-        ACTIVATION=activation,
-        NORM=norm,
-        EPS=EPS,
-        warps=pieces.warps,
-        registers=REGISTERS_BACKWARD if backward else None,
-    )
+    """The launch for an x of this shape, backward if there are strides of two streams: of rows and tokens of each."""
+    backward, unit = len(strides) > 2, math.gcd(ALIGNED, *strides)
+    numbers = (shape[1], cut.length, documents, *(stride // unit for stride in strides))
+    constants = {"UNIT": unit, "C": shape[2] * shape[3], "W": taps, "ACTIVATION": activation, "NORM": norm, "EPS": EPS}
+    tile = {"HEADS": cut.heads, "SIZE": cut.size, "BLOCK": cut.block, "TOKENS": cut.tokens}
+    options: dict[str, Any] = {"warps": cut.warps, "registers": REGISTERS_BACKWARD if backward else None}
+    kernel = triton_kernels.backward if backward else triton_kernels.forward
+    return LaunchSpec(kernel, cut.programs, *numbers, **options, **constants, **tile)
 
 
 def parameters(
@@ -143,7 +122,7 @@ def run(args: Arguments, tail: Tensor | None = None) -> Tensor:
     x, *strides = strided(x)
     pieces = cut(*x.shape, norm, LOAD // x.element_size(), WARPS * multiprocessors(x.device), TOKENS)
     y = new(x)
-    queue = launch(False, pieces, x.shape, args.taps, activation, norm, args.documents, *strides)
+    queue = launch(pieces, x.shape, args.taps, activation, norm, args.documents, *strides)
     queue(x, weight, bias, history, cu_seqlens, y, tail)
     return y
 
@@ -166,7 +145,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     if history is not None and needed.history:
         # at most W − 1 tokens of a document read the history, fewer in short documents
         dhistory = torch.zeros(len(history), W - 1, W - 1, C, dtype=torch.float32, device=x.device)
-    queue = launch(True, pieces, x.shape, W, activation, norm, args.documents, *strides, *dy_strides)
+    queue = launch(pieces, x.shape, W, activation, norm, args.documents, *strides, *dy_strides)
     queue(x, weight, bias, history, cu_seqlens, dy, dx, dtaps, dhistory)
     dweight = dbias = None
     if weight is not None and dtaps is not None:

@@ -5,7 +5,7 @@ gradients of these states, then all chunks in parallel. A sequence of a single c
 launch. There are no atomics: equal inputs give equal bits.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,24 +90,15 @@ class SelectiveScan(Plan):
         return self._prepared(gradients, self.chunks, GRADIENT_ELEMENTS, *numbers, PART=PART, READ=self.read)
 
 
-class Arguments(NamedTuple):
-    x: Tensor
-    log_decay: Tensor
-    rate: Tensor
-    b: Tensor | None
-    c: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
+def sizes(a: Scan) -> tuple[Any, ...]:
+    """The arguments of the plan."""
+    read = "ones" if a.c is None else "constant" if a.c.dim() == 2 else "each"
+    documents = None if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
+    return a.x.shape, a.rate.shape[1], read, documents, a.x.dtype, a.x.device
 
-    @property
-    def sizes(self) -> tuple[Any, ...]:
-        read = "ones" if self.c is None else "constant" if self.c.dim() == 2 else "each"
-        documents = None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        return self.x.shape, self.rate.shape[1], read, documents, self.x.dtype, self.x.device
 
-    @property
-    def plan(self) -> SelectiveScan:
-        return SelectiveScan.of(self.cu_seqlens, self.x.shape[1], *self.sizes)
+def plan_of(a: Scan) -> SelectiveScan:
+    return SelectiveScan.of(a.cu_seqlens, a.x.shape[1], *sizes(a))
 
 
 def cuts(plan: SelectiveScan, reverse: bool, x: Tensor, arguments: list[Any], states: Tensor, *ends: Any) -> None:
@@ -130,8 +121,8 @@ def dense(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    plan = args.plan
+def compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
+    plan = plan_of(args)
     x, *arguments, initial = dense(*args[:6])
     y, final, states = plan.results()
     if plan.whole:
@@ -142,8 +133,8 @@ def compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return y, final, states
 
 
-def differentiate(args: Arguments, needed: Any, dy: Tensor | None, dfinal: Tensor | None, states: Tensor) -> Gradients:
-    plan, (_, log_decay, rate, b, c, initial_state, _) = args.plan, args
+def differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | None, states: Tensor) -> Gradients:
+    plan, (_, log_decay, rate, b, c, initial_state, _) = plan_of(args), args
     x, *arguments, initial, dy, dfinal = dense(*args[:6], dy, dfinal)
     dy = torch.zeros_like(x) if dy is None else dy
     dinitial = plan.states(plan.S)
@@ -168,12 +159,12 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor | None, dfinal: Tenso
 
 
 selective_scan = register(
-    "selective_scan", compute, differentiate, lambda args: SelectiveScan(*args.sizes).results(), results=2
+    "selective_scan", compute, differentiate, lambda args: SelectiveScan(*sizes(args)).results(), results=2
 )
 
 
 def forward(a: Scan) -> tuple[Tensor, Tensor]:
     # fp64 arguments with an x of lower precision: the kernels compute in fp32
-    rest = (None if z is None else z.float() if z.dtype == torch.float64 else z for z in a.others)
-    y, final = selective_scan(a.x, *rest, a.cu_seqlens)
+    others = (None if z is None else z.float() if z.dtype == torch.float64 else z for z in a[1:6])
+    y, final = selective_scan(a.x, *others, a.cu_seqlens)
     return y, final
