@@ -34,8 +34,8 @@ def shifted(x, bias, at, inside, c, C: tl.constexpr):
 @triton.jit
 def tile_of(first, rows, stride, c, C: tl.constexpr, ROWS: tl.constexpr):
     """Offsets of the rows from `first` on, in a strided and in a dense tensor, and the mask of those that exist."""
-    r = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    return r * stride + c[None, :], r * C + c[None, :], (r < rows) & (c < C)[None, :]
+    r, c = (first + tl.arange(0, ROWS))[:, None].to(tl.int64), c[None, :]
+    return r * stride + c, r * C + c, (r < rows) & (c < C)
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, int, int]:

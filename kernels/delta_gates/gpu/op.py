@@ -49,10 +49,10 @@ def gates_forward(
         program -= before
     in_a, dense, inside = tile_of(program * ROWS, rows, a_row, m, M, ROWS)
     step = softplus(shifted(a, dt_bias, in_a, inside, m, M))
-    tl.store(log_decay + dense, -tl.exp(per_channel(A_log, m, M)) * step, mask=inside)
     if b is None:
         tl.store(second + dense, step, mask=inside)
-    else:
+    tl.store(log_decay + dense, -tl.exp(per_channel(A_log, m, M)) * step, mask=inside)
+    if b is not None:
         in_b = tile_of(program * ROWS, rows, b_row, m, M, ROWS)[0]
         tl.store(second + dense, largest * tl.sigmoid(shifted(b, bias, in_b, inside, m, M)), mask=inside)
 

@@ -82,8 +82,15 @@ def launch(
     """The launch for an x of this shape, backward if there are strides of two streams: of rows and tokens of each."""
     backward, unit = len(strides) > 2, math.gcd(ALIGNED, *strides)
     numbers = (shape[1], cut.length, documents, *(stride // unit for stride in strides))
-    constants = {"UNIT": unit, "C": shape[2] * shape[3], "W": taps, "ACTIVATION": activation, "NORM": norm, "EPS": EPS}
-    tile = {"HEADS": cut.heads, "SIZE": cut.size, "BLOCK": cut.block, "TOKENS": cut.tokens}
+    constants: dict[str, Any] = {
+        "UNIT": unit,
+        "C": shape[2] * shape[3],
+        "W": taps,
+        "ACTIVATION": activation,
+        "NORM": norm,
+        "EPS": EPS,
+    }
+    tile: dict[str, Any] = {"HEADS": cut.heads, "SIZE": cut.size, "BLOCK": cut.block, "TOKENS": cut.tokens}
     options: dict[str, Any] = {"warps": cut.warps, "registers": REGISTERS_BACKWARD if backward else None}
     kernel = triton_kernels.backward if backward else triton_kernels.forward
     return LaunchSpec(kernel, cut.programs, *numbers, **options, **constants, **tile)
