@@ -20,18 +20,20 @@ class Arguments(NamedTuple):
     weight: Tensor  # [H,K,N]
 
 
-def empty(args: Arguments) -> tuple[Tensor]:
+def _empty(args: Arguments) -> tuple[Tensor]:
     return (new(args.x, *args.x.shape[:3], args.weight.shape[2]),)
 
 
 def compute(args: Arguments) -> tuple[Tensor]:
-    (x, weight), (y,) = args, empty(args)
+    """y [B,T,H,N]."""
+    (x, weight), (y,) = args, _empty(args)
     # A product without `out` would lie heads first, and become [B,T,H,N] by a copy of the largest tensor of the layer.
     torch.bmm(heads_first(x), weight.to(x.dtype), out=heads_first(y))
     return (y,)
 
 
 def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+    """The gradients of x and of the weight."""
     (x, weight), dy, dx, dweight = args, heads_first(dy), None, None
     if needed.x:
         dx = new(x)
@@ -41,7 +43,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"x": dx, "weight": dweight}
 
 
-apply = register("head_linear", compute, differentiate, empty)
+apply = register("head_linear", compute, differentiate, _empty)
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ class GateInputs:
 
 
 def composed(gates: GateInputs) -> tuple[Tensor, Tensor]:
+    """The formulas in PyTorch."""
     return decay(gates.a, gates.A_log, gates.dt_bias)[0], strength(gates.b, gates.bias, gates.largest)
 
 

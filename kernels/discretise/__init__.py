@@ -9,6 +9,7 @@ from ..core.recurrence import at_least_fp32
 
 
 def composed(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The formula in PyTorch."""
     dt = F.softplus(at_least_fp32(a) + at_least_fp32(dt_bias))
     return -at_least_fp32(A_log).exp() * dt, dt
 

@@ -18,7 +18,7 @@ __all__ = ["ACTIVATIONS", "NORMS", "FeatureStream", "features", "features_and_ga
 LARGEST, MOST_TAPS = 1024, 8  # heads and their last inputs have to fit in the registers of eight warps, or 16 in fp32
 
 
-def limits(stream: FeatureStream) -> str | None:
+def _limits(stream: FeatureStream) -> str | None:
     if stream.taps <= MOST_TAPS and (stream.norm == "none" or stream.size <= LARGEST):
         return None
     return f"which takes at most {MOST_TAPS} taps, and norms of heads of at most {LARGEST} channels"
@@ -29,7 +29,7 @@ OP = Op(
     reference=composition.reference,
     torch=composition.forward,
     gpu="kernels.features.gpu.op:forward",
-    limits=limits,
+    limits=_limits,
 )
 
 

@@ -15,6 +15,7 @@ from .stages import ACTIVATIONS, NORMS
 
 
 def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
+    """y [B,T,heads,size], and the history for the next call if it is to be returned."""
     x = stream.x
     if stream.weight is not None:
         x = convolve(stream).unflatten(-1, x.shape[2:])

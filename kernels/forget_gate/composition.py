@@ -14,7 +14,7 @@ from ..core.autograd import Gradients, register
 from ..core.recurrence import at_least_fp32
 
 
-def biased(x: Tensor, bias: Tensor | None) -> Tensor:
+def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return at_least_fp32(x) if bias is None else at_least_fp32(x) + at_least_fp32(bias)
 
 
@@ -35,17 +35,18 @@ class Arguments(NamedTuple):
 
 
 def empty(args: Arguments) -> tuple[Tensor]:
+    """Uninitialised results."""
     return (new(args.x, dtype=torch.promote_types(args.x.dtype, torch.float32)),)
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
+def _compute(args: Arguments) -> tuple[Tensor]:
     x, bias, odds, scale = args
-    return (log_forget(biased(x, bias), odds).mul_(scale).contiguous(),)
+    return (log_forget(_biased(x, bias), odds).mul_(scale).contiguous(),)
 
 
-def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, bias, odds, scale = args
-    wide, dodds = biased(x, bias), None
+    wide, dodds = _biased(x, bias), None
     if odds is None:
         dwide = torch.sigmoid(-wide).mul_(dy)
     else:
@@ -60,14 +61,16 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"x": dwide.to(x.dtype) if needed.x else None, "bias": dbias, "odds": dodds}
 
 
-apply = register("forget_gate", compute, differentiate, empty)
+apply = register("forget_gate", _compute, _differentiate, empty)
 
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
+    """log_decay, in the shape of x […,C]."""
     return apply(x, bias, odds, scale)[0]
 
 
 def reference(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
+    """The formula of the papers."""
     x = at_least_fp32(x) if bias is None else at_least_fp32(x) + bias
     forget = x.sigmoid()
     if odds is not None:

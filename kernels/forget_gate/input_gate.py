@@ -15,15 +15,15 @@ class Arguments(NamedTuple):
     dtype: torch.dtype  # of the result
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
+def _compute(args: Arguments) -> tuple[Tensor]:
     return (torch.expm1(args.log_decay).neg_().to(args.dtype).contiguous(),)
 
 
-def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"log_decay": torch.exp(args.log_decay).neg_().mul_(dy).contiguous()}
 
 
-apply = register("complement", compute, differentiate, lambda args: (new(args.log_decay, dtype=args.dtype),))
+apply = register("complement", _compute, _differentiate, lambda args: (new(args.log_decay, dtype=args.dtype),))
 
 
 def complement(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
@@ -39,4 +39,4 @@ def complement(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
         The input gates, in the shape of `log_decay`.
     """
     (k,) = apply(log_decay, dtype)
-    return remake(k, lambda *args: compute(Arguments(*args))[0], log_decay, dtype)
+    return remake(k, lambda *args: _compute(Arguments(*args))[0], log_decay, dtype)

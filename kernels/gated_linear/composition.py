@@ -15,6 +15,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"identity": lambda x: x, "
 
 
 def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """[…,O]; see `gated_linear`."""
     if activation == "silu" and gate_up.is_cpu and plain((gate_up,)):
         return F.linear(_Gated.apply(gate_up), weight)
     gate, up = gate_up.chunk(2, -1)
@@ -43,6 +44,7 @@ class _Gated(torch.autograd.Function):
 
 
 def reference(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """The formula in at least fp32."""
     with torch.autocast(gate_up.device.type, enabled=False):
         gate, up = at_least_fp32(gate_up).chunk(2, -1)
         opened = gate / (1 + torch.exp(-gate)) if activation == "silu" else gate

@@ -11,6 +11,7 @@ MOST_ROWS, MOST_INPUTS = 2, 16384  # of the Triton kernel; with more rows, cuBLA
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The sum of its definition, in at least fp32."""
     y = (at_least_fp32(x).unsqueeze(-2) * at_least_fp32(weight)).sum(-1)
     return (y if bias is None else y + at_least_fp32(bias)).to(x.dtype)
 

@@ -40,6 +40,7 @@ def token_losses(
 
 
 def reference(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Sum of the losses, in at least fp32."""
     counted = labels != ignore_index
     with torch.autocast(x.device.type, enabled=False):
         logits = at_least_fp32(x[counted]) @ at_least_fp32(weight).T
@@ -47,6 +48,7 @@ def reference(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> T
 
 
 def reference_token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """As `token_losses`, in at least fp32."""
     counted = labels != ignore_index
     with torch.autocast(x.device.type, enabled=False):
         logits = at_least_fp32(x) @ at_least_fp32(weight).T

@@ -13,19 +13,19 @@ from .composition import forward, reference
 LARGEST = 8192  # the kernels hold whole rows in registers
 
 
-def limits(x: Tensor, *rest: Any) -> str | None:
+def _limits(x: Tensor, *rest: Any) -> str | None:
     return None if x.shape[-1] <= LARGEST else f"which takes rows of at most {LARGEST}"
 
 
-def separately(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _separately(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     total = x + y
     return total, rms_norm(total, weight, eps)
 
 
 GPU = "kernels.norm.gpu.op:forward"
-OP = Op("rms_norm", reference=reference, torch=forward, gpu=GPU, limits=limits)
-GATED = Op("gated_rms_norm", reference=reference, torch=forward, gpu=GPU, limits=limits)
-ADDED = Op("add_rms_norm", reference=separately, torch=separately, gpu="kernels.norm.gpu.op:added")
+OP = Op("rms_norm", reference=reference, torch=forward, gpu=GPU, limits=_limits)
+GATED = Op("gated_rms_norm", reference=reference, torch=forward, gpu=GPU, limits=_limits)
+ADDED = Op("add_rms_norm", reference=_separately, torch=_separately, gpu="kernels.norm.gpu.op:added")
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -64,7 +64,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor | None = None, eps: float 
         raise ValueError(f"y: expected the shape of x, {tuple(x.shape)}, got {tuple(y.shape)}")
     _check(x, weight)
     fits = x.shape[-1] <= LARGEST and torch.promote_types(x.dtype, y.dtype) == x.dtype
-    total, h = (ADDED.choose(x) if fits and plain((x, y, weight)) else separately)(x, y, weight, eps)
+    total, h = (ADDED.choose(x) if fits and plain((x, y, weight)) else _separately)(x, y, weight, eps)
     return total, h
 
 
@@ -104,6 +104,7 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
 
 
 def dtype_of(x: Tensor) -> torch.dtype:
+    """The dtype of the norm of x."""
     device = x.device.type
     casts = x.dtype == torch.float32 and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if casts else x.dtype

@@ -55,6 +55,7 @@ class _Norm(torch.autograd.Function):
 def reference(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
 ) -> Tensor:
+    """The formula."""
     y, opened = at_least_fp32(x), None if gate is None else at_least_fp32(gate) * at_least_fp32(gate).sigmoid()
     if opened is not None and gate_first:
         y = y * opened

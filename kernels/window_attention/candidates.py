@@ -37,6 +37,7 @@ RULES = {
 
 
 def chosen(a: Attention) -> str:
+    """The name of the candidate that computes a call."""
     if chunk.one_query(a):
         return "step"
     T, S = a.q.shape[1], a.k.shape[1]
@@ -47,4 +48,5 @@ def chosen(a: Attention) -> str:
 
 
 def forward(a: Attention) -> Tensor:
+    """o [B,T,H,D]."""
     return CANDIDATES[chosen(a)].forward(a)

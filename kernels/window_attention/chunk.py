@@ -111,6 +111,7 @@ def _dot_product(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
 
 
 def one_query(a: Attention) -> bool:
+    """Return whether there is one query per row."""
     return a.q.shape[1] == 1 and a.documents is None
 
 

@@ -32,6 +32,7 @@ def forward(a: Attention) -> Tensor:
 
 
 def attention() -> Any:
+    """PyTorch's function, imported on first use."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn

@@ -19,6 +19,7 @@ def serves(a: Attention) -> bool:
 
 
 def forward(a: Attention) -> Tensor:
+    """o [B,T,H,D]."""
     from torch.nn.attention.flex_attention import flex_attention
 
     q, k, v = (x.transpose(1, 2) for x in (a.q, a.k, a.v))

@@ -8,6 +8,7 @@ from .arguments import Attention
 
 
 def forward(a: Attention) -> Tensor:
+    """o [B,T,H,D]."""
     B, T, H = a.q.shape[:3]
     offset = a.k.shape[1] - T
     q, k, v = at_least_fp32(a.q), at_least_fp32(a.k), at_least_fp32(a.v)

@@ -131,18 +131,18 @@ def strided(args: Arguments) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]
     return (a, args.A_log, args.dt_bias, b, args.bias), (rows, a_row, b_row, args.largest)
 
 
-def empty(args: Arguments) -> tuple[Tensor, Tensor]:
+def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
     return new(args.a, dtype=torch.float32), new(args.a, dtype=torch.float32)
 
 
-def compute(args: Arguments) -> tuple[Tensor, Tensor]:
+def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     """log_decay, and β or without b dt."""
-    outputs, sizes, (tensors, numbers) = empty(args), tile(args.a.shape[-1]), strided(args)
+    outputs, sizes, (tensors, numbers) = _empty(args), tile(args.a.shape[-1]), strided(args)
     enqueue(gates_forward, cdiv(numbers[0], sizes["ROWS"]), *tensors, *outputs, *numbers, None, **sizes)
     return outputs
 
 
-def differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> Gradients:
+def _differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> Gradients:
     arriving, sizes = [None if g is None else g.contiguous() for g in gradients], tile(args.a.shape[-1])
     da, db = new(args.a), None if args.b is None else new(args.b)
     tensors, numbers = strided(args)
@@ -154,10 +154,11 @@ def differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> Gr
     return {"a": da, "b": db, **{name: g.to(x.dtype) for (name, x), g in zip(learned.items(), sums, strict=False)}}
 
 
-gates = register("delta_gates", compute, differentiate, empty, results=2)
+gates = register("delta_gates", _compute, _differentiate, _empty, results=2)
 
 
 def forward(inputs: GateInputs) -> tuple[Tensor, Tensor]:
+    """The log decay and β of all steps."""
     bias = None if inputs.bias is None else inputs.bias.contiguous()
     log_decay, beta = gates(
         inputs.a, inputs.A_log.contiguous(), inputs.dt_bias.contiguous(), inputs.b, bias, inputs.largest
@@ -166,5 +167,6 @@ def forward(inputs: GateInputs) -> tuple[Tensor, Tensor]:
 
 
 def discretise(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The log decay and dt of all steps."""
     log_decay, dt = gates(a, A_log.contiguous(), dt_bias.contiguous(), None, None, 1.0)
     return log_decay, dt

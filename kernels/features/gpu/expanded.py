@@ -105,12 +105,13 @@ class Arguments(NamedTuple):
     norm: str
 
 
-def empty(args: Arguments) -> tuple[Tensor]:
+def _empty(args: Arguments) -> tuple[Tensor]:
     return (new(args.x, *args.x.shape[:2], args.weight.shape[0] // SIZE, SIZE),)
 
 
 def compute(args: Arguments) -> tuple[Tensor]:
-    (_, product, weight, _, _), (y,) = args, empty(args)
+    """y [B,T,heads·subheads,128]."""
+    (_, product, weight, _, _), (y,) = args, _empty(args)
     queue, x, _ = prepared(False, args)
     queue(x, product.to(x.dtype).contiguous(), weight.contiguous(), y)
     return (y,)
@@ -124,7 +125,7 @@ def prepared(backward: bool, args: Arguments) -> tuple[LaunchSpec, Tensor, int]:
     return queue, x, runs
 
 
-def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, product, weight, activation, norm = args
     if norm != "none":  # with a norm, the product is worth its memory
         z = multiply(Product(x, product))[0].view(*x.shape[:2], -1, SIZE)
@@ -147,7 +148,7 @@ def _of_product(dz: Tensor | None, needed: Any, args: Arguments) -> Gradients:
     return {"x": gradients["x"], "product": gradients["weight"]}
 
 
-apply = register("expanded_features", compute, differentiate, empty)
+apply = register("expanded_features", compute, _differentiate, _empty)
 
 
 def forward(stream: FeatureStream) -> tuple[Tensor, None]:

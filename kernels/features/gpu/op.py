@@ -134,11 +134,12 @@ def run(args: Arguments, tail: Tensor | None = None) -> Tensor:
     return y
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
+def _compute(args: Arguments) -> tuple[Tensor]:
     return (run(args),)
 
 
 def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+    """The gradients of all tensors but `cu_seqlens`."""
     x, weight, bias, initial_history, cu_seqlens, activation, norm = args
     weight, bias, history = parameters(weight, bias, initial_history)
     dx = new(x)
@@ -166,24 +167,25 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"x": dx, "weight": dweight, "bias": dbias, "history": past}
 
 
-features = register("features", compute, differentiate, lambda args: (new(args.x),))
+features = register("features", _compute, differentiate, lambda args: (new(args.x),))
 
 
-def empty_tail(args: Arguments) -> Tensor:
+def _empty_tail(args: Arguments) -> Tensor:
     x, dtype = args.x, None if args.history is None else args.history.dtype
     return new(x, x.shape[0], args.taps - 1, x.shape[2] * x.shape[3], dtype=dtype)
 
 
 def compute_step(args: Arguments) -> tuple[Tensor, Tensor]:
     """y, and the last W − 1 inputs [B,W−1,C] in the same launch; without documents, and for a weight."""
-    tail = empty_tail(args)
+    tail = _empty_tail(args)
     return run(args, tail), tail
 
 
-step = register("features_step", compute_step, None, lambda args: (new(args.x), empty_tail(args)), results=2)
+step = register("features_step", compute_step, None, lambda args: (new(args.x), _empty_tail(args)), results=2)
 
 
 def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
+    """y [B,T,heads,size], and the history for the next call if it is to be returned."""
     x, weight = stream.x, stream.weight
     if weight is None and stream.activation == "identity" and stream.norm == "none":
         return x, continued(stream) if stream.return_history else None

@@ -105,7 +105,7 @@ def low_rank_backward(
         tl.store(bias_parts + program * C + c, from_bias, mask=c < C)
 
 
-def constants(x: Tensor, weight: Tensor) -> dict[str, Any]:
+def _constants(x: Tensor, weight: Tensor) -> dict[str, Any]:
     C, R = weight.shape
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     return {"C": C, "R": R, "BR": max(16, next_power_of_2(R)), "PRECISION": precision}
@@ -118,20 +118,20 @@ class Arguments(NamedTuple):
     scale: float
 
 
-def empty(args: Arguments) -> tuple[Tensor]:
+def _empty(args: Arguments) -> tuple[Tensor]:
     return (new(args.x, *args.x.shape[:-1], args.weight.shape[0], dtype=dtype_of(args.x)),)
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
-    (x, weight, bias, scale), (y,) = args, empty(args)
+def _compute(args: Arguments) -> tuple[Tensor]:
+    (x, weight, bias, scale), (y,) = args, _empty(args)
     x, rows, x_row = rows_of(x)
     programs = cdiv(rows, FORWARD["ROWS"]) * cdiv(weight.shape[0], FORWARD["BLOCK"])
-    sizes = {**constants(x, weight), **FORWARD}
+    sizes = {**_constants(x, weight), **FORWARD}
     enqueue(low_rank_forward, programs, x, weight, bias, y, rows, x_row, scale, **sizes, warps=4)
     return (y,)
 
 
-def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, weight, bias, scale = args
     dx, (C, R) = new(x), weight.shape
     x, rows, x_row = rows_of(x)
@@ -140,16 +140,17 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     of_x, of_weight = (new(x, *shape, dtype=torch.float32) for shape in ((blocks, rows, R), (programs, R, C)))
     of_bias = None if bias is None else new(x, programs, 1, C, dtype=torch.float32)
     tensors = (x, weight, bias, dy.contiguous(), of_x, of_weight, of_bias)
-    sizes = {**constants(x, weight), **BACKWARD}
+    sizes = {**_constants(x, weight), **BACKWARD}
     enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes, warps=4)
     dx.copy_(of_x.sum(0).view(dx.shape))
     dbias = None if of_bias is None or bias is None else add_parts(of_bias, bias.dtype).view(C)
     return {"x": dx, "weight": add_parts(of_weight, weight.dtype), "bias": dbias}
 
 
-low_rank = register("low_rank_forget_gate", compute, differentiate, empty)
+low_rank = register("low_rank_forget_gate", _compute, _differentiate, _empty)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """log_decay […,C] of x […,R]."""
     bias = None if bias is None else bias.contiguous()
     return low_rank(x, weight.contiguous(), bias, scale)[0]

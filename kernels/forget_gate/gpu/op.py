@@ -96,23 +96,23 @@ def forget_backward(
         tl.store(at + 1, tl.sum(from_odds, 0), mask=c < C)
 
 
-def tile(size: int) -> dict[str, int]:
+def _tile(size: int) -> dict[str, int]:
     block = min(next_power_of_2(size), WIDEST)
     return {"C": size, "ROWS": ELEMENTS // block, "BLOCK": block}
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
+def _compute(args: Arguments) -> tuple[Tensor]:
     x, bias, odds, scale = args
-    y, sizes = new(x, dtype=torch.float32), tile(x.shape[-1])
+    y, sizes = new(x, dtype=torch.float32), _tile(x.shape[-1])
     x, rows, x_row = rows_of(x)
     programs = cdiv(rows, sizes["ROWS"]) * cdiv(sizes["C"], sizes["BLOCK"])
     enqueue(forget_forward, programs, x, bias, odds, y, rows, x_row, scale, **sizes)
     return (y,)
 
 
-def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, bias, odds, scale = args
-    dx, sizes = new(x), tile(x.shape[-1])
+    dx, sizes = new(x), _tile(x.shape[-1])
     x, rows, x_row = rows_of(x)
     blocks = cdiv(sizes["C"], sizes["BLOCK"])
     programs = walkers(rows, sizes["ROWS"], x.device, PROGRAMS, blocks)
@@ -128,9 +128,10 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"x": dx, "bias": dbias, "odds": dodds}
 
 
-forget_gate = register("forget_gate_triton", compute, differentiate, empty)
+forget_gate = register("forget_gate_triton", _compute, _differentiate, empty)
 
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
+    """log_decay, in the shape of x […,C]."""
     bias, odds = (None if parameter is None else parameter.contiguous() for parameter in (bias, odds))
     return forget_gate(x, bias, odds, scale)[0]

@@ -67,7 +67,7 @@ class Arguments(NamedTuple):
     keep: bool  # whether the product is saved for the backward pass
 
 
-def compute(args: Arguments) -> tuple[Tensor, Tensor]:
+def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     """y […,O], and the product […,I], empty unless it is to be kept."""
     gate_up, weight, activation, keep = args
     (*outer, both), size = gate_up.shape, weight.shape[1]
@@ -78,12 +78,12 @@ def compute(args: Arguments) -> tuple[Tensor, Tensor]:
         return F.linear(h, weight.to(gate_up.dtype)), h if keep else new(gate_up, 0)
 
 
-def empty(args: Arguments) -> tuple[Tensor, Tensor]:
+def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
     gate_up, (*outer, _), (O, I) = args.gate_up, args.gate_up.shape, args.weight.shape
     return new(gate_up, *outer, O), new(gate_up, *((*outer, I) if args.keep else (0,)))
 
 
-def differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradients:
+def _differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradients:
     gate_up, weight, activation, keep = args
     dy, size = dy.reshape(-1, weight.shape[0]), weight.shape[1]
     with as_given(gate_up.device.type):
@@ -96,10 +96,11 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradie
         return {"gate_up": dgate_up, "weight": (dy.T @ h).to(weight.dtype) if needed.weight else None}
 
 
-gated_linear = register("gated_linear", compute, differentiate, empty)
+gated_linear = register("gated_linear", _compute, _differentiate, _empty)
 
 
 def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """[…,O]; see `gated_linear`."""
     if few_rows(gate_up, weight):
         return few.forward(gate_up, weight, None, activation)
     if torch.is_autocast_enabled(gate_up.device.type):

@@ -68,13 +68,13 @@ class Arguments(NamedTuple):
     gate: str  # activation of the gate, or none
 
 
-def empty(args: Arguments) -> tuple[Tensor]:
+def _empty(args: Arguments) -> tuple[Tensor]:
     return (new(args.x, *args.x.shape[:-1], args.weight.shape[0]),)
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
+def _compute(args: Arguments) -> tuple[Tensor]:
     x, weight, bias, gate = args
-    (O, I), (y,) = weight.shape, empty(args)
+    (O, I), (y,) = weight.shape, _empty(args)
     sizes = {"ROWS": x.numel() // x.shape[-1], "OUTPUTS": OUTPUTS, "INPUTS": min(INPUTS, next_power_of_2(I))}
     warps = 4 if I <= INPUTS else 8
     programs = cdiv(O, OUTPUTS)
@@ -82,7 +82,7 @@ def compute(args: Arguments) -> tuple[Tensor]:
     return (y,)
 
 
-linear_few = register("linear_few", compute, None, empty)
+linear_few = register("linear_few", _compute, None, _empty)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str = "none") -> Tensor:

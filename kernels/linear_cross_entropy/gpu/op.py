@@ -24,7 +24,7 @@ class Arguments(NamedTuple):
     weight_learns: bool
 
 
-def compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses, and the gradients of x and of the weight; those that are not needed are empty."""
     x, weight, labels, ignore_index, x_learns, weight_learns = args
     (N, D), V = x.shape, weight.shape[0]
@@ -56,7 +56,7 @@ def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: 
     enqueue(softmax_loss, len(logits), logits, labels, losses, ignore_index, logits.stride(0), V, **constants)
 
 
-def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+def _row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     losses = new(logits, len(logits), dtype=torch.float32)
     _softmax_loss(logits, labels.contiguous(), losses, ignore_index, gradient=False)
     return losses
@@ -75,7 +75,7 @@ def add_product(total: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
         torch.mm(left, x, out_dtype=torch.float32, out=total)
 
 
-def differentiate(args: Arguments, needed: Any, gradient: Tensor, dx: Tensor, dweight: Tensor) -> Gradients:
+def _differentiate(args: Arguments, needed: Any, gradient: Tensor, dx: Tensor, dweight: Tensor) -> Gradients:
     return {
         "x": _scaled(dx, gradient) if needed.x else None,
         "weight": _scaled(dweight, gradient) if needed.weight else None,
@@ -90,16 +90,17 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return y
 
 
-def empty(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+def _empty(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     dx = args.x.new_empty(args.x.shape if args.x_learns else 0)
     dweight = args.weight.new_empty(args.weight.shape if args.weight_learns else 0)
     return args.x.new_empty((), dtype=torch.float32), dx, dweight
 
 
-linear_cross_entropy = register("linear_cross_entropy", compute, differentiate, empty)
+linear_cross_entropy = register("linear_cross_entropy", _compute, _differentiate, _empty)
 
 
 def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Sum of the losses."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     learning = torch.is_grad_enabled()
@@ -110,4 +111,5 @@ def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Ten
 
 
 def token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    return in_pytorch.token_losses(x, weight, labels, ignore_index, row_losses)
+    """Losses [N] and correct [N]."""
+    return in_pytorch.token_losses(x, weight, labels, ignore_index, _row_losses)

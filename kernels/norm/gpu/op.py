@@ -72,7 +72,7 @@ class Arguments(NamedTuple):
     dtype: torch.dtype  # of the result
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
+def _compute(args: Arguments) -> tuple[Tensor]:
     x, gate, weight, eps, _, dtype = args
     y = new(x, dtype=dtype)
     weight = None if weight is None else weight.contiguous()
@@ -97,14 +97,15 @@ def differentiate_rows(
     return dx, dgate, dweight
 
 
-def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return dict(zip(("x", "gate", "weight"), differentiate_rows(args, dy), strict=True))
 
 
-rms_norm = register("rms_norm", compute, differentiate, lambda args: (new(args.x, dtype=args.dtype),))
+rms_norm = register("rms_norm", _compute, _differentiate, lambda args: (new(args.x, dtype=args.dtype),))
 
 
 def forward(*args: Any) -> Tensor:
+    """y in the shape of x, of the fields of `Arguments`."""
     return rms_norm(*args)[0]
 
 
@@ -138,6 +139,7 @@ class Added(torch.autograd.Function):
 
 
 def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum and its norm in one launch."""
     dtype = dtype_of(x)
     total, h = Added.apply(x, y, weight, eps, dtype)
     return total, remake(h, forward, total, None, weight, eps, False, dtype)

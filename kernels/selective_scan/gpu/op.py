@@ -97,7 +97,7 @@ def sizes(a: Scan) -> tuple[Any, ...]:
     return a.x.shape, a.rate.shape[1], read, documents, a.x.dtype, a.x.device
 
 
-def plan_of(a: Scan) -> SelectiveScan:
+def _plan_of(a: Scan) -> SelectiveScan:
     return SelectiveScan.of(a.cu_seqlens, a.x.shape[1], *sizes(a))
 
 
@@ -117,13 +117,13 @@ def cuts(plan: SelectiveScan, reverse: bool, x: Tensor, arguments: list[Any], st
     plan.combine(reverse)(arguments[1], states, totals, *ends, plan.layout.segments)
 
 
-def dense(*tensors: Tensor | None) -> list[Any]:
+def _dense(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
-    plan = plan_of(args)
-    x, *arguments, initial = dense(*args[:6])
+def _compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
+    plan = _plan_of(args)
+    x, *arguments, initial = _dense(*args[:6])
     y, final, states = plan.results()
     if plan.whole:
         plan.walk(False)(x, *arguments, initial, final, None, y, plan.layout.chunks)
@@ -133,9 +133,9 @@ def compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
     return y, final, states
 
 
-def differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | None, states: Tensor) -> Gradients:
-    plan, (_, log_decay, rate, b, c, initial_state, _) = plan_of(args), args
-    x, *arguments, initial, dy, dfinal = dense(*args[:6], dy, dfinal)
+def _differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | None, states: Tensor) -> Gradients:
+    plan, (_, log_decay, rate, b, c, initial_state, _) = _plan_of(args), args
+    x, *arguments, initial, dy, dfinal = _dense(*args[:6], dy, dfinal)
     dy = torch.zeros_like(x) if dy is None else dy
     dinitial = plan.states(plan.S)
     first, after = (initial, dfinal) if plan.whole else (states, plan.states(plan.chunks))
@@ -159,11 +159,12 @@ def differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | N
 
 
 selective_scan = register(
-    "selective_scan", compute, differentiate, lambda args: SelectiveScan(*sizes(args)).results(), results=2
+    "selective_scan", _compute, _differentiate, lambda args: SelectiveScan(*sizes(args)).results(), results=2
 )
 
 
 def forward(a: Scan) -> tuple[Tensor, Tensor]:
+    """y [B,T,D] and the final states [S,D,N]."""
     # fp64 arguments with an x of lower precision: the kernels compute in fp32
     others = (None if z is None else z.float() if z.dtype == torch.float64 else z for z in a[1:6])
     y, final = selective_scan(a.x, *others, a.cu_seqlens)
