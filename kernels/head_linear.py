@@ -1,6 +1,5 @@
 """A linear map for each head: batched products that read and write their streams where they lie."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,47 +15,35 @@ def heads_first(x: Tensor) -> Tensor:
     return x.flatten(0, 1).transpose(0, 1)
 
 
-def heads_first_of(result: Tensor) -> Tensor:
-    """Return a view of a result with heads first, to write to."""
-    return result.view(-1, *result.shape[2:]).transpose(0, 1)
-
-
 class Arguments(NamedTuple):
-    """Arguments of the op."""
-
     x: Tensor  # [B,T,H,K]
     weight: Tensor  # [H,K,N]
 
 
+def _empty(args: Arguments) -> tuple[Tensor]:
+    return (new(args.x, *args.x.shape[:3], args.weight.shape[2]),)
+
+
 def compute(args: Arguments) -> tuple[Tensor]:
     """y [B,T,H,N]."""
-    x, weight = args
-    y = new(x, *x.shape[:3], weight.shape[2])
+    (x, weight), (y,) = args, _empty(args)
     # A product without `out` would lie heads first, and become [B,T,H,N] by a copy of the largest tensor of the layer.
-    torch.bmm(heads_first(x), weight.to(x.dtype), out=heads_first_of(y))
+    torch.bmm(heads_first(x), weight.to(x.dtype), out=heads_first(y))
     return (y,)
 
 
-def fake(args: Arguments) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute` returns."""
-    return (args.x.new_empty(*args.x.shape[:3], args.weight.shape[2]),)
-
-
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
+def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     """The gradients of x and of the weight."""
-    assert gradients[0] is not None
-    (x, weight), dy, dx, dweight = args, heads_first(gradients[0]), None, None
+    (x, weight), dy, dx, dweight = args, heads_first(dy), None, None
     if needed.x:
         dx = new(x)
-        torch.bmm(dy, weight.to(x.dtype).mT, out=heads_first_of(dx))
+        torch.bmm(dy, weight.to(x.dtype).mT, out=heads_first(dx))
     if needed.weight:
         dweight = torch.bmm(heads_first(x).mT, dy, out=new(x, *weight.shape)).to(weight.dtype)
     return {"x": dx, "weight": dweight}
 
 
-apply = register("head_linear", compute, differentiate, fake)
+apply = register("head_linear", compute, differentiate, _empty)
 
 
 def head_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -14,16 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 NAMESPACE = "token_mixer_zoo"
-Forward = Callable[[Any], tuple[Tensor, ...]]
 Gradients = Mapping[str, Tensor | None]
-Backward = Callable[[Sequence[Tensor | None], Sequence[Tensor], Any, Any], Gradients]
 
 
 def register(
     name: str,
-    forward: Forward,
-    backward: Backward | None,
-    fake: Forward,
+    forward: Callable[[Any], tuple[Tensor, ...]],
+    backward: Callable[..., Gradients] | None,
+    empty: Callable[[Any], tuple[Tensor, ...]],
     *,
     results: int = 1,
     unread: Callable[[Any], Sequence[str]] = lambda args: (),
@@ -36,12 +34,12 @@ def register(
     Args:
         name: Name of the op; its gradient is `<name>_backward`.
         forward: `forward(args)` returns a tuple of fresh contiguous tensors; its annotation tells how many.
-        backward: `backward(gradients, residuals, needed, args)`. It receives the gradients of the results (None for a
-            result without one), the outputs of `forward` that are not results, for each argument whether its gradient
-            is needed (`needed.x`), and the arguments. It returns contiguous gradients by the name of the argument,
-            each of its shape and dtype; several may be parts of one tensor. An argument left out has none. None if the
-            op has no gradient.
-        fake: `forward` for fake tensors: it returns empty tensors of the right shapes and dtypes.
+        backward: `backward(args, needed, *gradients, *residuals)`. `needed` has for each argument whether its gradient
+            is needed (`needed.x`); the gradients are those of the results (None for a result without one, but never
+            for all), the residuals are the outputs of `forward` that are not results. It returns contiguous gradients
+            by the name of the argument, each of its shape and dtype; several may be parts of one tensor. An argument
+            left out has none. None if the op has no gradient.
+        empty: `empty(args)` returns uninitialised tensors of the shapes and dtypes that `forward` returns.
         results: How many of the outputs are results. The others are residuals: saved for `backward`, and hidden from
             the caller.
         unread: Given the arguments of a call, the names of the tensors whose values `backward` does not read; their
@@ -56,7 +54,6 @@ def register(
         returns = tuple[tuple(get_type_hints(returns).values())]  # type: ignore[misc]
     (make,) = hints.values()
     fields = get_type_hints(make)
-    names = tuple(fields)
 
     def run(*values: Any) -> tuple[Tensor, ...]:
         return tuple(forward(make(*values)))
@@ -65,44 +62,41 @@ def register(
     run.__signature__ = Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
     schema = torch.library.infer_schema(run, mutates_args=())
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=(), schema=schema)
-    op.register_fake(lambda *values: tuple(fake(make(*values))))
+    op.register_fake(lambda *values: tuple(empty(make(*values))))
     if backward is None:
         return lambda *values: (run if plain(values) else op)(*values)[:results]
-    differentiate: Backward = backward
+    differentiate = backward
     arguments, outputs = schema[1:].split(") -> (")
     kinds = [argument.startswith("Tensor") for argument in arguments.split(", ")]
     count = sum(kinds)  # number of tensor arguments
     assert all(kinds[:count])
-    tensors = names[:count]
+    tensors = tuple(fields)[:count]
     first = len(outputs.split(","))  # index of `needed`: gradients and residuals come before it, arguments after it
     inputs = [f"Tensor? gradient{i}" for i in range(results)] + [f"Tensor kept{i}" for i in range(first - results)]
     # in schemas, a tuple of one is written with brackets
     returned = "(Tensor)" if count == 1 else ", ".join(["Tensor"] * count)
     signature = f"({', '.join([*inputs, 'bool[] needed', arguments])}) -> ({returned})"
 
-    def derive(
-        gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Sequence[bool], *values: Any
-    ) -> list[Tensor | None]:
-        """The needed gradients, in the order of the tensor arguments."""
-        by_name = differentiate(gradients, residuals, make(*needed), make(*values))
+    def derive(*values: Any) -> list[Tensor | None]:
+        """The needed gradients in the order of the tensors, from gradients, residuals, `needed` and arguments."""
+        needed, args = values[first], make(*values[first + 1 :])
+        by_name: Gradients = {}
+        if any(g is not None for g in values[:results]):
+            by_name = differentiate(args, make(*needed), *values[:first])
         return [by_name.get(field) if want else None for field, want in zip(tensors, needed, strict=False)]
 
     def run_backward(*values: Any) -> tuple[Tensor, ...]:
-        needed, *args = values[first:]
         # a schema has no optional results: an empty tensor represents None
-        every = [
-            args[0].new_empty(0) if g is None else g
-            for g in derive(values[:results], values[results:first], needed, *args)
-        ]
+        every = [values[first + 1].new_empty(0) if g is None else g for g in derive(*values)]
         # nor may two results share memory
         memory = [g.untyped_storage().data_ptr() for g in every]
         return tuple(g.clone() if memory[i] in memory[:i] else g for i, g in enumerate(every))
 
     def fake_backward(*values: Any) -> tuple[Tensor, ...]:
         needed, *args = values[first:]
-        wanted = list(zip(args[:count], needed[:count], strict=True))
         return tuple(
-            x.new_empty(x.shape) if x is not None and want else wanted[0][0].new_empty(0) for x, want in wanted
+            args[0].new_empty(0) if x is None or not want else x.new_empty(x.shape)
+            for x, want in zip(args[:count], needed, strict=False)
         )
 
     gradient = torch.library.custom_op(f"{NAMESPACE}::{name}_backward", run_backward, mutates_args=(), schema=signature)
@@ -123,16 +117,11 @@ def register(
 
     def differentiated(run: Callable[..., Sequence[Tensor | None]], ctx: Any, *gradients: Tensor | None) -> Any:
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[: len(kinds)]
-        input_gradients = run(gradients[:results], saved[count:], needed, *saved[:count], *ctx.options)
+        input_gradients = run(*gradients[:results], *saved[count:], needed, *saved[:count], *ctx.options)
         wanted = zip(input_gradients, needed[:count], strict=True)
         return (*[g if want else None for g, want in wanted], *[None] * len(ctx.options))
 
-    def dispatched(
-        gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], *rest: Any
-    ) -> Sequence[Tensor | None]:
-        return gradient(*gradients, *residuals, *rest)
-
-    op.register_autograd(partial(differentiated, dispatched), setup_context=setup_context)
+    op.register_autograd(partial(differentiated, gradient), setup_context=setup_context)
 
     class Direct(torch.autograd.Function):
         """The op without PyTorch's dispatcher, which takes as long as some kernels."""

@@ -1,9 +1,9 @@
-"""Choice of the implementation: ``auto``, ``triton``, ``torch`` (chunks), ``reference`` (fp32 loops) or ``flashqla``.
+"""Ops with several implementations, and the choice of one at each call.
 
-``auto`` picks the fastest implementation for the tensor's device. Where the Triton kernels cannot take the arguments,
-it runs PyTorch on the GPU and logs a warning. An explicit choice that an op cannot honour is an error, never a
-fallback. Each op lists its implementations in an `Op` (`op.py`). ``flashqla``, an optional package, is of
-one op alone, the delta rule; under it other ops, and single tokens, run as under ``auto``.
+``auto`` picks the fastest implementation for the tensor's device: ``triton`` on a GPU, else ``torch`` (chunks). Where
+the Triton kernels cannot take the arguments, it runs PyTorch on the GPU and logs a warning. ``reference`` are loops in
+fp32. An explicit choice that an op cannot honour is an error, never a fallback. ``flashqla``, an optional package, is
+of one op alone, the delta rule; under it other ops, and single tokens, run as under ``auto``.
 
 The scope of a choice:
 
@@ -23,14 +23,16 @@ The scope of a choice:
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
-import torch
+import torch as pytorch
 from torch import Tensor
 
 from ..errors import UserError
@@ -38,10 +40,12 @@ from ..errors import UserError
 log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "triton", "torch", "reference", "flashqla")
-PARTIAL = ("flashqla",)  # of some ops only, which check themselves what they are given
+PARTIAL = ("flashqla",)  # of some ops only, which check their arguments themselves
+AUTO = ("auto", *PARTIAL)
 _default = os.environ.get("ZOO_BACKEND", "auto")
 _chosen: ContextVar[str] = ContextVar("backend", default=_default)
-_noted: ContextVar[dict[str, set[str]] | None] = ContextVar("implementations", default=None)
+_ran: ContextVar[dict[str, set[str]] | None] = ContextVar("implementations", default=None)
+Implementation = Callable[..., Any]
 
 
 @contextmanager
@@ -72,19 +76,19 @@ def implementations() -> Iterator[dict[str, set[str]]]:
     {'delta_rule': {'torch'}}
     """
     ran: dict[str, set[str]] = {}
-    token = _noted.set(ran)
+    token = _ran.set(ran)
     try:
         yield ran
     finally:
-        _noted.reset(token)
+        _ran.reset(token)
 
 
 def same_backend() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """A `context_fn` for `torch.utils.checkpoint`: recompute with the backend that is chosen now."""
-    return nullcontext(), _Again(_chosen.get())
+    return nullcontext(), _Reentrant(_chosen.get())
 
 
-class _Again(AbstractContextManager[None]):
+class _Reentrant(AbstractContextManager[None]):
     """`backend(name)` as a reentrant context manager: every backward pass through a checkpoint enters it again."""
 
     def __init__(self, name: str):
@@ -92,34 +96,65 @@ class _Again(AbstractContextManager[None]):
         self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        block = backend(self.name)
-        block.__enter__()
-        self._entered.append(block)
+        self._entered.append(backend(self.name))
+        self._entered[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
 
 
-def chosen(op: str, implemented: tuple[str, ...], x: Tensor, limits: str | None = None) -> str:
-    """Return which of the implementations of `op` runs on the device of `x` under the backend in force.
+class Op:
+    """The implementations of one op, all of which take the same arguments.
 
     Args:
-        op: Name of the op.
-        implemented: Names of its implementations.
-        x: One of the op's arguments, for its device and dtype.
-        limits: Why the Triton kernels cannot take the arguments, as a relative clause ("which takes …"); None if they
-            can.
-
-    Raises:
-        UserError: The backend cannot run the op.
+        name: Name of the op.
+        reference: The formula in fp32, in loops.
+        torch: The implementation in PyTorch, for any device.
+        gpu: The implementation in Triton as "module:function", imported on first use: not every platform has Triton.
+        limits: Of the same arguments: why the Triton kernels cannot take them, as a relative clause ("which takes …");
+            None if they can.
+        flashqla: The implementation by FlashQLA, as `gpu`.
     """
-    fp64 = x.dtype == torch.float64
-    name = _name(op, implemented, x.device.type, fp64, limits)
-    if x.is_cuda and name == "torch" and "triton" in implemented and not torch.compiler.is_compiling():
-        reason = _no_triton("cuda", fp64, limits)
-        if reason and _chosen.get() in ("auto", *PARTIAL):
-            _say(op, x.shape[-1], reason)
-    return name
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        reference: Implementation,
+        torch: Implementation,
+        gpu: str | None = None,
+        limits: Callable[..., str | None] | None = None,
+        flashqla: str | None = None,
+    ):
+        self.name, self.limits = name, limits
+        every = {"triton": gpu, "torch": torch, "reference": reference, "flashqla": flashqla}
+        self.implementations = {backend: one for backend, one in every.items() if one is not None}
+
+    def __call__(self, x: Tensor, *args: Any) -> Any:
+        """Run the implementation for the device of `x`, one of the arguments, under the backend in force.
+
+        Raises:
+            UserError: That backend cannot run the op.
+        """
+        return self.choose(x, *args)(*args)
+
+    def choose(self, x: Tensor, *args: Any) -> Implementation:
+        return self.load(self.backend(x, *args))
+
+    def load(self, backend: str) -> Implementation:
+        implementation = self.implementations[backend]
+        return loaded(implementation) if isinstance(implementation, str) else implementation
+
+    def backend(self, x: Tensor, *args: Any) -> str:
+        """Return the backend of a call; without `args`, of one within the limits."""
+        limits = self.limits(*args) if args and self.limits is not None else None
+        fp64 = x.dtype == pytorch.float64
+        name = _choose(self.name, tuple(self.implementations), x.device.type, fp64, limits)
+        if x.is_cuda and name == "torch" and "triton" in self.implementations and not pytorch.compiler.is_compiling():
+            reason = _no_triton("cuda", fp64, limits)
+            if reason and _chosen.get() in AUTO:
+                _say(self.name, x.shape[-1], reason)
+        return name
 
 
 @cache  # warns once, however many batch sizes and lengths there are
@@ -127,34 +162,21 @@ def _say(op: str, channels: int, reason: str) -> None:
     log.warning("%s of %d channels runs in PyTorch, not on 'triton', %s", op, channels, reason)
 
 
-def _name(op: str, implemented: tuple[str, ...], device: str, fp64: bool, limits: str | None) -> str:
-    name = _allowed(op, implemented, device, fp64, limits)
-    noted = _noted.get()
-    if noted is not None:
-        noted.setdefault(op, set()).add(name)
-    return name
-
-
-def _allowed(op: str, implemented: tuple[str, ...], device: str, fp64: bool, limits: str | None) -> str:
+def _choose(op: str, implemented: tuple[str, ...], device: str, fp64: bool, limits: str | None) -> str:
     name = _chosen.get()
     if name not in BACKENDS:
         raise UserError(f"ZOO_BACKEND: {name!r} is not one of {', '.join(BACKENDS)}")
-    if name in PARTIAL and name in implemented:
-        return name
     reason = _no_triton(device, fp64, limits)
-    if name in ("auto", *PARTIAL):
-        return "triton" if "triton" in implemented and device == "cuda" and not reason else "torch"
-    others = ", ".join(other for other in implemented if other not in (name, *PARTIAL))
-    if name not in implemented:
-        raise UserError(f"backend: {op} has no {name!r} implementation; choose one of {others} or auto")
-    if name == "triton" and reason:
-        raise UserError(f"backend: {op} cannot run on 'triton', {reason}; choose one of {others} or auto")
+    if name not in implemented and name in AUTO:
+        name = "triton" if "triton" in implemented and device == "cuda" and not reason else "torch"
+    if name not in implemented or (name == "triton" and reason):
+        lacks = f"cannot run on 'triton', {reason}" if name in implemented else f"has no {name!r} implementation"
+        others = ", ".join(other for other in implemented if other not in (name, *PARTIAL))
+        raise UserError(f"backend: {op} {lacks}; choose one of {others} or auto")
+    ran = _ran.get()
+    if ran is not None:
+        ran.setdefault(op, set()).add(name)
     return name
-
-
-# The attribute that torch.compiler.assume_constant_result sets, without importing the compiler, which cannot trace
-# context variables.
-_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _no_triton(device: str, fp64: bool, limits: str | None) -> str | None:
@@ -169,3 +191,26 @@ def _no_triton(device: str, fp64: bool, limits: str | None) -> str | None:
 @cache
 def _importable() -> bool:
     return find_spec("triton") is not None
+
+
+_functions = SimpleNamespace()  # by path; attributes, which the compiler reads only after `_load`
+
+
+def loaded(path: str) -> Implementation:
+    """The function "module:function"."""
+    name = path.replace(".", "_").replace(":", "_")
+    _load(path, name)
+    function: Implementation = getattr(_functions, name)
+    return function
+
+
+def _load(path: str, name: str) -> None:
+    if not hasattr(_functions, name):
+        module, _, function = path.partition(":")
+        setattr(_functions, name, getattr(import_module(module), function))
+
+
+# The attribute that torch.compiler.assume_constant_result sets, without importing the compiler, which can trace neither
+# context variables nor imports.
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_load._dynamo_marked_constant = True  # type: ignore[attr-defined]

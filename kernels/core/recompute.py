@@ -20,35 +20,23 @@ class _Note:
     def __init__(self, y: Tensor, make: Callable[..., Tensor], args: list[Any]):
         # held until `recomputing()` exits, so that no other tensor can get its address
         self.y: Tensor | None = y
-        self.version, self.make, self.given = y._version, make, args
+        self.version, self.make, self.args = y._version, make, args
         self.users = self.waiting = 0
         self.value: Tensor | None = None
 
     def is_of(self, x: Tensor) -> bool:
         """Return whether x is the result, or a view of the whole result."""
         y = self.y
-        return (
-            y is not None
-            and x.data_ptr() == y.data_ptr()
-            and (x.numel(), x.dtype, x._version) == (y.numel(), y.dtype, self.version)
-        )
+        if y is None or x.data_ptr() != y.data_ptr():
+            return False
+        return (x.numel(), x.dtype, x._version) == (y.numel(), y.dtype, self.version)
 
     def used(self) -> None:
         """Count a user, the first of which will also need what the result is made of."""
         self.users += 1
-        for x in self.given if self.users == 1 else ():
+        for x in self.args if self.users == 1 else ():
             if isinstance(x, _Later):
                 x.note.used()
-
-    def again(self) -> Tensor:
-        """The result, recomputed once for all users and dropped when the last of them has received it."""
-        if self.value is None:
-            args = [x.now() if isinstance(x, _Later) else x for x in self.given]
-            self.value, self.waiting = self.make(*args), self.users
-        value, self.waiting = self.value, self.waiting - 1
-        if not self.waiting:
-            self.value = None
-        return value
 
 
 class _Later(NamedTuple):
@@ -59,8 +47,15 @@ class _Later(NamedTuple):
     stride: tuple[int, ...]
 
     def now(self) -> Tensor:
-        """The tensor, recomputed."""
-        return self.note.again().as_strided(self.shape, self.stride)
+        """The tensor, recomputed once for all users of the note and dropped when the last of them has received it."""
+        note = self.note
+        if note.value is None:
+            args = [x.now() if isinstance(x, _Later) else x for x in note.args]
+            note.value, note.waiting = note.make(*args), note.users
+        value, note.waiting = note.value, note.waiting - 1
+        if not note.waiting:
+            note.value = None
+        return value.as_strided(self.shape, self.stride)
 
 
 _notes: ContextVar[dict[int, _Note] | None] = ContextVar("notes", default=None)
@@ -119,9 +114,13 @@ def keeping() -> bool:
     return not torch.compiler.is_compiling() and _notes.get() is None
 
 
+def _current() -> dict[int, _Note] | None:
+    return None if torch.compiler.is_compiling() else _notes.get()
+
+
 def noted(x: Tensor) -> bool:
     """Return whether a tensor is to be recomputed in the backward pass."""
-    notes = None if torch.compiler.is_compiling() else _notes.get()
+    notes = _current()
     return notes is not None and _later(x, notes) is not None
 
 
@@ -130,7 +129,7 @@ def remake(y: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
 
     Tensors in `args` must be saved anyway, or be recomputed themselves.
     """
-    notes = None if torch.compiler.is_compiling() else _notes.get()
+    notes = _current()
     if notes is not None and y.requires_grad and y.is_contiguous() and y.numel():
         saved_args = [(_later(x, notes) or x.detach()) if isinstance(x, Tensor) else x for x in args]
         notes[y.data_ptr()] = _Note(y, make, saved_args)

@@ -39,7 +39,6 @@ class Recurrences:
 
     @property
     def differentiated(self) -> bool:
-        """Return whether a gradient is needed."""
         tensors = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
@@ -127,10 +126,9 @@ def check(
     if beta is not None and beta.shape != (B, T, count):
         raise ValueError(f"beta: expected [{B},{T},{count}], got shape {tuple(beta.shape)}")
     scale = K**-0.5 if scale is None else scale
-    consume_state = consume_state and _may_change(q, k, v, log_decay, beta, initial_state)
-    keep_states = subheads * K <= FEW_CHANNELS if keep_states is None else keep_states
-    fields = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    result = Recurrences(*fields, consume_state, keep_states)
+    result = Recurrences(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
+    result.consume_state = consume_state and not result.differentiated and _writable(initial_state)
+    result.keep_states = subheads * K <= FEW_CHANNELS if keep_states is None else keep_states
     if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
         documents(cu_seqlens, T, B, q.device)
     if initial_state is not None and tuple(initial_state.shape) != result.state_shape:
@@ -151,11 +149,7 @@ def check(
     return result
 
 
-def _may_change(*tensors: Tensor | None) -> bool:
-    """Return whether the state, which is the last tensor, may be overwritten in a call with the other tensors."""
-    state = tensors[-1]
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return False
+def _writable(state: Tensor | None) -> bool:
     if state is None:
         return True
     # inference tensors are read-only outside inference mode; compiled code cannot query the mode

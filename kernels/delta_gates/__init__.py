@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.op import Op
+from ..core.backend import Op
 from ..core.recurrence import at_least_fp32
 from ..discretise import composed as decay
 from ..discretise import reference as exact_decay
@@ -47,7 +47,6 @@ class GateInputs:
 
     @property
     def differentiated(self) -> bool:
-        """Return whether a gradient is wanted."""
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in self.tensors)
 
 
@@ -85,10 +84,5 @@ def delta_gates(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    return run(GateInputs(a, A_log, dt_bias, b, bias, largest))
-
-
-def run(gates: GateInputs) -> tuple[Tensor, Tensor]:
-    """`delta_gates` of checked arguments."""
-    log_decay, beta = OP(gates.a, gates)
+    log_decay, beta = OP(a, GateInputs(a, A_log, dt_bias, b, bias, largest))
     return log_decay, beta

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..core.op import Op
+from ..core.backend import Op
 from ..core.recurrence import Recurrences, check, one_token
 from . import chunk, reference, step
 

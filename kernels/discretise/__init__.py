@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.op import Op
+from ..core.backend import Op
 from ..core.recurrence import at_least_fp32
 
 
@@ -21,7 +21,7 @@ def reference(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor
     return -torch.exp(at_least_fp32(A_log)) * dt, dt
 
 
-OP = Op("discretise", reference=reference, torch=composed, gpu="kernels.discretise.gpu.op:forward")
+OP = Op("discretise", reference=reference, torch=composed, gpu="kernels.delta_gates.gpu.op:discretise")
 
 
 def discretise(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..core.op import Op, loaded
+from ..core.backend import Op, loaded
+from ..delta_gates import OP as GATES
 from ..delta_gates import GateInputs
-from ..delta_gates import run as delta_gates
-from . import composition, reference
+from . import composition
 from .arguments import FeatureStream
 from .stages import ACTIVATIONS, NORMS
 
@@ -18,8 +18,7 @@ __all__ = ["ACTIVATIONS", "NORMS", "FeatureStream", "features", "features_and_ga
 LARGEST, MOST_TAPS = 1024, 8  # heads and their last inputs have to fit in the registers of eight warps, or 16 in fp32
 
 
-def limits(stream: FeatureStream) -> str | None:
-    """Why the Triton kernels cannot take the arguments."""
+def _limits(stream: FeatureStream) -> str | None:
     if stream.taps <= MOST_TAPS and (stream.norm == "none" or stream.size <= LARGEST):
         return None
     return f"which takes at most {MOST_TAPS} taps, and norms of heads of at most {LARGEST} channels"
@@ -27,10 +26,10 @@ def limits(stream: FeatureStream) -> str | None:
 
 OP = Op(
     "features",
-    reference=reference.forward,
+    reference=composition.reference,
     torch=composition.forward,
     gpu="kernels.features.gpu.op:forward",
-    limits=limits,
+    limits=_limits,
 )
 
 
@@ -97,7 +96,8 @@ def features_and_gates(
         y [B,T,heads,size] and the history of each stream, and log_decay and β.
     """
     outputs, both = together(streams, gates)
-    return outputs, delta_gates(gates) if both is None else (both[0], both[1])
+    log_decay, beta = GATES(gates.a, gates) if both is None else both
+    return outputs, (log_decay, beta)
 
 
 def together(

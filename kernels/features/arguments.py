@@ -85,7 +85,6 @@ class FeatureStream:
 
     @property
     def differentiated(self) -> bool:
-        """Return whether a gradient is wanted."""
         tensors = (self.x, self.product, self.weight, self.bias, self.history)
         return torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in tensors)
 

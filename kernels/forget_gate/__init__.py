@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from ..core.op import Op
+from ..core.backend import Op
 from ..core.recompute import remake
-from . import composition, reference
+from . import composition
 
 OP = Op(
     "forget_gate",
-    reference=reference.forward,
+    reference=composition.reference,
     torch=composition.forward,
     gpu="kernels.forget_gate.gpu.op:forward",
 )

@@ -3,19 +3,18 @@
 Autograd would save x in fp32 and several results of the same size.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.allocation import new
 from ..core.autograd import Gradients, register
 from ..core.recurrence import at_least_fp32
 
 
-def biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + bias in at least fp32."""
+def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return at_least_fp32(x) if bias is None else at_least_fp32(x) + at_least_fp32(bias)
 
 
@@ -29,32 +28,25 @@ def log_forget(x: Tensor, odds: Tensor | None) -> Tensor:
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op, which `forget_gate` explains."""
-
-    x: Tensor
-    bias: Tensor | None
-    odds: Tensor | None
+    x: Tensor  # […,C]
+    bias: Tensor | None  # [C]
+    odds: Tensor | None  # [C]
     scale: float
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
-    """log_decay, in the shape of x […,C]."""
+def empty(args: Arguments) -> tuple[Tensor]:
+    """Uninitialised results."""
+    return (new(args.x, dtype=torch.promote_types(args.x.dtype, torch.float32)),)
+
+
+def _compute(args: Arguments) -> tuple[Tensor]:
     x, bias, odds, scale = args
-    return (log_forget(biased(x, bias), odds).mul_(scale).contiguous(),)
+    return (log_forget(_biased(x, bias), odds).mul_(scale).contiguous(),)
 
 
-def fake(args: Arguments) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute` returns."""
-    return (args.x.new_empty(args.x.shape, dtype=torch.promote_types(args.x.dtype, torch.float32)),)
-
-
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of x, bias and odds."""
-    assert gradients[0] is not None
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, bias, odds, scale = args
-    wide, dy, dodds = biased(x, bias), gradients[0], None
+    wide, dodds = _biased(x, bias), None
     if odds is None:
         dwide = torch.sigmoid(-wide).mul_(dy)
     else:
@@ -69,9 +61,19 @@ def differentiate(
     return {"x": dwide.to(x.dtype) if needed.x else None, "bias": dbias, "odds": dodds}
 
 
-apply = register("forget_gate", compute, differentiate, fake)
+apply = register("forget_gate", _compute, _differentiate, empty)
 
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
     """log_decay, in the shape of x […,C]."""
     return apply(x, bias, odds, scale)[0]
+
+
+def reference(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
+    """The formula of the papers."""
+    x = at_least_fp32(x) if bias is None else at_least_fp32(x) + bias
+    forget = x.sigmoid()
+    if odds is not None:
+        lower = at_least_fp32(odds).sigmoid()
+        forget = lower + (1 - lower) * forget
+    return scale * torch.log(forget)

@@ -1,24 +1,24 @@
 """Log decays from low-rank gates: log σ(W x + b)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..core.op import Op
+from ..core.backend import Op
 from ..core.recurrence import at_least_fp32
 from ..head_linear import head_linear
-from . import forget_gate, reference
+from . import composition, forget_gate
 
 
-def composed(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Compute the product as that of a single head, then its decays."""
-    raw = head_linear(x.unflatten(-1, (1, -1)), weight.mT[None])
+def _composed(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    raw = head_linear(x.unflatten(-1, (1, -1)), weight.mT[None])  # as of a single head
     # by views, since the gradient of an index is a copy into zeros
     return forget_gate(raw.flatten(2), bias, scale=scale).to(dtype_of(x))
 
 
-def by_formula(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """The formula of the paper, in PyTorch."""
-    return reference.forward(at_least_fp32(x) @ at_least_fp32(weight).mT, bias, None, scale).to(dtype_of(x))
+def _by_formula(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    return composition.reference(at_least_fp32(x) @ at_least_fp32(weight).mT, bias, None, scale).to(dtype_of(x))
 
 
 def dtype_of(x: Tensor) -> torch.dtype:
@@ -29,17 +29,16 @@ def dtype_of(x: Tensor) -> torch.dtype:
 WIDEST = 64  # largest rank that the Triton kernel supports; beyond it, a separate matrix product pays off
 
 
-def limits(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> str | None:
-    """Why the Triton kernels cannot take the arguments."""
+def _limits(x: Tensor, *rest: Any) -> str | None:
     return f"which takes up to {WIDEST} numbers per token" if x.shape[2] > WIDEST else None
 
 
 OP = Op(
     "low_rank_forget_gate",
-    reference=by_formula,
-    torch=composed,
+    reference=_by_formula,
+    torch=_composed,
     gpu="kernels.forget_gate.gpu.low_rank:forward",
-    limits=limits,
+    limits=_limits,
 )
 
 

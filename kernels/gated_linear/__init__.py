@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..core.op import Op
+from ..core.backend import Op
 from . import composition
 
 OP = Op(

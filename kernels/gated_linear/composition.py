@@ -44,7 +44,7 @@ class _Gated(torch.autograd.Function):
 
 
 def reference(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
-    """Return the result, computed in at least fp32."""
+    """The formula in at least fp32."""
     with torch.autocast(gate_up.device.type, enabled=False):
         gate, up = at_least_fp32(gate_up).chunk(2, -1)
         opened = gate / (1 + torch.exp(-gate)) if activation == "silu" else gate

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.op import Op
+from ..core.backend import Op
 from ..core.recurrence import at_least_fp32
 
 MOST_ROWS, MOST_INPUTS = 2, 16384  # of the Triton kernel; with more rows, cuBLAS is as fast

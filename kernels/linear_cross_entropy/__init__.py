@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.op import Op
-from . import logits, per_token, reference
+from ..core.backend import Op
+from . import logits
 
 
 def limits(x: Tensor, *rest: Any) -> str | None:
@@ -17,15 +17,15 @@ def limits(x: Tensor, *rest: Any) -> str | None:
 
 OP = Op(
     "linear_cross_entropy",
-    reference=reference.forward,
+    reference=logits.reference,
     torch=logits.forward,
     gpu="kernels.linear_cross_entropy.gpu.op:forward",
     limits=limits,
 )
 TOKEN_LOSSES = Op(
     "linear_token_losses",
-    reference=reference.token_losses,
-    torch=per_token.forward,
+    reference=logits.reference_token_losses,
+    torch=logits.token_losses,
     gpu="kernels.linear_cross_entropy.gpu.op:token_losses",
     limits=limits,
 )

@@ -1,12 +1,56 @@
-"""The cross-entropy of a linear head from the logits of all tokens: the CPU path."""
+"""The cross-entropy of a linear head from its logits in PyTorch: of all tokens, in parts, and by definition."""
 
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.recurrence import at_least_fp32
 
+LOGITS = 2**25  # in memory at once: 1024 tokens at a vocabulary of 32,000
+
+
+def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """The losses [N] of logits [N,V]."""
+    return F.cross_entropy(at_least_fp32(logits), labels, ignore_index=ignore_index, reduction="none")
+
 
 def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Sum of the losses."""
-    logits = at_least_fp32(F.linear(x, weight))
-    return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none").sum()
+    """Sum of the losses, from the logits of all tokens: the CPU path."""
+    return row_losses(F.linear(x, weight), labels, ignore_index).sum()
+
+
+def token_losses(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    row_losses: Callable[[Tensor, Tensor, int], Tensor] = row_losses,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token [N], and whether its label is the likeliest [N]."""
+    losses, correct = at_least_fp32(x.new_zeros(len(x))), torch.zeros_like(labels, dtype=torch.bool)
+    rows = max(1, LOGITS // weight.shape[0])
+    for first in range(0, len(x), rows):
+        some = slice(first, first + rows)
+        logits = F.linear(x[some], weight)
+        correct[some] = (logits.argmax(-1) == labels[some]) & (labels[some] != ignore_index)
+        losses[some] = row_losses(logits, labels[some], ignore_index)
+    return losses, correct
+
+
+def reference(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """Sum of the losses, in at least fp32."""
+    counted = labels != ignore_index
+    with torch.autocast(x.device.type, enabled=False):
+        logits = at_least_fp32(x[counted]) @ at_least_fp32(weight).T
+        return (logits.logsumexp(-1) - logits.gather(-1, labels[counted, None])[:, 0]).sum()
+
+
+def reference_token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """As `token_losses`, in at least fp32."""
+    counted = labels != ignore_index
+    with torch.autocast(x.device.type, enabled=False):
+        logits = at_least_fp32(x) @ at_least_fp32(weight).T
+        losses = logits.logsumexp(-1) - logits.gather(-1, labels.where(counted, 0)[:, None])[:, 0]
+        return losses.where(counted, 0), (logits.argmax(-1) == labels) & counted

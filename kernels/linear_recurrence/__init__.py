@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..core.op import Op
+from ..core.backend import Op
 from ..core.recurrence import Recurrences, check, one_token
 from . import chunk, reference, step
 

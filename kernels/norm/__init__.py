@@ -6,28 +6,26 @@ import torch
 from torch import Tensor
 
 from ..core.autograd import plain
-from ..core.op import Op
+from ..core.backend import Op
 from ..core.recompute import remake
-from . import composition, reference
+from .composition import forward, reference
 
 LARGEST = 8192  # the kernels hold whole rows in registers
 
 
-def limits(x: Tensor, *rest: Any) -> str | None:
-    """Why the Triton kernels cannot take the arguments."""
+def _limits(x: Tensor, *rest: Any) -> str | None:
     return None if x.shape[-1] <= LARGEST else f"which takes rows of at most {LARGEST}"
 
 
-def separately(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum, then its norm."""
+def _separately(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     total = x + y
     return total, rms_norm(total, weight, eps)
 
 
 GPU = "kernels.norm.gpu.op:forward"
-OP = Op("rms_norm", reference=reference.forward, torch=composition.forward, gpu=GPU, limits=limits)
-GATED = Op("gated_rms_norm", reference=reference.forward, torch=composition.forward, gpu=GPU, limits=limits)
-ADDED = Op("add_rms_norm", reference=separately, torch=separately, gpu="kernels.norm.gpu.op:added")
+OP = Op("rms_norm", reference=reference, torch=forward, gpu=GPU, limits=_limits)
+GATED = Op("gated_rms_norm", reference=reference, torch=forward, gpu=GPU, limits=_limits)
+ADDED = Op("add_rms_norm", reference=_separately, torch=_separately, gpu="kernels.norm.gpu.op:added")
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -66,7 +64,7 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor | None = None, eps: float 
         raise ValueError(f"y: expected the shape of x, {tuple(x.shape)}, got {tuple(y.shape)}")
     _check(x, weight)
     fits = x.shape[-1] <= LARGEST and torch.promote_types(x.dtype, y.dtype) == x.dtype
-    total, h = (ADDED.choose(x) if fits and plain((x, y, weight)) else separately)(x, y, weight, eps)
+    total, h = (ADDED.choose(x) if fits and plain((x, y, weight)) else _separately)(x, y, weight, eps)
     return total, h
 
 

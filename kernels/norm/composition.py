@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation as a composition of PyTorch ops, in at least fp32."""
+"""Root-mean-square normalisation in PyTorch, in at least fp32: as a composition of ops, and by its formula."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.autograd import plain
+from ..core.recurrence import at_least_fp32
 
 
 def forward(
@@ -49,3 +50,18 @@ class _Norm(torch.autograd.Function):
             dweight, mean = along.flatten(0, -2).sum(0), (along @ weight).unsqueeze(-1) / len(weight)
             dy = dy * weight
         return torch.addcmul(dy, y, mean, value=-1).mul_(rate), dweight, None
+
+
+def reference(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
+) -> Tensor:
+    """The formula."""
+    y, opened = at_least_fp32(x), None if gate is None else at_least_fp32(gate) * at_least_fp32(gate).sigmoid()
+    if opened is not None and gate_first:
+        y = y * opened
+    y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt()
+    if weight is not None:
+        y = y * at_least_fp32(weight)
+    if opened is not None and not gate_first:
+        y = y * opened
+    return y.to(dtype)

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from ..core.op import Op
-from . import reference, scan
+from ..core.backend import Op
+from . import scan
 from .arguments import check
 
-OP = Op("selective_scan", reference=reference.forward, torch=scan.forward, gpu="kernels.selective_scan.gpu.op:forward")
+OP = Op("selective_scan", reference=scan.reference, torch=scan.forward, gpu="kernels.selective_scan.gpu.op:forward")
 
 
 def selective_scan(

@@ -1,6 +1,6 @@
 """The arguments of the selective scan, checked once."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from ..core.recurrence import at_least_fp32, check_decay
 from ..core.resets import LEAST_ALONE
 
 
-@dataclass(frozen=True)
-class Scan:
+class Scan(NamedTuple):
     """Checked arguments: D channels with N states each."""
 
     x: Tensor  # [B,T,D]
@@ -34,11 +33,6 @@ class Scan:
         return at_least_fp32(self.log_decay).clamp(min=LEAST_ALONE)
 
     @property
-    def others(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """All floating-point tensors except x."""
-        return self.log_decay, self.rate, self.b, self.c, self.initial_state
-
-    @property
     def state_shape(self) -> tuple[int, int, int]:
         sequences = self.x.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
         return (sequences, *self.rate.shape)
@@ -48,17 +42,6 @@ class Scan:
         if self.initial_state is not None:
             return at_least_fp32(self.initial_state)
         return self.x.new_zeros(self.state_shape, dtype=torch.promote_types(self.x.dtype, torch.float32))
-
-    def steps(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Log decay and input of every state [B,T,D,N], and the read-out c [B or 1,T or 1,D or 1,N], at least fp32."""
-        decay = self.decays.unsqueeze(-1) * at_least_fp32(self.rate)
-        added = at_least_fp32(self.x).unsqueeze(-1)
-        added = added.expand_as(decay) if self.b is None else added * at_least_fp32(self.b).unsqueeze(2)
-        ones = decay.new_ones(1, 1, 1, 1)
-        if self.c is None:
-            return decay, added, ones
-        c = at_least_fp32(self.c)
-        return decay, added, c[None, None] if c.dim() == 2 else c.unsqueeze(2)
 
 
 def check(

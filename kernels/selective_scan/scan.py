@@ -1,7 +1,7 @@
-"""The selective scan in plain PyTorch, with autograd: the CPU path.
+"""The selective scan in plain PyTorch, with autograd.
 
-It steps through time and processes all rows, channels and states in each step. The operands of a step fit into the
-cache, which the [B,T,D,N] tensors of a chunkwise form do not: that form was five to ten times slower.
+The CPU path steps through time and processes all rows, channels and states in each step. The operands of a step fit
+into the cache, which the [B,T,D,N] tensors of a chunkwise form do not: that form was five to ten times slower.
 """
 
 import itertools
@@ -48,3 +48,20 @@ def _read(h: Tensor, c: Tensor | None, constant: Tensor | None) -> Tensor:
     if c is not None:
         return (h @ c.unsqueeze(-1).to(h.dtype)).squeeze(-1)
     return h.sum(-1) if constant is None else (h * constant).sum(-1)
+
+
+def reference(a: Scan) -> tuple[Tensor, Tensor]:
+    """The loop over time as the papers have it."""
+    x, log_decay = at_least_fp32(a.x).unsqueeze(-1), a.decays.unsqueeze(-1) * at_least_fp32(a.rate)
+    added = x.expand_as(log_decay) if a.b is None else x * at_least_fp32(a.b).unsqueeze(2)
+    c = at_least_fp32(log_decay.new_ones(1, 1) if a.c is None else a.c)
+    c = (c if c.dim() == 2 else c.unsqueeze(2)).expand(*a.x.shape[:2], -1, -1)
+    first, outputs, finals = a.first_state(), [], []
+    spans = enumerate(a.documents.spans) if a.documents else [(slice(None), (0, a.x.shape[1]))]
+    for row, (start, stop) in spans:
+        h = first[row : row + 1] if isinstance(row, int) else first
+        for t in range(start, stop):
+            h = log_decay[:, t].exp() * h + added[:, t]
+            outputs.append((h * c[:, t]).sum(-1))
+        finals.append(h)
+    return torch.stack(outputs, 1).to(a.x.dtype), torch.cat(finals)

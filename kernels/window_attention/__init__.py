@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..core.op import Op
+from ..core.backend import Op
 from . import candidates, reference
 from .arguments import check
 from .candidates import CANDIDATES

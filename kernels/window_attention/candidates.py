@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import chunk, flash, flex, sdpa, step
+from . import chunk, flash, flex
 from .arguments import Attention
 
 
@@ -18,8 +18,7 @@ class Candidate(NamedTuple):
 
 
 CANDIDATES = {
-    "step": Candidate(step.forward, step.serves),
-    "sdpa": Candidate(sdpa.forward, sdpa.serves),
+    "step": Candidate(chunk.step, chunk.one_query),
     "flash": Candidate(flash.forward, flash.serves),
     "flex": Candidate(flex.forward, flex.serves),
     "chunk": Candidate(chunk.forward, lambda a: True),
@@ -30,23 +29,22 @@ CANDIDATES = {
 # fastest on, the first candidate that serves the call runs. FlashAttention's gradient of q is not bitwise repeatable
 # unless PyTorch is set to use deterministic algorithms; all the others are.
 RULES = {
-    (False, False): ("sdpa", "chunk"),
+    (False, False): ("chunk",),
     (False, True): ("flex", "flash", "chunk"),
     (True, False): ("flash", "flex", "chunk"),
     (True, True): ("flex", "flash", "chunk"),
 }
-EXACT: tuple[str, ...] = ("sdpa", "chunk")  # in fp32, on a CPU, and for more keys than queries
 
 
 def chosen(a: Attention) -> str:
     """The name of the candidate that computes a call."""
-    if step.serves(a):
+    if chunk.one_query(a):
         return "step"
     T, S = a.q.shape[1], a.k.shape[1]
-    names = EXACT
     if a.q.is_cuda and a.q.dtype in (torch.bfloat16, torch.float16) and T == S and a.first_key is None:
         names = RULES[a.documents is not None, a.window_size is not None]
-    return next(name for name in names if CANDIDATES[name].serves(a))
+        return next(name for name in names if CANDIDATES[name].serves(a))
+    return "chunk"
 
 
 def forward(a: Attention) -> Tensor:

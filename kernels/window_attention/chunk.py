@@ -1,4 +1,4 @@
-"""Window attention through PyTorch's scaled dot product attention: the CPU path, which serves every call.
+"""Window attention through PyTorch's scaled dot product attention, which serves every call.
 
 With a window shorter than the sequence, queries are cut into blocks, each against the keys that it sees, so that the
 work grows with T · window and not with T².
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..core.recurrence import at_least_fp32
 from .arguments import Attention
-from .sdpa import dot_product
 
 BLOCK = 64
 SHORT = 256  # the longest window whose scores are saved for backward
@@ -32,17 +31,17 @@ def _attend(a: Attention, q: Tensor, k: Tensor, v: Tensor, first_key: Tensor | N
     if window is not None and T == S and first_key is None:
         return _blocks(a, q, k, v, window)
     if window is None and T == S and first_key is None:
-        return dot_product(a, q, k, v, None, causal=True)
+        return _dot_product(a, q, k, v, None, causal=True)  # which picks its fastest kernel
     query, key = torch.arange(S - T, S, device=q.device)[:, None], torch.arange(S, device=q.device)
     mask = key <= query
     if window is not None:
         mask = mask & (key > query - window)
     if first_key is None:
-        return dot_product(a, q, k, v, mask)
+        return _dot_product(a, q, k, v, mask)
     mask = mask & (key >= first_key[:, None, None])  # [B,T,S]
     # a row without a key is 0: softmax over nothing would be NaN
     some = mask.any(-1)
-    o = dot_product(a, q, k, v, (mask | ~some[..., None])[:, None])
+    o = _dot_product(a, q, k, v, (mask | ~some[..., None])[:, None])
     return o.masked_fill(~some[:, :, None, None], 0)
 
 
@@ -58,7 +57,7 @@ def _blocks(a: Attention, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tenso
         return _products(a, q, k, v, mask)
     q = F.pad(q, (0, 0, 0, 0, 0, count * BLOCK - T)).unflatten(1, (count, BLOCK))  # [B,N,BLOCK,H,D]
     k, v = _stretches(k, mask), _stretches(v, mask)  # [B,N,before+BLOCK,Hkv,D]
-    o = dot_product(a, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask.repeat(len(q), 1, 1).unsqueeze(1))
+    o = _dot_product(a, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask.repeat(len(q), 1, 1).unsqueeze(1))
     return o.reshape(-1, count * BLOCK, *o.shape[-2:])[:, :T]
 
 
@@ -101,6 +100,37 @@ def _products(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Te
         scores = (q @ k.mT).add_(unseen.repeat(1, q.shape[3] // BLOCK, 1))  # [B,Hkv,N,R·BLOCK,before+BLOCK]
         o = (torch.softmax(scores, -1) @ v).unflatten(3, (-1, BLOCK))
         return o.permute(0, 2, 4, 1, 3, 5).flatten(3, 4).flatten(1, 2)[:, :T].to(dtype)
+
+
+def _dot_product(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
+    """o [B,T,H,D] of q [B,T,H,D] and k, v [B,S,Hkv,D]; the mask broadcasts to [B,H,T,S], True where a key is seen."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=a.scale, enable_gqa=grouped)
+    return o.transpose(1, 2)
+
+
+def one_query(a: Attention) -> bool:
+    """Return whether there is one query per row."""
+    return a.q.shape[1] == 1 and a.documents is None
+
+
+def step(a: Attention) -> Tensor:
+    """o [B,1,H,D]; the query heads that share keys become queries of one head."""
+    k, v, first = a.k, a.v, a.first_key
+    if a.window_size is not None:
+        before = k.shape[1] - a.window_size
+        k, v = k[:, before:], v[:, before:]
+        first = None if first is None else first - before
+    S, shared = k.shape[1], k.shape[2]
+    q, k, v = a.q[:, 0].unflatten(1, (shared, -1)), k.transpose(1, 2), v.transpose(1, 2)
+    mask = None
+    if first is not None:
+        # the last key is always seen: softmax over nothing would be NaN
+        seen = torch.arange(S, device=k.device) >= first.clamp(max=S - 1)[:, None]
+        mask = seen[:, None, None]
+    o = F.scaled_dot_product_attention(q, k, v, mask, scale=a.scale).flatten(1, 2)[:, None]
+    return o if first is None else o.masked_fill((first >= S)[:, None, None, None], 0)
 
 
 def padded(keys: int) -> int:

@@ -43,9 +43,9 @@ def has(option: str) -> bool:
     return option in _options()
 
 
-has._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in `kernels.core.backend`: nothing to trace
-
-
 @cache
 def _options() -> frozenset[str]:
     return frozenset(inspect.signature(attention()).parameters)
+
+
+has._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in `kernels.core.backend`: nothing to trace

@@ -14,7 +14,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
-    module = pytest.importorskip("kernels.discretise.gpu.op")
+    module = pytest.importorskip("kernels.delta_gates.gpu.op")
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 
@@ -89,7 +89,7 @@ def test_the_op_is_registered_properly(monkeypatch: pytest.MonkeyPatch):
     given = [x.requires_grad_() for x in inputs(3, 4).values()]
     results(inputs(3, 4), "triton")
     monkeypatch.undo()
-    torch.library.opcheck(torch.ops.token_mixer_zoo.discretise, given)
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, None, None, 1.0))
 
 
 def test_misfits():

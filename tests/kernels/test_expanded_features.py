@@ -97,8 +97,8 @@ def test_several_runs_of_a_sequence(gluon: None, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("again", "kept", "launches"), [(False, False, 2), (True, False, 3), (True, True, 2)])
 def test_computed_again_or_kept(again: bool, kept: bool, launches: int, gluon: None, monkeypatch: pytest.MonkeyPatch):
     given, readout = stream(1, 70, 1, 1), torch.randn(128, 3).bfloat16()
-    calls, shape_of = [], expanded.shape_of
-    monkeypatch.setattr(expanded, "shape_of", lambda *how: calls.append(how) or shape_of(*how))
+    calls, prepared = [], expanded.prepared
+    monkeypatch.setattr(expanded, "prepared", lambda *how: calls.append(how) or prepared(*how))
     found = []
     for recomputing in (again, False):
         leaves = {name: x.clone().requires_grad_() for name, x in given.items() if isinstance(x, Tensor)}

@@ -269,7 +269,7 @@ def test_the_gates_of_a_token_in_the_same_launch(M: int, chosen: tuple[int, ...]
         with kernels.backend("reference"):
             expected = with_gates(given, inputs)
         monkeypatch.setattr(gpu_op, "run", None)
-        monkeypatch.setattr(import_module("kernels.delta_gates.gpu.op"), "delta_gates", None)
+        monkeypatch.setattr(import_module("kernels.delta_gates.gpu.op"), "gates", None)
         with kernels.backend("triton"):
             found = with_gates(given, inputs)
             compiled = torch.compile(with_gates, backend="aot_eager", fullgraph=True)(given, inputs)
@@ -393,7 +393,7 @@ def registered(a: Arguments) -> None:
     how = ("silu", "l2")
     torch.library.opcheck(torch.ops.token_mixer_zoo.features, (*leaves, None, *how))
     torch.library.opcheck(torch.ops.token_mixer_zoo.features, (leaves[0], None, None, None, None, *how))
-    torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, *how))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, None, *how))
     one, how = [a["x"][:, :1], *given[1:3]], ("silu relu", "l2 none")
     histories = [a["history"].clone(), a["history"].clone()]
     M = 3

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from kernels.linear_cross_entropy import per_token
+from kernels.linear_cross_entropy import logits as in_pytorch
 
 IGNORED = -100
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,7 +91,7 @@ def test_losses_of_half_precision_are_summed_in_fp32(dtype: torch.dtype):
 def test_losses_of_each_token(N: int, backend: str, monkeypatch: pytest.MonkeyPatch):
     if backend == "triton":
         pytest.importorskip("triton")
-    monkeypatch.setattr(per_token, "LOGITS", 61 * 16)  # so that 50 tokens take four steps, the last of them short
+    monkeypatch.setattr(in_pytorch, "LOGITS", 61 * 16)  # so that 50 tokens take four steps, the last of them short
     x, weight, labels = inputs(N)
     labels[2:20] = F.linear(x, weight).argmax(-1)[2:20]
     with kernels.backend(backend):

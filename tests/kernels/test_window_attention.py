@@ -202,13 +202,13 @@ def on_gpu(a: Attention) -> Attention:
 def test_on_a_processor_and_in_fp32_nothing_new_is_tried():
     assert candidates.chosen(call(300, window=20, **HALF)) == ("chunk" if DEVICE == "cpu" else "flash")
     assert candidates.chosen(on_gpu(call(300, window=20, **{**HALF, "dtype": torch.float32}))) == "chunk"
-    assert candidates.chosen(call(300, dtype=torch.float32)) == "sdpa"
+    assert candidates.chosen(call(300, dtype=torch.float32)) == "chunk"
 
 
 @pytest.mark.parametrize(
     ("name", "a"),
     [
-        ("sdpa", {"T": 300}),
+        ("chunk", {"T": 300}),
         ("flex", {"T": 300, "window": 20}),
         ("flash", {"T": 300, "window": 20, "D": 24}),
         ("flex", {"T": 300, "window": 20, "documents": [0, 100, 300]}),
@@ -336,7 +336,7 @@ def test_the_choice_and_the_chosen_compile_as_one_graph(name: str, monkeypatch: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["sdpa", "flash", "flex", "chunk"])
+@pytest.mark.parametrize("name", ["flash", "flex", "chunk"])
 @pytest.mark.parametrize(
     "options",
     [

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from kernels.core.op import Op as KernelOp
+from kernels.core.backend import Op as KernelOp
 from zoo.performance.accuracy import Gate
 from zoo.performance.device import DTYPES
 

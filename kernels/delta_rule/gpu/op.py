@@ -220,7 +220,7 @@ def compute(args: Arguments) -> Outputs:
 
 
 def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+    args: Arguments, needed: Any, do: Tensor | None, dfinal: Tensor | None, *residuals: Tensor
 ) -> Gradients:
     """The gradients of all tensors but `cu_seqlens`."""
     plan, subheads = args.plan, args.subheads
@@ -235,7 +235,7 @@ def differentiate(
         chunks = tuple(residuals[:4]) if keep == CHUNKS else prepared(plan, q, k, beta, log_decay)
         along = run_forward(plan, q, k, args.v.contiguous(), chunks, args.initial_state, None, save=True)[1]
         residuals = (*chunks, *along)
-    do, dfinal = (None if x is None else x.contiguous() for x in gradients)
+    do, dfinal = (None if x is None else x.contiguous() for x in (do, dfinal))
     do = plan.new(*args.v.shape).zero_() if do is None else do
     dends = gradients_of_ends(plan, q, k, do, tuple(residuals[:4]), residuals[-1], dfinal)
     run = in_three_passes if plan.backward_path == "three_passes" else in_one_pass

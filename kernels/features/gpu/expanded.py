@@ -5,7 +5,6 @@ would need sums over channels there) from the product. Two batched products make
 the matrix.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -61,24 +60,6 @@ def fits(stream: FeatureStream) -> bool:
     )
 
 
-class Shape(NamedTuple):
-    """Sizes that a launch depends on."""
-
-    B: int
-    T: int
-    heads: int
-    subheads: int
-    activation: str
-    norm: str
-    multiprocessors: int
-
-
-def shape_of(x: Tensor, product: Tensor, activation: str, norm: str) -> Shape:
-    """The shape of a call."""
-    B, T, heads, _ = x.shape
-    return Shape(B, T, heads, product.shape[2] // SIZE, activation, norm, multiprocessors(x.device))
-
-
 @lru_cache(maxsize=256)
 def cut(tiles: int, columns: int, room: int) -> tuple[int, int]:
     """Into how many runs to cut the tiles of a sequence, and how many tiles each has.
@@ -91,91 +72,83 @@ def cut(tiles: int, columns: int, room: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=256)
-def launch(backward: bool, shape: Shape, row: int, token: int) -> tuple[LaunchSpec, int]:
+def launch(
+    backward: bool,
+    shape: tuple[int, ...],
+    subheads: int,
+    activation: str,
+    norm: str,
+    multiprocessors: int,
+    batch_stride: int,
+    token_stride: int,
+) -> tuple[LaunchSpec, int]:
     """The launch for an x of this shape and these strides, and the number of its runs in each sequence."""
     from . import expanded_kernels as gluon_expanded  # the interpreter and other devices do without Gluon
 
     kernel, how = (gluon_expanded.backward, BACKWARD) if backward else (gluon_expanded.forward, FORWARD)
-    columns = shape.heads * shape.subheads
-    tiles = cdiv(shape.T, how.tokens - (2 if backward else 1) * (TAPS - 1))
-    runs, each = cut(tiles, max(1, shape.B) * columns, how.programs * shape.multiprocessors)
-    normalised: dict[str, Any] = {} if backward else {"L2": shape.norm == "l2", "EPS": EPS}
-    prepared = LaunchSpec(
-        kernel,
-        shape.B * runs * columns,
-        shape.T,
-        each,
-        row,
-        x_token=token,
-        C=columns * SIZE,
-        SUBHEADS=shape.subheads,
-        SILU=shape.activation == "silu",
-        TILE=how.tokens,
-        **normalised,
-        warps=WARPS,
-        registers=how.registers,
-    )
-    return prepared, runs
+    B, T, heads, _ = shape
+    columns = heads * subheads
+    tiles = cdiv(T, how.tokens - (2 if backward else 1) * (TAPS - 1))
+    runs, each = cut(tiles, max(1, B) * columns, how.programs * multiprocessors)
+    constants: dict[str, Any] = {} if backward else {"L2": norm == "l2", "EPS": EPS}
+    constants |= {"C": columns * SIZE, "SUBHEADS": subheads, "SILU": activation == "silu", "TILE": how.tokens}
+    numbers = T, each, batch_stride
+    options: dict[str, Any] = {"x_token": token_stride, "warps": WARPS, "registers": how.registers}
+    return LaunchSpec(kernel, B * runs * columns, *numbers, **options, **constants), runs
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op, which `FeatureStream` explains."""
-
-    x: Tensor
-    product: Tensor
-    weight: Tensor
+    x: Tensor  # [B,T,heads,128]
+    product: Tensor  # [heads,128,subheads·128]
+    weight: Tensor  # [C,1,4]
     activation: str
     norm: str
 
 
+def _empty(args: Arguments) -> tuple[Tensor]:
+    return (new(args.x, *args.x.shape[:2], args.weight.shape[0] // SIZE, SIZE),)
+
+
 def compute(args: Arguments) -> tuple[Tensor]:
     """y [B,T,heads·subheads,128]."""
-    x, product, weight, activation, norm = args
-    y = new(x, *x.shape[:2], weight.shape[0] // SIZE, SIZE)
-    x, *strides = strided(x)
-    queue, _ = launch(False, shape_of(x, product, activation, norm), *strides)
+    (_, product, weight, _, _), (y,) = args, _empty(args)
+    queue, x, _ = prepared(False, args)
     queue(x, product.to(x.dtype).contiguous(), weight.contiguous(), y)
     return (y,)
 
 
-def fake(args: Arguments) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute` returns."""
-    return (args.x.new_empty(*args.x.shape[:2], args.weight.shape[0] // SIZE, SIZE),)
+def prepared(backward: bool, args: Arguments) -> tuple[LaunchSpec, Tensor, int]:
+    """The launch of a call, its x, and the number of runs in each sequence."""
+    x, *strides = strided(args.x)
+    how = args.product.shape[2] // SIZE, args.activation, args.norm, multiprocessors(x.device)
+    queue, runs = launch(backward, x.shape, *how, *strides)
+    return queue, x, runs
 
 
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of all tensors."""
-    assert gradients[0] is not None
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, product, weight, activation, norm = args
     if norm != "none":  # with a norm, the product is worth its memory
         z = multiply(Product(x, product))[0].view(*x.shape[:2], -1, SIZE)
         features = Features(z, weight, None, None, None, activation, norm)
         wanted: Any = features._replace(weight=needed.weight)
-        of_features = differentiate_features(gradients, (), wanted, features)
-        dz = of_features["x"]
-        assert dz is not None
-        dz = dz.view(*x.shape[:3], -1)
-        return {**_of_product(dz, needed, args), "weight": of_features["weight"]}
-    dy = gradients[0].contiguous()
+        of_features = differentiate_features(features, wanted, dy)
+        return {**_of_product(of_features["x"], needed, args), "weight": of_features["weight"]}
     dz = new(x, *x.shape[:3], product.shape[2])
-    source, *strides = strided(x)
-    queue, runs = launch(True, shape_of(x, product, activation, norm), *strides)
+    queue, source, runs = prepared(True, args)
     dtaps = new(x, x.shape[0] * runs, TAPS, weight.shape[0], dtype=torch.float32)
-    queue(source, product.to(x.dtype).contiguous(), weight.contiguous(), dy, dz, dtaps)
+    queue(source, product.to(x.dtype).contiguous(), weight.contiguous(), dy.contiguous(), dz, dtaps)
     dweight = add_parts(dtaps, weight.dtype)[:, None]
     return {**_of_product(dz, needed, args), "weight": dweight}
 
 
-def _of_product(dz: Tensor, needed: Any, args: Arguments) -> Gradients:
-    """The gradients of x and of the matrices."""
+def _of_product(dz: Tensor | None, needed: Any, args: Arguments) -> Gradients:
+    assert dz is not None
     wanted: Any = Product(needed.x, needed.product)
-    gradients = differentiate_product([dz], (), wanted, Product(args.x, args.product))
+    gradients = differentiate_product(Product(args.x, args.product), wanted, dz.view(*args.x.shape[:3], -1))
     return {"x": gradients["x"], "product": gradients["weight"]}
 
 
-apply = register("expanded_features", compute, differentiate, fake)
+apply = register("expanded_features", compute, _differentiate, _empty)
 
 
 def forward(stream: FeatureStream) -> tuple[Tensor, None]:

@@ -87,19 +87,29 @@ def convolve(window, taps, bias, W: tl.constexpr):
 
 
 @triton.jit
-def activate(z, ACTIVATION: tl.constexpr):
+def bias_of(bias, c, inside, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    added = tl.zeros([HEADS, BLOCK], tl.float32)
+    if bias is not None:
+        added = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
+    return added
+
+
+@triton.jit
+def activate(z, inside, ACTIVATION: tl.constexpr, NORM: tl.constexpr):
+    """The activation; zeros outside of the heads, if they are to be normalised."""
     if ACTIVATION == "silu":
         z = z * sigmoid(z)
     elif ACTIVATION == "relu":
         z = tl.maximum(z, 0.0)
     elif ACTIVATION == "elu1":
         z = tl.where(z > 0, 1 + z, tl.exp(tl.minimum(z, 0.0)))
+        if NORM != "none":
+            z = tl.where(inside, z, 0.0)
     return z
 
 
 @triton.jit
 def slope(z, ACTIVATION: tl.constexpr):
-    """The derivative of the activation."""
     if ACTIVATION == "silu":
         s = sigmoid(z)
         d = s + z * s * (1 - s)  # the product z · s is the activation, which most callers have
@@ -167,9 +177,7 @@ def forward(
     x_row *= UNIT
     x += row.to(tl.int64) * x_batch * UNIT
     y += row.to(tl.int64) * T * C
-    added = tl.zeros([HEADS, BLOCK], tl.float32)
-    if bias is not None:
-        added = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
+    added = bias_of(bias, c, inside, HEADS, BLOCK)
     if weight is not None:
         taps = taps_of(weight, c, inside, W)
     n, start, stop = document_at(first, row, cu_seqlens, documents, T)
@@ -190,9 +198,7 @@ def forward(
             z = new
             if weight is not None:
                 z = convolve(window, taps, added, W)
-            a = activate(z, ACTIVATION)
-            if ACTIVATION == "elu1" and NORM != "none":
-                a = tl.where(inside, a, 0.0)
+            a = activate(z, inside, ACTIVATION, NORM)
             at = y + t.to(tl.int64) * C + c
             tl.store(at, normalise(a, NORM, EPS).to(y.dtype.element_ty), mask=inside & (t < last))
             past = window[1:]
@@ -243,9 +249,7 @@ def backward(
     dy += row.to(tl.int64) * dy_batch * UNIT + first.to(tl.int64) * dy_row + c
     dx += (row.to(tl.int64) * T + first - (W - 1)) * C + c
     nothing = tl.zeros([HEADS, BLOCK], tl.float32)
-    added = nothing
-    if bias is not None:
-        added = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
+    added = bias_of(bias, c, inside, HEADS, BLOCK)
     pending = ()  # gradients of the last W − 1 inputs, to which later tokens will add
     totals = (nothing,)  # gradients of the bias, then of the taps
     if weight is not None:
@@ -277,10 +281,7 @@ def backward(
             if weight is not None:
                 z = convolve(window, taps, added, W)
             if NORM != "none":
-                a = activate(z, ACTIVATION)
-                if ACTIVATION == "elu1":
-                    a = tl.where(inside, a, 0.0)
-                dz = normalise_gradient(a, dz, NORM, EPS)
+                dz = normalise_gradient(activate(z, inside, ACTIVATION, NORM), dz, NORM, EPS)
             dz *= slope(z, ACTIVATION)
             if weight is not None:
                 own = tl.where(t < last, dz, 0.0)

@@ -1,7 +1,6 @@
 """Features in Triton: one launch forward and one backward, which saves only the arguments and is bitwise repeatable."""
 
 import math
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.reductions import add_parts
 from ..arguments import FeatureStream
-from ..convolution import continued
+from ..composition import continued
 from ..stages import EPS
 from . import kernels as triton_kernels
 
@@ -43,20 +42,11 @@ class Cut(NamedTuple):
     tokens: int  # per iteration
 
 
-def number_of_runs(T: int, columns: int, room: int) -> int:
-    """Into how many runs to cut T tokens, each of which takes `columns` warps, where `room` warps run side by side.
-
-    A last wave that fills little of the device takes as long as any other.
-    """
-    runs = [max(1, waves * room // columns) for waves in range(1, MOST_WAVES + 1)]
-    return min(runs, key=lambda n: cdiv(n * columns, room) * (cdiv(T, n) + SHORTEST))
-
-
 @cache
 def cut(
     B: int, T: int, heads: int, size: int, norm: str, channels: int, warps: int, tokens: int, beyond: int = 0
 ) -> Cut:
-    """Cut x [B,T,heads,size] for `warps` warps of `channels` channels each, if there is enough work.
+    """Cut x [B,T,heads,size] for `warps` warps of `channels` channels each that run side by side.
 
     A run together with the `beyond` tokens that are read after it takes a whole number of iterations of `tokens`.
     """
@@ -67,7 +57,10 @@ def cut(
         together = max(1, min(channels // next_power_of_2(size), next_power_of_2(heads)))
     block, blocks = next_power_of_2(size), cdiv(C, together * size)
     each = max(1, together * block // channels)
-    runs = number_of_runs(T, max(1, B) * blocks * each, warps)  # a batch may be empty
+    columns = max(1, B) * blocks * each  # warps of all runs that begin with the same token; a batch may be empty
+    # a last wave that fills little of the device takes as long as any other
+    candidates = [max(1, waves * warps // columns) for waves in range(1, MOST_WAVES + 1)]
+    runs = min(candidates, key=lambda n: cdiv(n * columns, warps) * (cdiv(T, n) + SHORTEST))
     length = cdiv(max(SHORTEST, cdiv(T, runs)) + beyond, tokens) * tokens - beyond
     runs = cdiv(T, length)
     return Cut(together, size, block, length, runs, B * runs * blocks, each, tokens)
@@ -84,37 +77,23 @@ def strided(x: Tensor) -> tuple[Tensor, int, int]:
 
 @lru_cache(maxsize=1024)
 def launch(
-    backward: bool,
-    pieces: Cut,
-    shape: tuple[int, ...],
-    taps: int,
-    activation: str,
-    norm: str,
-    documents: int,
-    *strides: int,
+    cut: Cut, shape: tuple[int, ...], taps: int, activation: str, norm: str, documents: int, *strides: int
 ) -> LaunchSpec:
-    """The launch for an x of this shape; `strides` are those of the rows and tokens of all streams."""
-    unit = math.gcd(ALIGNED, *strides)
-    return LaunchSpec(
-        triton_kernels.backward if backward else triton_kernels.forward,
-        pieces.programs,
-        shape[1],
-        pieces.length,
-        documents,
-        *(stride // unit for stride in strides),
-        UNIT=unit,
-        C=shape[2] * shape[3],
-        W=taps,
-        HEADS=pieces.heads,
-        SIZE=pieces.size,
-        BLOCK=pieces.block,
-        TOKENS=pieces.tokens,
-        ACTIVATION=activation,
-        NORM=norm,
-        EPS=EPS,
-        warps=pieces.warps,
-        registers=REGISTERS_BACKWARD if backward else None,
-    )
+    """The launch for an x of this shape, backward if there are strides of two streams: of rows and tokens of each."""
+    backward, unit = len(strides) > 2, math.gcd(ALIGNED, *strides)
+    numbers = (shape[1], cut.length, documents, *(stride // unit for stride in strides))
+    constants: dict[str, Any] = {
+        "UNIT": unit,
+        "C": shape[2] * shape[3],
+        "W": taps,
+        "ACTIVATION": activation,
+        "NORM": norm,
+        "EPS": EPS,
+    }
+    tile: dict[str, Any] = {"HEADS": cut.heads, "SIZE": cut.size, "BLOCK": cut.block, "TOKENS": cut.tokens}
+    options: dict[str, Any] = {"warps": cut.warps, "registers": REGISTERS_BACKWARD if backward else None}
+    kernel = triton_kernels.backward if backward else triton_kernels.forward
+    return LaunchSpec(kernel, cut.programs, *numbers, **options, **constants, **tile)
 
 
 def parameters(
@@ -126,15 +105,21 @@ def parameters(
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op, which `features` explains."""
-
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    history: Tensor | None
-    cu_seqlens: Tensor | None
+    x: Tensor  # [B,T,heads,size]
+    weight: Tensor | None  # [C,1,W]
+    bias: Tensor | None  # [C]
+    history: Tensor | None  # [N,W−1,C]
+    cu_seqlens: Tensor | None  # [N+1]
     activation: str
     norm: str
+
+    @property
+    def taps(self) -> int:
+        return 1 if self.weight is None else self.weight.shape[2]
+
+    @property
+    def documents(self) -> int:
+        return 0 if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
 
 def run(args: Arguments, tail: Tensor | None = None) -> Tensor:
@@ -144,34 +129,22 @@ def run(args: Arguments, tail: Tensor | None = None) -> Tensor:
     x, *strides = strided(x)
     pieces = cut(*x.shape, norm, LOAD // x.element_size(), WARPS * multiprocessors(x.device), TOKENS)
     y = new(x)
-    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tensors = (weight, bias, history, cu_seqlens)
-    taps = 1 if weight is None else weight.shape[2]
-    launch(False, pieces, x.shape, taps, activation, norm, documents, *strides)(x, *tensors, y, tail)
+    queue = launch(pieces, x.shape, args.taps, activation, norm, args.documents, *strides)
+    queue(x, weight, bias, history, cu_seqlens, y, tail)
     return y
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
-    """y, shaped as x [B,T,heads,size]."""
+def _compute(args: Arguments) -> tuple[Tensor]:
     return (run(args),)
 
 
-def fake(args: Arguments) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute` returns."""
-    return (args.x.new_empty(args.x.shape),)
-
-
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
+def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     """The gradients of all tensors but `cu_seqlens`."""
-    assert gradients[0] is not None
-    x, weight, bias, history, cu_seqlens, activation, norm = args
-    initial_history = history
-    weight, bias, history = parameters(weight, bias, history)
+    x, weight, bias, initial_history, cu_seqlens, activation, norm = args
+    weight, bias, history = parameters(weight, bias, initial_history)
     dx = new(x)
-    (x, *strides), (dy, *dy_strides) = strided(x), strided(gradients[0])
-    B, C, W = x.shape[0], x.shape[2] * x.shape[3], 1 if weight is None else weight.shape[2]
+    (x, *strides), (dy, *dy_strides) = strided(x), strided(dy)
+    B, C, W = x.shape[0], x.shape[2] * x.shape[3], args.taps
     room = WARPS_BACKWARD * multiprocessors(x.device)
     pieces = cut(*x.shape, norm, LOAD // x.element_size(), room, TOKENS, W - 1)
     dtaps = dhistory = None
@@ -180,10 +153,8 @@ def differentiate(
     if history is not None and needed.history:
         # at most W − 1 tokens of a document read the history, fewer in short documents
         dhistory = torch.zeros(len(history), W - 1, W - 1, C, dtype=torch.float32, device=x.device)
-    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    tensors, strides = (weight, bias, history, cu_seqlens), [*strides, *dy_strides]
-    queue = launch(True, pieces, x.shape, W, activation, norm, documents, *strides)
-    queue(x, *tensors, dy, dx, dtaps, dhistory)
+    queue = launch(pieces, x.shape, W, activation, norm, args.documents, *strides, *dy_strides)
+    queue(x, weight, bias, history, cu_seqlens, dy, dx, dtaps, dhistory)
     dweight = dbias = None
     if weight is not None and dtaps is not None:
         total = add_parts(dtaps, weight.dtype if bias is None else torch.float32)
@@ -196,48 +167,32 @@ def differentiate(
     return {"x": dx, "weight": dweight, "bias": dbias, "history": past}
 
 
-features = register("features", compute, differentiate, fake)
+features = register("features", _compute, differentiate, lambda args: (new(args.x),))
 
 
-class StepArguments(NamedTuple):
-    """Arguments of a single token's op."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    history: Tensor | None
-    activation: str
-    norm: str
+def _empty_tail(args: Arguments) -> Tensor:
+    x, dtype = args.x, None if args.history is None else args.history.dtype
+    return new(x, x.shape[0], args.taps - 1, x.shape[2] * x.shape[3], dtype=dtype)
 
 
-def compute_step(args: StepArguments) -> tuple[Tensor, Tensor]:
-    """y, shaped as x [B,T,heads,size], and the last W − 1 inputs [B,W−1,C], in one launch."""
-    x, weight, bias, history, activation, norm = args
-    dtype = x.dtype if history is None else history.dtype
-    tail = new(x, x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=dtype)
-    return run(Arguments(x, weight, bias, history, None, activation, norm), tail), tail
+def compute_step(args: Arguments) -> tuple[Tensor, Tensor]:
+    """y, and the last W − 1 inputs [B,W−1,C] in the same launch; without documents, and for a weight."""
+    tail = _empty_tail(args)
+    return run(args, tail), tail
 
 
-def fake_step(args: StepArguments) -> tuple[Tensor, Tensor]:
-    """Empty tensors of the shapes and dtypes that `compute_step` returns."""
-    x, weight, history = args.x, args.weight, args.history
-    dtype = x.dtype if history is None else history.dtype
-    return x.new_empty(x.shape), x.new_empty(x.shape[0], weight.shape[2] - 1, weight.shape[0], dtype=dtype)
-
-
-step = register("features_step", compute_step, None, fake_step, results=2)
+step = register("features_step", compute_step, None, lambda args: (new(args.x), _empty_tail(args)), results=2)
 
 
 def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     """y [B,T,heads,size], and the history for the next call if it is to be returned."""
-    x, weight, bias, history = stream.x, stream.weight, stream.bias, stream.history
+    x, weight = stream.x, stream.weight
     if weight is None and stream.activation == "identity" and stream.norm == "none":
         return x, continued(stream) if stream.return_history else None
-    how = (stream.activation, stream.norm)
+    args = (x, weight, stream.bias, stream.history, stream.cu_seqlens, stream.activation, stream.norm)
     if stream.return_history and weight is not None and stream.cu_seqlens is None and not stream.differentiated:
-        y, tail = step(x, weight, bias, history, *how)
+        y, tail = step(*args)
         return y, tail
-    args = (x, weight, bias, history, stream.cu_seqlens, *how)
     (y,) = features(*args)
     if noted(x) and not stream.kept:
         # an expansion of a smaller stream: neither it nor its features are worth their memory

@@ -31,14 +31,9 @@ def run(
 
     One token of several streams and the gates take a single launch (`token.py`).
     """
-    paths = [select(PATHS, stream) for stream in streams]
-    inputs = [
-        stream if path.name == "with_product" else stream.multiplied()
-        for path, stream in zip(paths, streams, strict=True)
-    ]
-    if all(path.name == "one_stream" for path in paths) and token.fits(inputs, gates):
+    fused = [select(PATHS, stream).name == "with_product" for stream in streams]
+    inputs = [stream if one else stream.multiplied() for one, stream in zip(fused, streams, strict=True)]
+    if not any(fused) and token.fits(inputs, gates):
         return token.forward(inputs, gates)
-    outputs: list[tuple[Tensor, Tensor | None]] = []
-    for path, stream in zip(paths, inputs, strict=True):
-        outputs.append(expanded.forward(stream) if path.name == "with_product" else op.forward(stream))
-    return outputs, None
+    forwards = [expanded.forward if one else op.forward for one in fused]
+    return [forward(stream) for forward, stream in zip(forwards, inputs, strict=True)], None

@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -14,12 +15,13 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import NAMESPACE, plain
 from ...delta_gates import GateInputs
-from ...delta_gates.gpu.op import gates_tile
-from ...discretise.gpu.op import rows_of, tile
+from ...delta_gates.gpu.op import Arguments as Gates
+from ...delta_gates.gpu.op import gates_forward, tile
+from ...delta_gates.gpu.op import strided as gate_arguments
 from ...gpu.launch import LaunchSpec, cdiv
 from ..arguments import FeatureStream
 from ..stages import EPS
-from .kernels import activate, channels, convolve, normalise, taps_of
+from .kernels import activate, bias_of, channels, convolve, normalise, taps_of
 from .op import LOAD, Cut, cut, parameters, strided
 
 MOST = 3  # streams of a launch
@@ -48,18 +50,14 @@ def token(
     BLOCKS: tl.constexpr = (C + HEADS * SIZE - 1) // (HEADS * SIZE)
     c, inside = channels(program % BLOCKS, C, HEADS, SIZE, BLOCK)
     row = (program // BLOCKS).to(tl.int64)
-    added = tl.zeros([HEADS, BLOCK], tl.float32)
-    if bias is not None:
-        added = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
     taps = taps_of(weight, c, inside, W)
     window = ()
     for j in tl.static_range(W - 1):
         past = tl.load(history + (row * (W - 1) + j) * C + c, mask=inside, other=0.0)
         window = window + (past.to(tl.float32),)
     window = window + (tl.load(x + row * x_batch + c, mask=inside, other=0.0).to(tl.float32),)
-    a = activate(convolve(window, taps, added, W), ACTIVATION)
-    if ACTIVATION == "elu1" and NORM != "none":
-        a = tl.where(inside, a, 0.0)
+    z = convolve(window, taps, bias_of(bias, c, inside, HEADS, BLOCK), W)
+    a = activate(z, inside, ACTIVATION, NORM)
     tl.store(y + row * C + c, normalise(a, NORM, EPS).to(y.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # other threads may still have to read what is written next
     for j in tl.static_range(W - 1):
@@ -118,8 +116,7 @@ def tokens(
         M: tl.constexpr = GATES[0]
         ROWS: tl.constexpr = GATES[1]
         BLOCK: tl.constexpr = GATES[2]
-        p -= first3
-        gates_tile(a, A_log, dt_bias, b, bias, log_decay, beta, p, rows, a_row, b_row, largest, M, ROWS, BLOCK)
+        gates_forward(a, A_log, dt_bias, b, bias, log_decay, beta, rows, a_row, b_row, largest, first3, M, ROWS, BLOCK)
 
 
 @lru_cache(maxsize=1024)
@@ -128,17 +125,16 @@ def launch(
     streams: tuple[tuple[int | str, ...], ...],
     strides: tuple[int, ...],
     sizes: tuple[int, int, int],
-    gates: tuple[int, int, int, float],
+    gates: tuple[Any, ...],
 ) -> LaunchSpec:
     """The launch for streams of these shapes, and for gates of these sizes, rows, strides and largest β."""
     programs = [piece.programs for piece in pieces]
     first = [programs[0], programs[0] + programs[1], sum(programs)]
     third = streams[2] if len(streams) == MOST else streams[1]
     numbers = (*first, *strides, *[0] * (MOST - len(strides)), *gates)
-    warps = max(piece.warps for piece in pieces)
-    about = {"STREAM0": streams[0], "STREAM1": streams[1], "STREAM2": third, "GATES": sizes}
+    about: dict[str, Any] = {"STREAM0": streams[0], "STREAM1": streams[1], "STREAM2": third, "GATES": sizes}
     count = first[2] + cdiv(gates[0], sizes[1])
-    return LaunchSpec(tokens, count, *numbers, EPS=EPS, warps=warps, **about)  # type: ignore[arg-type]
+    return LaunchSpec(tokens, count, *numbers, EPS=EPS, warps=max(piece.warps for piece in pieces), **about)
 
 
 def compute(
@@ -159,36 +155,31 @@ def compute(
         norms: The same.
         largest: That of `GateInputs`.
     """
-    kernel_args: list[Tensor | None] = []
-    pieces: list[Cut] = []
-    about, strides = [], []
-    y, both = fake(tensors, histories, gates, activations, norms, largest)
-    parts = each(y, tensors)
-    for i, (activation, norm) in enumerate(zip(activations.split(), norms.split(), strict=True)):
-        x, weight, bias = tensors[3 * i : 3 * i + 3]
-        weight, bias, _ = parameters(weight, bias, None)
+    y, both = empty(tensors, histories, gates, activations, norms, largest)
+    kernel_args: list[Any] = []
+    pieces, about, strides = [], [], []
+    streams = zip(tensors[::3], tensors[1::3], tensors[2::3], activations.split(), norms.split(), strict=True)
+    for i, (part, (x, weight, bias, activation, norm)) in enumerate(zip(each(y, tensors), streams, strict=True)):
         assert x is not None
+        weight, bias, _ = parameters(weight, bias, None)
         assert weight is not None
         x, batch, _ = strided(x)
-        C, _, W = weight.shape
         piece = cut(*x.shape, norm, LOAD // x.element_size(), warps=1, tokens=1)
-        kernel_args += [x, weight, bias, histories[i], parts[i]]
+        kernel_args += [x, weight, bias, histories[i], part]
         pieces.append(piece)
-        about.append((C, W, piece.heads, piece.size, piece.block, activation, norm))
+        about.append((weight.shape[0], weight.shape[2], piece.heads, piece.size, piece.block, activation, norm))
         strides.append(batch)
     kernel_args += [None] * (5 * MOST - len(kernel_args))
-    sizes, numbers = (1, 1, 1), (0, 0, 0, largest)
     if gates:
-        a, A_log, dt_bias, b, bias = gates
-        assert a is not None
-        assert b is not None
-        M, _, BLOCK = tile(a.shape[-1]).values()
-        (a, rows, a_row), (b, _, b_row) = rows_of(a), rows_of(b)
-        kernel_args += [a, A_log, dt_bias, b, bias, *both]
-        sizes, numbers = (M, max(1, GATE_TILE // BLOCK), BLOCK), (rows, a_row, b_row, largest)
+        inputs: list[Any] = [*gates, largest]
+        read, numbers = gate_arguments(Gates(*inputs))
+        M, _, BLOCK = tile(inputs[0].shape[-1]).values()
+        kernel_args += [*read, *both]
+        sizes = M, max(1, GATE_TILE // BLOCK), BLOCK
     else:
         kernel_args += [None] * 7
-    launch(tuple(pieces), tuple(about), tuple(strides), sizes, numbers)(*kernel_args)  # type: ignore[arg-type]
+        sizes, numbers = (1, 1, 1), (0, 0, 0, largest)
+    launch(tuple(pieces), tuple(about), tuple(strides), sizes, numbers)(*kernel_args)
     return y, both
 
 
@@ -199,29 +190,19 @@ def each(joined: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [part.view(x.shape) for part, x in zip(parts, streams, strict=True)]
 
 
-def fake(
-    tensors: Sequence[Tensor | None],
-    histories: Sequence[Tensor],
-    gates: Sequence[Tensor | None],
-    activations: str,
-    norms: str,
-    largest: float,
-) -> tuple[Tensor, Tensor]:
-    """Empty tensors of the shapes and dtypes that `compute` returns."""
-    streams = [x for x in tensors[::3] if x is not None]
-    shape = (0,) if not gates or gates[0] is None else gates[0].shape
-    y = new(streams[0], sum(x.numel() for x in streams))
-    return y, new(streams[0], 2, *shape, dtype=torch.float32)
+def empty(tensors: Sequence[Tensor | None], histories: Any, gates: Sequence[Any], *rest: Any) -> tuple[Tensor, Tensor]:
+    """Uninitialised results of `compute`."""
+    x, count = tensors[0], sum(x.numel() for x in tensors[::3] if x is not None)
+    assert x is not None
+    return new(x, count), new(x, 2, *(gates[0].shape if gates else (0,)), dtype=torch.float32)
 
 
 _op = torch.library.custom_op(f"{NAMESPACE}::features_token", compute, mutates_args=["histories"])
-_op.register_fake(fake)
+_op.register_fake(empty)
 
 
 def fits(streams: Sequence[FeatureStream], gates: GateInputs | None = None) -> bool:
-    """Return whether one launch can serve all: one token of a few streams of a dtype, no gradients, a history to
-    return.
-    """
+    """Return whether one launch serves all: a token of a few streams of a dtype, no gradients, histories to return."""
     if gates is not None and (gates.differentiated or gates.a.dtype == torch.float64):
         return False
     return 1 < len(streams) <= MOST and all(

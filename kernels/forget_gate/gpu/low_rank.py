@@ -6,7 +6,6 @@ raw gates of its columns again, tile by tile, and from their gradients its part 
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +15,12 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
-from ...discretise.gpu.op import rows_of
-from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
+from ...gpu.rows import load, per_channel, rows_of, tile_of, walkers
 from ...gpu.tiles import sigmoid
 from ..low_rank import dtype_of
-from .op import log_sigmoid, per_channel
+from .op import log_sigmoid
 
 FORWARD = {"ROWS": 64, "BLOCK": 128}
 BACKWARD = {"ROWS": 64, "BLOCK": 128}
@@ -30,15 +28,9 @@ PROGRAMS = 2  # per multiprocessor in the backward pass
 
 
 @triton.jit
-def load_weight(weight, c, r, C: tl.constexpr, R: tl.constexpr, DTYPE: tl.constexpr):
-    mask = (c < C)[:, None] & (r < R)[None, :]
-    return tl.load(weight + c[:, None] * R + r[None, :], mask=mask, other=0.0).to(DTYPE)
-
-
-@triton.jit
-def load_rows(x, row, rows, x_row, r, R: tl.constexpr):
-    mask = (row < rows)[:, None] & (r < R)[None, :]
-    return tl.load(x + row[:, None].to(tl.int64) * x_row + r[None, :], mask=mask, other=0.0)
+def load_tile(x, first, rows, stride, c, C: tl.constexpr, ROWS: tl.constexpr):
+    at, _, inside = tile_of(first, rows, stride, c, C, ROWS)
+    return tl.load(x + at, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -58,17 +50,15 @@ def low_rank_forward(
     PRECISION: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
-    c = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    row = tl.program_id(0) // BLOCKS * ROWS + tl.arange(0, ROWS)
-    r = tl.arange(0, BR)
-    X = load_rows(x, row, rows, x_row, r, R)
-    W = load_weight(weight, c, r, C, R, X.dtype)
+    column, first = tl.program_id(0) % BLOCKS * BLOCK, tl.program_id(0) // BLOCKS * ROWS
+    c, r = column + tl.arange(0, BLOCK), tl.arange(0, BR)
+    X = load_tile(x, first, rows, x_row, r, R, ROWS)
+    W = load_tile(weight, column, C, R, r, R, BLOCK).to(X.dtype)
     wide = tl.dot(X, tl.trans(W), input_precision=PRECISION)
     if bias is not None:
         wide += per_channel(bias, c, C)
-    at = log_decay + row[:, None].to(tl.int64) * C + c[None, :]
-    decay = (log_sigmoid(wide) * scale).to(log_decay.dtype.element_ty)
-    tl.store(at, decay, mask=(row < rows)[:, None] & (c < C)[None, :])
+    at, _, inside = tile_of(first, rows, C, c, C, ROWS)
+    tl.store(log_decay + at, (log_sigmoid(wide) * scale).to(log_decay.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -94,82 +84,70 @@ def low_rank_backward(
     block = tl.program_id(0) % BLOCKS
     program, programs = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
     c, r = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BR)
-    W = load_weight(weight, c, r, C, R, x.dtype.element_ty)
+    W = load_tile(weight, block * BLOCK, C, R, r, R, BLOCK).to(x.dtype.element_ty)
     from_weight, from_bias = tl.zeros([BR, BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in tl.range(program * ROWS, rows, programs * ROWS, num_stages=3):
-        row = first + tl.arange(0, ROWS)
-        X = load_rows(x, row, rows, x_row, r, R)
-        at, inside = row[:, None].to(tl.int64) * C + c[None, :], (row < rows)[:, None] & (c < C)[None, :]
+        X = load_tile(x, first, rows, x_row, r, R, ROWS)
+        at, _, inside = tile_of(first, rows, C, c, C, ROWS)
         wide = tl.dot(X, tl.trans(W), input_precision=PRECISION)
         if bias is not None:
             wide += per_channel(bias, c, C)
-        d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32) * scale * sigmoid(-wide)
+        d = load(dy, at, inside) * scale * sigmoid(-wide)
         from_bias += tl.sum(d, 0)
         D = d.to(X.dtype)
         from_weight = tl.dot(tl.trans(X), D, from_weight, input_precision=PRECISION)
         dx = tl.dot(D, W, input_precision=PRECISION)
-        into = x_parts + (block.to(tl.int64) * rows + row[:, None]) * R + r[None, :]
-        tl.store(into, dx, mask=(row < rows)[:, None] & (r < R)[None, :])
+        into, _, inside = tile_of(first, rows, R, r, R, ROWS)
+        tl.store(x_parts + block.to(tl.int64) * rows * R + into, dx, mask=inside)
     mask = (r < R)[:, None] & (c < C)[None, :]
     tl.store(weight_parts + (program * R + r[:, None]) * C + c[None, :], from_weight, mask=mask)
     if bias_parts is not None:
         tl.store(bias_parts + program * C + c, from_bias, mask=c < C)
 
 
-def constants(x: Tensor, weight: Tensor) -> dict[str, Any]:
-    """Compile-time constants of both kernels."""
+def _constants(x: Tensor, weight: Tensor) -> dict[str, Any]:
     C, R = weight.shape
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     return {"C": C, "R": R, "BR": max(16, next_power_of_2(R)), "PRECISION": precision}
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op, which `low_rank_forget_gate` explains."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
+    x: Tensor  # […,R]
+    weight: Tensor  # [C,R]
+    bias: Tensor | None  # [C]
     scale: float
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
-    """log_decay […,C] of x […,R]."""
-    x, weight, bias, scale = args
-    y = new(x, *x.shape[:-1], weight.shape[0], dtype=dtype_of(x))
+def _empty(args: Arguments) -> tuple[Tensor]:
+    return (new(args.x, *args.x.shape[:-1], args.weight.shape[0], dtype=dtype_of(args.x)),)
+
+
+def _compute(args: Arguments) -> tuple[Tensor]:
+    (x, weight, bias, scale), (y,) = args, _empty(args)
     x, rows, x_row = rows_of(x)
     programs = cdiv(rows, FORWARD["ROWS"]) * cdiv(weight.shape[0], FORWARD["BLOCK"])
-    sizes = {**constants(x, weight), **FORWARD}
+    sizes = {**_constants(x, weight), **FORWARD}
     enqueue(low_rank_forward, programs, x, weight, bias, y, rows, x_row, scale, **sizes, warps=4)
     return (y,)
 
 
-def fake(args: Arguments) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute` returns."""
-    return (args.x.new_empty(*args.x.shape[:-1], args.weight.shape[0], dtype=dtype_of(args.x)),)
-
-
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of x, W and the bias."""
-    assert gradients[0] is not None
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, weight, bias, scale = args
-    dy, (C, R) = gradients[0].contiguous(), weight.shape
-    dx = new(x)
+    dx, (C, R) = new(x), weight.shape
     x, rows, x_row = rows_of(x)
     blocks = cdiv(C, BACKWARD["BLOCK"])
-    programs = min(cdiv(rows, BACKWARD["ROWS"]), max(1, multiprocessors(x.device) * PROGRAMS // blocks))
+    programs = walkers(rows, BACKWARD["ROWS"], x.device, PROGRAMS, blocks)
     of_x, of_weight = (new(x, *shape, dtype=torch.float32) for shape in ((blocks, rows, R), (programs, R, C)))
     of_bias = None if bias is None else new(x, programs, 1, C, dtype=torch.float32)
-    tensors = (x, weight, bias, dy, of_x, of_weight, of_bias)
-    sizes = {**constants(x, weight), **BACKWARD}
+    tensors = (x, weight, bias, dy.contiguous(), of_x, of_weight, of_bias)
+    sizes = {**_constants(x, weight), **BACKWARD}
     enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes, warps=4)
     dx.copy_(of_x.sum(0).view(dx.shape))
     dbias = None if of_bias is None or bias is None else add_parts(of_bias, bias.dtype).view(C)
     return {"x": dx, "weight": add_parts(of_weight, weight.dtype), "bias": dbias}
 
 
-low_rank = register("low_rank_forget_gate", compute, differentiate, fake)
+low_rank = register("low_rank_forget_gate", _compute, _differentiate, _empty)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:

@@ -2,7 +2,6 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
-from ...discretise.gpu.op import rows_of
-from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
+from ...gpu.rows import per_channel, rows_of, shifted, tile_of, walkers
 from ...gpu.tiles import exp2
-from ..composition import Arguments, fake
+from ..composition import Arguments, empty
 
 ELEMENTS, WIDEST = 2048, 512  # of a tile, and most of them in a row
 PROGRAMS = 16  # per multiprocessor in the backward pass; each stores its part of the gradients of bias and odds
@@ -40,22 +38,6 @@ def log_sigmoid(x):
 
 
 @triton.jit
-def per_channel(vector, c, C: tl.constexpr):
-    return tl.load(vector + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def tile_of(x, bias, first, rows, x_row, c, C: tl.constexpr, ROWS: tl.constexpr):
-    """x + bias of the rows from `first` on, their offsets in dense tensors, and the mask."""
-    r = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    inside = (r < rows) & (c < C)[None, :]
-    wide = tl.load(x + r * x_row + c[None, :], mask=inside, other=0.0).to(tl.float32)
-    if bias is not None:
-        wide += per_channel(bias, c, C)
-    return wide, r * C + c[None, :], inside
-
-
-@triton.jit
 def log_forget(x, odds, c, C: tl.constexpr):
     """log(σ(odds) + σ(−odds) σ(x))."""
     log_gate = log_sigmoid(x)
@@ -72,8 +54,8 @@ def forget_forward(
 ):
     BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
     c = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    wide, dense, inside = tile_of(x, bias, tl.program_id(0) // BLOCKS * ROWS, rows, x_row, c, C, ROWS)
-    tl.store(log_decay + dense, log_forget(wide, odds, c, C) * scale, mask=inside)
+    at, dense, inside = tile_of(tl.program_id(0) // BLOCKS * ROWS, rows, x_row, c, C, ROWS)
+    tl.store(log_decay + dense, log_forget(shifted(x, bias, at, inside, c, C), odds, c, C) * scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -96,15 +78,16 @@ def forget_backward(
     program, programs = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
     from_bias, from_odds = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(program * ROWS, rows, programs * ROWS):
-        wide, dense, inside = tile_of(x, bias, first, rows, x_row, c, C, ROWS)
+        at, dense, inside = tile_of(first, rows, x_row, c, C, ROWS)
+        wide = shifted(x, bias, at, inside, c, C)
         d = tl.load(dy + dense, mask=inside, other=0.0) * scale
         if odds is None:
             dwide = d * tl.sigmoid(-wide)
         else:
-            at = per_channel(odds, c, C)
-            shut = log_sigmoid(-wide) - log_forget(wide, odds, c, C) + log_sigmoid(-at)
+            o = per_channel(odds, c, C)
+            shut = log_sigmoid(-wide) - log_forget(wide, odds, c, C) + log_sigmoid(-o)
             dwide = d * tl.exp(shut + log_sigmoid(wide))
-            from_odds += d * tl.exp(shut + log_sigmoid(at))
+            from_odds += d * tl.exp(shut + log_sigmoid(o))
         from_bias += dwide
         tl.store(dx + dense, dwide.to(dx.dtype.element_ty), mask=inside)
     if parts is not None:
@@ -113,47 +96,39 @@ def forget_backward(
         tl.store(at + 1, tl.sum(from_odds, 0), mask=c < C)
 
 
-def tile(size: int) -> dict[str, int]:
-    """The constants of both kernels: channels, and rows and columns of a tile."""
+def _tile(size: int) -> dict[str, int]:
     block = min(next_power_of_2(size), WIDEST)
     return {"C": size, "ROWS": ELEMENTS // block, "BLOCK": block}
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
-    """log_decay, in the shape of x […,C]."""
+def _compute(args: Arguments) -> tuple[Tensor]:
     x, bias, odds, scale = args
-    y, sizes = new(x, dtype=torch.float32), tile(x.shape[-1])
+    y, sizes = new(x, dtype=torch.float32), _tile(x.shape[-1])
     x, rows, x_row = rows_of(x)
     programs = cdiv(rows, sizes["ROWS"]) * cdiv(sizes["C"], sizes["BLOCK"])
     enqueue(forget_forward, programs, x, bias, odds, y, rows, x_row, scale, **sizes)
     return (y,)
 
 
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of x, bias and odds."""
-    assert gradients[0] is not None
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, bias, odds, scale = args
-    dy, sizes = gradients[0].contiguous(), tile(x.shape[-1])
-    dx = new(x)
+    dx, sizes = new(x), _tile(x.shape[-1])
     x, rows, x_row = rows_of(x)
     blocks = cdiv(sizes["C"], sizes["BLOCK"])
-    programs = min(cdiv(rows, sizes["ROWS"]), max(1, multiprocessors(x.device) * PROGRAMS // blocks))
+    programs = walkers(rows, sizes["ROWS"], x.device, PROGRAMS, blocks)
     parts = dbias = dodds = None
     if bias is not None or odds is not None:
         parts = new(x, programs, sizes["C"], 2, dtype=torch.float32)
-    tensors = (x, bias, odds, dy, dx, parts)
+    tensors = (x, bias, odds, dy.contiguous(), dx, parts)
     enqueue(forget_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes)
     if parts is not None:
         both = add_parts(parts, torch.float32)
-        # copies: two results must not share memory
-        dbias = None if bias is None else both[0].to(bias.dtype, copy=True)
-        dodds = None if odds is None else both[1].to(odds.dtype, copy=True)
+        dbias = None if bias is None else both[0].to(bias.dtype)
+        dodds = None if odds is None else both[1].to(odds.dtype)
     return {"x": dx, "bias": dbias, "odds": dodds}
 
 
-forget_gate = register("forget_gate_triton", compute, differentiate, fake)
+forget_gate = register("forget_gate_triton", _compute, _differentiate, empty)
 
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:

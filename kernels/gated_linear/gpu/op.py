@@ -2,7 +2,6 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,15 +15,11 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...core.recompute import keeping
 from ...gpu.launch import cdiv, enqueue
+from ...gpu.rows import load
 from ...linear import few_rows
 from ...linear.gpu import op as few
 
 BLOCK, WARPS = 1024, 4
-
-
-@triton.jit
-def load(x, at, inside):
-    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -66,15 +61,13 @@ def as_given(device: str) -> AbstractContextManager[Any]:
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op."""
-
     gate_up: Tensor  # […,2·I]
     weight: Tensor  # [O,I]
     activation: str
     keep: bool  # whether the product is saved for the backward pass
 
 
-def compute(args: Arguments) -> tuple[Tensor, Tensor]:
+def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     """y […,O], and the product […,I], empty unless it is to be kept."""
     gate_up, weight, activation, keep = args
     (*outer, both), size = gate_up.shape, weight.shape[1]
@@ -85,30 +78,25 @@ def compute(args: Arguments) -> tuple[Tensor, Tensor]:
         return F.linear(h, weight.to(gate_up.dtype)), h if keep else new(gate_up, 0)
 
 
-def fake(args: Arguments) -> tuple[Tensor, Tensor]:
-    """Empty tensors of the shapes and dtypes that `compute` returns."""
+def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
     gate_up, (*outer, _), (O, I) = args.gate_up, args.gate_up.shape, args.weight.shape
-    return gate_up.new_empty(*outer, O), gate_up.new_empty(*outer, I) if args.keep else gate_up.new_empty(0)
+    return new(gate_up, *outer, O), new(gate_up, *((*outer, I) if args.keep else (0,)))
 
 
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of `gate_up` and of the weight."""
-    assert gradients[0] is not None
+def _differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradients:
     gate_up, weight, activation, keep = args
-    dy, size = gradients[0].reshape(-1, weight.shape[0]), weight.shape[1]
+    dy, size = dy.reshape(-1, weight.shape[0]), weight.shape[1]
     with as_given(gate_up.device.type):
         dh = dy @ weight.to(gate_up.dtype)
         recomputed, dgate_up = None if keep else new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
         programs = len(dy) * cdiv(size, BLOCK)
         constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
         enqueue(differentiate_product, programs, gate_up, dh, recomputed, dgate_up, **constants, warps=WARPS)
-        h = residuals[0].view(dh.shape) if recomputed is None else recomputed
+        h = h.view(dh.shape) if recomputed is None else recomputed
         return {"gate_up": dgate_up, "weight": (dy.T @ h).to(weight.dtype) if needed.weight else None}
 
 
-gated_linear = register("gated_linear", compute, differentiate, fake)
+gated_linear = register("gated_linear", _compute, _differentiate, _empty)
 
 
 def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:

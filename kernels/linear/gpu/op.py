@@ -62,19 +62,19 @@ def linear_rows(
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op."""
-
     x: Tensor  # […,I], or […,2·I]: the gate and what it multiplies
     weight: Tensor  # [O,I]
     bias: Tensor | None  # [O]
     gate: str  # activation of the gate, or none
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
-    """y […,O]."""
+def _empty(args: Arguments) -> tuple[Tensor]:
+    return (new(args.x, *args.x.shape[:-1], args.weight.shape[0]),)
+
+
+def _compute(args: Arguments) -> tuple[Tensor]:
     x, weight, bias, gate = args
-    O, I = weight.shape
-    y = new(x, *x.shape[:-1], O)
+    (O, I), (y,) = weight.shape, _empty(args)
     sizes = {"ROWS": x.numel() // x.shape[-1], "OUTPUTS": OUTPUTS, "INPUTS": min(INPUTS, next_power_of_2(I))}
     warps = 4 if I <= INPUTS else 8
     programs = cdiv(O, OUTPUTS)
@@ -82,12 +82,7 @@ def compute(args: Arguments) -> tuple[Tensor]:
     return (y,)
 
 
-def fake(args: Arguments) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute` returns."""
-    return (args.x.new_empty(*args.x.shape[:-1], args.weight.shape[0]),)
-
-
-linear_few = register("linear_few", compute, None, fake)
+linear_few = register("linear_few", _compute, None, _empty)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str = "none") -> Tensor:

@@ -1,6 +1,5 @@
 """The cross-entropy of a linear head and its gradients, a few thousand tokens at a time."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
-from .. import per_token
+from .. import logits as in_pytorch
 from .rows import BLOCK, SCALED, WARPS, scale, softmax_loss
 
 LOGITS = 2**28  # in memory at once, 0.5 GB in bf16: 8192 tokens at a vocabulary of 32,000, enough for fast products
@@ -17,8 +16,6 @@ ALIGNED = 64  # rows of logits begin at multiples of this many elements
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op."""
-
     x: Tensor  # [N,D]
     weight: Tensor  # [V,D]
     labels: Tensor  # [N]
@@ -27,15 +24,11 @@ class Arguments(NamedTuple):
     weight_learns: bool
 
 
-def compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses, and the gradients of x and of the weight; those that are not needed are empty."""
-    with torch.autocast(args.x.device.type, enabled=False):
-        return _compute(args._replace(x=args.x.contiguous(), labels=args.labels.contiguous()))
-
-
 def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses, and the gradients of x and of the weight; those that are not needed are empty."""
     x, weight, labels, ignore_index, x_learns, weight_learns = args
     (N, D), V = x.shape, weight.shape[0]
+    x, labels = x.contiguous(), labels.contiguous()
     head = weight.to(x.dtype).contiguous()
     losses = new(x, N, dtype=torch.float32)
     dx = new(x, *((N, D) if x_learns else (0,)))
@@ -44,32 +37,26 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         dweight.zero_()
     rows = cdiv(N, max(1, cdiv(N * V, LOGITS)))
     buffer = new(x, rows, cdiv(V, ALIGNED) * ALIGNED)[:, :V]
-    for first in range(0, N, max(1, rows)):
-        some = slice(first, min(first + rows, N))
-        logits = torch.mm(x[some], head.T, out=buffer[: some.stop - first])
-        _softmax_loss(logits, labels[some], losses[some], ignore_index, x_learns or weight_learns)
-        if x_learns:
-            torch.mm(logits, head, out=dx[some])
-        if weight_learns:
-            add_product(dweight, logits, x[some], first > 0)
+    with torch.autocast(x.device.type, enabled=False):
+        for first in range(0, N, max(1, rows)):
+            some = slice(first, min(first + rows, N))
+            logits = torch.mm(x[some], head.T, out=buffer[: some.stop - first])
+            _softmax_loss(logits, labels[some], losses[some], ignore_index, x_learns or weight_learns)
+            if x_learns:
+                torch.mm(logits, head, out=dx[some])
+            if weight_learns:
+                add_product(dweight, logits, x[some], first > 0)
     return losses.sum(), dx, dweight.to(weight.dtype)
 
 
 def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> None:
     """Write the losses [N] of logits [N,V], and with `gradient` overwrite the logits by their gradients."""
     V = logits.shape[1]
-    enqueue(
-        softmax_loss,
-        len(logits),
-        *(logits, labels, losses, ignore_index, logits.stride(0), V),
-        BLOCK=min(BLOCK, next_power_of_2(V)),
-        GRADIENT=gradient,
-        warps=WARPS,
-    )
+    constants = {"BLOCK": min(BLOCK, next_power_of_2(V)), "GRADIENT": gradient, "warps": WARPS}
+    enqueue(softmax_loss, len(logits), logits, labels, losses, ignore_index, logits.stride(0), V, **constants)
 
 
-def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """The losses [N] of logits [N,V]."""
+def _row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     losses = new(logits, len(logits), dtype=torch.float32)
     _softmax_loss(logits, labels.contiguous(), losses, ignore_index, gradient=False)
     return losses
@@ -88,13 +75,7 @@ def add_product(total: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
         torch.mm(left, x, out_dtype=torch.float32, out=total)
 
 
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients that `compute` returned, times the gradient of the sum."""
-    (gradient,), (dx, dweight) = gradients, residuals
-    if gradient is None:
-        return {}
+def _differentiate(args: Arguments, needed: Any, gradient: Tensor, dx: Tensor, dweight: Tensor) -> Gradients:
     return {
         "x": _scaled(dx, gradient) if needed.x else None,
         "weight": _scaled(dweight, gradient) if needed.weight else None,
@@ -109,17 +90,13 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return y
 
 
-def fake(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors of the shapes and dtypes that `compute` returns."""
-    x, weight = args.x, args.weight
-    dx, dweight = (
-        x.new_empty(x.shape if args.x_learns else 0),
-        weight.new_empty(weight.shape if args.weight_learns else 0),
-    )
-    return x.new_empty((), dtype=torch.float32), dx, dweight
+def _empty(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    dx = args.x.new_empty(args.x.shape if args.x_learns else 0)
+    dweight = args.weight.new_empty(args.weight.shape if args.weight_learns else 0)
+    return args.x.new_empty((), dtype=torch.float32), dx, dweight
 
 
-linear_cross_entropy = register("linear_cross_entropy", compute, differentiate, fake)
+linear_cross_entropy = register("linear_cross_entropy", _compute, _differentiate, _empty)
 
 
 def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -135,4 +112,4 @@ def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Ten
 
 def token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Losses [N] and correct [N]."""
-    return per_token.forward(x, weight, labels, ignore_index, row_losses)
+    return in_pytorch.token_losses(x, weight, labels, ignore_index, _row_losses)

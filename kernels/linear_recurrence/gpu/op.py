@@ -10,7 +10,6 @@ Results per recurrence are summed over the subheads of a head (o, dv) or the val
 end, in tensors of the inputs' dtype.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,10 +87,9 @@ def fake(args: Arguments) -> Outputs:
 
 
 def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
+    args: Arguments, needed: Any, o_grad: Tensor | None, state_grad: Tensor | None, *residuals: Tensor
 ) -> Gradients:
     """The gradients of all tensors but `cu_seqlens`."""
-    o_grad, state_grad = gradients
     grad = torch.zeros_like(args.v) if o_grad is None else o_grad.contiguous()
     state_grad = None if state_grad is None else state_grad.contiguous()
     wanted = Wanted(args.log_decay is not None and needed.log_decay, args.beta is not None and needed.beta)

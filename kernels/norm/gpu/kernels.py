@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from ...gpu.rows import load
 from ...gpu.tiles import sigmoid
 
 
@@ -13,11 +14,6 @@ def tile_of(first, rows, INNER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexp
     """The rows [ROWS, BLOCK] from `first` on: outer index, offsets within it, offsets in dense tensors, and mask."""
     r, c = (first + tl.arange(0, ROWS))[:, None].to(tl.int64), tl.arange(0, BLOCK)[None, :]
     return r // INNER, r % INNER * D + c, r * D + c, (r < rows) & (c < D)
-
-
-@triton.jit
-def load(x, at, inside):
-    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """RMS normalisation in Triton: one launch forward and one backward, which saves only the arguments."""
 
-from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +9,9 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, once, register
 from ...core.recompute import remake
-from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.reductions import add_parts
+from ...gpu.rows import walkers
 from .. import dtype_of
 from . import kernels
 
@@ -39,48 +38,32 @@ def strided(x: Tensor) -> tuple[Tensor, int]:
     return x.contiguous(), inner(x) * x.shape[-1]
 
 
-def order(gate: Tensor | None, gate_first: bool) -> str:
-    """Return the position of the gate: none, first (before the norm) or last."""
-    return "none" if gate is None else "first" if gate_first else "last"
+@lru_cache(maxsize=1024)
+def launch(device: torch.device | None, rows: int, inner: int, size: int, gate: str, *numbers: Any) -> LaunchSpec:
+    """The launch for `rows` rows; `numbers` are the strides of x and of the gate, and eps.
 
-
-@cache
-def constants(inner: int, size: int, gate: str) -> Mapping[str, Any]:
-    """The constants of both kernels, among them the rows and columns of a tile, and its warps."""
+    Forward, `device` is None; the number of programs of the backward pass depends on it.
+    """
     block = next_power_of_2(size)
-    rows = max(1, ELEMENTS // block)
-    warps = max(1, min(rows * block // PER_WARP, MOST_WARPS))
-    sizes = {"INNER": inner, "D": size, "ROWS": rows, "BLOCK": block, "warps": warps}
-    return {**sizes, "GATE": gate}
+    tile = max(1, ELEMENTS // block)
+    fixed: dict[str, Any] = {"INNER": inner, "D": size, "ROWS": tile, "BLOCK": block, "GATE": gate}
+    fixed["warps"] = max(1, min(tile * block // PER_WARP, MOST_WARPS))
+    if device is None:
+        return LaunchSpec(kernels.forward, cdiv(rows, tile), rows, *numbers, **fixed)
+    ahead = gate == "none" and size <= LONGEST_AHEAD  # loads tiles before it needs them
+    resident = PROGRAMS_AHEAD if ahead else PROGRAMS if gate == "none" else PROGRAMS_GATED
+    programs = walkers(rows, tile, device, resident)
+    return LaunchSpec(kernels.backward, programs, rows, *numbers, **fixed, STAGES=AHEAD if ahead else 1)
 
 
-@lru_cache(maxsize=1024)
-def forward_launch(rows: int, inner: int, size: int, gate: str, *numbers: Any) -> LaunchSpec:
-    """The launch for `rows` rows; `numbers` are the strides of x and of the gate, and eps."""
-    fixed = constants(inner, size, gate)
-    return LaunchSpec(kernels.forward, cdiv(rows, fixed["ROWS"]), rows, *numbers, **fixed)
-
-
-@lru_cache(maxsize=1024)
-def backward_launch(programs: int, rows: int, inner: int, size: int, gate: str, *numbers: Any) -> LaunchSpec:
-    """The launch of `programs` programs over `rows` rows; `numbers` are the strides of x and the gate, and eps."""
-    stages = AHEAD if ahead(size, gate) else 1
-    return LaunchSpec(kernels.backward, programs, rows, *numbers, **constants(inner, size, gate), STAGES=stages)
-
-
-def ahead(size: int, gate: str) -> bool:
-    """Return whether the backward pass loads tiles before it needs them."""
-    return gate == "none" and size <= LONGEST_AHEAD
-
-
-def most_programs(size: int, gate: str) -> int:
-    """Programs of the backward pass on a multiprocessor."""
-    return PROGRAMS_AHEAD if ahead(size, gate) else PROGRAMS if gate == "none" else PROGRAMS_GATED
+def sizes(args: "Arguments") -> tuple[int, int, int, str]:
+    """Rows, inner rows, row size, and the position of the gate: none, first (before the norm) or last."""
+    x = args.x
+    gate = "none" if args.gate is None else "first" if args.gate_first else "last"
+    return x.numel() // max(x.shape[-1], 1), inner(x), x.shape[-1], gate
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op."""
-
     x: Tensor  # […,D]
     gate: Tensor | None  # like x
     weight: Tensor | None  # [D]
@@ -89,51 +72,36 @@ class Arguments(NamedTuple):
     dtype: torch.dtype  # of the result
 
 
-def compute(args: Arguments) -> tuple[Tensor]:
-    """y in the shape of x."""
-    x, gate, weight, eps, gate_first, dtype = args
-    y, rows = new(x, dtype=dtype), x.numel() // max(x.shape[-1], 1)
+def _compute(args: Arguments) -> tuple[Tensor]:
+    x, gate, weight, eps, _, dtype = args
+    y = new(x, dtype=dtype)
     weight = None if weight is None else weight.contiguous()
-    shape = (rows, inner(x), x.shape[-1], order(gate, gate_first))
     (x, outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
-    forward_launch(*shape, outer, gate_outer, eps)(x, gate, weight, None, y, None)
+    launch(None, *sizes(args), outer, gate_outer, eps)(x, gate, weight, None, y, None)
     return (y,)
-
-
-def fake(args: Arguments) -> tuple[Tensor]:
-    """An empty tensor of the shape and dtype that `compute` returns."""
-    return (args.x.new_empty(args.x.shape, dtype=args.dtype),)
 
 
 def differentiate_rows(
     args: Arguments, dy: Tensor, dtotal: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of x (with `dtotal` added), of the gate and of the weight."""
-    x, gate, weight, eps, gate_first, _ = args
-    dy, rows = dy.contiguous(), x.numel() // max(x.shape[-1], 1)
+    x, gate, weight, eps, _, _ = args
     dtotal = None if dtotal is None else dtotal.contiguous()
     weight = None if weight is None else weight.contiguous()
-    sizes = (inner(x), x.shape[-1], order(gate, gate_first))
-    resident = multiprocessors(x.device) * most_programs(*sizes[1:])
-    programs = min(cdiv(rows, constants(*sizes)["ROWS"]), resident)
-    parts = None if weight is None else new(x, programs, 1, x.shape[-1], dtype=torch.float32)
     dx, dgate = new(x), None if gate is None else new(gate)
     (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
-    launch = backward_launch(programs, rows, *sizes, x_outer, gate_outer, eps)
-    launch(x, gate, weight, dy, dtotal, dx, dgate, parts)
+    queue = launch(x.device, *sizes(args), x_outer, gate_outer, eps)
+    parts = None if weight is None else new(x, queue.programs, 1, x.shape[-1], dtype=torch.float32)
+    queue(x, gate, weight, dy.contiguous(), dtotal, dx, dgate, parts)
     dweight = None if parts is None or weight is None else add_parts(parts, weight.dtype).view(weight.shape)
     return dx, dgate, dweight
 
 
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of x, the gate and the weight."""
-    assert gradients[0] is not None
-    return dict(zip(("x", "gate", "weight"), differentiate_rows(args, gradients[0]), strict=True))
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+    return dict(zip(("x", "gate", "weight"), differentiate_rows(args, dy), strict=True))
 
 
-rms_norm = register("rms_norm", compute, differentiate, fake)
+rms_norm = register("rms_norm", _compute, _differentiate, lambda args: (new(args.x, dtype=args.dtype),))
 
 
 def forward(*args: Any) -> Tensor:
@@ -152,8 +120,8 @@ class Added(torch.autograd.Function):
         ctx: Any, x: Tensor, y: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         rows, total, h = x.numel() // max(x.shape[-1], 1), new(x), new(x, dtype=dtype)
-        launch = forward_launch(rows, 1, x.shape[-1], "none", x.shape[-1], 0, eps)
-        launch(x.contiguous(), None, weight, y.contiguous(), h, total)
+        queue = launch(None, rows, 1, x.shape[-1], "none", x.shape[-1], 0, eps)
+        queue(x.contiguous(), None, weight, y.contiguous(), h, total)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.other = eps, y.dtype

@@ -2,9 +2,9 @@
 
 Sequences are cut into chunks, which run in parallel: one program per chunk and block of channels.
 
-`local` runs through each chunk from a state of zero, `combine` computes the states at the cuts (over a chunk a state
-decays by exp(rate · Σ log_decay), whatever the inputs), and `outputs` runs through each chunk again from there. States
-are tiles [states, channels] with one channel per thread, so that the read-out is a sum inside a thread.
+`walk` runs through each chunk from a state of zero, `combine` computes the states at the cuts (over a chunk a state
+decays by exp(rate · Σ log_decay), whatever the inputs), and `walk` runs through each chunk again from there. States are
+tiles [states, channels] with one channel per thread, so that the read-out is a sum inside a thread.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -60,14 +60,16 @@ def advance(h, x, decay, b, token, n, N: tl.constexpr):
 
 
 @triton.jit
-def local(
+def walk(
     x,
     log_decay,
     rate,
     b,
     c,
-    states,
+    before,
+    after,
     totals,
+    y,
     chunks,
     D: tl.constexpr,
     N: tl.constexpr,
@@ -76,34 +78,48 @@ def local(
     READ: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Contribution of each chunk to the state after it, and its summed log decay.
+    """Walk through each chunk from the states `before` it, or zeros.
 
-    REVERSE: x is the gradient of the output, and the result is the chunk's part of the gradient of the state before it.
+    Written are, each unless it is None: the states after the chunk, its summed log decay, and y.
+
+    REVERSE: x is the gradient of the output, and `after` the chunk's part of the gradient of the state before it.
     """
     BLOCKS: tl.constexpr = (D + BD - 1) // BD
     chunk = tl.program_id(0) // BLOCKS
     d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
     start, stop = chunk_at(chunks, chunk)
-    rates = load_states(rate, tl.program_id(0) * 0, d, n, D, N)
+    rates = load_states(rate, chunk * 0, d, n, D, N)
+    if READ == "constant":
+        read = load_states(c, chunk * 0, d, n, D, N)
+    if before is not None:
+        h = load_states(before, chunk, d, n, D, N)
+    else:
+        h = tl.zeros([BN, BD], tl.float32)
     total = tl.zeros([BD], tl.float32)
-    h = tl.zeros([BN, BD], tl.float32)
-    if REVERSE and READ == "constant":
-        read = load_states(c, tl.program_id(0) * 0, d, n, D, N)
     for i in tl.range(0, stop - start):
         token = stop - 1 - i if REVERSE else start + i
         step = load_decay(log_decay, token, d, D)
         decay = tl.exp(step[None, :] * rates)
         added = load_token(x, token, d, D)
-        if REVERSE:
-            if READ == "constant":
-                h = (h + read * added[None, :]) * decay
-            else:
-                h = advance(h, added, 1.0, c, token, n, N) * decay
-        else:
+        if not REVERSE:
             h = advance(h, added, decay, b, token, n, N)
+        elif READ == "constant":
+            h = (h + read * added[None, :]) * decay
+        else:
+            h = advance(h, added, 1.0, c, token, n, N) * decay
         total += step
-    store_states(states, chunk, d, n, D, N, h)
-    tl.store(totals + chunk.to(tl.int64) * D + d, total, mask=d < D)
+        if y is not None:
+            if READ == "constant":
+                out = tl.sum(h * read, 0)
+            elif READ == "each":
+                out = tl.sum(h * load_token(c, token, n, N)[:, None], 0)
+            else:
+                out = tl.sum(h, 0)
+            store_token(y, token, d, D, out)
+    if after is not None:
+        store_states(after, chunk, d, n, D, N, h)
+    if totals is not None:
+        tl.store(totals + chunk.to(tl.int64) * D + d, total, mask=d < D)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -139,47 +155,3 @@ def combine(
         store_states(states, chunk, d, n, D, N, h)
         h = h * decay + added
     store_states(other_end, row, d, n, D, N, h)
-
-
-@triton.jit
-def outputs(
-    x,
-    log_decay,
-    rate,
-    b,
-    c,
-    states,
-    y,
-    final,
-    chunks,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
-    READ: tl.constexpr,
-):
-    """y from the state before each chunk, and (if needed) the state after it."""
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    chunk = tl.program_id(0) // BLOCKS
-    d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop = chunk_at(chunks, chunk)
-    rates = load_states(rate, chunk * 0, d, n, D, N)
-    if READ == "constant":
-        read = load_states(c, chunk * 0, d, n, D, N)
-    if states is not None:
-        h = load_states(states, chunk, d, n, D, N)
-    else:
-        h = tl.zeros([BN, BD], tl.float32)
-    for i in tl.range(0, stop - start):
-        token = start + i
-        decay = tl.exp(load_decay(log_decay, token, d, D)[None, :] * rates)
-        h = advance(h, load_token(x, token, d, D), decay, b, token, n, N)
-        if READ == "constant":
-            out = tl.sum(h * read, 0)
-        elif READ == "each":
-            out = tl.sum(h * load_token(c, token, n, N)[:, None], 0)
-        else:
-            out = tl.sum(h, 0)
-        store_token(y, token, d, D, out)
-    if final is not None:
-        store_states(final, chunk, d, n, D, N, h)

@@ -5,8 +5,7 @@ gradients of these states, then all chunks in parallel. A sequence of a single c
 launch. There are no atomics: equal inputs give equal bits.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.layout import layout
 from ...gpu.plan import Plan, prepared
 from ..arguments import Scan
-from .chunks import combine, local, outputs
+from .chunks import combine, walk
 from .gradients import gradients
 
 SHORT, LONG = 64, 256  # tokens per chunk
@@ -34,30 +33,20 @@ class SelectiveScan(Plan):
         shape: Shape of x [B,T,D].
         states: States N per channel.
         read: What c is: ones, constant or each (one per token).
-        dtype: Dtype of x.
-        device: Device of x.
         documents: Number of documents packed into one row; None without packing.
+        x: Dtype and device of x.
     """
 
-    def __init__(
-        self,
-        shape: torch.Size,
-        states: int,
-        read: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        documents: int | None,
-    ):
-        super().__init__(dtype, device)
+    def __init__(self, shape: torch.Size, states: int, read: str, documents: int | None, *x: Any):
+        super().__init__(*x)
         (self.B, self.T, self.D), self.N, self.read = shape, states, read
-        self.length = chunk_length(self.T)
+        self.length = SHORT if self.T < FROM else LONG
         self.per_row = -(-self.T // self.length)
         self.whole = documents is None and self.per_row == 1  # every sequence is a single chunk
         self.S = self.B if documents is None else documents
         self.slots = self.B * self.per_row if documents is None else self.T // self.length + documents
 
     def place(self, packed: Documents | None) -> None:
-        """Cut the sequences into chunks; segments are whole sequences."""
         longest = self.per_row * self.length
         self.layout = layout(packed, self.B, self.T, self.length, self.length, longest, self.device)
         self.chunks = self.layout.chunks.shape[0]
@@ -68,11 +57,9 @@ class SelectiveScan(Plan):
         return y, final, self.states(0 if self.whole else self.slots)
 
     def states(self, count: int) -> Tensor:
-        """Uninitialised states [count,D,N]."""
         return self.new(count, self.D, self.N, dtype=torch.float32)
 
     def tile(self, elements: int) -> tuple[int, int]:
-        """Channels and states per tile."""
         states = next_power_of_2(self.N)
         return max(1, min(CHANNELS, elements // states)), states
 
@@ -83,25 +70,17 @@ class SelectiveScan(Plan):
         return LaunchSpec(kernel, rows * cdiv(self.D, BD), *numbers, **sizes, **constants, warps=1)
 
     @prepared
-    def local(self, reverse: bool) -> LaunchSpec:
-        """Launch that computes the contribution of each chunk to the state after it, or in reverse to the gradient
-        before it.
-        """
-        return self._prepared(local, self.chunks, ELEMENTS, READ=self.read, REVERSE=reverse)
+    def walk(self, reverse: bool) -> LaunchSpec:
+        """Through each chunk from the state before it, or in reverse from the gradient after it."""
+        return self._prepared(walk, self.chunks, ELEMENTS, READ=self.read, REVERSE=reverse)
 
     @prepared
     def combine(self, reverse: bool) -> LaunchSpec:
-        """From the results of `local` to the states before all chunks, or in reverse the gradients after them."""
+        """From what each chunk adds to the states before all chunks, or in reverse the gradients after them."""
         return self._prepared(combine, self.S, ELEMENTS, self.length, REVERSE=reverse)
-
-    @prepared
-    def outputs(self) -> LaunchSpec:
-        """y from the states before all chunks."""
-        return self._prepared(outputs, self.chunks, ELEMENTS, READ=self.read)
 
     @property
     def marks(self) -> int:
-        """Number of parts in a chunk."""
         return cdiv(self.length, PART)
 
     @prepared
@@ -111,86 +90,57 @@ class SelectiveScan(Plan):
         return self._prepared(gradients, self.chunks, GRADIENT_ELEMENTS, *numbers, PART=PART, READ=self.read)
 
 
-def chunk_length(tokens: int) -> int:
-    """Tokens per chunk, in a row of `tokens` tokens."""
-    return SHORT if tokens < FROM else LONG
+def sizes(a: Scan) -> tuple[Any, ...]:
+    """The arguments of the plan."""
+    read = "ones" if a.c is None else "constant" if a.c.dim() == 2 else "each"
+    documents = None if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
+    return a.x.shape, a.rate.shape[1], read, documents, a.x.dtype, a.x.device
 
 
-class Arguments(NamedTuple):
-    """Arguments of the op, which `selective_scan` explains."""
-
-    x: Tensor
-    log_decay: Tensor
-    rate: Tensor
-    b: Tensor | None
-    c: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-
-    @property
-    def sizes(self) -> tuple[Any, ...]:
-        """The arguments of the plan."""
-        read = "ones" if self.c is None else "constant" if self.c.dim() == 2 else "each"
-        documents = None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        return self.x.shape, self.rate.shape[1], read, self.x.dtype, self.x.device, documents
-
-    @property
-    def plan(self) -> SelectiveScan:
-        return SelectiveScan.of(self.cu_seqlens, self.x.shape[1], *self.sizes)
+def _plan_of(a: Scan) -> SelectiveScan:
+    return SelectiveScan.of(a.cu_seqlens, a.x.shape[1], *sizes(a))
 
 
-def cuts(
-    plan: SelectiveScan,
-    x: Tensor,
-    arguments: tuple[Tensor | None, ...],
-    states: Tensor,
-    end: Tensor | None,
-    other: Tensor,
-    *,
-    reverse: bool,
-) -> None:
-    """Fill the states before all chunks and the final states, or in reverse the gradients after chunks and of h_0."""
+def cuts(plan: SelectiveScan, reverse: bool, x: Tensor, arguments: list[Any], states: Tensor, *ends: Any) -> None:
+    """Fill the states before all chunks and the final states, or in reverse the gradients after chunks and of h_0.
+
+    Args:
+        plan: Sizes and launches.
+        reverse: Whether it is about the gradients.
+        x: Inputs, or in reverse the gradients of the outputs.
+        arguments: log_decay, rate, b and c.
+        states: Filled with the states at the cuts.
+        ends: The states at the first end, or None, and those at the other end, which are filled.
+    """
     totals = plan.new(plan.chunks, plan.D, dtype=torch.float32)
-    plan.local(reverse)(x, *arguments, states, totals, plan.layout.chunks)
-    rate = arguments[1]
-    assert rate is not None
-    plan.combine(reverse)(rate, states, totals, end, other, plan.layout.segments)
+    plan.walk(reverse)(x, *arguments, None, states, totals, None, plan.layout.chunks)
+    plan.combine(reverse)(arguments[1], states, totals, *ends, plan.layout.segments)
 
 
-def dense(*tensors: Tensor | None) -> list[Any]:
-    """The tensors, contiguous."""
+def _dense(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the final states, and the states before all chunks."""
-    plan = args.plan
-    x, *arguments, initial = dense(*args[:6])
+def _compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
+    plan = _plan_of(args)
+    x, *arguments, initial = _dense(*args[:6])
     y, final, states = plan.results()
     if plan.whole:
-        plan.outputs()(x, *arguments, initial, y, final, plan.layout.chunks)
+        plan.walk(False)(x, *arguments, initial, final, None, y, plan.layout.chunks)
     else:
-        cuts(plan, x, tuple(arguments), states, initial, final, reverse=False)
-        plan.outputs()(x, *arguments, states, y, None, plan.layout.chunks)
+        cuts(plan, False, x, arguments, states, initial, final)
+        plan.walk(False)(x, *arguments, states, None, None, y, plan.layout.chunks)
     return y, final, states
 
 
-def fake(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors of the shapes and dtypes that `compute` returns."""
-    return SelectiveScan(*args.sizes).results()
-
-
-def differentiate(
-    gradients: Sequence[Tensor | None], residuals: Sequence[Tensor], needed: Any, args: Arguments
-) -> Gradients:
-    """The gradients of all tensors but `cu_seqlens`."""
-    plan, (_, log_decay, rate, b, c, initial_state, _) = args.plan, args
-    x, *arguments, initial, dy, dfinal = dense(*args[:6], *gradients)
+def _differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | None, states: Tensor) -> Gradients:
+    plan, (_, log_decay, rate, b, c, initial_state, _) = _plan_of(args), args
+    x, *arguments, initial, dy, dfinal = _dense(*args[:6], dy, dfinal)
     dy = torch.zeros_like(x) if dy is None else dy
     dinitial = plan.states(plan.S)
-    first, after = (initial, dfinal) if plan.whole else (residuals[0], plan.states(plan.chunks))
+    first, after = (initial, dfinal) if plan.whole else (states, plan.states(plan.chunks))
     if not plan.whole:
-        cuts(plan, dy, tuple(arguments), after, dfinal, dinitial, reverse=True)
+        cuts(plan, True, dy, arguments, after, dfinal, dinitial)
     BD, BN = plan.tile(GRADIENT_ELEMENTS)
     blocks = cdiv(plan.D, BD)
     scratch = plan.new(plan.chunks * blocks, PART + plan.marks, BN, BD, dtype=torch.float32)
@@ -208,12 +158,14 @@ def differentiate(
     return {"x": dx, "log_decay": dlog_decay, **summed, "initial_state": last}
 
 
-selective_scan = register("selective_scan", compute, differentiate, fake, results=2)
+selective_scan = register(
+    "selective_scan", _compute, _differentiate, lambda args: SelectiveScan(*sizes(args)).results(), results=2
+)
 
 
 def forward(a: Scan) -> tuple[Tensor, Tensor]:
     """y [B,T,D] and the final states [S,D,N]."""
     # fp64 arguments with an x of lower precision: the kernels compute in fp32
-    rest = (None if z is None else z.float() if z.dtype == torch.float64 else z for z in a.others)
-    y, final = selective_scan(a.x, *rest, a.cu_seqlens)
+    others = (None if z is None else z.float() if z.dtype == torch.float64 else z for z in a[1:6])
+    y, final = selective_scan(a.x, *others, a.cu_seqlens)
     return y, final

@@ -1,0 +1,53 @@
+"""Kernels over the rows of a matrix: tiles of rows and channels, and programs that each walk over many rows."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .device import multiprocessors
+from .launch import cdiv
+
+
+@triton.jit
+def load(x, at, inside):
+    """The numbers at these offsets in fp32, zeros outside."""
+    return tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def per_channel(vector, c, C: tl.constexpr):
+    return load(vector, c, c < C)[None, :]
+
+
+@triton.jit
+def shifted(x, bias, at, inside, c, C: tl.constexpr):
+    """x + bias in fp32."""
+    wide = load(x, at, inside)
+    if bias is not None:
+        wide += per_channel(bias, c, C)
+    return wide
+
+
+@triton.jit
+def tile_of(first, rows, stride, c, C: tl.constexpr, ROWS: tl.constexpr):
+    """Offsets of the rows from `first` on, in a strided and in a dense tensor, and the mask of those that exist."""
+    r, c = (first + tl.arange(0, ROWS))[:, None].to(tl.int64), c[None, :]
+    return r * stride + c, r * C + c, (r < rows) & (c < C)
+
+
+def rows_of(x: Tensor) -> tuple[Tensor, int, int]:
+    """x […,C] with the numbers of a row contiguous, the number of rows, and their stride."""
+    rows, size = x.numel() // max(x.shape[-1], 1), x.shape[-1]
+    if not x.is_contiguous():
+        x = x.flatten(0, -2)
+        if x.stride(1) == 1:
+            return x, rows, x.stride(0)
+    return x.contiguous(), rows, size
+
+
+def walkers(rows: int, tile: int, device: torch.device, resident: int, blocks: int = 1) -> int:
+    """Number of programs that walk over the tiles of rows of each block of channels, `resident` per multiprocessor."""
+    return min(cdiv(rows, tile), max(1, multiprocessors(device) * resident // blocks))
