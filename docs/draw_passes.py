@@ -33,7 +33,7 @@ PREPARE = Kernel("prepare", CHUNKS, "q k β g", passes="inverse,\nscores,\ngates
 AGAIN = Kernel("scan_forward", FORTH, "k v", passes="U, states", note=NOT_KEPT)
 FAMILIES: dict[str, ROWS] = {
     "head": {
-        "forward": [GATES, Kernel("carry", FORTH, "q k v", "o, state")],
+        "forward": [GATES, Kernel("output_pass", FORTH, "q k v", "o, state")],
         "backward, Hopper": [
             GATES,
             Kernel("states", FORTH, "k v", passes="states"),
@@ -41,9 +41,9 @@ FAMILIES: dict[str, ROWS] = {
         ],
         "backward elsewhere": [
             SCORES,
-            Kernel("carry", BACK, "q k dO", "dv"),
-            Kernel("carry", FORTH, "q k v dO", "dq", "check-\npoints"),
-            Kernel("carry", BACK, "q k v dO", "dk", "anchors"),
+            Kernel("output_pass", BACK, "q k dO", "dv"),
+            Kernel("output_pass", FORTH, "q k v dO", "dq", "check-\npoints"),
+            Kernel("output_pass", BACK, "q k v dO", "dk", "anchors"),
             Kernel("head_gate_grads", CHUNKS, "", "dg"),
         ],
     },
@@ -59,12 +59,12 @@ FAMILIES: dict[str, ROWS] = {
         ],
         "forward elsewhere": [
             Kernel("channel_scores", CHUNKS, "q k g", passes="scores,\ndecayed\nq and k"),
-            Kernel("carry", FORTH, "v", "o, state"),
+            Kernel("output_pass", FORTH, "v", "o, state"),
         ],
         "backward elsewhere": [
             Kernel("channel_scores", CHUNKS, "q k g", passes="scores,\ndecayed\nq and k"),
-            Kernel("carry", BACK, "dO", "dv"),
-            Kernel("carry", FORTH, "v dO", passes="through\nthe state", note="twice: also from the end"),
+            Kernel("output_pass", BACK, "dO", "dv"),
+            Kernel("output_pass", FORTH, "v dO", passes="through\nthe state", note="twice: also from the end"),
             Kernel("channel_score_grads", CHUNKS, "v dO", passes="dP"),
             Kernel("channel_grads", CHUNKS, "q k g", "dq dk dg"),
         ],

@@ -287,7 +287,7 @@ def _built(kind: type, contents: Any, where: str) -> Any:
     """A dataclass from plain containers; an error message names the file."""
     parser = _parser(kind)
     try:
-        with explained(parser):
+        with explained(parser, [{"row": contents}]):
             return parser.instantiate(parser.parse_object({"row": contents})).row
     except UserError as error:
         raise UserError(f"reproductions: {where}: {str(error).replace('row.', '')}") from None

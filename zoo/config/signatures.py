@@ -7,7 +7,7 @@ of C.
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import PurePath
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -33,7 +33,12 @@ def settable(cls: Any) -> list[str]:
     """The parameters that a config may set: all but those that this project passes by position."""
     if cls is None:
         return []
-    return [name for name in inspect.signature(constructor(cls)).parameters if name not in _BY_POSITION]
+    return [name for name in inspect.signature(constructor(cls)).parameters if name not in _by_position(cls)]
+
+
+def _by_position(cls: Any) -> Collection[str]:
+    """The parameters that a config may not set; a dataclass is built from names alone."""
+    return {"self"} if dataclasses.is_dataclass(cls) else _BY_POSITION
 
 
 def required(cls: Any) -> list[str]:
@@ -41,7 +46,7 @@ def required(cls: Any) -> list[str]:
     parameters = inspect.signature(constructor(cls)).parameters
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     empty = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in optional]
-    return [name for name in empty if name not in _BY_POSITION]
+    return [name for name in empty if name not in _by_position(cls)]
 
 
 def component(hint: Any) -> type | None:

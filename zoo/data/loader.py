@@ -81,13 +81,9 @@ class TrainLoader:
             yield batch
 
     def _batches_from(self, position: int) -> DataLoader:
-        return _data_loader(_Batches(self.samples), self._shares(position), self.num_workers)
-
-    def _shares(self, position: int) -> Iterator[list[int]]:
-        """Yield this rank's sample numbers, batch by batch, without end."""
         share = self.batch_size // self.world_size
-        for first in itertools.count(position + self.rank * share, self.batch_size):
-            yield self.samples.order(np.arange(first, first + share), self.seed).tolist()
+        firsts = itertools.count(position + self.rank * share, self.batch_size)
+        return _data_loader(_Batches(self.samples), _shares(self.samples, firsts, share, self.seed), self.num_workers)
 
     # Lightning warns on resume about loaders without these two. The data module saves the position instead, since
     # Lightning drops loader states in some cases, but never that of a data module.
@@ -96,6 +92,12 @@ class TrainLoader:
 
     def load_state_dict(self, state: dict) -> None:
         pass
+
+
+def _shares(samples: OrderedSamples, firsts: Iterable[int], share: int, seed: int) -> Iterator[list[int]]:
+    """Yield the sample numbers of one rank, batch by batch. A loader in here would keep its workers alive."""
+    for first in firsts:
+        yield samples.order(np.arange(first, first + share), seed).tolist()
 
 
 @dataclass(eq=False, repr=False)

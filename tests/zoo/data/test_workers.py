@@ -121,6 +121,15 @@ def test_data_that_is_not_wanted_any_more_has_no_workers(end: str):
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
+def test_workers_end_with_their_data():
+    data = MarkovChain(num_workers=2)
+    batches = iter(data.train_dataloader())
+    next(batches)
+    del data, batches  # no collector of cycles is needed
+    assert multiprocessing.active_children() == []
+
+
 @pytest.mark.parametrize(
     ("error", "reported"), [(ConnectionResetError(104, "reset"), False), (EOFError(), False), (OSError(5, "I/O"), True)]
 )
