@@ -435,6 +435,9 @@ MISTAKES = {
     (*PLAIN, "--checkpoints.keep_last=3"): ("checkpoints.keep_last is 3, but keep_every_n_steps is null",),
     ("sweep", "--config", "sweep/heads.yaml", "--cluster_options={a: 1}"): ("cluster_options: {'a': 1}", "--cluster"),
     ("sweep", "--config", "sweep/heads.yaml", "--cluster=slurm", "--jobs=2"): ("jobs: 2", "cluster is slurm"),
+    (*PLAIN, "--config", "train/cpu_deepspeed.yaml", "--trainer.strategy.offload_parameters=cpu"): (
+        "trainer.strategy: offload_parameters needs stage 3",
+    ),
     # other verbs
     ("train",): ("'train' is not a verb", "fit, validate"),
     ("fti",): ("did you mean 'fit'?",),

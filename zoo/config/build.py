@@ -1,6 +1,7 @@
 """Building models, data modules and trainer arguments from a parsed config."""
 
 import functools
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ def instantiate(key: str, config: Namespace) -> Any:
     except Exception as error:
         if (cause := cause_of(error)) is not None:
             raise cause from None
+        # of a class in a union of types, jsonargparse keeps the words of the error alone
+        if reasons := re.findall(r"^  - (?!Expected a )(.+)$", str(error), re.MULTILINE):
+            raise UserError(reasons[-1]) from None
         raise
 
 
