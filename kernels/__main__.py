@@ -4,7 +4,7 @@
     python -m kernels explain delta_rule --B 8 --T 4096 --H 8 --K 128 --dtype bf16 --device A100
 
 The call is made as usual, on tensors without data; launches are listed instead of started. So the list is what would
-run, with the grid and the constants of each launch.
+run, with the grid and the named constants of each launch. PyTorch's operations are not listed.
 """
 
 import argparse
@@ -43,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
         ("K", 128, "channels of a key"),
         ("V", None, "channels of a value; as K by default"),
     ):
-        command.add_argument(f"--{letter}", type=positive, default=default, help=f"{meaning} (default: {default})")
+        command.add_argument(
+            f"--{letter}", type=positive, default=default, help=meaning + (f" (default: {default})" if default else "")
+        )
     command.add_argument("--gate", help="form of the log decay: none, constant, head, channel (default: head)")
     command.add_argument("--no-beta", action="store_true", help="no input gates (linear recurrence)")
     command.add_argument("--fixed-gates", action="store_true", help="gates need no gradient")
@@ -123,6 +125,8 @@ def main(words: list[str] | None = None) -> None:
     args = parser().parse_args(words)
     if args.gate not in (None, *GATES[args.op]):
         parser().error(f"--gate: {args.gate!r} is not one of {', '.join(GATES[args.op])}")
+    if args.no_beta and args.op == "delta_rule":
+        parser().error("--no-beta: the delta rule has input gates")
     try:
         passes = explain(args)
     except (UserError, ValueError) as error:

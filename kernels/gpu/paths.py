@@ -10,7 +10,7 @@ class KernelPath(NamedTuple):
     """One way to run an op, or one stage of it."""
 
     name: str
-    when: Callable[[Any], bool]  # of the op's `Case`, the quantities that the choice depends on
+    when: Callable[[Any], bool]  # of the quantities that the choice depends on: the op's `Case`, or its arguments
     why: str  # the condition, and the reason for it, for people
 
 
@@ -38,13 +38,18 @@ def dry_run() -> Iterator[Record]:
 
 def select(paths: Sequence[KernelPath], case: Any) -> KernelPath:
     """Return the first path that takes this case; the last one takes all."""
-    path = next((path for path in paths[:-1] if path.when(case)), paths[-1])
+    path = first_match(paths, case)
     note(path)
     return path
 
 
+def first_match(paths: Sequence[KernelPath], case: Any) -> KernelPath:
+    """Like `select`, but leave no trace in the record of a dry run: for asking ahead."""
+    return next((path for path in paths[:-1] if path.when(case)), paths[-1])
+
+
 def takes(path: KernelPath, case: Any) -> bool:
-    """Return whether a path takes this case, where the alternative is not one of a list."""
+    """Return whether a path that is not part of a list takes this case."""
     if not path.when(case):
         return False
     note(path)

@@ -1,4 +1,4 @@
-"""Kernels over the rows of a matrix: tiles of rows and channels, and programs that each walk over many rows."""
+"""Helpers of kernels over the rows of a matrix: tiles of rows and channels, and programs that walk over many rows."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -82,6 +82,14 @@ def test_paths_and_launches(words: str):
     assert all(path.why for path in forward.paths + backward.paths)
 
 
+def test_the_path_of_the_gradients_is_listed_where_they_are_computed():
+    forward, backward = explain(parser().parse_args(["explain", "delta_rule", "--B", "16"]))
+    assert [path.name for path in forward.paths] == ["hopper_prepare", "wide_blocks"]
+    assert backward.paths[0].name == "one_pass"
+    forward, backward = explain(parser().parse_args(["explain", "delta_rule", "--inference"]))
+    assert "one_pass" not in {path.name for path in forward.paths + backward.paths}
+
+
 def test_the_terminal(capsys: pytest.CaptureFixture[str]):
     main(
         [
@@ -106,6 +114,7 @@ def test_the_terminal(capsys: pytest.CaptureFixture[str]):
     ("words", "says"),
     [
         ("delta_rule --gate channel", "--gate: 'channel' is not one of none, constant, head"),
+        ("delta_rule --no-beta", "--no-beta: the delta rule has input gates"),
         ("delta_rule --B 0", "expected a whole number from 1, got '0'"),
         ("delta_rule --device V100", "invalid choice: 'V100'"),
         ("delta_rule --K 4096", "which takes keys of at most 256 channels"),

@@ -17,12 +17,12 @@ from ...core.allocation import aligned
 from ...core.autograd import Gradients, register
 from ...core.recurrence import Recurrences
 from ...gpu.layout import CHUNK
-from ...gpu.paths import takes
+from ...gpu.paths import note, takes
 from ...gpu.reductions import add_heads, add_subheads
 from .. import learned_constant
 from . import step
 from .plan import DeltaRule
-from .select import ONE_TOKEN
+from .select import BACKWARD, ONE_TOKEN
 
 SHORT = 16  # up to this key size, everything is computed in fp32
 NOTHING, CHUNKS, ALL = range(3)  # what is kept for the gradients; chunks are what `prepared` returns
@@ -32,7 +32,7 @@ GATES = {1: "constant", 3: "per step"}  # by the number of axes of the log decay
 
 
 def prepared(plan: DeltaRule, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
-    """Inverse, scores, gates and, if sequences are cut, bounds of every chunk."""
+    """Inverse, scores, gates and, if sequences are cut or run in halves, bounds of every chunk."""
     chunks = tuple(plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:4])
     gate = "none" if log_decay is None else GATES[log_decay.dim()]
     decays = None if log_decay is None else log_decay.contiguous()
@@ -238,6 +238,7 @@ def differentiate(
     do, dfinal = (None if x is None else x.contiguous() for x in (do, dfinal))
     do = plan.new(*args.v.shape).zero_() if do is None else do
     dends = gradients_of_ends(plan, q, k, do, tuple(residuals[:4]), residuals[-1], dfinal)
+    note(next(path for path in BACKWARD if path.name == plan.backward_path))
     run = in_three_passes if plan.backward_path == "three_passes" else in_one_pass
     dq, dk, dv, dbeta, dinitial, sums = run(plan, q, k, do, beta, residuals, dends, gated=log_decay is not None)
 

@@ -13,7 +13,7 @@ from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.launch_table import LaunchConfig, launch, optional
 from ...gpu.layout import CHUNK, layout, most_chunks
-from ...gpu.paths import select
+from ...gpu.paths import first_match, select
 from ...gpu.plan import Plan, prepared
 from .. import WHOLE
 from .chunk_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
@@ -117,7 +117,7 @@ class DeltaRule(Plan):
     @cached_property
     def backward_path(self) -> str:
         """Name of the path that computes the gradients."""
-        return select(BACKWARD, self.case).name
+        return first_match(BACKWARD, self.case).name
 
     @property
     def halved(self) -> bool:
@@ -125,7 +125,7 @@ class DeltaRule(Plan):
         return self.documents is None and self.most == 0 and self.backward_path == "one_pass_in_halves"
 
     def _room(self, recurrences: int) -> int:
-        """Into how many segments to cut the sequences, so that their programs fill the device."""
+        """The number of segments per sequence whose programs fill the device."""
         room = fitting(self.entry("forward"), recurrences, self.V, self.device)
         one_pass = Case(self.K, self.V, self.dtype, self.device).gluon_backward
         return max(room, multiprocessors(self.device) // recurrences) if one_pass else room
@@ -200,7 +200,7 @@ class DeltaRule(Plan):
 
     @prepared
     def backward(self, segments: int) -> LaunchSpec:
-        """LaunchConfig of the reverse pass along time, for the gradients."""
+        """The reverse pass along time, for the gradients."""
         kernel = long_backward if self.long else scan_backward
         return self._along_time(kernel, self.pass_entry("backward"), segments, self.V)
 
@@ -274,7 +274,8 @@ def block(size: int) -> int:
 
 
 def key_block(size: int) -> int:
-    """Block size of keys, as `value_block`. With 64 values, blocks of 16 and 32 give wrong gradients on Hopper with
-    Triton 3.6.
+    """The block size of keys: at least 64.
+
+    With 64 values, blocks of 16 and 32 give wrong gradients on Hopper with Triton 3.6.
     """
     return max(64, block(size))

@@ -22,7 +22,7 @@ class Case(NamedTuple):
     device: torch.device
     programs: int = 0  # recurrences, times segments of all sequences
     halvable: bool = False  # whether sequences are whole rows, long enough to be cut into halves
-    narrow: bool = False  # whether narrow blocks of values would still leave room on the device, and have a launch
+    narrow: bool = False  # whether wide blocks of values leave half of the device idle, and narrow ones have a launch
 
     @property
     def gluon(self) -> bool:
@@ -35,7 +35,7 @@ class Case(NamedTuple):
         return self.gluon and self.V == GLUON_SIZE
 
     def fills(self, times: int = 1) -> bool:
-        """Return whether `times` as many programs, one per multiprocessor, leave few of these idle in the last wave."""
+        """Return whether `times` as many programs, one per multiprocessor, keep the share `FULL` of all waves busy."""
         programs, places = times * self.programs, multiprocessors(self.device)
         return programs >= FULL * -(-programs // places) * places
 

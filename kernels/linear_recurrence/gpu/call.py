@@ -31,7 +31,7 @@ class Arguments(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Gradients of gates and of the initial state that are wanted."""
+    """Flags of the gates that need gradients."""
 
     log_decay: bool
     beta: bool

@@ -112,7 +112,7 @@ class MultiPass(Call):
         first_grad: Tensor | None,
         wanted: Wanted,
     ) -> Tensor | None:
-        """Fill dq, dk and dv in one pass in Gluon; return the gradient of log_decay."""
+        """Fill dq, dk and dv in Gluon, from the states before all chunks; return the gradient of log_decay."""
         plan, (k, v) = self.plan, (self.k, self.v)
         states = plan.new(plan.chunks, plan.heads, plan.K, plan.V)
         _hopper_states(plan)(k, v, self.gates, states, first, plan.layout.segments)

@@ -20,7 +20,7 @@ from ...core.autograd import Gradients, register
 from ...core.recurrence import Recurrences
 from ...gpu.launch_table import largest
 from ...gpu.layout import most_chunks
-from ...gpu.paths import select, takes
+from ...gpu.paths import first_match, select, takes
 from ...gpu.reductions import add_heads, add_subheads
 from . import step
 from .call import Arguments, Call, Saved, Wanted
@@ -159,7 +159,7 @@ def _as_taken(log_decay: Tensor, beta: bool, q: Tensor, v: Tensor) -> Tensor:
     """Decays in bf16 where the kernels take these, otherwise in fp32."""
     case = Case(gate_of(log_decay), beta, q.shape[3], v.shape[3], q.dtype, q.device)
     narrow = log_decay.dtype == torch.bfloat16 and v.shape[1] > 1
-    return log_decay if narrow and select(PATHS, case).name == "hopper_vector_decay" else log_decay.float()
+    return log_decay if narrow and first_match(PATHS, case).name == "hopper_vector_decay" else log_decay.float()
 
 
 def _parts(size: int, largest: int, dtype: torch.dtype) -> tuple[int, int]:
