@@ -1,7 +1,7 @@
 """Building models, data modules and trainer arguments from a parsed config."""
 
 import functools
-import re
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,11 @@ def instantiate(key: str, config: Namespace) -> Any:
     except Exception as error:
         if (cause := cause_of(error)) is not None:
             raise cause from None
-        # of a class in a union of types, jsonargparse keeps the words of the error alone
-        if reasons := re.findall(r"^  - (?!Expected a )(.+)$", str(error), re.MULTILINE):
-            raise UserError(reasons[-1]) from None
+        # of a class in a union of types, jsonargparse 4.53 keeps the error only where it raises its own
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            for refused in frame.f_locals.get("exceptions", ()):
+                if isinstance(refused, UserError):
+                    raise refused from None
         raise
 
 
