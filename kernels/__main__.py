@@ -19,10 +19,14 @@ import kernels
 
 from .core.recurrence import check
 from .errors import UserError
-from .gpu.device import GPUS, assumed
-from .gpu.launch import LaunchSpec
-from .gpu.paths import Record, dry_run
-from .gpu.plan import of_rows
+
+try:
+    from .gpu.device import GPUS, assumed
+    from .gpu.launch import LaunchSpec
+    from .gpu.paths import Record, dry_run
+    from .gpu.plan import of_rows
+except ModuleNotFoundError as error:
+    sys.exit(f"python -m kernels explains kernels in Triton, which cannot be imported: {error}")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GATES = {"linear_recurrence": ("none", "constant", "head", "channel"), "delta_rule": ("none", "constant", "head")}

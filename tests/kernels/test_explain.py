@@ -1,5 +1,9 @@
 """Which kernels run for a call, as a table; nothing runs, so no GPU is needed."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +12,7 @@ import kernels
 pytest.importorskip("triton")
 from kernels.__main__ import explain, main, parser
 
+ROOT = Path(__file__).parents[2]
 STEP = ["step.advance"]
 CASES = {
     "linear_recurrence --gate channel --no-beta": (
@@ -132,3 +137,12 @@ def test_nothing_stays_assumed():
     expected, _ = kernels.linear_recurrence(q, q, q)
     explain(parser().parse_args(["explain", "linear_recurrence", "--B", "1"]))
     assert torch.equal(kernels.linear_recurrence(q, q, q)[0], expected)
+
+
+@pytest.mark.slow
+def test_without_triton_it_is_one_sentence():
+    code = "import runpy, sys; sys.modules['triton'] = None; runpy.run_module('kernels', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("python -m kernels explains kernels in Triton, which cannot be imported")
