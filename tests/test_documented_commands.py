@@ -43,7 +43,7 @@ def test_they_are_found():
         "evaluation.md": ["python", "cli.py", "evaluate", "--tasks=list"],  # in a block
         "kernels.md": ["python", "cli.py", "tune"],  # in the running text
         "CONTRIBUTING.md": ["pytest", "-m", "gpu", "tests/kernels"],
-        "README.md": ["pip", "install", "-e", ".[scaling]"],  # in a table
+        "commands.md": ["pip", "install", "-e", ".[scaling]"],  # in a table
     }.items():
         assert f"{page}: {' '.join(words)}" in COMMANDS
     assert "06_an_ablation.md" not in "".join(WITH_CONFIGS)  # since test_tutorials.py has its blocks
