@@ -7,8 +7,8 @@ Such a table stands between two comments. The first names a CSV file and a query
 
     <!-- /table -->
 
-Next to SQLite's functions there are `median`, an aggregate, and `word(text, n)`, which returns number n, from 0, of
-several that spaces separate; −1 is the last.
+Next to SQLite's functions there are `median`, an aggregate; `word(text, n)`, which returns number n, from 0, of several
+that spaces separate; and `pairs_at(level, pairs, accuracy, …)`, the number of pairs recalled with an accuracy of `level`.
 """
 
 import csv
@@ -17,6 +17,8 @@ import sqlite3
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+
+from zoo.experiments.definition import pairs_at
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,6 +50,10 @@ def _value(text: str) -> str | int | float | None:
     return text or None
 
 
+def _pairs(level: float, pairs: str, *accuracies: float) -> float:
+    return pairs_at(dict(zip(map(int, pairs.split()), accuracies, strict=True)), level)
+
+
 def query(file: Path, sql: str) -> tuple[list[str], list[Sequence[object]]]:
     """Return the column names and the lines of a query over a CSV file."""
     with file.open(encoding="utf-8", newline="") as stream:
@@ -55,6 +61,7 @@ def query(file: Path, sql: str) -> tuple[list[str], list[Sequence[object]]]:
     base = sqlite3.connect(":memory:")
     base.create_aggregate("median", 1, Median)  # type: ignore[arg-type]  # typeshed wants an int of `finalize`
     base.create_function("word", 2, lambda text, n: float(str(text).split()[n]))
+    base.create_function("pairs_at", -1, _pairs)
     names = ", ".join(f'"{name}"' for name in header)
     base.execute(f"create table rows ({names})")
     base.executemany(
