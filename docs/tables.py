@@ -8,7 +8,7 @@ Such a table stands between two comments. The first names a CSV file and a query
     <!-- /table -->
 
 Next to SQLite's functions there are `median`, an aggregate; `word(text, n)`, which returns number n, from 0, of several
-that spaces separate; and `pairs_at(level, pairs, accuracy, …)`, the number of pairs recalled with an accuracy of `level`.
+that spaces separate; and `pairs_at(level, pairs, accuracy, …)`, the pairs that are recalled with an accuracy of `level`.
 """
 
 import csv
@@ -60,7 +60,7 @@ def query(file: Path, sql: str) -> tuple[list[str], list[Sequence[object]]]:
         header, *lines = csv.reader(stream)
     base = sqlite3.connect(":memory:")
     base.create_aggregate("median", 1, Median)  # type: ignore[arg-type]  # typeshed wants an int of `finalize`
-    base.create_function("word", 2, lambda text, n: float(str(text).split()[n]))
+    base.create_function("word", 2, lambda text, n: None if text is None else float(str(text).split()[n]))
     base.create_function("pairs_at", -1, _pairs)
     names = ", ".join(f'"{name}"' for name in header)
     base.execute(f"create table rows ({names})")
