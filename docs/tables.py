@@ -8,7 +8,7 @@ Such a table stands between two comments. The first names a CSV file and a query
     <!-- /table -->
 
 Next to SQLite's functions there are `median`, an aggregate; `word(text, n)`, which returns number n, from 0, of several
-that spaces separate; and `pairs_at(level, pairs, accuracy, …)`, the pairs that are recalled with an accuracy of `level`.
+that spaces separate; and `pairs_at(level, pairs, accuracy, …)`, the pairs recalled with an accuracy of `level`.
 """
 
 import csv
