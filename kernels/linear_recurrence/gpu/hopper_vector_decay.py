@@ -9,10 +9,12 @@ With b the log decays of a chunk summed from its start, and per channel two refe
                dQ = e^{b − r} ⊙ (dO S'ᵀ + D K')     dK = e^{s − b} ⊙ (V dS'ᵀ + Dᵀ Q')
                dS ← e^r (e^{s − r} dS' + Q'ᵀ dO)
 
-Both reference points are b in the middle of the chunk, so that Q' K'ᵀ has the decays between its tokens. Where a decay
-from there to an end of the chunk is too strong for the exponent of a factor (a steep channel), r is 0 and s = b_C: no
-factor is above 1, what passes through the state is right, and what the channel adds to Q' K'ᵀ is e^{b_C} of the truth,
-which is nothing. Two kernels add the truth to the results afterwards (`vector_decay_exact.py`).
+Both reference points are b in the middle of the chunk, so that Q' K'ᵀ has the decays between its tokens, rounded to a
+whole number of powers of two: so a row, which they may look ahead of, has the same bits with any of them. Where a decay
+from there to an end of the chunk is too strong for the exponent of a factor (a steep channel), s is b_C or lower: what
+passes through the state is right, and what the channel adds to Q' K'ᵀ is nothing. Then the forward pass takes other
+keys for the rows that the reference point r still serves, which depends on the decays up to the row, and zeros as
+queries from the first other row on, which it stores. Two kernels add what is left out (`vector_decay_exact.py`).
 
 A program has a whole state, in the registers of eight warps. Sums of decays from the start of a chunk are products with
 the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8 bits. The states S' before
@@ -54,11 +56,14 @@ from ...gpu.gluon_tiles import (
 LOG2E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
 LEAST_NARROW = gl.constexpr(-106.0)  # the same for decays in bf16, which stay natural logarithms until they are summed
-SAFE = gl.constexpr(115.0)  # as in `vector_decay.py`
+SAFE = gl.constexpr(100.0)  # as in `vector_decay.py`
+# Added to sums of decays above −240, it leaves 15 binary places, which whole numbers neither shift nor round.
+GRID = gl.constexpr(511.0)
 COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
 DECAYS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 OF_STATE = gl.constexpr(gl.SliceLayout(1, STATE))
+EACH_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))  # 128 numbers in every warp
 
 
 @gluon.jit
@@ -138,7 +143,27 @@ def points(ends, LAYOUT: gl.constexpr):
     """The reference points r and s of a chunk, and its last sum."""
     early, late = ends.slice(0, 128).load(LAYOUT), ends.slice(128, 128).load(LAYOUT)
     steep = gl.maximum(-early, -late) > SAFE
-    return gl.where(steep, 0.0, early), gl.where(steep, early + late, early), early + late
+    total = early + late
+    enter = gl.maximum(gl.floor(early + 0.5), -SAFE)
+    return enter, gl.where(steep, gl.minimum(total, enter - SAFE), enter), total
+
+
+@gluon.jit
+def any_steep(ends):
+    """Whether a chunk has a steep channel."""
+    enter, leave, _ = points(ends, EACH_WARP)
+    return gl.max((enter != leave).to(gl.int32), 0)
+
+
+@gluon.jit
+def first_steep_rows(b, enter):
+    """The first row of each channel that r does not serve, or 64; no later row has a say.
+
+    The limit is beyond that of steep channels, which is of sums in another order: other channels have no such row.
+    """
+    r = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1)
+    reach = gl.where(r < 32, b - GRID, b - gl.expand_dims(GRID + enter, 0))
+    return gl.min(gl.where(reach < -SAFE - 1.0, r, 64), 0)
 
 
 @gluon.jit
@@ -171,6 +196,7 @@ def outputs(
     out,
     into,
     ends,
+    left_out,
     first,
     last,
     segments,
@@ -197,11 +223,11 @@ def outputs(
     count = gl.cdiv(stop - start, 64)
 
     queries_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
-    keys_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], SHARED)  # the last one for steep chunks
     values_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
     decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, 128], DECAYS)
     state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
-    scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    scores_s = keys_s.index(2)._reinterpret(gl.bfloat16, [64, 64], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
 
@@ -242,17 +268,29 @@ def outputs(
         state_s.store(S.to(gl.bfloat16))
         S *= gl.expand_dims(gl.exp2(leave - enter), 1)
         rest = gl.exp2(total - leave)
+        steep = any_steep(ends_s)
         enter, leave, _ = points(ends_s, OF_CHANNELS)
-        b = waited(b, NARROW)
-        up, down = gl.exp2(b - gl.expand_dims(enter, 0)), gl.exp2(gl.expand_dims(leave, 0) - b)
-        queries.store((queries.load(ROWS).to(gl.float32) * (up * scale)).to(gl.bfloat16))
-        keys.store((keys.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
+        b = waited(b, NARROW) + GRID
+        up, down = gl.exp2(b - gl.expand_dims(GRID + enter, 0)) * scale, gl.exp2(gl.expand_dims(GRID + leave, 0) - b)
+        K = keys.load(ROWS).to(gl.float32)
+        if steep != 0:
+            first_rows = first_steep_rows(b, enter)
+            at = left_out + (place + i) * 128 + gl.arange(0, 128, OF_CHANNELS)
+            gl.store(at, first_rows.to(gl.int8))
+            up = gl.where(gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1) < gl.expand_dims(first_rows, 0), up, 0.0)
+            bounded_down = gl.exp2(gl.minimum(gl.expand_dims(GRID + enter, 0) - b, SAFE + 2.0))
+            keys_s.index(2).store((K * bounded_down).to(gl.bfloat16))
+        queries.store((queries.load(ROWS).to(gl.float32) * up).to(gl.bfloat16))
+        keys.store((K * down).to(gl.bfloat16))
+        scored = keys_s.index(gl.where(steep != 0, 2, i % 2))
         fence_async_shared()
         barrier()
-        A = warpgroup_mma(queries, keys.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        A = warpgroup_mma(queries, scored.permute((1, 0)), pairs, use_acc=False, is_async=True)
         O = warpgroup_mma(queries, state_s, rows, use_acc=False, is_async=True)
         S = warpgroup_mma(keys.permute((1, 0)), values, S, is_async=True)
         A = warpgroup_mma_wait(2, deps=[A])
+        if steep != 0:
+            barrier()  # all warps have read the keys where the scores go
         scores_s.store(gl.where(lower, A, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()
