@@ -6,17 +6,18 @@ With b the log decays summed inside a chunk and D_ij = exp(b_i − b_j), j ≤ i
 
 Keys are never repeated for the value heads of a group, nor values for the subheads of a head: gates are applied to
 scores, values and outputs instead. A decay per key channel has to be applied to q and k themselves.
+
+Where one reference point serves the decays of a chunk (`factors`), D is not needed. Rows that it does not serve are
+computed with D; no bit of an output depends on later tokens.
 """
 
 import torch
 from torch import Tensor
 
-from ..core.chunking import Chunking, causal_decay, scan_stacked
+from ..core.chunking import Chunking, causal_decay, factors, scan_stacked
 from ..core.recurrence import Recurrences
 from . import shared_scores
 
-# products of exp(±half of this) are still finite in fp32
-SAFE_RANGE = 80.0
 BLOCK = 16
 
 
@@ -26,7 +27,10 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         c = Chunking(a)
         beta, b = None if a.beta is None else c.gates(a.beta), c.log_decay()
         if shared_scores.serves(a, b):
-            o, S = shared_scores.forward(c, beta, b)
+            o, S, beyond = shared_scores.forward(c, beta, b)
+            if beyond is not None:
+                exact = _per_head(c, c.keys(a.q) * a.scale, c.keys(a.k), c.values(a.v), beta, b)[0]
+                o = torch.where(beyond, c.outputs(exact), o)
             return o, S.flatten(1, 3)
         q, k = c.keys(a.q) * a.scale, c.keys(a.k)
         if b is not None and b.dim() == 7:
@@ -80,15 +84,24 @@ def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
     """A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk) for j ≤ i, else 0: q, k, b [...,C,K] → [...,C,C].
 
     The exponential does not factor into q and k without a reference point. Where the decay over a chunk is moderate,
-    one point in its middle serves all pairs. Otherwise rows are taken in blocks: against earlier blocks the reference
-    is the row before the block, so that both factors are ≤ 1, and inside the block the differences themselves are
-    exponentiated. Compiled code, in which values are unknown, always does the latter.
+    one point in its middle serves all pairs. Other rows are computed by blocks. Compiled code, in which values are
+    unknown, does so with all rows.
+    """
+    if torch.compiler.is_compiling():
+        return scores_by_blocks(q, k, b)
+    f = factors(b, -2, q.dtype)
+    scores = ((q * f.up) @ (k * f.down).mT).tril()
+    beyond = f.beyond.any(-1, keepdim=True)
+    return scores if beyond.is_meta or not beyond.any() else torch.where(beyond, scores_by_blocks(q, k, b), scores)
+
+
+def scores_by_blocks(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
+    """The same for any decay.
+
+    Against earlier blocks the reference is the row before the block, so that both factors are ≤ 1; inside the block the
+    differences themselves are exponentiated.
     """
     dtype = q.dtype
-    readable = not torch.compiler.is_compiling()
-    if readable and (b.is_meta or not b.numel() or float(-b.detach()[..., -1, :].min()) <= SAFE_RANGE):
-        middle = b[..., -1:, :] / 2
-        return ((q * (b - middle).to(dtype).exp()) @ (k * (middle - b).to(dtype).exp()).mT).tril()
     q, k = torch.broadcast_tensors(q, b)[0], torch.broadcast_tensors(k, b)[0]
     C, rows = b.shape[-2], []
     for start in range(0, C, BLOCK):
