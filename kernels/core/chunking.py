@@ -151,19 +151,24 @@ class Factors(NamedTuple):
     up: Tensor
     down: Tensor
     reference: Tensor  # m, with one token
-    beyond: Tensor  # True for tokens that are too far from m, and all after them; these depend on no later token
+    # True for tokens that are too far from m, and all after them, which depends on no later token; None if there are none
+    beyond: Tensor | None
 
 
 def factors(b: Tensor, dim: int, dtype: torch.dtype) -> Factors:
     """The factors in `dtype`, of log decays summed inside chunks, whose tokens lie on axis `dim`."""
-    b = b / math.log(2)
-    middle, values = (b.shape[dim] - 1) // 2, b.detach()
-    reference = values.narrow(dim, middle, 1).round().clamp_min(-REACH)
+    b = b * (1 / math.log(2))
+    size, middle, values = b.shape[dim], (b.shape[dim] - 1) // 2, b.detach()
+    centre, last = values.narrow(dim, middle, 1), values.narrow(dim, size - 1, 1)
+    reference = centre.round().clamp_min(-REACH)
     whole = values.floor()
-    part, shift = (b - whole).to(dtype), (whole - reference).clamp(-REACH, REACH).to(dtype).exp2()
-    early, late = values.split([middle + 1, b.shape[dim] - middle - 1], dim)
-    beyond = torch.cat([early, late - reference], dim) < -REACH
-    return Factors(part.exp2() * shift, (-part).exp2() / shift, reference, beyond.cummax(dim).values)
+    part, shift = (b - whole).to(dtype), (whole - reference).to(dtype)
+    beyond = None
+    if b.numel() and not b.is_meta and float(torch.minimum(centre, last - reference).min()) < -REACH:
+        early, late = values.split([middle + 1, size - middle - 1], dim)
+        beyond = (torch.cat([early, late - reference], dim) < -REACH).cummax(dim).values
+        shift = shift.clamp(-REACH, REACH)
+    return Factors(part.exp2() * shift.exp2(), (-part).exp2() * (-shift).exp2(), reference, beyond)
 
 
 def causal_decay(b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,8 +28,8 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         beta, b = None if a.beta is None else c.gates(a.beta), c.log_decay()
         if shared_scores.serves(a, b):
             o, S, beyond = shared_scores.forward(c, beta, b)
-            if beyond is not None:
-                exact = _per_head(c, c.keys(a.q) * a.scale, c.keys(a.k), c.values(a.v), beta, b)[0]
+            if beyond is not None:  # there, nothing is left of the state
+                exact = _scores(c.keys(a.q) * a.scale, c.keys(a.k), beta, b) @ c.values(a.v)
                 o = torch.where(beyond, c.outputs(exact), o)
             return o, S.flatten(1, 3)
         q, k = c.keys(a.q) * a.scale, c.keys(a.k)
@@ -43,11 +43,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
 def _per_head(
     c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, b: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    scores = (q @ k.mT).unsqueeze(3)  # [N,B,G,1,E,C,C]
-    scores = scores.tril() if b is None else scores * causal_decay(b, v.dtype)
-    if beta is not None:
-        scores = scores * beta.unsqueeze(-2)
-    o = scores.sum(4) @ v  # summed over subheads before the product: [N,B,G,R,C,V]
+    o = _scores(q, k, beta, b) @ v  # [N,B,G,R,C,V]
 
     weight = beta
     if b is not None:
@@ -64,6 +60,13 @@ def _per_head(
     before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: decays[n] * S + new[n])
     read = torch.einsum("nbgeck,nbgrekv->nbgrecv", q, before)
     return o + (read * b.to(v.dtype).exp().unsqueeze(-1)).sum(4), S
+
+
+def _scores(q: Tensor, k: Tensor, beta: Tensor | None, b: Tensor | None) -> Tensor:
+    """P, summed over subheads: [N,B,G,R,C,C]."""
+    scores = (q @ k.mT).unsqueeze(3)  # [N,B,G,1,E,C,C]
+    scores = scores.tril() if b is None else scores * causal_decay(b, q.dtype)
+    return (scores if beta is None else scores * beta.unsqueeze(-2)).sum(4)
 
 
 def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,8 +94,9 @@ def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
         return scores_by_blocks(q, k, b)
     f = factors(b, -2, q.dtype)
     scores = ((q * f.up) @ (k * f.down).mT).tril()
-    beyond = f.beyond.any(-1, keepdim=True)
-    return scores if beyond.is_meta or not beyond.any() else torch.where(beyond, scores_by_blocks(q, k, b), scores)
+    if f.beyond is None:
+        return scores
+    return torch.where(f.beyond.any(-1, keepdim=True), scores_by_blocks(q, k, b), scores)
 
 
 def scores_by_blocks(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
