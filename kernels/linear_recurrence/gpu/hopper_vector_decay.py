@@ -131,11 +131,11 @@ def from_start(lower, decays, zeros, NARROW: gl.constexpr):
 
 @gluon.jit
 def waited(b, NARROW: gl.constexpr):
-    """The sums that were started, in log2."""
+    """The sums that were started, in log2, plus `GRID`."""
     b = warpgroup_mma_wait(0, deps=[b])
     if NARROW:
         b *= LOG2E
-    return b
+    return b + GRID
 
 
 @gluon.jit
@@ -149,6 +149,13 @@ def points(ends, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def points_of_sums(ends):
+    """r and s, plus `GRID`, for the sums."""
+    enter, leave, _ = points(ends, OF_CHANNELS)
+    return enter + GRID, leave + GRID
+
+
+@gluon.jit
 def any_steep(ends):
     """Whether a chunk has a steep channel."""
     enter, leave, _ = points(ends, EACH_WARP)
@@ -156,14 +163,21 @@ def any_steep(ends):
 
 
 @gluon.jit
-def first_steep_rows(b, enter):
-    """The first row of each channel that r does not serve, or 64; no later row has a say.
+def prepare_steep(queries, keys, scored, ends, b, left_out):
+    """Zeros for queries that r does not serve, and keys for the scores of the others.
 
-    The limit is beyond that of steep channels, which is of sums in another order: other channels have no such row.
+    In each channel these are the rows from the first one on, stored in `left_out`, with a decay from r that is too
+    strong; no later row has a say. The limit is beyond that of steep channels, which is of sums in another order: other
+    channels have no such row.
     """
+    enter, _ = points_of_sums(ends)
     r = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1)
-    reach = gl.where(r < 32, b - GRID, b - gl.expand_dims(GRID + enter, 0))
-    return gl.min(gl.where(reach < -SAFE - 1.0, r, 64), 0)
+    reach = b - gl.where(r < 32, GRID, gl.expand_dims(enter, 0))
+    first = gl.min(gl.where(reach < -SAFE - 1.0, r, 64), 0)
+    gl.store(left_out + gl.arange(0, 128, OF_CHANNELS), first.to(gl.int8))
+    queries.store(gl.where(r < gl.expand_dims(first, 0), queries.load(ROWS), 0.0).to(gl.bfloat16))
+    down = gl.exp2(gl.minimum(gl.expand_dims(enter, 0) - b, SAFE + 2.0))
+    scored.store((keys.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
 
 
 @gluon.jit
@@ -269,19 +283,13 @@ def outputs(
         S *= gl.expand_dims(gl.exp2(leave - enter), 1)
         rest = gl.exp2(total - leave)
         steep = any_steep(ends_s)
-        enter, leave, _ = points(ends_s, OF_CHANNELS)
-        b = waited(b, NARROW) + GRID
-        up, down = gl.exp2(b - gl.expand_dims(GRID + enter, 0)) * scale, gl.exp2(gl.expand_dims(GRID + leave, 0) - b)
-        K = keys.load(ROWS).to(gl.float32)
+        b = waited(b, NARROW)
         if steep != 0:
-            first_rows = first_steep_rows(b, enter)
-            at = left_out + (place + i) * 128 + gl.arange(0, 128, OF_CHANNELS)
-            gl.store(at, first_rows.to(gl.int8))
-            up = gl.where(gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1) < gl.expand_dims(first_rows, 0), up, 0.0)
-            bounded_down = gl.exp2(gl.minimum(gl.expand_dims(GRID + enter, 0) - b, SAFE + 2.0))
-            keys_s.index(2).store((K * bounded_down).to(gl.bfloat16))
-        queries.store((queries.load(ROWS).to(gl.float32) * up).to(gl.bfloat16))
-        keys.store((K * down).to(gl.bfloat16))
+            prepare_steep(queries, keys, keys_s.index(2), ends_s, b, left_out + (place + i) * 128)
+        enter, leave = points_of_sums(ends_s)
+        up, down = gl.exp2(b - gl.expand_dims(enter, 0)), gl.exp2(gl.expand_dims(leave, 0) - b)
+        queries.store((queries.load(ROWS).to(gl.float32) * (up * scale)).to(gl.bfloat16))
+        keys.store((keys.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
         scored = keys_s.index(gl.where(steep != 0, 2, i % 2))
         fence_async_shared()
         barrier()
@@ -382,7 +390,7 @@ def states(
             state_s.store(S.to(gl.bfloat16))
         S *= gl.expand_dims(gl.exp2(leave - enter), 1)
         rest = gl.exp2(enter if REVERSE else total - leave)
-        enter, leave, _ = points(ends_s, OF_CHANNELS)
+        enter, leave = points_of_sums(ends_s)
         b = waited(b, NARROW)
         factor = gl.exp2(b - gl.expand_dims(enter, 0)) * scale if REVERSE else gl.exp2(gl.expand_dims(leave, 0) - b)
         xs.store((xs.load(ROWS).to(gl.float32) * factor).to(gl.bfloat16))
@@ -498,7 +506,7 @@ def gradients(
         b = waited(b, NARROW)
         barrier()
         decays_s.store(b)  # it does not fit into registers until it is needed again
-        enter, leave, _ = points(ends_s, OF_CHANNELS)
+        enter, leave = points_of_sums(ends_s)
         up, down = gl.exp2(b - gl.expand_dims(enter, 0)) * scale, gl.exp2(gl.expand_dims(leave, 0) - b)
         enter_s.store((queries_s.load(ROWS).to(gl.float32) * up).to(gl.bfloat16))
         leave_s.store((keys_s.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
@@ -524,18 +532,18 @@ def gradients(
             # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum
             # of both, so both take the factors as the products took them, rounded to bf16.
             past = enter_s.load(ROWS).to(gl.float32) * dQ
-        dQ *= gl.exp2(decays_s.load(ROWS) - gl.expand_dims(points(ends_s, OF_CHANNELS)[0], 0)) * scale
+        dQ *= gl.exp2(decays_s.load(ROWS) - gl.expand_dims(points_of_sums(ends_s)[0], 0)) * scale
         store_rows(q_grad, token, n * 128, stop, heads * 128, dQ + itself * keys_s.load(ROWS).to(gl.float32))
         dK = warpgroup_mma_wait(0, deps=[dK])
         if log_decay_grad is not None:
             past -= leave_s.load(ROWS).to(gl.float32) * dK
-        dK *= gl.exp2(gl.expand_dims(points(ends_s, OF_CHANNELS)[1], 0) - decays_s.load(ROWS))
+        dK *= gl.exp2(gl.expand_dims(points_of_sums(ends_s)[1], 0) - decays_s.load(ROWS))
         dK += itself * queries_s.load(ROWS).to(gl.float32)
         if log_decay_grad is not None:
             queries_s.store(past.to(gl.bfloat16))
         K = keys_s.load(ROWS).to(gl.float32)
         T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
-        _, leave, _ = points(ends_s, OF_CHANNELS)
+        _, leave = points_of_sums(ends_s)
         down = gl.exp2(gl.expand_dims(leave, 0) - decays_s.load(ROWS))
         T = warpgroup_mma_wait(0, deps=[T])
         T *= down

@@ -23,8 +23,10 @@ import triton.language as tl
 
 from ...gpu.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, pair_of, store_tile
 
-# Factors up to 2^±100 (e^±69) keep all their digits in fp32 and bf16, if q and k are not below 2^-26.
+# Factors up to 2^±100 (e^±69) keep all their digits in bf16, if q and k are not below 2^-26. In fp32 matrix products cut
+# them into parts, the smallest of which is 2^24 times smaller.
 SAFE = tl.constexpr(100.0)
+SAFE_FP32 = tl.constexpr(76.0)
 BLOCK = tl.constexpr(16)
 
 
@@ -42,20 +44,20 @@ def row(x, i):
 
 
 @triton.jit
-def reference(b):
+def reference(b, REACH: tl.constexpr):
     """A whole number near the sums of decays in the middle row, from which no moderate sum is far."""
-    return tl.maximum(tl.floor(row(b, CHUNK // 2 - 1) + 0.5), -SAFE)
+    return tl.maximum(tl.floor(row(b, CHUNK // 2 - 1) + 0.5), -REACH)
 
 
 @triton.jit
-def first_steep_row(b, anchor):
+def first_steep_row(b, anchor, REACH: tl.constexpr):
     """The first row with a decay that is too strong for the fast way; `CHUNK` if there is none.
 
     It depends on no later row: the anchor counts only for the second half.
     """
     r = tl.arange(0, CHUNK)
     reach = tl.where((r < CHUNK // 2)[:, None], b, b - anchor[None, :])
-    return tl.min(tl.where(tl.min(reach, 1) < -SAFE, r, CHUNK), 0)
+    return tl.min(tl.where(tl.min(reach, 1) < -REACH, r, CHUNK), 0)
 
 
 @triton.jit
@@ -146,8 +148,9 @@ def channel_scores(
             store_tile(entering + own, r, heads * K, ck, valid, Q * e * scale, K, BK)
             store_tile(leaving + own, r, heads * K, ck, valid, Kk * w, K, BK)
             tl.store(total + place * K + ck, exp2(last.to(tl.float32)), mask=ck < K)
-            anchor = reference(b)
-            wrong = tl.minimum(wrong, first_steep_row(b, anchor))
+            REACH: tl.constexpr = SAFE_FP32 if WIDE else SAFE
+            anchor = reference(b, REACH)
+            wrong = tl.minimum(wrong, first_steep_row(b, anchor, REACH))
             up, down = around(b, anchor)
             A = tl.dot((Q * up).to(DOT), tl.trans((Kk * down).to(DOT)), A, input_precision=PRECISION)
     if SLOW:
@@ -294,7 +297,8 @@ def channel_grads(
             factor = tl.load(score_grads + at_row + s * CHUNK + r, mask=inside, other=0.0).to(tl.float32)
             dK += factor[:, None] * later * exp2(between)
     else:
-        up, down = around(b, reference(b))
+        shifted = (b - row(b, CHUNK // 2 - 1)[None, :]).to(tl.float32)
+        up, down = exp2(shifted), exp2(-shifted)
         dQ = tl.dot(D, (gated * down).to(DOT), input_precision=PRECISION) * up
         dK = tl.dot(tl.trans(D), (Q * up).to(DOT), input_precision=PRECISION) * down
 
