@@ -63,6 +63,7 @@ COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
 DECAYS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 OF_STATE = gl.constexpr(gl.SliceLayout(1, STATE))
+EACH_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 EACH_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))  # 128 numbers in every warp
 
 
@@ -139,45 +140,57 @@ def waited(b, NARROW: gl.constexpr):
 
 
 @gluon.jit
-def points(ends, LAYOUT: gl.constexpr):
-    """The reference points r and s of a chunk, and its last sum."""
-    early, late = ends.slice(0, 128).load(LAYOUT), ends.slice(128, 128).load(LAYOUT)
+def store_points(points, ends):
+    """Store the reference points r and s of a chunk, plus `GRID`.
+
+    r is below all sums of the first half that it serves: 2^x has the same digits for all x of one fraction and sign, but
+    others for the other sign.
+    """
+    early, late = ends.slice(0, 128).load(EACH_THREAD), ends.slice(128, 128).load(EACH_THREAD)
+    enter = gl.maximum(gl.floor(early) - 1.0, -SAFE - 2.0)
     steep = gl.maximum(-early, -late) > SAFE
-    total = early + late
-    enter = gl.maximum(gl.floor(early + 0.5), -SAFE)
-    return enter, gl.where(steep, gl.minimum(total, enter - SAFE), enter), total
+    points.slice(0, 128).store(GRID + enter)
+    points.slice(128, 128).store(GRID + gl.where(steep, gl.minimum(early + late, enter - SAFE), enter))
 
 
 @gluon.jit
-def points_of_sums(ends):
-    """r and s, plus `GRID`, for the sums."""
-    enter, leave, _ = points(ends, OF_CHANNELS)
-    return enter + GRID, leave + GRID
+def load_points(points, LAYOUT: gl.constexpr):
+    """r and s, plus `GRID`, as the sums have it."""
+    return points.slice(0, 128).load(LAYOUT), points.slice(128, 128).load(LAYOUT)
 
 
 @gluon.jit
-def any_steep(ends):
+def of_state(points, ends):
+    """The exponents of three factors of a state: before it enters the products of a chunk, in them, and afterwards."""
+    enter, leave = load_points(points, OF_STATE)
+    total = ends.slice(0, 128).load(OF_STATE) + ends.slice(128, 128).load(OF_STATE)
+    return enter - GRID, leave - enter, total - (leave - GRID)
+
+
+@gluon.jit
+def any_steep(points):
     """Whether a chunk has a steep channel."""
-    enter, leave, _ = points(ends, EACH_WARP)
+    enter, leave = load_points(points, EACH_WARP)
     return gl.max((enter != leave).to(gl.int32), 0)
 
 
 @gluon.jit
-def prepare_steep(queries, keys, scored, ends, b, left_out):
+def prepare_steep(queries, scored, k, count, points, b, left_out, k_token: gl.constexpr):
     """Zeros for queries that r does not serve, and keys for the scores of the others.
 
     In each channel these are the rows from the first one on, stored in `left_out`, with a decay from r that is too
     strong; no later row has a say. The limit is beyond that of steep channels, which is of sums in another order: other
     channels have no such row.
     """
-    enter, _ = points_of_sums(ends)
+    enter, _ = load_points(points, OF_CHANNELS)
     r = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1)
     reach = b - gl.where(r < 32, GRID, gl.expand_dims(enter, 0))
     first = gl.min(gl.where(reach < -SAFE - 1.0, r, 64), 0)
     gl.store(left_out + gl.arange(0, 128, OF_CHANNELS), first.to(gl.int8))
     queries.store(gl.where(r < gl.expand_dims(first, 0), queries.load(ROWS), 0.0).to(gl.bfloat16))
-    down = gl.exp2(gl.minimum(gl.expand_dims(enter, 0) - b, SAFE + 2.0))
-    scored.store((keys.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
+    keys = gl.load(at_tile(k, 0, 0, k_token, ROWS, 64, 128), mask=r < count, other=0.0)
+    down = gl.exp2(gl.minimum(gl.expand_dims(enter, 0) - b, SAFE + 3.0))
+    scored.store((keys.to(gl.float32) * down).to(gl.bfloat16))
 
 
 @gluon.jit
@@ -241,9 +254,9 @@ def outputs(
     values_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
     decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, 128], DECAYS)
     state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
-    scores_s = keys_s.index(2)._reinterpret(gl.bfloat16, [64, 64], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
 
     offsets = in_states(state, n, heads)
     S = gl.zeros([128, 128], gl.float32, STATE)
@@ -273,23 +286,25 @@ def outputs(
         sums_of_halves(ends_s, decays, ends + (place + i) * 256, NARROW)
         g = bounded(decays, NARROW)
         barrier()
+        store_points(points_s, ends_s)
         split(decays, g, NARROW)
         fence_async_shared()
         barrier()
         b = from_start(lower_s, decays, rows, NARROW)
-        enter, leave, total = points(ends_s, OF_STATE)
-        S *= gl.expand_dims(gl.exp2(enter), 1)
+        before, within, after = of_state(points_s, ends_s)
+        S *= gl.expand_dims(gl.exp2(before), 1)
         state_s.store(S.to(gl.bfloat16))
-        S *= gl.expand_dims(gl.exp2(leave - enter), 1)
-        rest = gl.exp2(total - leave)
-        steep = any_steep(ends_s)
+        S *= gl.expand_dims(gl.exp2(within), 1)
+        rest = gl.exp2(after)
         b = waited(b, NARROW)
-        if steep != 0:
-            prepare_steep(queries, keys, keys_s.index(2), ends_s, b, left_out + (place + i) * 128)
-        enter, leave = points_of_sums(ends_s)
+        enter, leave = load_points(points_s, OF_CHANNELS)
         up, down = gl.exp2(b - gl.expand_dims(enter, 0)), gl.exp2(gl.expand_dims(leave, 0) - b)
         queries.store((queries.load(ROWS).to(gl.float32) * (up * scale)).to(gl.bfloat16))
         keys.store((keys.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
+        steep = any_steep(points_s)
+        if steep != 0:
+            keys_at, rows_at = k + token.to(gl.int64) * k_token, left_out + (place + i) * 128
+            prepare_steep(queries, keys_s.index(2), keys_at, stop - token, points_s, b, rows_at, k_token)
         scored = keys_s.index(gl.where(steep != 0, 2, i % 2))
         fence_async_shared()
         barrier()
@@ -297,8 +312,7 @@ def outputs(
         O = warpgroup_mma(queries, state_s, rows, use_acc=False, is_async=True)
         S = warpgroup_mma(keys.permute((1, 0)), values, S, is_async=True)
         A = warpgroup_mma_wait(2, deps=[A])
-        if steep != 0:
-            barrier()  # all warps have read the keys where the scores go
+        scores_s = decays._reinterpret(gl.bfloat16, [64, 64], SHARED)  # the sums have been read
         scores_s.store(gl.where(lower, A, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()
@@ -351,6 +365,7 @@ def states(
     state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
 
     offsets = in_states(state, n, heads)
     S = gl.zeros([128, 128], gl.float32, STATE)
@@ -379,18 +394,19 @@ def states(
         sums_of_halves(ends_s, decays, None if into is None else ends + (place + c) * 256, NARROW)
         g = bounded(decays, NARROW)
         barrier()
+        store_points(points_s, ends_s)
         split(decays, g, NARROW)
         fence_async_shared()
         barrier()
         b = from_start(lower_s, decays, rows, NARROW)
-        enter, leave, total = points(ends_s, OF_STATE)
-        survives += total
-        S *= gl.expand_dims(gl.exp2(total - leave if REVERSE else enter), 1)
+        before, within, after = of_state(points_s, ends_s)
+        survives += before + within + after
+        S *= gl.expand_dims(gl.exp2(after if REVERSE else before), 1)
         if into is not None:
             state_s.store(S.to(gl.bfloat16))
-        S *= gl.expand_dims(gl.exp2(leave - enter), 1)
-        rest = gl.exp2(enter if REVERSE else total - leave)
-        enter, leave = points_of_sums(ends_s)
+        S *= gl.expand_dims(gl.exp2(within), 1)
+        rest = gl.exp2(before if REVERSE else after)
+        enter, leave = load_points(points_s, OF_CHANNELS)
         b = waited(b, NARROW)
         factor = gl.exp2(b - gl.expand_dims(enter, 0)) * scale if REVERSE else gl.exp2(gl.expand_dims(leave, 0) - b)
         xs.store((xs.load(ROWS).to(gl.float32) * factor).to(gl.bfloat16))
@@ -463,6 +479,7 @@ def gradients(
     scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
     through_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
     itself_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
 
@@ -490,23 +507,24 @@ def gradients(
         copy_tokens(grad_s, grad, token, 0, stop, grad_token)
         async_copy.commit_group()
         g = bounded(decays_s, NARROW)
-        enter, leave, total = points(ends_s, OF_STATE)
-        dS *= gl.expand_dims(gl.exp2(total - leave), 1)
-        after_s.store(dS.to(gl.bfloat16))
+        store_points(points_s, ends_s)
         barrier()
+        before, within, after = of_state(points_s, ends_s)
+        dS *= gl.expand_dims(gl.exp2(after), 1)
+        after_s.store(dS.to(gl.bfloat16))
         split(decays_s, g, NARROW)
         fence_async_shared()
         barrier()
         b = from_start(lower_s, decays_s, rows, NARROW)
         if log_decay_grad is not None:
-            through_s.store(gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(leave - enter))
-        dS *= gl.expand_dims(gl.exp2(leave - enter), 1)
-        rest = gl.exp2(enter)
+            through_s.store(gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(within))
+        dS *= gl.expand_dims(gl.exp2(within), 1)
+        rest = gl.exp2(before)
         async_copy.wait_group(1)
         b = waited(b, NARROW)
         barrier()
         decays_s.store(b)  # it does not fit into registers until it is needed again
-        enter, leave = points_of_sums(ends_s)
+        enter, leave = load_points(points_s, OF_CHANNELS)
         up, down = gl.exp2(b - gl.expand_dims(enter, 0)) * scale, gl.exp2(gl.expand_dims(leave, 0) - b)
         enter_s.store((queries_s.load(ROWS).to(gl.float32) * up).to(gl.bfloat16))
         leave_s.store((keys_s.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
@@ -532,18 +550,18 @@ def gradients(
             # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum
             # of both, so both take the factors as the products took them, rounded to bf16.
             past = enter_s.load(ROWS).to(gl.float32) * dQ
-        dQ *= gl.exp2(decays_s.load(ROWS) - gl.expand_dims(points_of_sums(ends_s)[0], 0)) * scale
+        dQ *= gl.exp2(decays_s.load(ROWS) - gl.expand_dims(load_points(points_s, OF_CHANNELS)[0], 0)) * scale
         store_rows(q_grad, token, n * 128, stop, heads * 128, dQ + itself * keys_s.load(ROWS).to(gl.float32))
         dK = warpgroup_mma_wait(0, deps=[dK])
         if log_decay_grad is not None:
             past -= leave_s.load(ROWS).to(gl.float32) * dK
-        dK *= gl.exp2(gl.expand_dims(points_of_sums(ends_s)[1], 0) - decays_s.load(ROWS))
+        dK *= gl.exp2(gl.expand_dims(load_points(points_s, OF_CHANNELS)[1], 0) - decays_s.load(ROWS))
         dK += itself * queries_s.load(ROWS).to(gl.float32)
         if log_decay_grad is not None:
             queries_s.store(past.to(gl.bfloat16))
         K = keys_s.load(ROWS).to(gl.float32)
         T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
-        _, leave = points_of_sums(ends_s)
+        _, leave = load_points(points_s, OF_CHANNELS)
         down = gl.exp2(gl.expand_dims(leave, 0) - decays_s.load(ROWS))
         T = warpgroup_mma_wait(0, deps=[T])
         T *= down
