@@ -71,7 +71,8 @@ def _scores(q: Tensor, k: Tensor, beta: Tensor | None, b: Tensor | None) -> Tens
 
 def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, b: Tensor) -> tuple[Tensor, Tensor]:
     q, k = q.unsqueeze(3), k.unsqueeze(3)  # [N,B,G,1,E,C,K]
-    scores = channel_scores(q, k, b)
+    # a token's own value does not decay: apart, it has no part in the gradient of the decay, which would only cancel
+    scores = channel_scores(q, k, b) + (q * k).sum(-1).diag_embed()
     last = b[..., -1:, :]
     decayed_k = k * (last - b).to(v.dtype).exp()
     if beta is not None:
@@ -84,7 +85,7 @@ def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | No
 
 
 def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-    """A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk) for j ≤ i, else 0: q, k, b [...,C,K] → [...,C,C].
+    """A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk) for j < i, else 0: q, k, b [...,C,K] → [...,C,C].
 
     The exponential does not factor into q and k without a reference point. Where the decay over a chunk is moderate,
     one point in its middle serves all pairs. Other rows are computed by blocks. Compiled code, in which values are
@@ -93,7 +94,7 @@ def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return scores_by_blocks(q, k, b)
     f = factors(b, -2, q.dtype)
-    scores = ((q * f.up) @ (k * f.down).mT).tril()
+    scores = ((q * f.up) @ (k * f.down).mT).tril(-1)
     if f.beyond is None:
         return scores
     return torch.where(f.beyond.any(-1, keepdim=True), scores_by_blocks(q, k, b), scores)
@@ -111,7 +112,7 @@ def scores_by_blocks(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
     for start in range(0, C, BLOCK):
         stop = min(start + BLOCK, C)
         here, qi, ki = b[..., start:stop, :], q[..., start:stop, :], k[..., start:stop, :]
-        above = torch.ones(stop - start, stop - start, dtype=torch.bool, device=b.device).triu(1).unsqueeze(-1)
+        above = torch.ones(stop - start, stop - start, dtype=torch.bool, device=b.device).triu().unsqueeze(-1)
         between = (here.unsqueeze(-2) - here.unsqueeze(-3)).to(dtype).masked_fill(above, -torch.inf).exp()
         row = [torch.einsum("...ik,...ijk,...jk->...ij", qi, between, ki)]
         if start:
