@@ -144,15 +144,14 @@ def _heads_first(x: Tensor) -> Tensor:
 class Factors(NamedTuple):
     """Factors of the decays between the tokens of a chunk, 2^(b_i − b_j) = up_i · down_j.
 
-    They are 2^(b − m) and 2^(m − b), for sums b of log2 decays and a reference point m near the sum in the middle of the
-    chunk. m depends on later tokens than some i. It is a whole number, so that another m changes no bit of a product.
+    They are 2^(b − m) and 2^(m − b), for sums b of log2 decays and a reference point m near the sum in the middle of
+    the chunk. m depends on later tokens than some i. It is a whole number, so another m changes no bit of a product.
     """
 
     up: Tensor
     down: Tensor
     reference: Tensor  # m, with one token
-    # True for tokens that are too far from m, and all after them, which depends on no later token; None if there are none
-    beyond: Tensor | None
+    beyond: Tensor | None  # True for tokens too far from m, and all after them; it depends on no later token
 
 
 def factors(b: Tensor, dim: int, dtype: torch.dtype) -> Factors:

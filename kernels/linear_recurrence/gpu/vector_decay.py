@@ -23,8 +23,8 @@ import triton.language as tl
 
 from ...gpu.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, pair_of, store_tile
 
-# Factors up to 2^±100 (e^±69) keep all their digits in bf16, if q and k are not below 2^-26. In fp32 matrix products cut
-# them into parts, the smallest of which is 2^24 times smaller.
+# Factors up to 2^±100 (e^±69) keep all their digits in bf16, if q and k are not below 2^-26. Matrix products in fp32
+# cut them into parts, the smallest of which is 2^24 times smaller.
 SAFE = tl.constexpr(100.0)
 SAFE_FP32 = tl.constexpr(76.0)
 BLOCK = tl.constexpr(16)

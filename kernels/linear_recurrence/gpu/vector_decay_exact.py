@@ -1,8 +1,9 @@
 """The part of steep channels in outputs and gradients, which the one pass (`hopper_vector_decay.py`) leaves out.
 
 A program looks at the sums of decays of a few chunks. For those that have a steep channel, it computes what pairs of
-tokens inside the chunk contribute in such channels, forward only in the rows that are left out. Rows and columns are split into blocks of 16: between blocks the
-reference point is the last row of the earlier one; inside a block every pair uses the difference of its two rows.
+tokens inside the chunk contribute in such channels, forward only in the rows that are left out. Rows and columns are
+split into blocks of 16: between blocks the reference point is the last row of the earlier one; inside a block every
+pair uses the difference of its two rows.
 """
 
 # Triton kernels: untyped, with branches that are resolved at compile time

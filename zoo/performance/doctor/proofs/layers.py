@@ -14,8 +14,8 @@ from zoo.lm.model import LanguageModel
 from zoo.lm.stack import H2
 from zoo.performance.accuracy import relative_error
 from zoo.performance.doctor.checks import Finding, as_finding, attempted
-from zoo.performance.op_calls import LENGTH
 from zoo.performance.doctor.proofs.ops import CUTS, DOCUMENTS, DTYPES, nearly
+from zoo.performance.op_calls import LENGTH
 
 SITE = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 LIMITS = {"fp32": 1e-4, "bf16": BF16_TOLERANCE}

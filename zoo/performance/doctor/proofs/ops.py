@@ -12,8 +12,8 @@ from torch import Tensor
 import kernels
 from zoo.performance.accuracy import relative_error
 from zoo.performance.doctor.checks import LIMITS, Finding, as_finding, attempted, repeats
-from zoo.performance.op_calls import LENGTH, ROWS, OpCall, Tensors, cases, differentiated, learned_inputs, op_of
 from zoo.performance.doctor.proofs.red_zones import inside_red_zones
+from zoo.performance.op_calls import LENGTH, ROWS, OpCall, Tensors, cases, differentiated, learned_inputs, op_of
 
 SIZES = {"cpu": (32,), "cuda": (64, 128)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

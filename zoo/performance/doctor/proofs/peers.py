@@ -1,4 +1,4 @@
-"""The same properties of other libraries: the ops of flash-linear-attention (FLA), and paths in PyTorch of transformers."""
+"""The same properties of other libraries: the ops of flash-linear-attention (FLA)."""
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.performance.op_calls import OpCall, cases
 from zoo.performance.doctor.proofs.ops import DTYPES, Subject
+from zoo.performance.op_calls import OpCall, cases
 
 
 class PeerOp(NamedTuple):
