@@ -143,8 +143,8 @@ def waited(b, NARROW: gl.constexpr):
 def store_points(points, ends):
     """Store the reference points r and s of a chunk, plus `GRID`.
 
-    r is below all sums of the first half that it serves: on a GPU, 2^x has the same digits for all x of one fraction and
-    sign, and may have others for the other sign.
+    r is below all sums of the first half that it serves. On a GPU, 2^x has the same digits for all x of one fraction
+    and sign, but may have others for the other sign.
     """
     early, late = ends.slice(0, 128).load(EACH_THREAD), ends.slice(128, 128).load(EACH_THREAD)
     enter = gl.maximum(gl.floor(early) - 1.0, -SAFE - 2.0)

@@ -210,15 +210,14 @@ def pieces(subject: Subject) -> Finding:
     """Compare a sequence with its pieces, one of which is a single token, each from the state before."""
     case = replace(subject.case, options=subject.case.options | {"return_state": True})
     part = subject._replace(case=case)
-    expected, state, outputs = [*part.outputs().values()], case.inputs.get("initial_state"), []
+    expected, outputs = [*part.outputs().values()], []
+    state: Tensor | None = case.inputs.get("initial_state")
     for start, stop in zip(PIECES, PIECES[1:], strict=False):
         inputs = {name: x[:, start:stop] if name in subject.along else x for name, x in case.inputs.items()}
-        o, state = (
-            part._replace(case=replace(case, inputs=inputs))
-            .outputs(**({} if state is None else {"initial_state": state}))
-            .values()
-        )
+        first = {} if state is None else {"initial_state": state}
+        o, state = part._replace(case=replace(case, inputs=inputs)).outputs(**first).values()
         outputs.append(o)
+    assert state is not None
     errors = {"o": relative_error(torch.cat(outputs, 1), expected[0]), "state": relative_error(state, expected[1])}
     limit, worst = LIMITS[DTYPES[subject.dtype]][0], max(errors.values())
     return as_finding(subject.name, "pieces", worst <= limit, f"but for {worst:.0e}", errors=errors, limit=limit)
