@@ -58,10 +58,18 @@ PEERS = (
 )
 
 
+def installed(module: str) -> bool:
+    """Return whether a module can be imported."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is not there
+        return False
+
+
 def subjects(device: torch.device) -> Iterator[Subject]:
     """The calls of all peers that are installed and run on the device."""
     for peer in PEERS:
-        if peer.device == device.type and find_spec(peer.package) is not None:
+        if peer.device == device.type and installed(peer.module):
             call = peer.load()
             for case in cases(peer.size):
                 if (case.op, case.variant) == (peer.op, peer.variant):
