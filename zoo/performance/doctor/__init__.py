@@ -91,7 +91,8 @@ def doctor(
     with console.status("packages") as status:
         about, of_ops, of_mixers, proved = [*machine(place)], [], [], []
         if proofs:
-            compile_by(partial(prove, device=place), jobs(place, False), place, status.update)
+            ahead = [job for job in jobs(place, False) if job.kind != "runs"]
+            compile_by(partial(prove, device=place), ahead, place, status.update)
             proved = [*findings(place, peers, status.update)]
         else:
             compile_ahead(place, status.update)

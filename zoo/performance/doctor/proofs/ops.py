@@ -13,7 +13,7 @@ import kernels
 from zoo.performance.accuracy import relative_error
 from zoo.performance.doctor.checks import LIMITS, Finding, as_finding, attempted, repeats
 from zoo.performance.doctor.proofs.red_zones import inside_red_zones
-from zoo.performance.op_calls import LENGTH, ROWS, OpCall, Tensors, cases, differentiated, learned_inputs, op_of
+from zoo.performance.op_calls import LENGTH, ROWS, OpCall, Tensors, cases, differentiated, op_of
 
 SIZES = {"cpu": (32,), "cuda": (64, 128)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -56,7 +56,8 @@ class Subject(NamedTuple):
         def call(leaves: Tensors) -> Tensors:
             return replace(self.case, inputs=leaves).outputs(self._backend)
 
-        outputs, gradients = differentiated(call, inputs, learned_inputs(inputs), arriving)
+        learned = [name for name, x in inputs.items() if x.is_floating_point()]
+        outputs, gradients = differentiated(call, inputs, learned, arriving)
         return outputs | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
 
     @property
