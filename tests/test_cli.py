@@ -112,6 +112,8 @@ def test_fit_says_what_it_does(command: Command):
         assert part in done.out
     assert "interpolated bigram model" in done.out.split("talk: 4 steps, 256 tokens")[1]
     assert "Warning" not in done.err  # library authors' business
+    assert "\r" not in done.err
+    assert "training: 4/4 steps, " in done.err
 
 
 @pytest.mark.slow

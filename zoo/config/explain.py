@@ -307,8 +307,10 @@ def _wrong_name(base: type, name: str, key: str, words: list[str]) -> str:
             return f"{key}: {name} is in {file}, which is not imported; write {file.stem}.{name}"
     kind = base.__name__ if is_ours(base) else "class"
     start = f"{key}: {name!r} is not " + (f"one of {', '.join(words)}, nor " if words else "") + f"a known {kind}"
-    known = f" (known: {', '.join(fitting)}; or a dotted path)" if is_ours(base) else ""
-    return start + (did_you_mean(name, [*words, *fitting]) or known or "; write its dotted path, package.module.Class")
+    choices = f" (known: {', '.join(fitting)}; or a dotted path)" if is_ours(base) else ""
+    return start + (
+        did_you_mean(name, [*words, *fitting]) or choices or "; write its dotted path, package.module.Class"
+    )
 
 
 def _with_article(name: str) -> str:

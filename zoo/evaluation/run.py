@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from kernels import UserError
 from zoo.arguments import check_names, names_in
-from zoo.display import new_console
+from zoo.display import new_console, progress_bar
 from zoo.evaluation.loaded import LoadedModel, load_subject
 from zoo.evaluation.record import Records, key_of, locked
 from zoo.evaluation.results import table, write_pictures
@@ -118,10 +117,10 @@ def _measure(
     """All rows of a plan, measured unless they are on record."""
     about = {**described(where), "zoo": version("token-mixer-zoo")}
     rows: list[Row] = []
-    bar = tqdm(plan, unit=" cells", dynamic_ncols=True, disable=not verbose)
+    bar = progress_bar(plan, desc="evaluation", unit=" cells", disable=not verbose)
     for number, (subject, task, cell) in enumerate(bar):
         place = " ".join(f"{name}={value}" for name, value in cell.items())
-        bar.set_description(f"{subject.name} {task.name} {place}")
+        bar.set_description_str(f"{subject.name} {task.name} {place}")
         what = {
             "task": task.name,
             "cell": cell,
