@@ -152,10 +152,11 @@ def test_evaluation_of_a_run(command: Command, finished: Path):
     assert (whole := re.search(r"tested on all (\d+) batches", tested.out))  # whatever training did
     assert int(whole[1]) > 2
     results = json.loads((finished / "runs" / "done" / "results.json").read_text())
-    shown = re.search(r"val_loss\W+([\d.]+)", validated.out)
-    assert float(shown[1]) == pytest.approx(results["val_loss"], abs=1e-5)  # of the same two batches
-    assert len(shown[1]) < 10  # seven digits, not all that a float holds
-    assert "test_loss" in tested.out
+    assert re.search(rf"│ validation +│ +{results['val_loss']:.3f} │", validated.out)  # of the same two batches
+    assert re.search(r"│ test, last part of the context +│ +\d\.\d{3} │", tested.out)
+    for done in (validated, tested):
+        assert "done: 256 tokens" in done.out
+        assert f"next: python cli.py evaluate --checkpoint {run} --tasks=list" in done.out
     predicted = command("predict", "--checkpoint", run, "--output", "p.jsonl", "--trainer.limit_predict_batches=2")
     assert predicted.code == 0, predicted.err
     rows = [json.loads(line) for line in Path("p.jsonl").read_text().splitlines()]

@@ -269,8 +269,10 @@ def _build(
     left = itertools.islice(all_pieces(), progress.pieces, None)
     if progress.pieces:
         log.info("%s: tokenising continues at character %d.", corpus, progress.characters)
-    size = {"total": sides.characters, "initial": progress.characters, "unit": " characters", "unit_scale": True}
-    bar = progress_bar(desc="tokenising", delay=SOON, **size)
+    bar = progress_bar(
+        desc="tokenising", delay=SOON, total=sides.characters, initial=progress.characters, unit=" characters"
+    )
+    bar.unit_scale = True
     try:
         with bar:
             for bundle, ids in encode_all(bundles(left), tokenizer, workers or os.cpu_count() or 1):
