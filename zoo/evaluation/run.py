@@ -18,6 +18,7 @@ from zoo.evaluation.record import Records, key_of, locked
 from zoo.evaluation.results import table, write_pictures
 from zoo.evaluation.task import Cell, Options, Row, Task
 from zoo.evaluation.tasks import task_table, tasks_of
+from zoo.evaluation.tasks.needle_task import NeedleTask
 from zoo.performance.device import described, version
 from zoo.train.devices import pick_device
 
@@ -104,6 +105,10 @@ def evaluate(
                 of_task = [{**row, "model": _SEED.sub("", row["model"])} for row in of_task]
             console.print(f"{task.name}: {task.measures}", table(task, of_task), sep="\n", highlight=False)
             write_pictures(task, of_task, folder)
+            without = [subject.name for subject in subjects if subject.saw_no_needles]
+            if without and isinstance(task, NeedleTask):
+                hint = "trained on text without needles, which teaches no recall; train with --config data/needles.yaml"
+                console.print(f"{', '.join(without)}: {hint}", style="yellow", highlight=False)
     console.print(f"{folder}/{records.file.name}", style="dim")
     return rows
 
