@@ -258,6 +258,15 @@ def test_everything_about_one_mixer(command: Command):
     assert page.code == 0
     assert "arXiv 2412.06464" in page.out
     assert "allow_neg_eigval" in page.out
+    config = yaml.safe_load(page.out.partition("in a config\n")[2])
+    assert isinstance(zoo.build(config, "model.vocab_size=64", device="meta").mixers[0], mixers.GatedDeltaNet)
+
+
+def test_a_page_about_a_mixer_fits_into_100_columns(command: Command, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = command("mixers", "HGRN2").out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "bounds lb rise" not in lines  # a line of the docstring, which is wrapped anew
 
 
 # --- a mixer of one's own

@@ -210,11 +210,11 @@ def load_subject(
     }
     length = arguments.get("sequence_length")
     return LoadedModel(
-        name, model, saved.tokenizer, length, batch_tokens, bf16, identity, _is_of_embedded_text(saved.config)
+        name, model, saved.tokenizer, length, batch_tokens, bf16, identity, is_of_embedded_text(saved.config)
     )
 
 
-def _is_of_embedded_text(config: Mapping[str, Any]) -> bool:
+def is_of_embedded_text(config: Mapping[str, Any]) -> bool:
     """Return whether a run's data is the embedded corpus alone, and its weights started fresh."""
     data = config.get("data") or {}
     kind, arguments = str(data.get("class_path")).rpartition(".")[2], data.get("init_args") or {}
