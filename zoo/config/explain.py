@@ -56,7 +56,7 @@ def _override(item: str) -> Any:
     except UserError:
         value = text
     value = [value] if key.endswith("+") and not isinstance(value, list) else value
-    return nested(key.removesuffix("+").replace(".init_args.", "."), value)
+    return nested(re.sub(r"\.init_args\b", "", key.removesuffix("+")), value)
 
 
 def _flat(value: Any) -> Any:

@@ -31,6 +31,24 @@ def test_arguments_of_a_class_that_was_replaced_are_no_mistake() -> None:
             configs.read_model("gla.yaml", component, "model.num_layers=two")
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.stack.mixer.init_args={factor: 2}",
+        "model.stack.mixer.init_args.factor=2",
+        "model.stack.mixer={factor: 2}",
+        "model.stack.init_args.mixer.init_args={factor: 2, mixer: {class_path: RetNet}}",
+        'model.stack={"class_path": "Uniform", "init_args": {"mixer": {"class_path": "Mamba2", "init_args": {}}}}',
+        "model={num_layers: 2}",
+        "model.mlp=null",
+        "optim.optimizer={class_path: SGD, init_args: {momentum: 0.9}}",
+        "optim.betas=[0.9, 0.99]",
+    ],
+)
+def test_no_way_to_write_a_key_is_refused(override: str) -> None:
+    configs.read_model("gla.yaml", override)
+
+
 @pytest.mark.parametrize("strange", [{"class_path": 3}, {"class_path": None}, {1: 2}, [1], 3, {"init_args": 3}])
 def test_strange_values_are_one_sentence(strange: object) -> None:
     with pytest.raises(UserError) as raised:
