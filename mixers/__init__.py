@@ -41,7 +41,7 @@ from .package_conflict import warn_of_hidden
 from .per_document import per_document
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
-from .registry import did_you_mean, entry, get, names, register
+from .registry import did_you_mean, entry, get, names, register, similar
 from .retnet import RetNet
 from .sliding_window import SlidingWindowAttention
 from .state import Cache, History, Position, remembered
@@ -117,6 +117,7 @@ __all__ = [
     "positions",
     "register",
     "remembered",
+    "similar",
     "split_heads",
     "takes_context_parallel",
 ]

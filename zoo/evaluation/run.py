@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from kernels import UserError
 from zoo.arguments import check_names, names_in
-from zoo.display import new_console
+from zoo.display import new_console, progress_bar
 from zoo.evaluation.loaded import LoadedModel, load_subject
 from zoo.evaluation.record import Records, key_of, locked
 from zoo.evaluation.results import table, write_pictures
 from zoo.evaluation.task import Cell, Options, Row, Task
 from zoo.evaluation.tasks import task_table, tasks_of
+from zoo.evaluation.tasks.needle_task import NeedleTask
 from zoo.performance.device import described, version
 from zoo.train.devices import pick_device
 
@@ -105,6 +105,10 @@ def evaluate(
                 of_task = [{**row, "model": _SEED.sub("", row["model"])} for row in of_task]
             console.print(f"{task.name}: {task.measures}", table(task, of_task), sep="\n", highlight=False)
             write_pictures(task, of_task, folder)
+            without = [subject.name for subject in subjects if subject.saw_no_needles]
+            if without and isinstance(task, NeedleTask):
+                hint = "trained on text without needles, which teaches no recall; train with --config data/needles.yaml"
+                console.print(f"{', '.join(without)}: {hint}", style="yellow", highlight=False)
     console.print(f"{folder}/{records.file.name}", style="dim")
     return rows
 
@@ -118,10 +122,10 @@ def _measure(
     """All rows of a plan, measured unless they are on record."""
     about = {**described(where), "zoo": version("token-mixer-zoo")}
     rows: list[Row] = []
-    bar = tqdm(plan, unit=" cells", dynamic_ncols=True, disable=not verbose)
+    bar = progress_bar(plan, desc="evaluation", unit=" cells", disable=not verbose)
     for number, (subject, task, cell) in enumerate(bar):
         place = " ".join(f"{name}={value}" for name, value in cell.items())
-        bar.set_description(f"{subject.name} {task.name} {place}")
+        bar.set_description_str(f"{subject.name} {task.name} {place}")
         what = {
             "task": task.name,
             "cell": cell,

@@ -20,14 +20,13 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from rich.table import Table
-from tqdm import tqdm
 
 from kernels import UserError
 from mixers import did_you_mean
 from mixers.arguments import check_sizes
 from zoo import config as configs
 from zoo.arguments import check_names
-from zoo.display import new_figure
+from zoo.display import new_figure, progress_bar
 from zoo.experiments.runner import COMMAND
 from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
@@ -281,7 +280,7 @@ def bench_scaling(
     report = ScalingReport(Path(folder), about)
     runs = _emptied(report)
     outcomes: dict[str, Outcome] = {}
-    with tqdm(total=len(plan), desc="scaling", unit=" runs", dynamic_ncols=True) as bar, sigterm_raises():
+    with progress_bar(total=len(plan), desc="scaling", unit=" runs") as bar, sigterm_raises():
         for fit in plan:
             bar.set_postfix_str(fit.name)
             code = run(runs / fit.name, fit.arguments, threads)

@@ -1,5 +1,6 @@
 """Training and evaluation with Lightning, behind the functions of `zoo.runs.fit`, which describe the arguments."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -105,7 +106,9 @@ def evaluate(
         rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=False)
     metrics = {name: value for row in rows for name, value in row.items()}
     if verbose and trainer.is_global_zero:
-        Console().print(metrics_table(metrics))
+        Console().print(metrics_table(metrics, run_of(file).name))
+        step = f"next: python cli.py evaluate --checkpoint {shlex.quote(str(run_of(file)))} --tasks=list"
+        Console().print(step, style="dim", soft_wrap=True)
     return metrics
 
 

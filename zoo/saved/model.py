@@ -349,8 +349,15 @@ def load_tokenizer(path: str | Path, trust: bool = False) -> Tokenizer:
 def checkpoint_of(path: str | Path) -> Path:
     """The checkpoint file that `path` refers to: the file itself, or the last checkpoint of a run's folder."""
     path = Path(path)
+    if path.suffix in (".yaml", ".yml") and not path.is_dir():
+        raise UserError(
+            f"checkpoint: {path} is a config, not a trained model; train it by python cli.py fit --config {path}, and "
+            "name the folder of that run"
+        )
     if path.is_file():
         return path
+    if "," in str(path) and not path.exists():
+        raise UserError(f"checkpoint: there is nothing at {path}; several are written --checkpoint A --checkpoint B")
     if path.is_dir():
         for file in (path / "checkpoints" / "last.ckpt", path / "last.ckpt"):
             if file.is_file():
