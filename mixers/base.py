@@ -56,6 +56,29 @@ class Site(NamedTuple):
         return num_heads, self.hidden_size // num_heads if head_dim is None else head_dim
 
 
+def checked_site(site: object, mixer: type) -> Site:
+    """The first argument of a mixer, if it is a Site.
+
+    Raises:
+        UserError: It is something else.
+    """
+    if not isinstance(site, Site):
+        example = "mixers.Site(hidden_size=512, num_heads=8)"
+        raise kernels.UserError(f"site: {mixer.__name__} takes a mixers.Site, such as {example}, not {site!r}")
+    return site
+
+
+def checked_input(x: Tensor, hidden_size: int) -> Tensor:
+    """x, if it is [B,T,hidden_size].
+
+    Raises:
+        UserError: It has another shape.
+    """
+    if x.dim() != 3 or x.shape[2] != hidden_size:
+        raise kernels.UserError(f"x: must be [batch, time, {hidden_size}], got shape {tuple(x.shape)}")
+    return x
+
+
 class TokenMixer(KeepsFp32):
     """A layer that moves information along time: x [B,T,hidden] → y [B,T,hidden], causally unless it says otherwise.
 
@@ -241,6 +264,7 @@ class LinearMixer(TokenMixer):
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, LinearState | None]:
+        x = checked_input(x, self.site.hidden_size)
         s, histories, position = self._featurise(self.project(x), x, state, cu_seqlens, context_parallel)
         o, matrix = run_recurrence(
             self.recurrence,

@@ -49,6 +49,7 @@ ROOMS = (
     "zoo.scaling",
     "zoo.report",
     "zoo.reproductions",
+    "zoo.calls",
 )
 
 

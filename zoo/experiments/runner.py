@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from filelock import Timeout
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from kernels import UserError
 from zoo.config.moved import up_to_date
@@ -176,7 +176,7 @@ class Runner:
                 key, before, now = next(differences(old, plain))
                 raise UserError(
                     f"folder: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; choose "
-                    "another --folder, or delete that one"
+                    "another folder, or delete that one"
                 )
             recorded[run.name] = plain
         write_sealed(file, recorded)
