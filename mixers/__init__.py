@@ -47,6 +47,7 @@ from .sliding_window import SlidingWindowAttention
 from .state import Cache, History, Position, remembered
 from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
+from .wrapped import Wrapped, wrap
 
 warn_of_hidden()
 
@@ -105,6 +106,7 @@ __all__ = [
     "Streams",
     "TokenMixer",
     "UserError",
+    "Wrapped",
     "ZeroCentredRMSNorm",
     "alibi_slopes",
     "check_mixer",
@@ -119,4 +121,5 @@ __all__ = [
     "remembered",
     "split_heads",
     "takes_context_parallel",
+    "wrap",
 ]

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from kernels import UserError, linear_cross_entropy, linear_token_losses
 from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, TokenMixer
 from mixers.arguments import check_numbers, check_sizes
+from mixers.interface import placed
 from zoo.lm.block import Block, PostNormBlock, mix
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs
@@ -122,10 +123,12 @@ class LanguageModel(nn.Module):
             raise UserError(f"linear_initializer: {linear_initializer!r} is not one of normal, uniform")
         self.embeddings = nn.Embedding(self.vocab_size, hidden_size) if inputs is None else None
         self.inputs = None if inputs is None else inputs(hidden_size)
-        self.position = None if position is None else position(Site(hidden_size, num_heads, 0, num_layers))
+        site = Site(hidden_size, num_heads, 0, num_layers)
+        self.position = None if position is None else placed(position(site), site)
         self.layers = nn.ModuleList()
         for layer in range(num_layers):
-            mixer = stack(Site(hidden_size, num_heads, layer, num_layers))
+            site = Site(hidden_size, num_heads, layer, num_layers)
+            mixer = placed(stack(site), site)
             channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)
             kind = PostNormBlock if stack.post_norm(layer) else Block
             make_norm = partial(norm, hidden_size, norm_eps)
