@@ -4,7 +4,7 @@ import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kernels import UserError
+from mixers import UserError  # which makes sure that `kernels` is this project's
 from zoo.calls import checked
 from zoo.config import build
 from zoo.lm import LanguageModel, join_states, load_state, save_state, take_states
