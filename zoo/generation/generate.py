@@ -42,7 +42,6 @@ class Sampling(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float | None
-    seed: int | None
 
 
 def generate(
@@ -102,16 +101,17 @@ def write(
     tokenizer: Tokenizer,
     prompt: str | Sequence[str] = "",
     *,
+    seed: int | None = None,
     stop: str | Sequence[str] | None = None,
     stream: Callable[[str], object] | None = None,
     **options: Unpack[Sampling],
 ) -> str | list[str]:
-    """Return a prompt and its continuation; for several prompts, a list of them, each as if it were alone.
+    """Return a prompt and its continuation; for several prompts, a list of them, number i drawn with `seed` + i.
 
     Args:
         model, tokenizer: As in `generate`.
         prompt: One prompt, or several.
-        stop: As in `generate`.
+        seed, stop: As in `generate`.
         stream: Called with each prompt, and then with each piece of text once it is generated.
         options: As in `generate`.
 
@@ -122,10 +122,14 @@ def write(
     if not isinstance(prompt, str):
         if not isinstance(prompt, Sequence) or not all(isinstance(each, str) for each in prompt):
             raise UserError(f"prompt: {prompt!r} is neither text nor a list of texts")
-        return [str(write(model, tokenizer, each, stop=stop, stream=stream, **options)) for each in prompt]
+        texts = []
+        for number, each in enumerate(prompt):
+            own = None if seed is None else seed + number
+            texts.append(str(write(model, tokenizer, each, seed=own, stop=stop, stream=stream, **options)))
+        return texts
     stops = [stop] if isinstance(stop, str) else stop or ()
     text = ""
-    for piece in itertools.chain([prompt], generate(model, tokenizer, prompt, stop=stops, **options)):
+    for piece in itertools.chain([prompt], generate(model, tokenizer, prompt, seed=seed, stop=stops, **options)):
         text += piece
         if stream is not None:
             stream(piece)

@@ -328,7 +328,7 @@ class LanguageModel(nn.Module):
             kind = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if is_tensor else f"a {type(tokens).__name__}"
             example = "such as torch.tensor([[1, 2]])"
             raise UserError(f"tokens: must be an integer tensor [batch, time], {example}, got {kind}")
-        if not tokens.numel():
+        if not tokens.shape[1]:
             raise UserError(f"tokens: shape {tuple(tokens.shape)} has no tokens; at least one is needed")
         try:
             return self.embeddings(tokens)

@@ -38,8 +38,8 @@ def generate(
     Args:
         checkpoint: A run's folder, a .ckpt file, an exported folder, or a public one that `convert` reads. In Python
             also a model of `zoo.load` or `zoo.fit`, which stays on its device.
-        prompt: The text to continue; an empty prompt starts a new document. In Python also a list of texts, each of
-            which is continued as if it were alone.
+        prompt: The text to continue; an empty prompt starts a new document. In Python also a list of texts, of which
+            number i is continued with `seed` + i.
         max_new_tokens: Largest number of tokens to generate; the document may end earlier.
         temperature: Divides the logits; 0 takes the likeliest token.
         top_k: Sample only from the k likeliest tokens.

@@ -26,7 +26,10 @@ def test_one_or_several_prompts_from_a_run_or_a_model(finished: Path, tmp_path: 
     one = zoo.generate(run, "def ", **options)
     assert isinstance(one, str)
     assert one.startswith("def ")
-    assert zoo.generate(run, ["class ", "def "], **options)[1] == one  # each as if it were alone
+    first, second = zoo.generate(run, ["def ", "def "], **options)
+    assert first == one
+    assert second == zoo.generate(run, "def ", max_new_tokens=6, seed=2)  # as if it were alone, with the next seed
+    assert first != second
     model = zoo.load(run)
     assert zoo.generate(model, "def ", **options) == one
     assert model.generate(["def "], **options) == [one]
