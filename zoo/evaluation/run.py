@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from kernels import Option, UserError
 from zoo.arguments import check_names, names_in

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from kernels import UserError
 from zoo.experiments.definition import Run

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jsonargparse import Namespace
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 import mixers
 from kernels import UserError

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from filelock import Timeout
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from kernels import UserError
 from zoo.config.moved import up_to_date

@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from zoo import config as configs
 from zoo.generation.decoder import Decoder

@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from rich.table import Table
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from kernels import UserError
 from zoo.arguments import check_names, names_in

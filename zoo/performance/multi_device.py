@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from rich.table import Table
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from kernels import Option, UserError
 from mixers import did_you_mean

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 import kernels
 from kernels import UserError

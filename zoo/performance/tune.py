@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from kernels import UserError
 from kernels.delta_rule import WHOLE

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from kernels.errors import UserError
 from zoo.data.text.cache import build_once, cache_folder
