@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+_NAMING = ("checkpoint", "config", "resume", "run")  # options that are written `--run first`, the others `--tasks=list`
+
 
 class Option(NamedTuple):
     """An argument that the sentence of a `UserError` tells the reader to write, in Python or on the command line."""
@@ -19,10 +21,9 @@ class Option(NamedTuple):
     @property
     def on_command_line(self) -> str:
         """The option as it is written on the command line."""
-        name = f"--{self.name}"
         if self.value is None or self.value is True:
-            return name
-        return f"{name}={self.value}" if "." in self.name else f"{name} {self.value}"
+            return f"--{self.name}"
+        return f"--{self.name}{' ' if self.name in _NAMING else '='}{self.value}"
 
 
 class UserError(ValueError):

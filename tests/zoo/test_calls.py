@@ -29,9 +29,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         'path: not an argument of zoo.fit; write the override "data.path=notes/"',
     ),
     "a key of several groups": (
-        lambda: zoo.compare("gla.yaml", every_n_steps=3),
-        "every_n_steps: not an argument of zoo.compare (allowed: folder, jobs); keys of a config are overrides such "
-        'as "trainer.max_steps=300", or mappings',
+        lambda: zoo.fit("gla.yaml", every_n_steps=3),
+        "every_n_steps: not an argument of zoo.fit (allowed: run, resume, overwrite, trust, callbacks); keys of a "
+        'config are overrides such as "trainer.max_steps=300", or mappings',
     ),
     "a key at the top": (
         lambda: zoo.fit("gla.yaml", seed_everything=3),
@@ -124,7 +124,7 @@ def test_options_are_spelled_for_the_command_line_there(command: Command, desk: 
     assert command("validate").err == "error: checkpoint: validate needs one, --checkpoint runs/NAME\n"
     said = command("evaluate", "--checkpoint=x").err
     assert said == (
-        "error: tasks: evaluate needs some, such as --tasks s_niah_1,passkey; --tasks list shows all of them\n"
+        "error: tasks: evaluate needs some, such as --tasks=s_niah_1,passkey; --tasks=list shows all of them\n"
     )
 
 

@@ -215,7 +215,9 @@ def _arguments(config: Namespace) -> dict[str, Any]:
             f"trainer.val_check_interval: {interval} must be above 0; to skip validation, set limit_val_batches: 0"
         )
     if isinstance(strategy := config.trainer.strategy, str) and "." in strategy:
-        raise UserError(f"trainer.strategy: {strategy} is a class; write trainer.strategy.class_path={strategy}")
+        raise UserError(
+            f"trainer.strategy: {strategy} is a class; write ", Option("trainer.strategy.class_path", strategy)
+        )
     try:
         arguments = dict(configs.instantiate("trainer", config))
     except ValueError as error:
