@@ -4,18 +4,29 @@ import re
 from typing import Any
 
 project = "token-mixer-zoo"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_design"]
 
-# The source folder is the repository: a link that works here also works where the files are looked at.
-root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "dev/*.md", "tutorials/*.md"]
+# The source folder is the repository: a link that works here also works where the files are looked at. README is not
+# on the site, whose landing page and quickstart say the same.
+root_doc = "docs/index"
+include_patterns = ["CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "dev/*.md", "tutorials/*.md"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-suppress_warnings = ["toc.not_included"]
+
+html_theme = "furo"
+html_title = "The token-mixer zoo"
+html_copy_source = False
+html_show_sphinx = False
+html_extra_path = ["html"]  # index.html, which leads to the landing page
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 
 default_role = "literal"  # docstrings have names in single backticks
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # nn.Module's say nothing of ours
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 80
 
 nitpicky = True
 # Types of other packages are not looked up: that would need a network. All of ours have to be in the reference.

@@ -1,15 +1,21 @@
-"""What documents refer to exists. (Their commands: `test_documented_commands.py`; tutorials: `test_tutorials.py`.)"""
+"""What documents refer to exists.
 
-import os
+Their commands are in `test_documented_commands.py`, tutorials in `test_tutorials.py`, links in `test_site.py`.
+"""
+
 import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
+
+from docs import draw_compare
+from docs.tables import TABLE, render, rewrite
 
 from .commands import ROOT
 
@@ -18,25 +24,16 @@ PACKAGES = "kernels|mixers|zoo"
 FOLDERS = f"{PACKAGES}|configs|dev|docs|reproductions/measured|tests|tutorials"
 WORDS = 1200  # about two pages
 RENDERED = {"reproductions"}  # written by a program, as long as its data
+CONCLUSIONS = ("which_mixer", "recall", "needles", "scaling_miniature", "performance", "statex", "comparison")
+CODE = re.compile(r"^```.*?^```[^\n]*$|`[^`]*`|\]\([^)]*\)", re.DOTALL | re.MULTILINE)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+DECIMAL = re.compile(r"(?<![\w.])\d*\.\d+(?![.\d]*\.\d)(?!\d)")
 
 
 def mentioned(page: Path, pattern: str) -> list[str]:
     """What a page names in backticks, outside of blocks of code; `my_…` is the reader's own."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return [found for found in re.findall(pattern, prose) if "my_" not in found and "MY_" not in found]
-
-
-@pytest.mark.slow
-def test_the_site_builds_and_every_reference_leads_somewhere(tmp_path: Path):
-    """Links, headings, and the types in all public signatures."""
-    if not os.environ.get("CI"):
-        pytest.importorskip("myst_parser", reason="install the extra 'docs'")
-    command = [sys.executable, "-m", "sphinx", "-qW", "--keep-going", "-c", "docs", ".", str(tmp_path / "site")]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
-    if built.returncode:
-        pytest.fail(built.stderr[-8000:], pytrace=False)
-    reference = (tmp_path / "site" / "docs" / "reference.html").read_text(encoding="utf-8")
-    assert all(f'id="{name}"' in reference for name in ("kernels.delta_rule", "mixers.check_mixer", "zoo.build"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -53,7 +50,52 @@ def test_what_a_page_names_exists(page: Path):
 
 @pytest.mark.parametrize("page", [page for page in PAGES[2:] if page.stem not in RENDERED], ids=lambda page: page.stem)
 def test_a_topic_has_two_pages_at_most(page: Path):
-    assert len(page.read_text(encoding="utf-8").split()) <= WORDS
+    assert len(TABLE.sub("", page.read_text(encoding="utf-8")).split()) <= WORDS  # without generated tables
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in RENDERED], ids=lambda page: page.stem)
+def test_generated_tables_follow_their_rows(page: Path):
+    """`python docs/tables.py` writes them."""
+    text = page.read_text(encoding="utf-8")
+    assert rewrite(text) == text
+
+
+def test_a_table_is_written_from_its_rows(tmp_path: Path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("name,x,list\na,1,0.5 0.25\nb,2.5,0.125 0.5\na,4,\n")
+    sql = "select name, median(x) as middle, max(word(list, -1)) as last from rows group by name"
+    assert render(rows, sql).splitlines()[2:] == ["| a | 2.5 | 0.25 |", "| b | 2.5 | 0.5 |"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in RENDERED], ids=lambda page: page.stem)
+def test_decimals_are_generated_or_listed(page: Path):
+    """A decimal that no query writes is in docs/decimals.toml, which has no others, and is written with its zero."""
+    listed = tomllib.loads((ROOT / "docs" / "decimals.toml").read_text()).get(page.stem, "").split()
+    text = CODE.sub("", COMMENT.sub("", TABLE.sub("", page.read_text(encoding="utf-8"))))
+    decimals = {decimal for decimal in DECIMAL.findall(text) if not re.fullmatch(r"\d{4}\.\d{5}", decimal)}  # arXiv
+    assert decimals == set(listed)
+    assert not [decimal for decimal in decimals if decimal.startswith(".")]
+
+
+@pytest.mark.parametrize("name", CONCLUSIONS)
+def test_a_conclusion_says_what_it_rests_on(name: str):
+    assert len(re.findall(r"^\*\*Evidence\*\*: ", (ROOT / "docs" / f"{name}.md").read_text(), re.MULTILINE)) == 1
+
+
+def test_the_links_of_readme_lead_somewhere():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, heading = target.partition("#")
+        assert "://" in target or (ROOT / path).exists(), target
+        assert not heading, "headings are checked on the site only"
+
+
+@pytest.mark.slow
+def test_the_picture_of_readme_shows_its_rows(tmp_path: Path):
+    file = draw_compare.draw(tmp_path)
+    committed = imread(ROOT / "tutorials" / "pictures" / "compare.png")
+    assert committed.shape[:2] == imread(file).shape[:2]
+    assert np.mean(np.abs(committed[..., :3] - imread(file)[..., :3])) < 0.05  # fonts differ between machines
 
 
 @pytest.mark.slow

@@ -58,6 +58,11 @@ def run(folder: Path, cache: Path, script: str, *arguments: str, python: str | N
     return done.stdout
 
 
+def git(folder: Path, *arguments: str) -> str:
+    """What a command of git prints."""
+    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, encoding="utf-8").stdout
+
+
 def check_names(code: str, names: dict[str, Any]) -> None:
     """Import what Python code imports, and assert that the attributes and arguments that it uses of that exist.
 
@@ -108,14 +113,17 @@ def _parameters(called: Any) -> dict[str, inspect.Parameter]:
     ids=lambda file: file.stem,
 )
 def test_it_runs_and_makes_its_pictures(file: Path, tmp_path: Path, shared_cache: Path):
-    (tmp_path / "tutorials" / "pictures").mkdir(parents=True)
     measured = Path("reproductions", "measured")  # on machines that few have
     shutil.copytree(TUTORIALS.parent / measured, tmp_path / measured)
+    shutil.copy(TUTORIALS.parent / ".gitignore", tmp_path)
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
     interpreted = "TRITON_INTERPRET" in file.read_text(encoding="utf-8")  # Triton reads it when it is imported
     run(tmp_path, shared_cache, "run.py", str(file), "--small", python=sys.executable if interpreted else None)
     for is_picture, target in links(file):
         if is_picture:
-            assert (tmp_path / "tutorials" / target).is_file(), f"no block of {file.name} makes {target}"
+            assert (tmp_path / "runs" / Path(target).name).is_file(), f"no block of {file.name} makes {target}"
+    assert not git(tmp_path, "ls-files", "--others", "--modified", "--exclude-standard"), "the clone is not clean"
 
 
 @pytest.mark.slow
@@ -125,6 +133,7 @@ def test_its_commands_parse_and_its_names_exist(file: Path, command: Command, fi
     found: list[Block] = blocks(file, small=True)
     for block in found:
         if of_file := FILE.match(block.code):
+            (desk / of_file[1]).parent.mkdir(exist_ok=True)
             (desk / of_file[1]).write_text(block.code[of_file.end() :])
         elif block.language == "python":
             check_names(block.code, names)
@@ -137,7 +146,7 @@ def test_its_commands_parse_and_its_names_exist(file: Path, command: Command, fi
             check_options(arguments[1:])
         else:  # a model that the commands before have made is a Mamba2
             check_parses(
-                [a.replace("$model/config.yaml", "mamba2.yaml") for a in arguments[1:]], command, finished, desk
+                [a.replace("runs/$model/config.yaml", "mamba2.yaml") for a in arguments[1:]], command, finished, desk
             )
 
 

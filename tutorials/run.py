@@ -61,6 +61,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("MPLBACKEND", "agg")
     sys.path[0] = os.getcwd()  # as in a Python session
+    Path("runs").mkdir(exist_ok=True)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(arguments.file, arguments.small):
         start = time.perf_counter()

@@ -9,6 +9,7 @@ chunk axis comes first, so that the slice of one chunk, which the loop reads, is
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from .recurrence import Recurrences, at_least_fp32
 from .resets import sums
 
 CHUNK = 64
-
+REACH = 86.0  # products of two factors 2^±this with numbers of usual size are finite in fp32, and keep all their digits
 
 Run = tuple[slice, range]  # a slice of the sequences, and the chunks that they pass through in order
 
@@ -138,6 +139,35 @@ def scan_stacked(runs: list[Run], first: Tensor, step: Callable[[int, Tensor], T
 def _heads_first(x: Tensor) -> Tensor:
     """[N,B,C,I,J,X] → [N,B,I,J,C,X], contiguous: otherwise every product would copy it again."""
     return x.permute(0, 1, 3, 4, 2, 5).contiguous()
+
+
+class Factors(NamedTuple):
+    """Factors of the decays between the tokens of a chunk, 2^(b_i − b_j) = up_i · down_j.
+
+    They are 2^(b − m) and 2^(m − b), for sums b of log2 decays and a reference point m near the sum in the middle of
+    the chunk. m depends on later tokens than some i. It is a whole number, so another m changes no bit of a product.
+    """
+
+    up: Tensor
+    down: Tensor
+    reference: Tensor  # m, with one token
+    beyond: Tensor | None  # True for tokens too far from m, and all after them; it depends on no later token
+
+
+def factors(b: Tensor, dim: int, dtype: torch.dtype) -> Factors:
+    """The factors in `dtype`, of log decays summed inside chunks, whose tokens lie on axis `dim`."""
+    b = b * (1 / math.log(2))
+    size, middle, values = b.shape[dim], (b.shape[dim] - 1) // 2, b.detach()
+    centre, last = values.narrow(dim, middle, 1), values.narrow(dim, size - 1, 1)
+    reference = centre.round().clamp_min(-REACH)
+    whole = values.floor()
+    part, shift = (b - whole).to(dtype), (whole - reference).to(dtype)
+    beyond = None
+    if b.numel() and not b.is_meta and float(torch.minimum(centre, last - reference).min()) < -REACH:
+        early, late = values.split([middle + 1, size - middle - 1], dim)
+        beyond = (torch.cat([early, late - reference], dim) < -REACH).cummax(dim).values
+        shift = shift.clamp(-REACH, REACH)
+    return Factors(part.exp2() * shift.exp2(), (-part).exp2() * (-shift).exp2(), reference, beyond)
 
 
 def causal_decay(b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,17 +6,18 @@ With b the log decays summed inside a chunk and D_ij = exp(b_i − b_j), j ≤ i
 
 Keys are never repeated for the value heads of a group, nor values for the subheads of a head: gates are applied to
 scores, values and outputs instead. A decay per key channel has to be applied to q and k themselves.
+
+Where one reference point serves the decays of a chunk (`factors`), D is not needed. Rows that it does not serve are
+computed with D; no bit of an output depends on later tokens.
 """
 
 import torch
 from torch import Tensor
 
-from ..core.chunking import Chunking, causal_decay, scan_stacked
+from ..core.chunking import Chunking, causal_decay, factors, scan_stacked
 from ..core.recurrence import Recurrences
 from . import shared_scores
 
-# products of exp(±half of this) are still finite in fp32
-SAFE_RANGE = 80.0
 BLOCK = 16
 
 
@@ -26,7 +27,10 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         c = Chunking(a)
         beta, b = None if a.beta is None else c.gates(a.beta), c.log_decay()
         if shared_scores.serves(a, b):
-            o, S = shared_scores.forward(c, beta, b)
+            o, S, beyond = shared_scores.forward(c, beta, b)
+            if beyond is not None:  # there, nothing is left of the state
+                exact = _scores(c.keys(a.q) * a.scale, c.keys(a.k), beta, b) @ c.values(a.v)
+                o = torch.where(beyond, c.outputs(exact), o)
             return o, S.flatten(1, 3)
         q, k = c.keys(a.q) * a.scale, c.keys(a.k)
         if b is not None and b.dim() == 7:
@@ -39,11 +43,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
 def _per_head(
     c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, b: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    scores = (q @ k.mT).unsqueeze(3)  # [N,B,G,1,E,C,C]
-    scores = scores.tril() if b is None else scores * causal_decay(b, v.dtype)
-    if beta is not None:
-        scores = scores * beta.unsqueeze(-2)
-    o = scores.sum(4) @ v  # summed over subheads before the product: [N,B,G,R,C,V]
+    o = _scores(q, k, beta, b) @ v  # [N,B,G,R,C,V]
 
     weight = beta
     if b is not None:
@@ -62,9 +62,17 @@ def _per_head(
     return o + (read * b.to(v.dtype).exp().unsqueeze(-1)).sum(4), S
 
 
+def _scores(q: Tensor, k: Tensor, beta: Tensor | None, b: Tensor | None) -> Tensor:
+    """P, summed over subheads: [N,B,G,R,C,C]."""
+    scores = (q @ k.mT).unsqueeze(3)  # [N,B,G,1,E,C,C]
+    scores = scores.tril() if b is None else scores * causal_decay(b, q.dtype)
+    return (scores if beta is None else scores * beta.unsqueeze(-2)).sum(4)
+
+
 def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, b: Tensor) -> tuple[Tensor, Tensor]:
     q, k = q.unsqueeze(3), k.unsqueeze(3)  # [N,B,G,1,E,C,K]
-    scores = channel_scores(q, k, b)
+    # a token's own value does not decay: apart, it has no part in the gradient of the decay, which would only cancel
+    scores = channel_scores(q, k, b) + (q * k).sum(-1).diag_embed()
     last = b[..., -1:, :]
     decayed_k = k * (last - b).to(v.dtype).exp()
     if beta is not None:
@@ -77,24 +85,34 @@ def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | No
 
 
 def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-    """A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk) for j ≤ i, else 0: q, k, b [...,C,K] → [...,C,C].
+    """A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk) for j < i, else 0: q, k, b [...,C,K] → [...,C,C].
 
     The exponential does not factor into q and k without a reference point. Where the decay over a chunk is moderate,
-    one point in its middle serves all pairs. Otherwise rows are taken in blocks: against earlier blocks the reference
-    is the row before the block, so that both factors are ≤ 1, and inside the block the differences themselves are
-    exponentiated. Compiled code, in which values are unknown, always does the latter.
+    one point in its middle serves all pairs. Other rows are computed by blocks. Compiled code, in which values are
+    unknown, does so with all rows.
+    """
+    if torch.compiler.is_compiling():
+        return scores_by_blocks(q, k, b)
+    f = factors(b, -2, q.dtype)
+    scores = ((q * f.up) @ (k * f.down).mT).tril(-1)
+    if f.beyond is None:
+        return scores
+    return torch.where(f.beyond.any(-1, keepdim=True), scores_by_blocks(q, k, b), scores)
+
+
+def scores_by_blocks(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
+    """The same for any decay.
+
+    Against earlier blocks the reference is the row before the block, so that both factors are ≤ 1; inside the block the
+    differences themselves are exponentiated.
     """
     dtype = q.dtype
-    readable = not torch.compiler.is_compiling()
-    if readable and (b.is_meta or not b.numel() or float(-b.detach()[..., -1, :].min()) <= SAFE_RANGE):
-        middle = b[..., -1:, :] / 2
-        return ((q * (b - middle).to(dtype).exp()) @ (k * (middle - b).to(dtype).exp()).mT).tril()
     q, k = torch.broadcast_tensors(q, b)[0], torch.broadcast_tensors(k, b)[0]
     C, rows = b.shape[-2], []
     for start in range(0, C, BLOCK):
         stop = min(start + BLOCK, C)
         here, qi, ki = b[..., start:stop, :], q[..., start:stop, :], k[..., start:stop, :]
-        above = torch.ones(stop - start, stop - start, dtype=torch.bool, device=b.device).triu(1).unsqueeze(-1)
+        above = torch.ones(stop - start, stop - start, dtype=torch.bool, device=b.device).triu().unsqueeze(-1)
         between = (here.unsqueeze(-2) - here.unsqueeze(-3)).to(dtype).masked_fill(above, -torch.inf).exp()
         row = [torch.einsum("...ik,...ijk,...jk->...ij", qi, between, ki)]
         if start:

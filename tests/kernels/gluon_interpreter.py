@@ -158,7 +158,7 @@ class Language(ModuleType):
     """`triton.experimental.gluon.language`; layouts are None."""
 
     float16 = bfloat16 = float32 = float64 = torch.float64
-    int32, int64 = torch.int32, torch.int64
+    int8, int32, int64 = torch.int8, torch.int32, torch.int64
     program = 0
 
     def program_id(self, axis: int) -> Tensor:
@@ -172,6 +172,7 @@ class Language(ModuleType):
     load = staticmethod(lambda x, mask=None, other=0.0: x.load(mask, other))
     store = staticmethod(lambda x, y, mask=None: x.store(y, mask))
     sum = staticmethod(lambda x, axis: x.sum(axis))
+    min, max = staticmethod(lambda x, axis: x.amin(axis)), staticmethod(lambda x, axis: x.amax(axis))
     reshape = staticmethod(lambda x, shape: x.reshape(shape))
     permute = staticmethod(lambda x, order: x.permute(order))
     convert_layout = staticmethod(lambda x, layout: x)
@@ -184,7 +185,7 @@ class Language(ModuleType):
     static_range = staticmethod(range)
     allocate_shared_memory = staticmethod(allocate)
     where, exp2, abs = of_values(torch.where), of_values(torch.exp2), of_values(torch.abs)
-    rsqrt, log2 = of_values(torch.rsqrt), of_values(torch.log2)
+    floor, rsqrt, log2 = of_values(torch.floor), of_values(torch.rsqrt), of_values(torch.log2)
     maximum, minimum = of_values(torch.maximum), of_values(torch.minimum)
     thread_barrier = BlockedLayout = SliceLayout = NVMMADistributedLayout = DotOperandLayout = staticmethod(nothing)
     NVMMASharedLayout = SwizzledSharedLayout = DistributedLinearLayout = staticmethod(nothing)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.linear_recurrence.chunk import SAFE_RANGE
-from kernels.linear_recurrence.shared_scores import RANGE
+from kernels.core.chunking import REACH
 
 from .recurrences import BAD_BOUNDARIES, DECAYS, LENGTHS, MISFITS, PACKED, TOLERANCE, assert_same, inputs, results
 
@@ -70,20 +69,20 @@ def test_any_decay(gate: str, decay: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("total", [0.99, 1.01])
+@pytest.mark.parametrize("total", [0.99, 1.01, 1.99, 2.01, 5.0])
 def test_decays_around_what_shared_scores_take(total: float, at_once: bool, dtype: torch.dtype):
     a = inputs(130, R=3, dtype=dtype)
-    a["log_decay"] = torch.full_like(a["log_decay"], -RANGE * total / 64)
+    a["log_decay"] = torch.full_like(a["log_decay"], -REACH * math.log(2) * total / 64)
     if at_once:
         a["log_decay"] = torch.where(torch.arange(130)[:, None] % 64 == 20, 64 * a["log_decay"], 0)
     assert_same(run(a), run(a, backend="reference"))
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("total", [0.99, 1.01, 2.5])  # over a chunk; the last overflows fp32 in factors of half of it
+@pytest.mark.parametrize("total", [0.99, 1.01, 1.99, 2.01, 5.0])  # over a chunk; it has a reach to either side
 def test_decays_around_what_one_reference_point_takes(total: float, at_once: bool):
     a = inputs(130, gate="channel", dtype=torch.float32)
-    a["log_decay"] = torch.full_like(a["log_decay"], -SAFE_RANGE * total / 64)
+    a["log_decay"] = torch.full_like(a["log_decay"], -REACH * math.log(2) * total / 64)
     if at_once:
         a["log_decay"] = torch.where(torch.arange(130)[:, None, None] % 64 == 20, 64 * a["log_decay"], 0)
     assert_same(run(a), run(a, backend="reference"))

@@ -292,7 +292,7 @@ def test_other_decays_compile_for_hopper(kernel: str, tokens: tuple[str, ...], f
 
 
 def compiles(module: str, kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any]) -> None:
-    types = dict.fromkeys(FP32, "*fp32") | NUMBERS | {"scale": "fp32", "segments": "*i32"}
+    types = dict.fromkeys(FP32, "*fp32") | NUMBERS | {"scale": "fp32", "segments": "*i32", "left_out": "*i8"}
     given = {**dict.fromkeys(tokens, 1024), "heads": 8, "SUBHEADS": 2, **fixed}
     assert shared_memory(module, kernel, given, types) <= MOST
 

@@ -9,10 +9,12 @@ With b the log decays of a chunk summed from its start, and per channel two refe
                dQ = e^{b − r} ⊙ (dO S'ᵀ + D K')     dK = e^{s − b} ⊙ (V dS'ᵀ + Dᵀ Q')
                dS ← e^r (e^{s − r} dS' + Q'ᵀ dO)
 
-Both reference points are b in the middle of the chunk, so that Q' K'ᵀ has the decays between its tokens. Where a decay
-from there to an end of the chunk is too strong for the exponent of a factor (a steep channel), r is 0 and s = b_C: no
-factor is above 1, what passes through the state is right, and what the channel adds to Q' K'ᵀ is e^{b_C} of the truth,
-which is nothing. Two kernels add the truth to the results afterwards (`vector_decay_exact.py`).
+Both reference points are b in the middle of the chunk, so that Q' K'ᵀ has the decays between its tokens, rounded to a
+whole number of powers of two: so a row, which they may look ahead of, has the same bits with any of them. Where a decay
+from there to an end of the chunk is too strong for the exponent of a factor (a steep channel), s is b_C or lower: what
+passes through the state is right, and what the channel adds to Q' K'ᵀ is nothing. Then the forward pass takes other
+keys for the rows that the reference point r still serves, which depends on the decays up to the row, and zeros as
+queries from the first other row on, which it stores. Two kernels add what is left out (`vector_decay_exact.py`).
 
 A program has a whole state, in the registers of eight warps. Sums of decays from the start of a chunk are products with
 the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8 bits. The states S' before
@@ -54,11 +56,15 @@ from ...gpu.gluon_tiles import (
 LOG2E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
 LEAST_NARROW = gl.constexpr(-106.0)  # the same for decays in bf16, which stay natural logarithms until they are summed
-SAFE = gl.constexpr(115.0)  # as in `vector_decay.py`
+SAFE = gl.constexpr(100.0)  # as in `vector_decay.py`
+# Added to sums of decays above −240, it leaves 15 binary places, which whole numbers neither shift nor round.
+GRID = gl.constexpr(511.0)
 COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
 DECAYS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 OF_STATE = gl.constexpr(gl.SliceLayout(1, STATE))
+EACH_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+EACH_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))  # 128 numbers in every warp
 
 
 @gluon.jit
@@ -126,19 +132,65 @@ def from_start(lower, decays, zeros, NARROW: gl.constexpr):
 
 @gluon.jit
 def waited(b, NARROW: gl.constexpr):
-    """The sums that were started, in log2."""
+    """The sums that were started, in log2, plus `GRID`."""
     b = warpgroup_mma_wait(0, deps=[b])
     if NARROW:
         b *= LOG2E
-    return b
+    return b + GRID
 
 
 @gluon.jit
-def points(ends, LAYOUT: gl.constexpr):
-    """The reference points r and s of a chunk, and its last sum."""
-    early, late = ends.slice(0, 128).load(LAYOUT), ends.slice(128, 128).load(LAYOUT)
+def store_points(points, ends):
+    """Store the reference points r and s of a chunk, plus `GRID`.
+
+    r is below all sums of the first half that it serves. On a GPU, 2^x has the same digits for all x of one fraction
+    and sign, but may have others for the other sign.
+    """
+    early, late = ends.slice(0, 128).load(EACH_THREAD), ends.slice(128, 128).load(EACH_THREAD)
+    enter = gl.maximum(gl.floor(early) - 1.0, -SAFE - 2.0)
     steep = gl.maximum(-early, -late) > SAFE
-    return gl.where(steep, 0.0, early), gl.where(steep, early + late, early), early + late
+    points.slice(0, 128).store(GRID + enter)
+    points.slice(128, 128).store(GRID + gl.where(steep, gl.minimum(early + late, enter - SAFE), enter))
+
+
+@gluon.jit
+def load_points(points, LAYOUT: gl.constexpr):
+    """r and s, plus `GRID`, as the sums have it."""
+    return points.slice(0, 128).load(LAYOUT), points.slice(128, 128).load(LAYOUT)
+
+
+@gluon.jit
+def of_state(points, ends):
+    """The exponents of three factors of a state: before it enters the products of a chunk, in them, and afterwards."""
+    enter, leave = load_points(points, OF_STATE)
+    total = ends.slice(0, 128).load(OF_STATE) + ends.slice(128, 128).load(OF_STATE)
+    return enter - GRID, leave - enter, total - (leave - GRID)
+
+
+@gluon.jit
+def any_steep(points):
+    """Whether a chunk has a steep channel."""
+    enter, leave = load_points(points, EACH_WARP)
+    return gl.max((enter != leave).to(gl.int32), 0)
+
+
+@gluon.jit
+def prepare_steep(queries, scored, k, count, points, b, left_out, k_token: gl.constexpr):
+    """Zeros for queries that r does not serve, and keys for the scores of the others.
+
+    In each channel these are the rows from the first one on, stored in `left_out`, with a decay from r that is too
+    strong; no later row has a say. The limit is beyond that of steep channels, which is of sums in another order: other
+    channels have no such row.
+    """
+    enter, _ = load_points(points, OF_CHANNELS)
+    r = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1)
+    reach = b - gl.where(r < 32, GRID, gl.expand_dims(enter, 0))
+    first = gl.min(gl.where(reach < -SAFE - 1.0, r, 64), 0)
+    gl.store(left_out + gl.arange(0, 128, OF_CHANNELS), first.to(gl.int8))
+    queries.store(gl.where(r < gl.expand_dims(first, 0), queries.load(ROWS), 0.0).to(gl.bfloat16))
+    keys = gl.load(at_tile(k, 0, 0, k_token, ROWS, 64, 128), mask=r < count, other=0.0)
+    down = gl.exp2(gl.minimum(gl.expand_dims(enter, 0) - b, SAFE + 3.0))
+    scored.store((keys.to(gl.float32) * down).to(gl.bfloat16))
 
 
 @gluon.jit
@@ -171,6 +223,7 @@ def outputs(
     out,
     into,
     ends,
+    left_out,
     first,
     last,
     segments,
@@ -197,13 +250,13 @@ def outputs(
     count = gl.cdiv(stop - start, 64)
 
     queries_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
-    keys_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], SHARED)  # the last one for steep chunks
     values_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
     decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, 128], DECAYS)
     state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
-    scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
 
     offsets = in_states(state, n, heads)
     S = gl.zeros([128, 128], gl.float32, STATE)
@@ -233,26 +286,33 @@ def outputs(
         sums_of_halves(ends_s, decays, ends + (place + i) * 256, NARROW)
         g = bounded(decays, NARROW)
         barrier()
+        store_points(points_s, ends_s)
         split(decays, g, NARROW)
         fence_async_shared()
         barrier()
         b = from_start(lower_s, decays, rows, NARROW)
-        enter, leave, total = points(ends_s, OF_STATE)
-        S *= gl.expand_dims(gl.exp2(enter), 1)
+        before, within, after = of_state(points_s, ends_s)
+        S *= gl.expand_dims(gl.exp2(before), 1)
         state_s.store(S.to(gl.bfloat16))
-        S *= gl.expand_dims(gl.exp2(leave - enter), 1)
-        rest = gl.exp2(total - leave)
-        enter, leave, _ = points(ends_s, OF_CHANNELS)
+        S *= gl.expand_dims(gl.exp2(within), 1)
+        rest = gl.exp2(after)
         b = waited(b, NARROW)
+        enter, leave = load_points(points_s, OF_CHANNELS)
         up, down = gl.exp2(b - gl.expand_dims(enter, 0)), gl.exp2(gl.expand_dims(leave, 0) - b)
         queries.store((queries.load(ROWS).to(gl.float32) * (up * scale)).to(gl.bfloat16))
         keys.store((keys.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
+        steep = any_steep(points_s)
+        if steep != 0:
+            keys_at, rows_at = k + token.to(gl.int64) * k_token, left_out + (place + i) * 128
+            prepare_steep(queries, keys_s.index(2), keys_at, stop - token, points_s, b, rows_at, k_token)
+        scored = keys_s.index(gl.where(steep != 0, 2, i % 2))
         fence_async_shared()
         barrier()
-        A = warpgroup_mma(queries, keys.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        A = warpgroup_mma(queries, scored.permute((1, 0)), pairs, use_acc=False, is_async=True)
         O = warpgroup_mma(queries, state_s, rows, use_acc=False, is_async=True)
         S = warpgroup_mma(keys.permute((1, 0)), values, S, is_async=True)
         A = warpgroup_mma_wait(2, deps=[A])
+        scores_s = decays._reinterpret(gl.bfloat16, [64, 64], SHARED)  # the sums have been read
         scores_s.store(gl.where(lower, A, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()
@@ -305,6 +365,7 @@ def states(
     state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
 
     offsets = in_states(state, n, heads)
     S = gl.zeros([128, 128], gl.float32, STATE)
@@ -333,18 +394,19 @@ def states(
         sums_of_halves(ends_s, decays, None if into is None else ends + (place + c) * 256, NARROW)
         g = bounded(decays, NARROW)
         barrier()
+        store_points(points_s, ends_s)
         split(decays, g, NARROW)
         fence_async_shared()
         barrier()
         b = from_start(lower_s, decays, rows, NARROW)
-        enter, leave, total = points(ends_s, OF_STATE)
-        survives += total
-        S *= gl.expand_dims(gl.exp2(total - leave if REVERSE else enter), 1)
+        before, within, after = of_state(points_s, ends_s)
+        survives += before + within + after
+        S *= gl.expand_dims(gl.exp2(after if REVERSE else before), 1)
         if into is not None:
             state_s.store(S.to(gl.bfloat16))
-        S *= gl.expand_dims(gl.exp2(leave - enter), 1)
-        rest = gl.exp2(enter if REVERSE else total - leave)
-        enter, leave, _ = points(ends_s, OF_CHANNELS)
+        S *= gl.expand_dims(gl.exp2(within), 1)
+        rest = gl.exp2(before if REVERSE else after)
+        enter, leave = load_points(points_s, OF_CHANNELS)
         b = waited(b, NARROW)
         factor = gl.exp2(b - gl.expand_dims(enter, 0)) * scale if REVERSE else gl.exp2(gl.expand_dims(leave, 0) - b)
         xs.store((xs.load(ROWS).to(gl.float32) * factor).to(gl.bfloat16))
@@ -417,6 +479,7 @@ def gradients(
     scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
     through_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
     itself_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
 
@@ -444,23 +507,24 @@ def gradients(
         copy_tokens(grad_s, grad, token, 0, stop, grad_token)
         async_copy.commit_group()
         g = bounded(decays_s, NARROW)
-        enter, leave, total = points(ends_s, OF_STATE)
-        dS *= gl.expand_dims(gl.exp2(total - leave), 1)
-        after_s.store(dS.to(gl.bfloat16))
+        store_points(points_s, ends_s)
         barrier()
+        before, within, after = of_state(points_s, ends_s)
+        dS *= gl.expand_dims(gl.exp2(after), 1)
+        after_s.store(dS.to(gl.bfloat16))
         split(decays_s, g, NARROW)
         fence_async_shared()
         barrier()
         b = from_start(lower_s, decays_s, rows, NARROW)
         if log_decay_grad is not None:
-            through_s.store(gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(leave - enter))
-        dS *= gl.expand_dims(gl.exp2(leave - enter), 1)
-        rest = gl.exp2(enter)
+            through_s.store(gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(within))
+        dS *= gl.expand_dims(gl.exp2(within), 1)
+        rest = gl.exp2(before)
         async_copy.wait_group(1)
         b = waited(b, NARROW)
         barrier()
         decays_s.store(b)  # it does not fit into registers until it is needed again
-        enter, leave, _ = points(ends_s, OF_CHANNELS)
+        enter, leave = load_points(points_s, OF_CHANNELS)
         up, down = gl.exp2(b - gl.expand_dims(enter, 0)) * scale, gl.exp2(gl.expand_dims(leave, 0) - b)
         enter_s.store((queries_s.load(ROWS).to(gl.float32) * up).to(gl.bfloat16))
         leave_s.store((keys_s.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
@@ -486,18 +550,18 @@ def gradients(
             # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum
             # of both, so both take the factors as the products took them, rounded to bf16.
             past = enter_s.load(ROWS).to(gl.float32) * dQ
-        dQ *= gl.exp2(decays_s.load(ROWS) - gl.expand_dims(points(ends_s, OF_CHANNELS)[0], 0)) * scale
+        dQ *= gl.exp2(decays_s.load(ROWS) - gl.expand_dims(load_points(points_s, OF_CHANNELS)[0], 0)) * scale
         store_rows(q_grad, token, n * 128, stop, heads * 128, dQ + itself * keys_s.load(ROWS).to(gl.float32))
         dK = warpgroup_mma_wait(0, deps=[dK])
         if log_decay_grad is not None:
             past -= leave_s.load(ROWS).to(gl.float32) * dK
-        dK *= gl.exp2(gl.expand_dims(points(ends_s, OF_CHANNELS)[1], 0) - decays_s.load(ROWS))
+        dK *= gl.exp2(gl.expand_dims(load_points(points_s, OF_CHANNELS)[1], 0) - decays_s.load(ROWS))
         dK += itself * queries_s.load(ROWS).to(gl.float32)
         if log_decay_grad is not None:
             queries_s.store(past.to(gl.bfloat16))
         K = keys_s.load(ROWS).to(gl.float32)
         T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
-        _, leave, _ = points(ends_s, OF_CHANNELS)
+        _, leave = load_points(points_s, OF_CHANNELS)
         down = gl.exp2(gl.expand_dims(leave, 0) - decays_s.load(ROWS))
         T = warpgroup_mma_wait(0, deps=[T])
         T *= down

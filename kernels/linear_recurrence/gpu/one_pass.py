@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...gpu.launch import LaunchSpec
@@ -22,9 +23,10 @@ class OnePass(Call):
     def output(self, o: Tensor, first: Tensor | None, last: Tensor | None, *, keep: bool) -> Saved:
         plan = self.plan
         states, ends = plan.states_of_chunks() if keep else None, plan.ends_of_chunks()
+        left_out = plan.new(plan.heads, plan.chunks, plan.K, dtype=torch.int8)
         inputs, final = (self.k, self.v, self.log_decay, o), None if plan.segmented else last
-        _outputs(plan)(self.q, *inputs, states, ends, first, final, plan.layout.segments)
-        _steep(plan, False)(self.q, *inputs, ends, plan.layout.chunks)
+        _outputs(plan)(self.q, *inputs, states, ends, left_out, first, final, plan.layout.segments)
+        _steep(plan, False)(self.q, *inputs, ends, left_out, plan.layout.chunks)
         return Saved() if states is None else Saved(states=states, ends=ends)
 
     def gradients(self, saved: Saved, last: Tensor | None, first_grad: Tensor | None, wanted: Wanted) -> InputGradients:

@@ -1,13 +1,17 @@
 """Decays per key channel: the work that is done chunk by chunk, before and after the sequential passes.
 
 A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk), j ≤ i, does not factor into q and k without a reference point r. Where the decay
-inside a chunk is moderate (the fast way), r is its middle row and A = (Q e^{b − r})(K e^{r − b})ᵀ; what overflows lies
-above the diagonal and is masked. Otherwise rows and columns are split into blocks of 16: between blocks, r is the last
-row of the earlier one and no factor exceeds 1; inside a block every pair uses the difference of its two rows. Both are
-exact.
+inside a chunk is moderate (the fast way), r is near its middle row and A = (Q e^{b − r})(K e^{r − b})ᵀ; what overflows
+lies above the diagonal and is masked. Otherwise rows and columns are split into blocks of 16: between blocks, r is the
+last row of the earlier one and no factor exceeds 1; inside a block every pair uses the difference of its two rows. Both
+are exact.
+
+No bit of a row depends on later tokens. The reference point of the fast way does, so it is a whole number of powers of
+two, which scale the factors of a pair exactly and cancel in their product. Which way computes a row depends on the
+decays up to that row.
 
 Each way is a separate kernel, because the registers of the slow one would slow down the fast one: the fast one computes
-all chunks and marks those that it got wrong, the slow one recomputes these.
+all rows and finds the first one of each chunk that it got wrong, the slow one computes the rows from there on again.
 """
 
 # Triton kernels: untyped, with branches that are resolved at compile time
@@ -19,8 +23,10 @@ import triton.language as tl
 
 from ...gpu.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, pair_of, store_tile
 
-# factors up to 2^±115 (e^±80) stay finite in fp32 and bf16, and their products accurate enough below the diagonal
-SAFE = tl.constexpr(115.0)
+# Factors up to 2^±100 (e^±69) keep all their digits in bf16, if q and k are not below 2^-26. Matrix products in fp32
+# cut them into parts, the smallest of which is 2^24 times smaller.
+SAFE = tl.constexpr(100.0)
+SAFE_FP32 = tl.constexpr(76.0)
 BLOCK = tl.constexpr(16)
 
 
@@ -38,12 +44,29 @@ def row(x, i):
 
 
 @triton.jit
-def span(b, middle):
-    """Largest distance of the summed decays of a chunk from its middle row, in log2 units."""
+def reference(b, REACH: tl.constexpr):
+    """A whole number near the sums of decays in the middle row, from which no moderate sum is far."""
+    return tl.maximum(tl.floor(row(b, CHUNK // 2 - 1) + 0.5), -REACH)
+
+
+@triton.jit
+def first_steep_row(b, anchor, REACH: tl.constexpr):
+    """The first row with a decay that is too strong for the fast way; `CHUNK` if there is none.
+
+    It depends on no later row: the anchor counts only for the second half.
+    """
     r = tl.arange(0, CHUNK)
-    earlier = tl.max(tl.max(tl.where(r[:, None] == 0, b, -float("inf")), 0) - middle, 0)
-    later = tl.max(middle - tl.min(b, 0), 0)
-    return tl.maximum(earlier, later).to(tl.float32)
+    reach = tl.where((r < CHUNK // 2)[:, None], b, b - anchor[None, :])
+    return tl.min(tl.where(tl.min(reach, 1) < -REACH, r, CHUNK), 0)
+
+
+@triton.jit
+def around(b, anchor):
+    """2^(b − anchor) and 2^(anchor − b); another anchor multiplies both by a power of two and changes no other bit."""
+    whole = tl.floor(b)
+    part = (b - whole).to(tl.float32)
+    shift = (whole - anchor[None, :]).to(tl.float32)
+    return exp2(part) * exp2(shift), exp2(-part) * exp2(-shift)
 
 
 @triton.jit(do_not_specialize=["chunks", "groups"])
@@ -56,7 +79,7 @@ def channel_scores(
     entering,  # [tokens,heads,K]: scale · q e^b
     leaving,  # β k e^{b_C − b}
     total,  # [heads,chunks,K]: e^{b_C}
-    steep,  # [heads,chunks]: 1 where the decay is too strong for one reference point
+    steep,  # [heads,chunks]: first row with a decay that is too strong for one reference point, or 64
     table,  # [chunks,2]: first token, tokens
     scale,
     q_head,
@@ -81,7 +104,7 @@ def channel_scores(
     key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
     place = n.to(tl.int64) * chunks + c
     if SLOW:
-        if tl.load(steep + place) == 0:
+        if tl.load(steep + place) == CHUNK:
             return
     q += start * q_token + key_head.to(tl.int64) * q_head
     k += start * k_token + key_head.to(tl.int64) * k_head
@@ -94,7 +117,7 @@ def channel_scores(
     else:
         input_gate = tl.full([CHUNK], 1.0, tl.float32)
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
-    widest = 0.0
+    wrong = CHUNK
     for first in range(0, K, BK):
         ck = first + tl.arange(0, BK)
         Q = load_tile(q, r, q_token, ck, valid, K, BK).to(tl.float32)
@@ -125,17 +148,21 @@ def channel_scores(
             store_tile(entering + own, r, heads * K, ck, valid, Q * e * scale, K, BK)
             store_tile(leaving + own, r, heads * K, ck, valid, Kk * w, K, BK)
             tl.store(total + place * K + ck, exp2(last.to(tl.float32)), mask=ck < K)
-            middle = row(b, CHUNK // 2 - 1)
-            widest = tl.maximum(widest, span(b, middle))
-            shifted = (b - middle[None, :]).to(tl.float32)
-            up, down = (Q * exp2(shifted)).to(DOT), (Kk * exp2(-shifted)).to(DOT)
-            A = tl.dot(up, tl.trans(down), A, input_precision=PRECISION)
-    if not SLOW:
-        tl.store(steep + place, (widest > SAFE).to(tl.int8))
+            REACH: tl.constexpr = SAFE_FP32 if WIDE else SAFE
+            anchor = reference(b, REACH)
+            wrong = tl.minimum(wrong, first_steep_row(b, anchor, REACH))
+            up, down = around(b, anchor)
+            A = tl.dot((Q * up).to(DOT), tl.trans((Kk * down).to(DOT)), A, input_precision=PRECISION)
+    if SLOW:
+        written = r >= tl.load(steep + place)
+    else:
+        written = r < CHUNK
+        tl.store(steep + place, wrong.to(tl.int8))
     A = tl.where(distance >= 0, A * scale * input_gate[None, :], 0.0)
     tl.store(
         scores + place * (CHUNK * CHUNK) + r[:, None] * CHUNK + r[None, :],
         A.to(scores.dtype.element_ty),
+        mask=written[:, None],
     )
 
 
@@ -215,7 +242,7 @@ def channel_grads(
     key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
     place = n.to(tl.int64) * chunks + c
     if SLOW:
-        if tl.load(steep + place) == 0:
+        if tl.load(steep + place) == CHUNK:
             return
     q += start * q_token + key_head.to(tl.int64) * q_head
     k += start * k_token + key_head.to(tl.int64) * k_head

@@ -1,8 +1,9 @@
 """The part of steep channels in outputs and gradients, which the one pass (`hopper_vector_decay.py`) leaves out.
 
 A program looks at the sums of decays of a few chunks. For those that have a steep channel, it computes what pairs of
-tokens inside the chunk contribute in such channels. Rows and columns are split into blocks of 16: between blocks the
-reference point is the last row of the earlier one; inside a block every pair uses the difference of its two rows.
+tokens inside the chunk contribute in such channels, forward only in the rows that are left out. Rows and columns are
+split into blocks of 16: between blocks the reference point is the last row of the earlier one; inside a block every
+pair uses the difference of its two rows.
 """
 
 # Triton kernels: untyped, with branches that are resolved at compile time
@@ -126,6 +127,7 @@ def steep_forward(
     log_decay,
     out,  # gets what steep channels add
     ends,
+    left_out,  # [heads,chunks,K]: for steep channels, the first row that the pass leaves out
     table,  # [chunks,2]: first token, tokens
     scale,
     q_head,
@@ -163,7 +165,9 @@ def steep_forward(
             decay_here = log_decay + (start * heads + n) * K
             valid = r < length
             q_here = q + start * q_token + key_head * q_head
-            Q = tl.where(steep[None, :], load_tile(q_here, r, q_token, ck, valid, K, BK).to(tl.float32), 0.0)
+            first_row = tl.load(left_out + place * K + ck, mask=steep & (ck < K), other=CHUNK)
+            served = r[:, None] < first_row[None, :]
+            Q = tl.where(served, 0.0, load_tile(q_here, r, q_token, ck, valid, K, BK).to(tl.float32))
             Kk = load_tile(k_here, r, k_token, ck, valid, K, BK).to(tl.float32)
             Z = load_tile(v + start * v_token + value_head * v_head, r, v_token, cv, valid, V, BV)
             g = decays(decay_here, r, heads * K, ck, valid, K, BK)

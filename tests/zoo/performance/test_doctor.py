@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import mixers
 import zoo
 from kernels import UserError
 from kernels.gpu.launch_table import TABLE, LaunchConfig
-from zoo.performance.doctor.checks import compile_ahead, known_cases, side_by_side
+from zoo.performance.doctor.checks import _examine, compile_ahead, known_cases, side_by_side
 from zoo.performance.doctor.machine import compiler, packages
 from zoo.performance.op_calls import cases, ops
 
@@ -189,14 +190,16 @@ def test_ops_and_mixers_are_examined_side_by_side(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ahead, "get_context", lambda method: multiprocessing.get_context("fork"))
     monkeypatch.setattr(ahead, "known_cases", lambda device: known_cases(device)[:3])
     monkeypatch.setattr(mixers, "names", lambda: ["GLA", "HGRN2"])
-    assert side_by_side(cpu, workers=2) == 5
+    subjects = [0, 1, 2, "GLA", "HGRN2"]
+    assert side_by_side(partial(_examine, cpu), subjects, workers=2) == 5
     assert compile_ahead(cpu) == 0  # which has nothing to compile
 
 
 @pytest.mark.nightly
 def test_everything_is_examined_side_by_side():
     cpu = torch.device("cpu")
-    assert side_by_side(cpu, workers=2) == len(known_cases(cpu)) + len(mixers.names())
+    subjects = [*range(len(known_cases(cpu))), *mixers.names()]
+    assert side_by_side(partial(_examine, cpu), subjects, workers=2) == len(subjects)
 
 
 @pytest.mark.gpu

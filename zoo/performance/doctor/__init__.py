@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -13,8 +14,10 @@ from rich.table import Table
 from kernels import UserError
 from zoo.display import new_table
 from zoo.files.atomic import atomic_write
-from zoo.performance.doctor.checks import Finding, compile_ahead, examine_layers, examine_ops
+from zoo.performance.doctor.checks import Finding, compile_ahead, compile_by, examine_layers, examine_ops
 from zoo.performance.doctor.machine import machine
+from zoo.performance.doctor.proofs import EXPLAINED as PROPERTIES
+from zoo.performance.doctor.proofs import findings, jobs, prove
 from zoo.train.devices import pick_device
 
 EXPLAINED = """\
@@ -36,6 +39,7 @@ class Examination(NamedTuple):
         ops: The ops, each with several checks.
         mixers: The registered mixers, each with several checks.
         seconds: How long it took.
+        proofs: With `proofs`, ops, mixers and a model with the properties that they are held to.
     """
 
     device: str
@@ -43,11 +47,12 @@ class Examination(NamedTuple):
     ops: list[Finding]
     mixers: list[Finding]
     seconds: float
+    proofs: Sequence[Finding] = ()
 
     @property
     def failures(self) -> list[Finding]:
         """The checks that failed."""
-        return [each for each in (*self.machine, *self.ops, *self.mixers) if each.status == "failed"]
+        return [each for each in (*self.machine, *self.ops, *self.mixers, *self.proofs) if each.status == "failed"]
 
     @property
     def failed(self) -> bool:
@@ -55,7 +60,13 @@ class Examination(NamedTuple):
         return bool(self.failures)
 
 
-def doctor(device: str | None = None, output: str | None = None, verbose: bool = True) -> Examination:
+def doctor(
+    device: str | None = None,
+    output: str | None = None,
+    verbose: bool = True,
+    proofs: bool = False,
+    peers: bool = False,
+) -> Examination:
     """Check that this machine computes what it should: packages, GPU, every op against its fp32 loop, memory and disk.
 
     ``python cli.py doctor``
@@ -64,26 +75,38 @@ def doctor(device: str | None = None, output: str | None = None, verbose: bool =
         device: cpu or cuda; null for the GPU if there is one.
         output: A JSON file for all findings.
         verbose: Whether to print tables.
+        proofs: Whether to examine instead what holds to the bit, and how nearly the rest does: causality, packed
+            documents, rows of a batch, pieces, gradients of extreme gates, memory.
+        peers: With `proofs`, whether the ops of flash-linear-attention are held to the same, on a GPU.
 
     Raises:
         UserError: The device does not exist, or the file cannot be written.
     """
+    if peers and not proofs:
+        raise UserError("peers: only the proofs have peers; add --proofs=true")
     if output is not None and Path(output).is_dir():
         raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
     place, start = pick_device(device), monotonic()
     console = Console(quiet=not verbose)
     with console.status("packages") as status:
-        about = [*machine(place)]
-        compile_ahead(place, status.update)
-        of_ops = [*examine_ops(place, status.update)]
-        of_mixers = [*examine_layers(place, status.update)]
-    examination = Examination(place.type, about, of_ops, of_mixers, monotonic() - start)
+        about, of_ops, of_mixers, proved = [*machine(place)], [], [], []
+        if proofs:
+            compile_by(partial(prove, device=place), jobs(place, False), place, status.update)
+            proved = [*findings(place, peers, status.update)]
+        else:
+            compile_ahead(place, status.update)
+            of_ops = [*examine_ops(place, status.update)]
+            of_mixers = [*examine_layers(place, status.update)]
+    examination = Examination(place.type, about, of_ops, of_mixers, monotonic() - start, proved)
     if output is not None:
         _write(examination, Path(output))
-    console.print(_list(about), _matrix("op", of_ops), _matrix("mixer", of_mixers), EXPLAINED, highlight=False)
+    if proofs:
+        console.print(_list(about), _matrix("", proved), PROPERTIES, highlight=False)
+    else:
+        console.print(_list(about), _matrix("op", of_ops), _matrix("mixer", of_mixers), EXPLAINED, highlight=False)
     for each in examination.failures:
         console.print(f"[bold red]failed[/bold red] {escape(str(each))}", highlight=False, soft_wrap=True)
-    checks = len(about) + len(of_ops) + len(of_mixers)
+    checks = len(about) + len(of_ops) + len(of_mixers) + len(proved)
     verdict = (
         f"{len(examination.failures)} of {checks} checks failed"
         if examination.failed
@@ -118,7 +141,7 @@ def _matrix(what: str, findings: Sequence[Finding]) -> Table:
 
 
 def _write(examination: Examination, file: Path) -> None:
-    groups = ("machine", "ops", "mixers")
+    groups = ("machine", "ops", "mixers", "proofs")
     record = {"device": examination.device, "passed": not examination.failed, "seconds": round(examination.seconds, 1)}
     record |= {group: [each._asdict() for each in getattr(examination, group)] for group in groups}
     try:

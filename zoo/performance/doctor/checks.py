@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -231,20 +231,27 @@ def compile_ahead(device: torch.device, seen: Callable[[str], None] = lambda nam
     Returns:
         How many ops and mixers were examined. Fewer than there are if a process died: the doctor then finds out why.
     """
+    subjects: list[int | str] = [*range(len(known_cases(device))), *mixers.names()]
+    return compile_by(partial(_examine, device), subjects, device, seen)
+
+
+def compile_by(
+    work: Callable[[Any], Any], subjects: Sequence[Any], device: torch.device, seen: Callable[[str], None]
+) -> int:
+    """On a GPU, do some work with all subjects in several processes, which compiles the kernels; returns how many."""
     if device.type != "cuda":
         return 0
     workers = max(1, min(MOST, os.cpu_count() or 1))
     seen(f"compiling kernels, {workers} processes")
-    return side_by_side(device, workers)
+    return side_by_side(work, subjects, workers)
 
 
-def side_by_side(device: torch.device, workers: int) -> int:
-    """Examine everything in several processes; returns how many ops and mixers that were."""
-    subjects: list[int | str] = [*range(len(known_cases(device))), *mixers.names()]
+def side_by_side(work: Callable[[Any], Any], subjects: Sequence[Any], workers: int) -> int:
+    """Do some work with all subjects in several processes; returns with how many that succeeded."""
     done = 0
     with ProcessPoolExecutor(workers, get_context("spawn"), _silent) as pool:
         try:
-            for _ in pool.map(partial(_examine, device), subjects):
+            for _ in pool.map(work, subjects):
                 done += 1
         except BrokenProcessPool:
             pass

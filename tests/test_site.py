@@ -1,0 +1,116 @@
+"""The documentation site builds without a warning, its links and pictures exist, and pages fit phones and desktops."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urldefrag
+
+import pytest
+
+from .commands import ROOT
+
+PAGES = [
+    "docs/index.html",
+    "docs/quickstart.html",
+    "docs/commands.html",
+    "docs/tutorials.html",
+    "docs/which_mixer.html",
+    "docs/zoo.html",
+    "docs/architecture.html",
+    "docs/reference.html",
+    "docs/reproductions.html",
+    "tutorials/01_first_hybrid.html",
+]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
+# what reaches beyond the right edge and is not in a box that scrolls
+OVERFLOW = """() => {
+  const own = e => ['auto', 'scroll'].includes(getComputedStyle(e).overflowX);
+  const scrolls = e => e.tagName !== 'ARTICLE' && (own(e) || scrolls(e.parentElement));
+  const wide = e => Math.max(e.getBoundingClientRect().right, e.getBoundingClientRect().left + e.scrollWidth);
+  return [...document.querySelectorAll('article *')]
+    .filter(e => wide(e) > innerWidth + 1 && !scrolls(e)).map(e => e.outerHTML.slice(0, 200));
+}"""
+MISSING = "() => [...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; warnings, such as a heading or type that does not exist, are errors."""
+    if not os.environ.get("CI"):
+        pytest.importorskip("furo", reason="install the extra 'docs'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-qW", "--keep-going", "-c", "docs", ".", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
+    if done.returncode:
+        pytest.fail(done.stderr[-8000:], pytrace=False)
+    return folder
+
+
+@pytest.mark.slow
+def test_references_links_and_pictures_exist(site: Path):
+    from bs4 import BeautifulSoup  # comes with the theme
+
+    pages = {page: BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser") for page in site.rglob("*.html")}
+    names = {page: {tag["id"] for tag in soup.find_all(id=True)} for page, soup in pages.items()}
+    assert {"kernels.delta_rule", "mixers.check_mixer", "zoo.build"} <= names[site / "docs" / "reference.html"]
+    for page, soup in pages.items():
+        targets = [
+            tag[key] for tag, key in [("a", "href"), ("img", "src")] for tag in soup.find_all(tag, **{key: True})
+        ]
+        for target in targets:
+            path, fragment = urldefrag(unquote(target))
+            if "://" in path or path.startswith(("data:", "mailto:")):
+                continue
+            file = (page.parent / path).resolve() if path else page
+            assert file.is_file(), f"{page.relative_to(site)} refers to {target}"
+            assert not fragment or file not in names or fragment in names[file], f"{page.relative_to(site)}: {target}"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A headless Chromium with an empty profile."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="install the extra 'docs'")
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    with playwright.sync_playwright() as driver:
+        profile = tmp_path_factory.mktemp("profile")
+        context = driver.chromium.launch_persistent_context(profile, executable_path=CHROMIUM, args=FLAGS)
+        yield context
+        context.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [390, 1280], ids=["phone", "desktop"])
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_in_a_browser(name: str, width: int, site: Path, browser: Any):
+    page, errors = browser.new_page(), list[str]()
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("requestfailed", lambda request: errors.append(request.url))
+    page.set_viewport_size({"width": width, "height": 900})
+    page.goto((site / name).as_uri(), wait_until="load")
+    page.evaluate("() => document.images.length && [...document.images].forEach(i => i.loading = 'eager')")
+    page.wait_for_load_state("networkidle")
+    assert not errors
+    assert not page.evaluate(MISSING)
+    assert not page.evaluate(OVERFLOW)
+    page.close()
+
+
+@pytest.mark.nightly
+def test_a_page_that_is_too_wide_is_noticed(site: Path, browser: Any):
+    page = browser.new_page()
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.goto((site / PAGES[0]).as_uri())
+    wide = "<nobr>" + 99 * "x" + "</nobr><img src=nothing.png>"
+    page.evaluate("wide => document.querySelector('article p').innerHTML = wide", wide)
+    page.wait_for_load_state("networkidle")
+    assert page.evaluate(OVERFLOW)
+    assert page.evaluate(MISSING)
+    page.close()

@@ -1,0 +1,190 @@
+"""`doctor --proofs` on a healthy machine, and with ten faults, each of which it has to find."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mixers
+from kernels.linear_recurrence import chunk
+from zoo.performance.doctor.proofs import jobs, layers, ops
+from zoo.performance.doctor.proofs.red_zones import RedZones, inside_red_zones
+from zoo.performance.op_calls import op_of
+
+pytest_plugins = "tests.desk"
+CPU = torch.device("cpu")
+Run = Callable[[Any], tuple[Tensor, Tensor]]
+
+
+def subject(name: str, dtype: str = "fp32") -> ops.Subject:
+    return next(each for each in ops.subjects(CPU) if each.case.name == name and each.dtype == dtype)
+
+
+def statuses(each: ops.Subject) -> dict[str, str]:
+    return {finding.check: finding.status for finding in ops.prove(each)}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("gate", ["constant decay", "decay per head", "decay per channel"])
+def test_a_recurrence_is_causal_to_the_bit(gate: str, dtype: str):
+    found = ops.causal(subject(f"linear_recurrence ({gate}, 32)", dtype))
+    assert (found.status, found.says) == ("passed", "to the bit")
+    assert found.numbers["outputs"] > 10_000
+
+
+def test_what_is_proved_of_an_op():
+    found = statuses(subject("linear_recurrence (decay per channel, 32)"))
+    assert list(found) == ["causal", "rows", "packed", "pieces", "gates", "one token", "repeats", "memory"]
+    assert set(found.values()) <= {"passed", "noted"}
+    assert list(ops.proofs(subject("linear (few rows, 32)"))) == ["repeats", "memory"]  # it has no axis of tokens
+
+
+@pytest.mark.slow
+def test_every_op_and_mixer(command, desk: Path):
+    done = command("doctor", "--proofs=true", "--output=proofs.json")
+    assert done.code == 0, done.out
+    proofs = json.loads(Path("proofs.json").read_text())["proofs"]
+    subjects = {each["subject"] for each in proofs}
+    assert len(subjects) == len(jobs(CPU, False))
+    assert {name for name in mixers.names() if f"{name}, bf16" in subjects} == {*mixers.names()}
+    causal = {each["subject"]: each["status"] for each in proofs if each["check"] == "causal"}
+    assert set(causal.values()) == {"passed"}
+    assert "Bidirectional, fp32" not in causal
+    for says in ("H2, fp32", "causal: no bit of an output depends on later tokens", "checks passed"):
+        assert says in done.out
+
+
+def late_anchor(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
+    """Scores around half the decay of a chunk, which depends on its last token."""
+    middle = b[..., -1:, :] / 2
+    reach = (b - middle).clamp(-40, 40).to(q)
+    return ((q * reach.exp()) @ (k * (-reach).exp()).mT).tril(-1)
+
+
+def outputs_only(change: Callable[[Any, Tensor], Tensor]) -> Callable[[Run], Run]:
+    def fault(run: Run) -> Run:
+        def broken(a: Any) -> tuple[Tensor, Tensor]:
+            o, state = run(a)
+            return change(a, o), state
+
+        return broken
+
+    return fault
+
+
+def of_next_token(a: Any, o: Tensor) -> Tensor:
+    return o + 1e-6 * a.v.roll(-1, 1).expand_as(o)
+
+
+def of_batch(a: Any, o: Tensor) -> Tensor:
+    return o * (1 + 1e-3 * o.shape[0])
+
+
+def racing(a: Any, o: Tensor) -> Tensor:
+    return o * (1 + 1e-6 * torch.rand(()))
+
+
+def with_gradient(x: Tensor | None, factor: float) -> Tensor | None:
+    return None if x is None else x.detach() + factor * (x - x.detach())
+
+
+def own_decay(a: Any, o: Tensor) -> Tensor:
+    """A gradient of decays from every token's own value."""
+    return o + 1e-3 * (a.log_decay - a.log_decay.detach()).sum()
+
+
+def reading_on(a: Any) -> Any:
+    """The last value is read from behind the tensor."""
+    v = a.v
+    further = torch.as_strided(v, v.shape, v.stride(), v.storage_offset() + v.stride(1))
+    return replace(a, v=further)
+
+
+def writing_on(a: Any, o: Tensor) -> Tensor:
+    behind = torch.empty_like(o)
+    torch.as_strided(behind, (1,), (1,), behind.storage_offset() + behind.numel()).fill_(1.0)
+    return o
+
+
+FAULTS: dict[str, tuple[str, Callable[[Run], Run]]] = {
+    "a mask that is off by one": ("causal", outputs_only(of_next_token)),
+    "boundaries that are ignored": ("packed", lambda run: lambda a: run(replace(a, cu_seqlens=None))),
+    "rows that depend on their number": ("rows", outputs_only(of_batch)),
+    "a race": ("repeats", outputs_only(racing)),
+    "a state that is not what the tokens leave": ("pieces", lambda run: lambda a: (run(a)[0], run(a)[1] * 1.001)),
+    "a gradient that is off by a tenth of a percent": (
+        "gates",
+        lambda run: lambda a: run(replace(a, v=with_gradient(a.v, 1.001))),
+    ),
+    "a gradient of decays that is off": (
+        "gates",
+        lambda run: lambda a: run(replace(a, log_decay=with_gradient(a.log_decay, 1.001))),
+    ),
+    "a decay of the own token": ("one token", outputs_only(own_decay)),
+    "reading behind a tensor": ("memory", lambda run: lambda a: run(reading_on(a))),
+    "writing behind a tensor": ("memory", outputs_only(writing_on)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch):
+    check, breaks = FAULTS[fault]
+    each = subject("linear_recurrence (decay per head, 32)")
+    implementations = op_of("linear_recurrence").implementations
+    monkeypatch.setitem(implementations, "torch", breaks(implementations["torch"]))
+    finding = ops.proofs(each)[check](each)
+    assert finding.status == "failed", finding
+
+
+def test_an_anchor_that_looks_ahead_is_found(monkeypatch: pytest.MonkeyPatch):
+    each = subject("linear_recurrence (decay per channel, 32)")
+    monkeypatch.setattr(chunk, "channel_scores", late_anchor)
+    finding = ops.causal(each)
+    assert finding.status == "failed"
+    assert finding.numbers["changed"] > 1000
+    assert ops.packed(each).status != "failed"
+
+
+def test_a_mixer_that_looks_ahead_is_found(monkeypatch: pytest.MonkeyPatch):
+    layer = layers.built("GLA", "fp32", CPU)
+    assert layers.causal(layer).status == "passed"
+    forward = type(layer.module).forward
+
+    def ahead(mixer: Any, x: Tensor, *given: Any, **options: Any) -> Any:
+        y, state = forward(mixer, x, *given, **options)
+        return y + 1e-6 * x.roll(-1, 1), state
+
+    monkeypatch.setattr(type(layer.module), "forward", ahead)
+    assert layers.causal(layer).status == "failed"
+
+
+def test_red_zones_keep_results():
+    x, y = torch.randn(5, 3).T, torch.randn(3, 5)
+    with RedZones() as zones:
+        inside = zones.surrounded(x)
+        assert torch.equal(inside, x)
+        assert inside.stride() == x.stride()
+        assert torch.equal(torch.empty_like(y).copy_(y), y)
+        assert not zones.overwritten()
+    written, wrong = inside_red_zones(lambda given: {"sum": given["x"] + given["y"]}, {"x": x, "y": y})
+    assert (written, wrong) == (0, [])
+
+
+def test_peers_belong_to_proofs(command):
+    done = command("doctor", "--peers=true")
+    assert done.code == 2
+    assert "peers: only the proofs have peers; add --proofs=true" in done.err
+
+
+@pytest.mark.gpu
+def test_proofs_on_a_gpu():
+    import zoo
+
+    found = zoo.doctor(verbose=False, proofs=True)
+    assert not found.failed, found.failures
+    assert {each.status for each in found.proofs if each.check == "causal"} == {"passed"}

@@ -1,0 +1,131 @@
+"""What mixers and whole models are held to, as `ops.py` does for ops."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import mixers
+from mixers import Site, TokenMixer
+from mixers.contract import BF16_TOLERANCE
+from zoo.lm.model import LanguageModel
+from zoo.lm.stack import H2
+from zoo.performance.accuracy import relative_error
+from zoo.performance.doctor.checks import Finding, as_finding, attempted
+from zoo.performance.doctor.proofs.ops import CUTS, DOCUMENTS, DTYPES, nearly
+from zoo.performance.op_calls import LENGTH
+
+SITE = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
+LIMITS = {"fp32": 1e-4, "bf16": BF16_TOLERANCE}
+STEPS = 24  # tokens that are decoded one by one
+VOCABULARY = 64
+
+
+class Layer(NamedTuple):
+    """A mixer, or a whole model, in a dtype."""
+
+    label: str
+    dtype: str
+    module: TokenMixer | LanguageModel
+    x: Tensor  # two rows of inputs
+    other: Tensor  # two more
+
+    @property
+    def name(self) -> str:
+        """What it is, and its dtype."""
+        return f"{self.label}, {self.dtype}"
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The outputs, for a model the logits."""
+        return self.module(x, cu_seqlens=cu_seqlens)[0]
+
+
+def layers(device: torch.device) -> Iterator[tuple[str, str]]:
+    """The names of all registered mixers and of a hybrid model, each with each dtype."""
+    for name in (*mixers.names(), "H2"):
+        for dtype in DTYPES:
+            yield name, dtype
+
+
+def built(label: str, dtype: str, device: torch.device) -> Layer:
+    """A mixer of the registry, or a small hybrid language model."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        if label in mixers.names():
+            entry = mixers.entry(label)
+            module: TokenMixer | LanguageModel = entry.mixer(SITE, **entry.tiny)
+            x, other = torch.randn(2, 2, LENGTH, SITE.hidden_size, generator=generator).to(device, DTYPES[dtype])
+        else:
+            stack = H2(mixers.Mamba2, mixers.GatedDeltaNet, partial(mixers.SlidingWindowAttention, window_size=32))
+            module = LanguageModel(stack, vocab_size=VOCABULARY, hidden_size=64, num_heads=2, num_layers=3)
+            x, other = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=generator).to(device)
+    return Layer(label, dtype, module.to(device, DTYPES[dtype]).eval(), x, other)
+
+
+def prove(label: str, dtype: str, device: torch.device) -> Iterator[Finding]:
+    """The findings about a mixer or a model."""
+    layer = built(label, dtype, device)
+    proofs = {"causal": causal, "packed": packed, "rows": rows, "pieces": steps, "repeats": repeats}
+    if isinstance(layer.module, TokenMixer) and not layer.module.causal:
+        proofs = {"packed": packed, "rows": rows, "repeats": repeats}
+    for check, proof in proofs.items():
+        yield attempted(layer.name, check, partial(proof, layer))
+
+
+def causal(layer: Layer) -> Finding:
+    """Check that no bit of an output depends on later tokens."""
+    expected, changed, total, worst = layer(layer.x), 0, 0, 0.0
+    for cut in CUTS:
+        x, y = layer(torch.cat([layer.x[:, :cut], layer.other[:, cut:]], 1))[:, :cut], expected[:, :cut]
+        changed, total, worst = changed + int((x != y).sum()), total + y.numel(), max(worst, relative_error(x, y))
+    says = "to the bit" if not changed else f"{changed / total:.0e} of the outputs change, by {worst:.0e}"
+    return as_finding(layer.name, "causal", not changed, says, changed=changed, outputs=total, change=worst)
+
+
+def _compared(layer: Layer, check: str, actual: Tensor, expected: Tensor) -> Finding:
+    """A finding about two results that should be the same."""
+    differing = [] if torch.equal(actual, expected) else ["outputs"]
+    return nearly(layer.name, check, differing, relative_error(actual, expected), LIMITS[layer.dtype])
+
+
+def packed(layer: Layer) -> Finding:
+    """Compare a packed document with the document alone."""
+    start, stop = DOCUMENTS[1:3]
+    together, alone = (
+        torch.tensor(x, dtype=torch.int32, device=layer.x.device) for x in (DOCUMENTS, (0, stop - start))
+    )
+    return _compared(
+        layer, "packed", layer(layer.x[:1], together)[:, start:stop], layer(layer.x[:1, start:stop], alone)
+    )
+
+
+def rows(layer: Layer) -> Finding:
+    """Compare a row of a batch with the row alone."""
+    return _compared(layer, "rows", layer(layer.x[:1].repeat(16, *[1] * (layer.x.dim() - 1)))[:1], layer(layer.x[:1]))
+
+
+@torch.no_grad()
+def steps(layer: Layer) -> Finding:
+    """Compare decoding, a prompt and then token by token, with one call; of a model its log-probabilities."""
+    module, x = layer.module, layer.x[:1]
+    expected, first = layer(x), LENGTH - STEPS
+    y, state = module(x[:, :first], module.init_state(1))
+    outputs = [y]
+    for t in range(first, LENGTH):
+        y, state = module(x[:, t : t + 1], state)
+        outputs.append(y)
+    actual = torch.cat(outputs, 1)
+    if isinstance(module, LanguageModel):
+        actual, expected = (y.float().log_softmax(-1) for y in (actual, expected))
+    return _compared(layer, "pieces", actual, expected)
+
+
+def repeats(layer: Layer) -> Finding:
+    """Check that results are the same bits each time."""
+    expected = layer(layer.x)
+    same = all(torch.equal(layer(layer.x), expected) for _ in range(4))
+    return as_finding(layer.name, "repeats", same, "same" if same else "changes from one call to the next")

@@ -1,0 +1,288 @@
+"""What ops are held to: properties that hold to the bit, and how nearly the others do."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import kernels
+from zoo.performance.accuracy import relative_error
+from zoo.performance.doctor.checks import LIMITS, Finding, as_finding, attempted, repeats
+from zoo.performance.doctor.proofs.red_zones import inside_red_zones
+from zoo.performance.op_calls import LENGTH, ROWS, OpCall, Tensors, cases, differentiated, learned_inputs, op_of
+
+SIZES = {"cpu": (32,), "cuda": (64, 128)}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CUTS = (1, 20, 33, 64, 100)  # first tokens that change: within each half of a chunk, and on its borders
+DOCUMENTS = (0, 41, 97, LENGTH)
+PIECES = (0, 50, 51, LENGTH)
+GATES = (0.0, -1e-3, -1.0, -10.0, -30.0, -200.0)  # log decays of a step
+
+
+class Subject(NamedTuple):
+    """A call on a device and in a dtype, and the backend that it runs on."""
+
+    case: OpCall
+    backend: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """The call, its backend and its dtype."""
+        return f"{self.case.name}, {self.backend}, {self.dtype}"
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return next(iter(self.case.inputs.values())).device
+
+    @property
+    def along(self) -> list[str]:
+        """The inputs with an axis of tokens."""
+        return [name for name, x in self.case.inputs.items() if x.shape[:2] == (ROWS, LENGTH)]
+
+    def outputs(self, **inputs: Tensor) -> Tensors:
+        """The outputs, with some inputs replaced."""
+        with torch.no_grad():
+            return replace(self.case, inputs=self.case.inputs | inputs).outputs(self._backend)
+
+    def results(self, arriving: Callable[[Tensors], Sequence[Tensor]], inputs: Tensors) -> Tensors:
+        """The outputs and the gradients of all inputs that get one."""
+
+        def call(leaves: Tensors) -> Tensors:
+            return replace(self.case, inputs=leaves).outputs(self._backend)
+
+        outputs, gradients = differentiated(call, inputs, learned_inputs(inputs), arriving)
+        return outputs | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
+
+    @property
+    def _backend(self) -> str | None:
+        return self.backend if self.backend in kernels.BACKENDS else None
+
+
+Proof = Callable[[Subject], Finding]
+
+
+def subjects(device: torch.device) -> Iterator[Subject]:
+    """All calls of ops on a device: with each implementation that is no loop, in each dtype."""
+    for size in SIZES[device.type]:
+        for case in cases(size):
+            for backend in op_of(case.op).implementations:
+                if backend == "torch" or (backend == "triton" and device.type == "cuda"):
+                    for dtype, kind in DTYPES.items():
+                        yield Subject(case.on(device, kind), backend, dtype)
+
+
+def prove(subject: Subject) -> Iterator[Finding]:
+    """The findings about a subject; what does not apply to it is left out."""
+    for check, proof in proofs(subject).items():
+        yield attempted(subject.name, check, partial(proof, subject))
+
+
+def proofs(subject: Subject) -> dict[str, Proof]:
+    """The properties that a subject can have."""
+    parameters = inspect.signature(subject.case.call or getattr(kernels, subject.case.op)).parameters
+    chosen: dict[str, Proof] = {}
+    if subject.along:
+        chosen |= {"causal": causal, "rows": rows}
+    if subject.along and "cu_seqlens" in parameters:
+        chosen["packed"] = packed
+    if "return_state" in parameters and "initial_state" in parameters:
+        chosen["pieces"] = pieces
+    if "log_decay" in subject.case.inputs and "cu_seqlens" in parameters and "q" in parameters:
+        chosen |= {"gates": extreme_gates, "one token": one_token}
+    chosen["repeats"] = repeated
+    # on a GPU, PyTorch's own kernels are compiled, and cannot be led to other memory
+    return chosen if subject.backend == "torch" and subject.device.type == "cuda" else chosen | {"memory": memory}
+
+
+def causal(subject: Subject) -> Finding:
+    """Check that no bit of an output depends on later tokens, for moderate and for strong decays."""
+    inputs, changed, total, worst = subject.case.inputs, 0, 0, 0.0
+    strengths = (1.0, 20.0) if "log_decay" in subject.along else (1.0,)
+    for strength in strengths:
+        before = {name: x * strength if name == "log_decay" else x for name, x in inputs.items()}
+        expected = subject.outputs(**before)
+        for cut in CUTS:
+            for after in _later(before, subject.along, cut):
+                actual = subject.outputs(**after)
+                for name, y in expected.items():
+                    if y.shape[:2] == (ROWS, LENGTH):
+                        x, y = actual[name][:, :cut], y[:, :cut]
+                        changed, total = changed + int((x != y).sum()), total + y.numel()
+                        worst = max(worst, relative_error(x, y))
+    says = "to the bit" if not changed else f"{changed / total:.0e} of the outputs change, by {worst:.0e}"
+    return as_finding(subject.name, "causal", not changed, says, changed=changed, outputs=total, change=worst)
+
+
+def _later(inputs: Tensors, along: Sequence[str], cut: int) -> Iterator[Tensors]:
+    """The inputs with others from a token on: those of the other row, and strong decays or none."""
+
+    def spliced(x: Tensor, other: Tensor) -> Tensor:
+        return torch.cat([x[:, :cut], other[:, cut:]], 1)
+
+    yield inputs | {name: spliced(inputs[name], inputs[name].flip(0)) for name in along}
+    if "log_decay" in along:
+        for gate in (-30.0, 0.0):
+            g = inputs["log_decay"]
+            yield inputs | {"log_decay": spliced(g, torch.full_like(g, gate))}
+
+
+def packed(subject: Subject) -> Finding:
+    """Check that a packed document has the results that it has alone: outputs, states, and gradients."""
+    start, stop = DOCUMENTS[1:3]
+    together, alone = _documents(subject, DOCUMENTS, 0, LENGTH), _documents(subject, (0, stop - start), start, stop)
+    generator = torch.Generator().manual_seed(1)
+
+    def arriving(outputs: Tensors) -> list[Tensor]:
+        """The same gradient of the document's output; none of others, or of states."""
+        y = next(iter(outputs.values()))
+        of_document = torch.randn(1, stop - start, *y.shape[2:], generator=generator.manual_seed(1)).to(y)
+        everywhere = torch.zeros_like(y)
+        everywhere[:, start if y.shape[1] == LENGTH else 0 :][:, : stop - start] = of_document
+        return [everywhere, *(torch.zeros_like(x) for x in [*outputs.values()][1:])]
+
+    expected, actual = subject.results(arriving, alone), subject.results(arriving, together)
+    differing, worst = [], 0.0
+    for name, y in expected.items():
+        x = actual[name]
+        if x.shape[1:2] == (LENGTH,) and y.shape[1:2] == (stop - start,):
+            x = x[:, start:stop]
+        elif x.shape[:1] == (len(DOCUMENTS) - 1,) and y.shape[:1] == (1,):
+            x = x[1:2]
+        if not torch.equal(x, y):
+            differing.append(name)
+            worst = max(worst, relative_error(x, y))
+    limit = max(LIMITS[DTYPES[subject.dtype]])
+    return nearly(subject.name, "packed", differing, worst, limit)
+
+
+def _documents(subject: Subject, boundaries: Sequence[int], start: int, stop: int) -> Tensors:
+    """The first row's tokens from `start` to `stop`, as packed documents."""
+    inputs = dict(subject.case.inputs)
+    for name in subject.along:
+        inputs[name] = inputs[name][:1, start:stop]
+    if "initial_state" in inputs:
+        inputs["initial_state"] = inputs["initial_state"][:1].expand(len(boundaries) - 1, -1, -1, -1)
+    return inputs | {"cu_seqlens": torch.tensor(boundaries, dtype=torch.int32, device=subject.device)}
+
+
+def nearly(name: str, check: str, differing: Sequence[str], change: float, limit: float) -> Finding:
+    """A finding about results that should be the same: noted if some differ within a limit, failed if by more."""
+    says = f"but for {change:.0e}" if differing else "to the bit"
+    if not change <= limit:
+        says = f"{', '.join(differing)} change by {change:.1e}, allowed {limit:.0e}"
+    finding = as_finding(name, check, change <= limit, says, differing=[*differing], change=change, limit=limit)
+    return finding._replace(status="noted") if differing and change <= limit else finding
+
+
+def rows(subject: Subject) -> Finding:
+    """Compare a row of a batch, outputs and gradients, with the row alone."""
+    names = [name for name, x in subject.case.inputs.items() if name in subject.along or name == "initial_state"]
+    limit, worst, differing = max(LIMITS[DTYPES[subject.dtype]]), 0.0, set[str]()
+
+    def arriving(outputs: Tensors) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        return [
+            torch.randn(1, *y.shape[1:], generator=generator).to(y).expand_as(y).contiguous() for y in outputs.values()
+        ]
+
+    def batch(size: int) -> Tensors:
+        return {
+            n: x[:1].repeat(size, *[1] * (x.dim() - 1)) if n in names else x for n, x in subject.case.inputs.items()
+        }
+
+    expected = subject.results(arriving, batch(1))
+    for size in (2, 16):
+        actual = subject.results(arriving, batch(size))
+        for name, y in expected.items():
+            of_row = name.startswith("output") or name.removeprefix("gradient of ") in names
+            if of_row and not torch.equal(actual[name][:1], y):
+                differing.add(name)
+                worst = max(worst, relative_error(actual[name][:1], y))
+    return nearly(subject.name, "rows", sorted(differing), worst, limit)
+
+
+def pieces(subject: Subject) -> Finding:
+    """Compare a sequence with its pieces, one of which is a single token, each from the state before."""
+    case = replace(subject.case, options=subject.case.options | {"return_state": True})
+    part = subject._replace(case=case)
+    expected, outputs = [*part.outputs().values()], []
+    state: Tensor | None = case.inputs.get("initial_state")
+    for start, stop in zip(PIECES, PIECES[1:], strict=False):
+        inputs = {name: x[:, start:stop] if name in subject.along else x for name, x in case.inputs.items()}
+        first = {} if state is None else {"initial_state": state}
+        o, state = part._replace(case=replace(case, inputs=inputs)).outputs(**first).values()
+        outputs.append(o)
+    assert state is not None
+    errors = {"o": relative_error(torch.cat(outputs, 1), expected[0]), "state": relative_error(state, expected[1])}
+    limit, worst = LIMITS[DTYPES[subject.dtype]][0], max(errors.values())
+    return as_finding(subject.name, "pieces", worst <= limit, f"but for {worst:.0e}", errors=errors, limit=limit)
+
+
+def extreme_gates(subject: Subject) -> Finding:
+    """Gradients against a loop in fp64, for decays from none to resets, packed documents and initial states.
+
+    The error of the decay's gradient is relative to what that is without a decay, or to itself if that is larger: where
+    little survives a step, so does little of the gradient.
+    """
+    inputs, worst, of_decay, worst_gate = _documents(subject, (0, 1, 2, 41, 97, LENGTH), 0, LENGTH), 0.0, 0.0, 0.0
+    heads, D = inputs["v"].shape[2], inputs["v"].shape[3]
+    state = torch.randn(5, heads, inputs["q"].shape[3], D, generator=torch.Generator().manual_seed(2)) / D**0.5
+    inputs["initial_state"] = state.to(subject.device)
+    scale = 0.0
+    for gate in GATES:
+        here = inputs | {"log_decay": torch.full_like(inputs["log_decay"], gate)}
+        exact = {name: x.double() if x.is_floating_point() else x for name, x in here.items()}
+        arriving = partial(_arriving, subject.device)
+        expected = subject._replace(backend="reference").results(arriving, exact)
+        actual = subject.results(arriving, here)
+        for name, y in expected.items():
+            if name != "gradient of log_decay":
+                worst = max(worst, relative_error(actual[name], y))
+            else:
+                norm = float(y.norm())
+                scale = max(scale, norm)
+                error = float((actual[name].double() - y).norm()) / max(scale, norm)
+                of_decay, worst_gate = max((of_decay, worst_gate), (error, gate))
+    limit = LIMITS[DTYPES[subject.dtype]][1]
+    says = f"{worst:.0e}, of decays {of_decay:.0e}"
+    numbers = {"error": worst, "error_of_decays": of_decay, "worst_gate": worst_gate, "limit": limit}
+    return as_finding(subject.name, "gates", max(worst, of_decay) <= limit, says, **numbers)
+
+
+def _arriving(device: torch.device, outputs: Tensors) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(y.shape, generator=generator).to(device, y.dtype) for y in outputs.values()]
+
+
+def one_token(subject: Subject) -> Finding:
+    """Check that decays get no gradient, not even a small one, from documents of one token without a state."""
+    inputs = _documents(subject, range(LENGTH + 1), 0, LENGTH)
+    inputs.pop("initial_state", None)
+    only_outputs: Callable[[Tensors], list[Tensor]] = lambda outputs: [  # noqa: E731
+        torch.ones_like(y) if i == 0 else torch.zeros_like(y) for i, y in enumerate(outputs.values())
+    ]
+    gradient = subject.results(only_outputs, inputs).get("gradient of log_decay")
+    largest = 0.0 if gradient is None else float(gradient.abs().max())
+    return as_finding(
+        subject.name, "one token", largest == 0, "0" if largest == 0 else f"{largest:.0e}", largest=largest
+    )
+
+
+def repeated(subject: Subject) -> Finding:
+    """Check that results are the same bits each time."""
+    with kernels.backend(subject._backend or "auto"):
+        return repeats(subject.case, subject.device)._replace(subject=subject.name)
+
+
+def memory(subject: Subject) -> Finding:
+    """Check that nothing outside of the tensors is read or written, forward and backward."""
+    arriving = partial(_arriving, subject.device)
+    written, wrong = inside_red_zones(partial(subject.results, arriving), subject.case.inputs)
+    says = "inside" if not written and not wrong else f"{written} bytes written outside; {', '.join(wrong)} not finite"
+    return as_finding(subject.name, "memory", not written and not wrong, says, written=written, wrong=wrong)
