@@ -20,7 +20,7 @@ class Option(NamedTuple):
 
     @property
     def on_command_line(self) -> str:
-        """The option as it is written on the command line."""
+        """The option in the spelling of the command line."""
         if self.value is None or self.value is True:
             return f"--{self.name}"
         return f"--{self.name}{' ' if self.name in _NAMING else '='}{self.value}"

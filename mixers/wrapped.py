@@ -26,7 +26,7 @@ class WrappedState(NamedTuple):
 class Wrapped(TokenMixer):
     """A module that maps x [B,T,hidden] to y [B,T,hidden] causally, as a token mixer.
 
-    The module sees each document by itself. It has no recurrence that could be continued, so the state is the inputs of
+    Each document is one call of the module. It has no recurrence that could be continued, so the state is the inputs of
     all tokens, and each call computes the outputs of all of them again: decoding T tokens takes T calls of up to T
     tokens. It cannot be expanded, and cannot share sequences among processes.
 
@@ -44,7 +44,7 @@ class Wrapped(TokenMixer):
         if not isinstance(made, nn.Module):
             raise kernels.UserError(f"module: {module!r} made {made!r}, which is not a module of PyTorch")
         if isinstance(made, TokenMixer):
-            raise kernels.UserError(f"module: {type(made).__name__} is a TokenMixer already; use it as it is")
+            raise kernels.UserError(f"module: {type(made).__name__} is a TokenMixer already; use it directly")
         self.module = made
 
     def forward(  # type: ignore[override]
@@ -98,6 +98,6 @@ def wrap(module: Callable[[int], nn.Module]) -> Callable[[Site], Wrapped]:
     is_mixer = inspect.isclass(module) and issubclass(module, TokenMixer)
     if is_mixer:
         raise kernels.UserError(
-            f"module: {getattr(module, '__name__', module)} is a TokenMixer already; use it as it is"
+            f"module: {getattr(module, '__name__', module)} is a TokenMixer already; use it directly"
         )
     return partial(Wrapped, module=module)

@@ -63,7 +63,7 @@ def _not_an_argument(function: str, parameters: Iterable[str], name: str, value:
 
 
 def _places(name: str) -> list[str]:
-    """The keys of a config whose last part is `name`, as far as they do not depend on the classes that it names."""
+    """The keys of a config whose last part is `name` that do not depend on the classes that it names."""
     from zoo.config.classes import CLASSES  # imports Lightning
     from zoo.data import TextData
 
@@ -100,7 +100,7 @@ def _plain(value: object, key: str) -> object:
 
 
 def _short(value: object) -> str:
-    """A value in a sentence: a number or None as it is written, anything else by its class."""
+    """A value in a sentence: a number or None in full, anything else by its class."""
     return repr(value) if value is None or isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
