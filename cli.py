@@ -203,7 +203,7 @@ def started() -> int:
     try:
         return run(launched(sys.argv[1:]))
     except UserError as error:
-        message = str(error)
+        message = error.on_command_line
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels import UserError
+from kernels import Option, UserError
 from zoo.arguments import check_names, names_in
 from zoo.display import new_console, progress_bar
 from zoo.evaluation.loaded import LoadedModel, load_subject
@@ -29,10 +29,10 @@ PLACES = ("lengths", "depths")  # the options that are in a task's cells
 
 def evaluate(
     checkpoint: list[str] | str | Path | None = None,
-    tasks: list[str] | str = "list",
-    lengths: list[int] | None = None,
+    tasks: list[str] | str | None = None,
+    lengths: list[int] | int | None = None,
     samples: int | None = None,
-    depths: list[float] | None = None,
+    depths: list[float] | float | None = None,
     seed: int = 0,
     haystack: str | None = None,
     data: str | None = None,
@@ -76,17 +76,25 @@ def evaluate(
         UserError: A checkpoint or task does not exist or does not fit; nothing has run then.
         KeyboardInterrupt: Ctrl-C; what was measured is kept.
     """
+    if tasks is None:
+        raise UserError(
+            "tasks: evaluate needs some, such as ",
+            Option("tasks", "s_niah_1,passkey"),
+            "; ",
+            Option("tasks", "list"),
+            " shows all of them",
+        )
     names = [name for item in ([tasks] if isinstance(tasks, str) else tasks) for name in names_in(item)]
     console = new_console(verbose)
     if names == ["list"]:
         console.print(task_table())
         return []
     if not names:
-        raise UserError("tasks: the list is empty; --tasks=list shows all of them")
+        raise UserError("tasks: the list is empty; ", Option("tasks", "list"), " shows all of them")
     options = Options(_tuple(lengths), samples, _tuple(depths), seed, haystack, data)
     chosen, paths = tasks_of(names, options), _paths(checkpoint)
     if not paths:
-        raise UserError("checkpoint: evaluate needs one, --checkpoint runs/NAME")
+        raise UserError("checkpoint: evaluate needs one, ", Option("checkpoint", "runs/NAME"))
     where = pick_device(device)
     bf16 = _is_bf16(precision, where)
     if batch_tokens is not None and batch_tokens < 1:
@@ -190,8 +198,8 @@ def _joined(names: Sequence[str]) -> str:
     return together if len(together) <= 100 else f"{names[0][:80]}+{len(names) - 1}-more"
 
 
-def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
+def _tuple(values: Sequence[Any] | float | None) -> tuple[Any, ...] | None:
+    return None if values is None else (values,) if isinstance(values, int | float) else tuple(values)
 
 
 def _is_bf16(precision: str | None, where: torch.device) -> bool:

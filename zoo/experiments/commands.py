@@ -27,6 +27,7 @@ from zoo.experiments.estimate import estimate
 from zoo.experiments.runner import COMMAND, Runner, failed, result
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
+from zoo.runs.notebook import as_html
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import rank
 
@@ -43,6 +44,10 @@ class SweepResult(NamedTuple):
 
     folder: Path
     outcomes: list[results.Outcome]
+
+    def _repr_html_(self) -> str:
+        """The picture of the sweep, for notebooks, where its table was printed."""
+        return as_html(None, self.folder / "sweep.png")
 
 
 def sweep(
@@ -160,6 +165,10 @@ class Comparison(NamedTuple):
 
     folder: Path
     rows: list[dict[str, Any]]
+
+    def _repr_html_(self) -> str:
+        """The table and the picture of the comparison, for notebooks."""
+        return as_html(comparison_table(self.rows), self.folder / "comparison.png")
 
 
 def compare(

@@ -175,7 +175,7 @@ class Runner:
                 key, before, now = next(differences(old, plain))
                 raise UserError(
                     f"folder: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; choose "
-                    "another --folder, or delete that one"
+                    "another folder, or delete that one"
                 )
             recorded[run.name] = plain
         write_sealed(file, recorded)

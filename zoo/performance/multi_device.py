@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from rich.table import Table
 
-from kernels import UserError
+from kernels import Option, UserError
 from mixers import did_you_mean
 from mixers.arguments import check_sizes
 from zoo import config as configs
@@ -250,7 +250,7 @@ def bench_scaling(
     accelerator = _accelerator(accelerator)
     devices = _devices(devices, accelerator)
     if not config:
-        raise UserError("config: missing; give a model, such as --config gated_deltanet.yaml")
+        raise UserError("config: missing; give a model, such as ", Option("config", "gated_deltanet.yaml"))
     parsed = configs.read(*config)
     data = parsed.data.get("init_args") or {}
     batch_size = batch_size if batch_size is not None else data.get("batch_size", 8)
@@ -307,7 +307,7 @@ def _accelerator(name: str | None) -> str:
         return "gpu" if available else "cpu"
     check_names("accelerator", [name], ["cpu", "gpu"])
     if name == "gpu" and not available:
-        raise UserError("accelerator: PyTorch finds no GPU on this machine; leave --accelerator out for the CPU")
+        raise UserError("accelerator: PyTorch finds no GPU on this machine; leave accelerator out for the CPU")
     return name
 
 
@@ -369,9 +369,9 @@ def _emptied(report: Report) -> Path:
     runs = report.folder / "fits"
     if runs.exists():
         if not (report.folder / "bench.json").is_file():
-            raise UserError(f"folder: {runs} exists and does not belong to a benchmark; choose another --folder")
+            raise UserError(f"folder: {runs} exists and does not belong to a benchmark; choose another folder")
         if other := next((path for path in sorted(runs.iterdir()) if not FITS.fullmatch(path.name)), None):
-            raise UserError(f"folder: {other} is not a run of a benchmark; move it, or choose another --folder")
+            raise UserError(f"folder: {other} is not a run of a benchmark; move it, or choose another folder")
         shutil.rmtree(runs)
     (report.folder / "bench.png").unlink(missing_ok=True)
     runs.mkdir(parents=True)
