@@ -14,6 +14,7 @@ import torch
 from kernels import UserError
 from zoo.config.keys import KEYS
 from zoo.config.signatures import settable
+from zoo.config.suggest import suggestions
 from zoo.lm.model import LanguageModel
 
 P = ParamSpec("P")
@@ -63,11 +64,12 @@ def _not_an_argument(function: str, parameters: Iterable[str], name: str, value:
 
 
 def _places(name: str) -> list[str]:
-    """The keys of a config whose last part is `name` that do not depend on the classes that it names."""
+    """The keys of a config that are meant by `name`, as far as they do not depend on the classes that it names."""
     from zoo.config.classes import CLASSES  # imports Lightning
     from zoo.data import TextData
 
-    return [f"{key}.{name}" for key, cls in {**CLASSES, "data": TextData}.items() if name in settable(cls)]
+    return suggestions(name, "", [f"{key}.{each}" for key, cls in {**CLASSES, "data": TextData}.items()
+                                  for each in settable(cls)] + [*KEYS])  # fmt: skip
 
 
 def _in_yaml(value: object) -> str:

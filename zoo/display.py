@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
+from tqdm.auto import tqdm  # bars of a notebook, where there is one
 
 from zoo.files.atomic import atomic_write
 
@@ -67,6 +67,8 @@ class _Lines:
 
 def bar_settings() -> dict[str, Any]:
     """Return tqdm's arguments for a bar on a terminal, or for a line per interval where stderr is not a terminal."""
+    if "ipykernel" in sys.modules:  # a notebook has bars of its own, and its stderr is not a terminal
+        return {}
     if sys.stderr.isatty():
         # no percentage and no rate, which leaves room for the bar next to what is said about it
         form = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"

@@ -317,9 +317,9 @@ def test_the_answer_to_a_command(line: str) -> None:
         cli.run(shlex.split(line))
     if line in MEANT:
         key, meant = MEANT[line]
-        assert str(raised.value) == f"{key}: unknown key; did you mean {meant!r}?"
+        assert raised.value.on_command_line == f"{key}: unknown key; did you mean {meant!r}?"
     else:
-        assert str(raised.value) == ANSWERS[line]
+        assert raised.value.on_command_line == ANSWERS[line]
 
 
 @pytest.mark.usefixtures("desk_with_files")
@@ -327,7 +327,7 @@ def test_the_answer_to_a_command(line: str) -> None:
 def test_the_answer_in_python(function: Any, arguments: list[Any], answer: str) -> None:
     with pytest.raises(UserError) as raised:
         function(*arguments)
-    assert str(raised.value) == answer
+    assert raised.value.on_command_line == answer
 
 
 @pytest.mark.parametrize("line", ["--version", "fit --version", "bench"])

@@ -16,6 +16,7 @@ from zoo.performance.doctor.checks import Finding, as_finding, attempted
 FIT = (
     *("fit", "--config", "recall/mqar.yaml", "--data.tasks=[{length: 64, pairs: 4}]", "--data.batch_size=4"),
     *("--trainer.accelerator=cpu", "--trainer.limit_val_batches=1", "--optim.schedule=constant"),
+    "--trainer.log_every_n_steps=1",
 )
 HALF, STEPS = 3, 6
 SHARED = ("--context_parallel=2", "--trainer.devices=2", "--trainer.strategy=ddp")
@@ -66,4 +67,7 @@ def _fit(desk: Path, *arguments: str) -> None:
 
 def _losses(run: Path) -> dict[int, float]:
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["train_loss"] for row in rows if "train_loss" in row}
+    losses = {row["step"]: row["train_loss"] for row in rows if "train_loss" in row}
+    if len(losses) != STEPS:
+        raise RuntimeError(f"{run.name} has the losses of {len(losses)} steps, not of {STEPS}")
+    return losses
