@@ -139,7 +139,7 @@ def test_ctrl_c_is_raised_and_heard_again_afterwards(desk: Path) -> None:
 @pytest.mark.parametrize(
     ("items", "options", "words"),
     [
-        (("gdn_h3.yaml",), {}, "did you mean 'gdn_h2.yaml'"),
+        (("gdn_h3.yaml",), {}, "did you mean 'gdn_h1.yaml' or 'gdn_h2.yaml'"),
         ((*TINY, "model.hiden_size=8"), {}, "did you mean 'hidden_size'"),
         ((*TINY, {"optim": {"learning_rat": 1}}), {}, "did you mean 'learning_rate'"),
         (TINY, {"run": "a", "resume": "b"}, "give one of them"),

@@ -39,7 +39,7 @@ class Examination(NamedTuple):
         ops: The ops, each with several checks.
         mixers: The registered mixers, each with several checks.
         seconds: How long it took.
-        proofs: With `proofs`, ops, mixers and a model with the properties that they are held to.
+        proofs: With `proofs`, the properties of ops, mixers and a model.
     """
 
     device: str
@@ -77,7 +77,7 @@ def doctor(
         verbose: Whether to print tables.
         proofs: Whether to examine instead what holds to the bit, and how nearly the rest does: causality, packed
             documents, rows of a batch, pieces, gradients of extreme gates, memory.
-        peers: With `proofs`, whether the ops of flash-linear-attention are held to the same, on a GPU.
+        peers: With `proofs`, whether the ops of flash-linear-attention are examined too, on a GPU.
 
     Raises:
         UserError: The device does not exist, or the file cannot be written.

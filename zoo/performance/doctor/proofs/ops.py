@@ -1,4 +1,4 @@
-"""What ops are held to: properties that hold to the bit, and how nearly the others do."""
+"""Properties of ops that hold to the bit, or nearly."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ class Subject(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         return next(iter(self.case.inputs.values())).device
 
     @property
@@ -140,7 +140,7 @@ def packed(subject: Subject) -> Finding:
     generator = torch.Generator().manual_seed(1)
 
     def arriving(outputs: Tensors) -> list[Tensor]:
-        """The same gradient of the document's output; none of others, or of states."""
+        """One gradient of the document's output in both calls; none of other documents, or of states."""
         y = next(iter(outputs.values()))
         of_document = torch.randn(1, stop - start, *y.shape[2:], generator=generator.manual_seed(1)).to(y)
         everywhere = torch.zeros_like(y)

@@ -1,4 +1,4 @@
-"""What runs are held to: a resumed run is the run that was never stopped, and a shared sequence is a sequence."""
+"""Properties of runs: a resumed run has the losses of one that was not stopped, and sequences can be shared."""
 
 import json
 import os
