@@ -1,6 +1,7 @@
-"""Write what was measured as a CSV: a `bench.json` with a line for each row, or a folder of runs with one for each run.
+"""Write what was measured as a CSV: a line for each row of a `bench.json`, each proof of a doctor, or each run.
 
     python reproductions/write_csv.py runs/bench-kernels/bench.json reproductions/measured/kernels_h200.csv
+    python reproductions/write_csv.py proofs.json reproductions/measured/proofs_cpu.csv
     python reproductions/write_csv.py runs/miniature reproductions/measured/miniature.csv
 
 Keys of nested values become dotted columns, lists are separated by spaces, and null is an empty field. The table of a
@@ -30,9 +31,23 @@ def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def benchmark(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a `bench.json`, each with the device, versions and settings of all."""
     record = json.loads(file.read_text(encoding="utf-8"))
+    if "rows" not in record:
+        yield from proofs(record)
+        return
     about = {key: value for key, value in record.items() if key not in ("rows", "references", "paper")}
     for row in record["rows"]:
         yield dict(flat(about | row, ""))
+
+
+def proofs(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The findings of `doctor --proofs`, without their numbers."""
+    for group, findings in record.items():
+        if group.startswith("proofs of "):
+            for finding in findings:
+                subject, _, dtype = finding["subject"].rpartition(", ")
+                yield {"kind": group.removeprefix("proofs of "), "subject": subject, "dtype": dtype} | {
+                    key: finding[key] for key in ("check", "status", "says")
+                }
 
 
 def runs(folder: Path) -> Iterator[dict[str, Any]]:

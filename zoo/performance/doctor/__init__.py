@@ -1,10 +1,11 @@
 """`zoo.doctor`: whether this machine computes what it should, as tables for the terminal and as JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from zoo.files.atomic import atomic_write
 from zoo.performance.doctor.checks import Finding, compile_ahead, compile_by, examine_layers, examine_ops
 from zoo.performance.doctor.machine import machine
 from zoo.performance.doctor.proofs import EXPLAINED as PROPERTIES
-from zoo.performance.doctor.proofs import findings, jobs, prove
+from zoo.performance.doctor.proofs import ORDER, TITLES, findings, jobs, prove
 from zoo.train.devices import pick_device
 
 EXPLAINED = """\
@@ -39,7 +40,7 @@ class Examination(NamedTuple):
         ops: The ops, each with several checks.
         mixers: The registered mixers, each with several checks.
         seconds: How long it took.
-        proofs: With `proofs`, the properties of ops, mixers and a model.
+        proofs: With `proofs`, the properties of ops, mixers and a model, and runs.
     """
 
     device: str
@@ -47,12 +48,13 @@ class Examination(NamedTuple):
     ops: list[Finding]
     mixers: list[Finding]
     seconds: float
-    proofs: Sequence[Finding] = ()
+    proofs: Mapping[str, list[Finding]] = MappingProxyType({})
 
     @property
     def failures(self) -> list[Finding]:
         """The checks that failed."""
-        return [each for each in (*self.machine, *self.ops, *self.mixers, *self.proofs) if each.status == "failed"]
+        groups = (self.machine, self.ops, self.mixers, *self.proofs.values())
+        return [each for group in groups for each in group if each.status == "failed"]
 
     @property
     def failed(self) -> bool:
@@ -89,11 +91,12 @@ def doctor(
     place, start = pick_device(device), monotonic()
     console = Console(quiet=not verbose)
     with console.status("packages") as status:
-        about, of_ops, of_mixers, proved = [*machine(place)], [], [], []
+        about, of_ops, of_mixers = [*machine(place)], list[Finding](), list[Finding]()
+        proved: dict[str, list[Finding]] = {}
         if proofs:
             ahead = [job for job in jobs(place, False) if job.kind != "runs"]
             compile_by(partial(prove, device=place), ahead, place, status.update)
-            proved = [*findings(place, peers, status.update)]
+            proved = findings(place, peers, status.update)
         else:
             compile_ahead(place, status.update)
             of_ops = [*examine_ops(place, status.update)]
@@ -102,12 +105,16 @@ def doctor(
     if output is not None:
         _write(examination, Path(output))
     if proofs:
-        console.print(_list(about), _matrix("", proved), PROPERTIES, highlight=False)
+        tables = [
+            _matrix(TITLES[kind], sorted(group, key=lambda each: ORDER.index(each.check)))
+            for kind, group in proved.items()
+        ]
+        console.print(_list(about), *tables, PROPERTIES, highlight=False)
     else:
         console.print(_list(about), _matrix("op", of_ops), _matrix("mixer", of_mixers), EXPLAINED, highlight=False)
     for each in examination.failures:
         console.print(f"[bold red]failed[/bold red] {escape(str(each))}", highlight=False, soft_wrap=True)
-    checks = len(about) + len(of_ops) + len(of_mixers) + len(proved)
+    checks = sum(map(len, (about, of_ops, of_mixers, *proved.values())))
     verdict = (
         f"{len(examination.failures)} of {checks} checks failed"
         if examination.failed
@@ -142,9 +149,10 @@ def _matrix(what: str, findings: Sequence[Finding]) -> Table:
 
 
 def _write(examination: Examination, file: Path) -> None:
-    groups = ("machine", "ops", "mixers", "proofs")
+    groups = {group: getattr(examination, group) for group in ("machine", "ops", "mixers")}
+    groups |= {f"proofs of {kind}": group for kind, group in examination.proofs.items()}
     record = {"device": examination.device, "passed": not examination.failed, "seconds": round(examination.seconds, 1)}
-    record |= {group: [each._asdict() for each in getattr(examination, group)] for group in groups}
+    record |= {name: [each._asdict() for each in group] for name, group in groups.items()}
     try:
         with atomic_write(file) as opened:
             opened.write(json.dumps(record, indent=1).encode())

@@ -1,6 +1,6 @@
 """`doctor --proofs`: which properties hold on this machine to the bit, and how nearly the others do."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,17 +9,20 @@ from zoo.performance.doctor.checks import Finding
 from zoo.performance.doctor.proofs import layers, ops, peers, runs
 
 EXPLAINED = """\
-causal: no bit of an output depends on later tokens
-packed: a packed document has the outputs, states and gradients that it has alone
+exact: the same bits; a number: the relative difference
+causal: no output depends on later tokens
 rows: a row of a batch has the results that it has alone
-pieces: a sequence in pieces, of one token too, or decoded, has the results of one call
-gates: outputs and gradients against fp64, for decays from none to resets; of decays against the largest such gradient
-one token: the decay's gradient from documents of one token, which is 0
-repeats: results are the same bits each time
+packed: a packed document has the results that it has alone
+pieces: a sequence in pieces, or decoded, has the results of one call
+gates: decays from none to resets, against fp64: results / the decays' gradient
+one token: documents of one token give decays no gradient
+repeats: each call has the same results
 memory: nothing outside of the tensors is read or written
-resumed: a run that is continued has the losses of one that was not stopped
-2 processes: a sequence that two processes share has the losses of one process
+resumed: a continued run has the losses of one that was not stopped
+2 processes: sequences that two processes share have the losses of one
 """
+ORDER = [line.partition(":")[0] for line in EXPLAINED.splitlines()[1:]]
+TITLES = {"ops": "op, backend, dtype", "peers": "op of another library", "layers": "mixer or model", "runs": "run"}
 
 
 class Job(NamedTuple):
@@ -48,9 +51,11 @@ def prove(job: Job, device: torch.device) -> list[Finding]:
     return [*ops.prove(subject)]
 
 
-def findings(device: torch.device, with_peers: bool, seen: Callable[[str], None]) -> Iterator[Finding]:
-    """All findings on a device; `seen` is called with the progress."""
+def findings(device: torch.device, with_peers: bool, seen: Callable[[str], None]) -> dict[str, list[Finding]]:
+    """All findings on a device by the kind of job; `seen` is called with the progress."""
     every = jobs(device, with_peers)
+    by_kind: dict[str, list[Finding]] = {job.kind: [] for job in every}
     for i, job in enumerate(every):
         seen(f"proofs, {i + 1} of {len(every)}")
-        yield from prove(job, device)
+        by_kind[job.kind] += prove(job, device)
+    return by_kind

@@ -82,7 +82,7 @@ def causal(layer: Layer) -> Finding:
     for cut in CUTS:
         x, y = layer(torch.cat([layer.x[:, :cut], layer.other[:, cut:]], 1))[:, :cut], expected[:, :cut]
         changed, total, worst = changed + int((x != y).sum()), total + y.numel(), max(worst, relative_error(x, y))
-    says = "to the bit" if not changed else f"{changed / total:.0e} of the outputs change, by {worst:.0e}"
+    says = "exact" if not changed else f"{changed / total:.0e} of the outputs change, by {worst:.0e}"
     return as_finding(layer.name, "causal", not changed, says, changed=changed, outputs=total, change=worst)
 
 
@@ -128,4 +128,4 @@ def repeats(layer: Layer) -> Finding:
     """Check that results are the same bits each time."""
     expected = layer(layer.x)
     same = all(torch.equal(layer(layer.x), expected) for _ in range(4))
-    return as_finding(layer.name, "repeats", same, "same" if same else "changes from one call to the next")
+    return as_finding(layer.name, "repeats", same, "exact" if same else "changes from one call to the next")

@@ -39,7 +39,7 @@ def resumed(desk: Path) -> Finding:
     _fit(desk, "fit", "--resume", "half", f"--trainer.max_steps={STEPS}")
     expected, actual = _losses(desk / "runs" / "whole"), _losses(desk / "runs" / "half")
     differing = [step for step, loss in expected.items() if actual.get(step) != loss]
-    says = "to the bit" if not differing else f"the losses of steps {', '.join(map(str, differing))} differ"
+    says = "exact" if not differing else f"the losses of steps {', '.join(map(str, differing))} differ"
     return as_finding("training, fp32", "resumed", not differing, says, steps=len(expected), differing=differing)
 
 
@@ -48,7 +48,9 @@ def shared(desk: Path) -> Finding:
     _fit(desk, *FIT, *SHARED, f"--trainer.max_steps={STEPS}", "--run", "shared")
     expected, actual = _losses(desk / "runs" / "whole"), _losses(desk / "runs" / "shared")
     change = max(abs(actual[step] / loss - 1) for step, loss in expected.items())
-    finding = as_finding("training, fp32", "2 processes", change <= LIMIT, f"but for {change:.0e}", change=change)
+    finding = as_finding(
+        "training, fp32", "2 processes", change <= LIMIT, f"{change:.0e}" if change else "exact", change=change
+    )
     return finding if change == 0 or change > LIMIT else finding._replace(status="noted")
 
 
