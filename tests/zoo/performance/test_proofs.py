@@ -12,6 +12,7 @@ from torch import Tensor
 
 import mixers
 from kernels.linear_recurrence import chunk
+from zoo.performance.doctor import proofs
 from zoo.performance.doctor.proofs import jobs, layers, ops
 from zoo.performance.doctor.proofs.red_zones import RedZones, inside_red_zones
 from zoo.performance.op_calls import op_of
@@ -45,15 +46,33 @@ def test_what_is_proved_of_an_op():
 
 
 @pytest.mark.slow
+def test_the_command(command, desk: Path, monkeypatch: pytest.MonkeyPatch):
+    """With two calls of ops and two layers."""
+    few = [job for job in jobs(CPU, False) if job.kind in ("ops", "layers") and job.number in (4, 5)]
+    monkeypatch.setattr(proofs, "jobs", lambda device, with_peers: few)
+    done = command("doctor", "--proofs=true", "--output=proofs.json")
+    assert done.code == 0, done.out
+    record = json.loads(Path("proofs.json").read_text())
+    for kind in ("ops", "layers"):
+        assert len({each["subject"] for each in record[f"proofs of {kind}"]}) == 2
+    header = next(line for line in done.out.splitlines() if "op, backend, dtype" in line)
+    assert (
+        header.split()[-8:] == ["causal", "rows", "packed", "pieces", "gates", "one", "token", "repeats", "memory"][-8:]
+    )
+    for says in ("linear_recurrence (decay per head, 32), torch,", "causal: no output depends", "checks passed"):
+        assert says in done.out
+
+
+@pytest.mark.nightly
 def test_every_op_and_mixer(command, desk: Path):
     done = command("doctor", "--proofs=true", "--output=proofs.json")
     assert done.code == 0, done.out
     record = json.loads(Path("proofs.json").read_text())
-    proofs = [each for kind in ("ops", "layers", "runs") for each in record[f"proofs of {kind}"]]
-    subjects = {each["subject"] for each in proofs}
+    findings = [each for kind in ("ops", "layers", "runs") for each in record[f"proofs of {kind}"]]
+    subjects = {each["subject"] for each in findings}
     assert len(subjects) == len(jobs(CPU, False))
     assert {name for name in mixers.names() if f"{name}, bf16" in subjects} == {*mixers.names()}
-    causal = {each["subject"]: each["status"] for each in proofs if each["check"] == "causal"}
+    causal = {each["subject"]: each["status"] for each in findings if each["check"] == "causal"}
     assert set(causal.values()) == {"passed"}
     assert "Bidirectional, fp32" not in causal
     assert {each["check"]: each["status"] for each in record["proofs of runs"]}["resumed"] == "passed"
